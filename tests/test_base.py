@@ -52,6 +52,11 @@ def test_packed_equals_solo_equals_decoded_bitwise(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_hybrid_of_few_heads_and_experts_is_exact(dtype):
+    assert tiny.base("qwen3_next_moe", dtype).info.inexact == ""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", few(MOE, "qwen3_moe", "llama4"))
 def test_experts_are_exact_where_they_are_computed_here(name, dtype):
     base = tiny.base(name, dtype)

@@ -18,7 +18,7 @@ from motet.model.lora_products import PaddedProducts
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 
 CPU = torch.device("cpu")
-WIDTHS = (64, 96, 128, 192, 256, 384, 576, 1536)
+WIDTHS = (20, 36, 64, 72, 96, 100, 128, 192, 256, 384, 576, 1536)
 SCANNED = 4 * 10**5
 MOST_ROWS = 9 * 64
 """Of all adapters of a case."""
@@ -109,7 +109,7 @@ def differing(case: Case) -> list[str]:
 LENGTH = st.sampled_from((1, 2, 3, 4, 7, 8, 16, 33, 64))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("threads", [1, 2, 4, 5])
 @settings(max_examples=60, deadline=None)
 @given(
     st.builds(
@@ -127,6 +127,7 @@ LENGTH = st.sampled_from((1, 2, 3, 4, 7, 8, 16, 33, 64))
 @example(Case(20, torch.float32, 192, (1536,), (33, 4, 16)))
 @example(Case(7, torch.float32, 64, (96,), (64, 64, 64)))
 @example(Case(8, torch.bfloat16, 576, (576, 1536), (1, 33, 16)))
+@example(Case(3, torch.float32, 64, (100, 36), (12, 236)))
 def test_company_changes_no_bit_of_any_product(threads: int, case: Case):
     torch.set_num_threads(threads)
     assert not differing(case)
@@ -150,7 +151,7 @@ def test_every_product_is_large_enough_to_be_a_gemm_by_itself(shape, dtype, most
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("threads", range(1, 17))
 def test_a_long_scan_of_small_ranks_finds_no_bit(threads):
     """Mostly ranks 1 to 8, where torch's thresholds are; products are counted until there were enough of them."""
     draw, counted, found = random.Random(threads), 0, []

@@ -172,6 +172,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_DELTA,
         },
     ),
+    "qwen3_next_moe": (  # neither its heads, its experts nor their width fill vectors of the CPU
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "layer_types": _DELTA_LAYERS,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 5,
+            "shared_expert_intermediate_size": 36,
+            **_MOE,
+            "moe_intermediate_size": 36,
+        },
+    ),
     "olmo_hybrid": (
         "OlmoHybridConfig",
         {"num_hidden_layers": 3, "layer_types": _DELTA_LAYERS, **_DELTA, "linear_value_head_dim": 16},

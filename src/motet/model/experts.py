@@ -57,6 +57,12 @@ class ExpertsAt:
     context: LoraContext
 
 
+def compute_experts_one_by_one(model: Any) -> None:
+    """Have transformers multiply with each expert alone: its grouped product refuses widths that are no multiple of eight."""
+    if model.device.type == "cpu" and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+
+
 def compute_experts(model: Any, context: LoraContext) -> None:
     """Have a model's experts, and the gates of those that all rows share, computed here where its class lets one."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -120,7 +126,8 @@ def _on_one_expert(experts: Any, rows_TD: Tensor, weights: AdapterWeights | None
     try:
         if weights is not None:
             context.routing.expert_runs = (ExpertRun(0, len(rows_TD), weights),)
-        return motet_experts(experts, rows_TD, chosen, rows_TD.new_ones(len(rows_TD), 1))
+        said: Tensor = experts(rows_TD, chosen, rows_TD.new_ones(len(rows_TD), 1))
+        return said
     finally:
         context.routing = routing
 

@@ -124,6 +124,12 @@ class AdapterLayout:
         return max((max(shape) for shape in self._shapes), default=0)
 
     @functools.cached_property
+    def narrow(self) -> bool:
+        """Whether there are products of at most four numbers with fewer than 128, and those no multiple of 16."""
+        sizes = [sorted(shape) for shape in self._shapes]
+        return any(few <= ROWS and many < 128 and many % 16 for few, many in sizes)
+
+    @functools.cached_property
     def _shapes(self) -> set[tuple[int, int]]:
         """Inputs and outputs of its products; few, because layers are alike."""
         a = {(place.n_in, group.width) for group in self.fused for _, place in group.members}

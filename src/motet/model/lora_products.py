@@ -34,6 +34,9 @@ _CAPABILITIES = (9, 10)
 _BATCHED_THREADS = 2
 """With more, a batched product in fp32 is cut otherwise than a product alone: in MKL, for about one shape in five."""
 
+_NARROW_TILE = 64
+"""With more, fp32 products of narrow layouts have other bits for more than a hundred rows than for fewer."""
+
 _ROWS_TRIED = (1, 7, 300)
 """On Hopper torch takes another kernel where groups have more than 128 rows on average."""
 
@@ -194,11 +197,12 @@ class PaddedProducts:
 
     def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
         """One batched product; with many threads a product for each adapter, and in tiles what takes them."""
-        tile = self.arithmetic.tile_of(layout.longest_sum)
+        batched = self.dtype != torch.float32 or torch.get_num_threads() <= _BATCHED_THREADS
+        narrow = _NARROW_TILE if layout.narrow and not batched else 0
+        tile = self.arithmetic.tile_of(layout.longest_sum) or narrow
         padded = round_up(max(*lengths, layout.least_rows(self.dtype)), tile or ROWS)
         rooms = [padded] * len(lengths)
-        batched = self.dtype != torch.float32 or torch.get_num_threads() <= _BATCHED_THREADS
-        form = Padded(len(lengths)) if batched else Tiled.of(rooms, 0)
+        form = Padded(len(lengths)) if batched else Tiled.of(rooms, narrow)
         return rooms, BySums(Tiled.of(rooms, tile), form, self.arithmetic.long_sum) if tile else form
 
     def stack(self, adapters: Sequence[AdapterWeights]) -> dict[str, LoraMatrices]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 
 from motet.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, round_up
-from motet.model.attention import INSTEAD, LayerCall, Span
-from motet.model.experts import are_computed_here, rows_agree
-from motet.model.kv_cache import KVCache
+from motet.model.attention import INSTEAD, LayerCall
+from motet.model.exactness import RANK, check_exactness, packed_hidden, packed_logits
+from motet.model.experts import compute_experts_one_by_one
 from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
 from motet.model.mixers import in_plain_torch
@@ -31,20 +30,13 @@ from motet.model.routers import Routers
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.row_tiles import cut_mlps
 from motet.model.shards import Shards
-from motet.model_info import EXPERTS
+from motet.model.whole_vectors import Uneven, take_whole_vectors
 
 LENGTHS = (9, 22)
-_RANK = 4
 _MIXERS = ("attention", "attn", "mixer", "mamba", "conv")
 """Words in the names that models give to what mixes positions."""
 _MIX_NOTHING = ("mlp", "moe")
 """Kinds of layers that have no mixer."""
-_CROWD = 128
-"""Rows of the largest pass that is tried: many libraries take another kernel for so many."""
-_CROWD_TILES = 8
-"""The same in tiles, where there are such."""
-_TILE = 12
-"""Rows of the tiles in which MLPs are tried."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Largest difference of logits, as a share of the largest logit."""
 
@@ -67,6 +59,7 @@ def prove(
     routers = Routers(model)
     with torch.no_grad(), _refused(f"{name} does not run in transformers itself"):
         sequences = _sequences(model)
+        compute_experts_one_by_one(model)
         with routers.recorded(), in_plain_torch(model):
             stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
     with torch.no_grad(), _refused(f"{name} does not run as Motet runs it"):
@@ -95,7 +88,7 @@ def prove(
         cut_mlps(base)
         _limit_to_window(base, {call.layer: call.window for call in calls})
         with base.routed(NoAdapters()):
-            _check_exactness(base, sequences)
+            check_exactness(base, sequences)
     with _refused(f"{name} can be sampled from, but an adapter on it cannot be trained"):
         _check_training(base, sequences[0])
     return base
@@ -134,9 +127,11 @@ def _first_pass(
     base: LoraModel, sequences: list[Tensor], stock: list[Tensor], routers: Routers
 ) -> tuple[list[LayerCall], _Watch]:
     """What each layer asks for, and reads, in a pass whose logits are checked against the stock model's."""
-    watch = _Watch()
-    with base.routed(watch), routers.replayed():
-        packed, calls = _packed_logits(base, sequences)
+    watch, uneven = _Watch(), Uneven(base.model)
+    with base.routed(watch), routers.replayed(), uneven if base.device.type == "cpu" else contextlib.nullcontext():
+        packed, calls = packed_logits(base, sequences)
+    for module in uneven.modules:
+        take_whole_vectors(module)
     _check_calls(base, [call.layer for call in calls])
     _check_logits(base, packed, stock)
     return calls, watch
@@ -144,20 +139,20 @@ def _first_pass(
 
 def _check_training(base: LoraModel, sequence: Tensor) -> None:
     """A training step as jobs do it, but for its loss; what fails in one would fail in every job."""
-    layout = base.adapter_layout("all-linear", _RANK)
+    layout = base.adapter_layout("all-linear", RANK)
     weights = AdapterWeights.from_masters(layout, 1.0, torch.full((layout.size,), 1e-3, device=base.device), base.dtype)
     rows = round_up(len(sequence), base.arithmetic.rows)
     segment = TrainSegment(0, rows, weights, layout.matrices(torch.zeros(layout.size, device=base.device)))
     routing = TrainerRouting([segment], base.device, base.products, backward=True)
     with torch.enable_grad(), base.routed(routing):
-        _packed_hidden(base, [sequence])[0][0].float().sum().backward()
+        packed_hidden(base, [sequence])[0][0].float().sum().backward()
 
 
 def _backward_pass(base: LoraModel, sequences: list[Tensor]) -> None:
     """Kernels of the backward pass are compiled now, where there is another way, and not in the first job's first step."""
     routing = TrainerRouting([], base.device, base.products, backward=True)
     with torch.enable_grad(), base.routed(routing):
-        hidden, _ = _packed_hidden(base, sequences)
+        hidden, _ = packed_hidden(base, sequences)
         torch.cat(hidden).float().sum().backward()
 
 
@@ -233,24 +228,6 @@ def _limit_to_window(base: LoraModel, windows: dict[int, int | None]) -> None:
         )
 
 
-def _packed_logits(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[LayerCall]]:
-    hidden, calls = _packed_hidden(base, sequences)
-    logits = base.logits(base.pad(torch.cat(hidden)))
-    lengths = [len(states) for states in hidden]
-    return list(logits[: sum(lengths)].split(lengths)), calls
-
-
-def _packed_hidden(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[LayerCall]]:
-    lengths = [len(sequence) for sequence in sequences]
-    pad = -sum(lengths) % base.arithmetic.rows
-    tokens = torch.cat([*sequences, torch.zeros(pad, dtype=torch.long, device=base.device)])
-    spans = [*lengths, pad] if pad else lengths
-    positions = torch.cat([torch.arange(length, device=base.device) for length in spans])
-    attention = base.attention.packed(spans)
-    hidden = base.hidden(tokens, positions, attention)
-    return list(hidden.split(spans))[: len(lengths)], attention.calls
-
-
 def _check_calls(base: LoraModel, calls: list[int]) -> None:
     config = base.model.config.get_text_config()
     layers = range(int(config.num_hidden_layers))
@@ -296,102 +273,3 @@ def _check_logits(base: LoraModel, packed: list[Tensor], stock: list[Tensor]) ->
             f"{base.info.name}: logits differ from transformers' own by {gap:.3g} (largest logit {largest:.3g}); there is "
             f"something in its layers{_what_mixes(base, layers)} that Motet does not understand; {INSTEAD}"
         )
-
-
-def _check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
-    packed = _packed_logits(base, sequences)[0]
-    solo = [_packed_logits(base, [sequence])[0][0] for sequence in sequences]
-    alone = all(torch.equal(one, other) for one, other in zip(solo, packed, strict=True)) and _crowd_agrees(
-        base, sequences
-    )
-    if not _tiles_agree(base, sequences):
-        base.compute_with(replace(base.arithmetic, long_rows=sys.maxsize))
-    decoded, cache = _decoded_logits(base, sequences[1])
-    base.revise(kv_bytes_per_token=max(1, cache.bytes_per_token), state_bytes=cache.states.bytes_per_slot)
-    what = _known_to_differ(base)
-    if not alone:
-        what = "sequences packed together differ from each alone"
-    elif not torch.equal(decoded, packed[1]):
-        what = "decoding differs from the full forward pass"
-    if not what:
-        return
-    gap = max(_gap(solo[1], packed[1], sequences[1]), _gap(decoded, packed[1], sequences[1]))
-    if gap:
-        what += f" (logprobs of a short sequence by up to {gap:.1e})"
-    inexact = (
-        f"not bit-exact on this device in {base.info.dtype}: {what}; jobs run, but neighbours may change their bytes"
-    )
-    base.revise(inexact, inexact=inexact)
-
-
-def _known_to_differ(base: LoraModel) -> str:
-    """Why rows may depend on their company though these few did not; empty where nothing is known."""
-    if base.has_experts and not are_computed_here(base.model):
-        return "an expert's products have as many rows as choose it"
-    if base.device.type != "cuda":
-        return "" if _experts_agree(base) else "an expert's rows differ by how many choose it"
-    if not base.arithmetic.tile:
-        return "fast arithmetic"
-    if not base.attention.fixed_shapes:
-        return "products of attention have other shapes in other company"
-    if base.info.vocab_size % 4:
-        return (
-            "softmax over a vocabulary that is no multiple of four adds in an order that depends on the row's address"
-        )
-    return ""
-
-
-def _experts_agree(base: LoraModel) -> bool:
-    """The rows of the proof choose experts as they like; here few and many choose one, with an adapter and without."""
-    if not base.experts:
-        return True
-    layout = base.adapter_layout(EXPERTS, _RANK)
-    flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)) * 0.1
-    adapter = AdapterWeights.from_masters(layout, 1.0, flat, base.dtype)
-    return all(rows_agree(base.model, _CROWD, weights) for weights in (None, adapter))
-
-
-@torch.no_grad()
-def _crowd_agrees(base: LoraModel, sequences: list[Tensor]) -> bool:
-    """Whether hidden states stay the same in a pass of many rows, and of several tiles."""
-    rows = max(_CROWD, _CROWD_TILES * base.arithmetic.tile)
-    crowd = sequences * -(-rows // sum(LENGTHS))
-    few, many = _packed_hidden(base, sequences)[0], _packed_hidden(base, crowd)[0]
-    return all(torch.equal(few[place % len(few)], states) for place, states in enumerate(many))
-
-
-@torch.no_grad()
-def _tiles_agree(base: LoraModel, sequences: list[Tensor]) -> bool:
-    """Whether hidden states stay the same where MLPs take a few rows at a time."""
-    whole, rows = base.arithmetic, max(_TILE, base.arithmetic.rows)
-    crowd = sequences * -(-2 * rows // sum(LENGTHS))
-    together = _packed_hidden(base, crowd)[0]
-    base.arithmetic = replace(whole, long_rows=rows, mlp_rows=rows)
-    base.context.routing = TrainerRouting([], base.device, base.products, backward=False)
-    try:
-        in_tiles = _packed_hidden(base, crowd)[0]
-    finally:
-        base.arithmetic, base.context.routing = whole, NoAdapters()
-    return all(torch.equal(one, other) for one, other in zip(together, in_tiles, strict=True))
-
-
-def _gap(left_TV: Tensor, right_TV: Tensor, token_ids_T: Tensor) -> float:
-    """Largest difference of the tokens' logprobs."""
-    left, right = (logits[:-1].log_softmax(-1).gather(-1, token_ids_T[1:, None]) for logits in (left_TV, right_TV))
-    return float((left - right).abs().max())
-
-
-def _decoded_logits(base: LoraModel, sequence: Tensor) -> tuple[Tensor, KVCache]:
-    """Logits [T, V] of a sequence read as a prompt of 12 tokens and then token by token through a cache, and the cache."""
-    block_size = base.block_size
-    n_blocks = -(-len(sequence) // block_size)
-    cache = KVCache(n_blocks, block_size, base.device)
-    blocks, slot = cache.take(n_blocks), cache.states.take()
-    logits, start = [], 0
-    for length in [12] + [1] * (len(sequence) - 12):
-        attention = base.attention.cached([Span(start, length, blocks, slot)], cache)
-        tokens = base.pad(sequence[start : start + length])
-        positions = base.pad(torch.arange(start, start + length, device=base.device))
-        logits.append(base.logits(base.hidden(tokens, positions, attention))[:length])
-        start += length
-    return torch.cat(logits), cache

@@ -1,0 +1,152 @@
+"""Proof that a row has the same bits in any company: packed, alone, decoded, and in passes as long as training has them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from motet.model.attention import LayerCall, Span
+from motet.model.experts import are_computed_here, rows_agree
+from motet.model.kv_cache import KVCache
+from motet.model.lora import AdapterWeights, NoAdapters
+from motet.model.lora_model import LoraModel
+from motet.model.routing import TrainerRouting
+from motet.model.whole_vectors import Uneven
+from motet.model_info import EXPERTS
+
+RANK = 4
+"""Of the adapters that are tried."""
+_CROWD = 128
+"""Rows of the largest pass that is tried: many libraries take another kernel for so many."""
+_CROWD_TILES = 8
+"""The same in tiles, where there are such."""
+_TILE = 12
+"""Rows of the tiles in which MLPs are tried."""
+
+
+def check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
+    """Say of a base that it is `inexact`, and by how much, where a row's bits depend on its company."""
+    uneven = Uneven(base.model)
+    with uneven if base.device.type == "cpu" else contextlib.nullcontext():
+        packed = packed_logits(base, sequences)[0]
+    solo = [packed_logits(base, [sequence])[0][0] for sequence in sequences]
+    alone = all(torch.equal(one, other) for one, other in zip(solo, packed, strict=True)) and _crowd_agrees(
+        base, sequences
+    )
+    if not _tiles_agree(base, sequences):
+        base.compute_with(replace(base.arithmetic, long_rows=sys.maxsize))
+    decoded, cache = _decoded_logits(base, sequences[1])
+    base.revise(kv_bytes_per_token=max(1, cache.bytes_per_token), state_bytes=cache.states.bytes_per_slot)
+    what = _known_to_differ(base)
+    if left := sorted({*uneven.modules.values(), *uneven.elsewhere}):
+        what = f"{' and '.join(left)} of a number depends on its place among others"
+    if not alone:
+        what = "sequences packed together differ from each alone"
+    elif not torch.equal(decoded, packed[1]):
+        what = "decoding differs from the full forward pass"
+    if not what:
+        return
+    gap = max(_gap(solo[1], packed[1], sequences[1]), _gap(decoded, packed[1], sequences[1]))
+    if gap:
+        what += f" (logprobs of a short sequence by up to {gap:.1e})"
+    inexact = (
+        f"not bit-exact on this device in {base.info.dtype}: {what}; jobs run, but neighbours may change their bytes"
+    )
+    base.revise(inexact, inexact=inexact)
+
+
+def _known_to_differ(base: LoraModel) -> str:
+    """Why rows may depend on their company though these few did not; empty where nothing is known."""
+    if base.has_experts and not are_computed_here(base.model):
+        return "an expert's products have as many rows as choose it"
+    if base.device.type != "cuda":
+        return "" if _experts_agree(base) else "an expert's rows differ by how many choose it"
+    if not base.arithmetic.tile:
+        return "fast arithmetic"
+    if not base.attention.fixed_shapes:
+        return "products of attention have other shapes in other company"
+    if base.info.vocab_size % 4:
+        return (
+            "softmax over a vocabulary that is no multiple of four adds in an order that depends on the row's address"
+        )
+    return ""
+
+
+def _experts_agree(base: LoraModel) -> bool:
+    """The rows of the proof choose experts as they like; here few and many choose one, with an adapter and without."""
+    if not base.experts:
+        return True
+    layout = base.adapter_layout(EXPERTS, RANK)
+    flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)) * 0.1
+    adapter = AdapterWeights.from_masters(layout, 1.0, flat, base.dtype)
+    return all(rows_agree(base.model, _CROWD, weights) for weights in (None, adapter))
+
+
+@torch.no_grad()
+def _crowd_agrees(base: LoraModel, sequences: list[Tensor]) -> bool:
+    """Whether hidden states stay the same in a pass of many rows, and of several tiles."""
+    rows = max(_CROWD, _CROWD_TILES * base.arithmetic.tile)
+    crowd = sequences * -(-rows // sum(map(len, sequences)))
+    few, many = packed_hidden(base, sequences)[0], packed_hidden(base, crowd)[0]
+    return all(torch.equal(few[place % len(few)], states) for place, states in enumerate(many))
+
+
+@torch.no_grad()
+def _tiles_agree(base: LoraModel, sequences: list[Tensor]) -> bool:
+    """Whether hidden states stay the same where MLPs take a few rows at a time."""
+    whole, rows = base.arithmetic, max(_TILE, base.arithmetic.rows)
+    crowd = sequences * -(-2 * rows // sum(map(len, sequences)))
+    together = packed_hidden(base, crowd)[0]
+    base.arithmetic = replace(whole, long_rows=rows, mlp_rows=rows)
+    base.context.routing = TrainerRouting([], base.device, base.products, backward=False)
+    try:
+        in_tiles = packed_hidden(base, crowd)[0]
+    finally:
+        base.arithmetic, base.context.routing = whole, NoAdapters()
+    return all(torch.equal(one, other) for one, other in zip(together, in_tiles, strict=True))
+
+
+def _gap(left_TV: Tensor, right_TV: Tensor, token_ids_T: Tensor) -> float:
+    """Largest difference of the tokens' logprobs."""
+    left, right = (logits[:-1].log_softmax(-1).gather(-1, token_ids_T[1:, None]) for logits in (left_TV, right_TV))
+    return float((left - right).abs().max())
+
+
+def _decoded_logits(base: LoraModel, sequence: Tensor) -> tuple[Tensor, KVCache]:
+    """Logits [T, V] of a sequence read as a prompt of 12 tokens and then token by token through a cache, and the cache."""
+    block_size = base.block_size
+    n_blocks = -(-len(sequence) // block_size)
+    cache = KVCache(n_blocks, block_size, base.device)
+    blocks, slot = cache.take(n_blocks), cache.states.take()
+    logits, start = [], 0
+    for length in [12] + [1] * (len(sequence) - 12):
+        attention = base.attention.cached([Span(start, length, blocks, slot)], cache)
+        tokens = base.pad(sequence[start : start + length])
+        positions = base.pad(torch.arange(start, start + length, device=base.device))
+        logits.append(base.logits(base.hidden(tokens, positions, attention))[:length])
+        start += length
+    return torch.cat(logits), cache
+
+
+def packed_logits(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[LayerCall]]:
+    """Logits [T, V] of each sequence, all in one pass, and the calls of its layers' attention."""
+    hidden, calls = packed_hidden(base, sequences)
+    logits = base.logits(base.pad(torch.cat(hidden)))
+    lengths = [len(states) for states in hidden]
+    return list(logits[: sum(lengths)].split(lengths)), calls
+
+
+def packed_hidden(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[LayerCall]]:
+    """Hidden states [T, D] of each sequence, all in one pass, and the calls of its layers' attention."""
+    lengths = [len(sequence) for sequence in sequences]
+    pad = -sum(lengths) % base.arithmetic.rows
+    tokens = torch.cat([*sequences, torch.zeros(pad, dtype=torch.long, device=base.device)])
+    spans = [*lengths, pad] if pad else lengths
+    positions = torch.cat([torch.arange(length, device=base.device) for length in spans])
+    attention = base.attention.packed(spans)
+    hidden = base.hidden(tokens, positions, attention)
+    return list(hidden.split(spans))[: len(lengths)], attention.calls

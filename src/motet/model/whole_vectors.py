@@ -1,0 +1,197 @@
+"""Functions of single numbers on a CPU: the same bits wherever a number is, beside however many, with any number of threads.
+
+torch computes some functions (`silu`, `sigmoid`, …) with other code where a stretch of numbers ends than in whole vectors, and
+each thread gets a stretch of its own. So how many rows there are decides where stretches end, and which numbers get other
+bits. Here a tensor is cut first, so that every stretch is of whole vectors, or of whole rows.
+
+The modules that call such functions are found while a base is proved; no others pay for it.
+
+Legend: T rows, N numbers of a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Function = Callable[[Tensor], Tensor]
+
+_LANES = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
+"""Numbers that torch takes at a time: two vectors of AVX512, or four of AVX2."""
+_STRETCH = 32768
+"""A thread gets no fewer numbers (`at::internal::GRAIN_SIZE`)."""
+_GELU = 16384
+"""All threads share a `gelu` of more numbers than these, but not its gradient."""
+
+_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.silu, F.gelu, F.softplus, F.mish, F.elu, torch.sigmoid, torch.exp2, torch.pow, torch.rsqrt,
+        Tensor.sigmoid, Tensor.exp2, Tensor.pow, Tensor.__pow__, Tensor.rsqrt,
+    }
+)  # fmt: skip
+"""Functions of a tensor's numbers that are cut here."""
+_OPERATORS = {
+    "aten::silu", "aten::silu_", "aten::sigmoid", "aten::sigmoid_", "aten::gelu", "aten::softplus", "aten::mish", "aten::mish_",
+    "aten::elu", "aten::elu_", "aten::exp2", "aten::exp2_", "aten::glu",
+}  # fmt: skip
+"""What torch computes otherwise at the end of a stretch."""
+_PLAIN_POWERS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
+"""Powers that torch makes of products and roots."""
+
+
+def by_whole_vectors(function: Function, x: Tensor, *, gelu: bool = False) -> Tensor:
+    """A function of each number; where x needs a gradient, the gradient has the same property."""
+    lanes = _LANES.get(x.dtype, 0)
+    if x.device.type != "cpu" or not lanes or not x.numel():
+        return function(x)
+    cut = _Cut(function, lanes, torch.get_num_threads(), gelu)
+    if not x.is_contiguous():
+        if not any(stride == 1 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            return function(x)  # torch takes such numbers one by one
+        if x.stride(-1) == 1 and _are_rows(x):
+            return cut.of_rows(x)
+        x = x.contiguous()
+    y = function(x) if cut.is_even(x.numel()) else cut.of_numbers(x.reshape(-1)).view(x.shape)
+    if y.requires_grad:
+        y.register_hook(Tensor.contiguous)  # or the gradient's stretches would be those of rows
+    return y
+
+
+def _are_rows(x: Tensor) -> bool:
+    """Whether a tensor [..., T, N] is a matrix whose rows are apart."""
+    outer = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return all(above[1] == size * stride for above, (size, stride) in itertools.pairwise(outer))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a tensor is cut before a function is computed."""
+
+    function: Function
+    lanes: int
+    threads: int
+    gelu: bool
+
+    def stretches(self, n: int) -> int:
+        """Into how many parts of one length so many numbers must fall, so that threads get whole parts, forth and back."""
+        sharing = min(self.threads, -(-n // _STRETCH))
+        return math.lcm(sharing, self.threads) if self.gelu and n > _GELU else sharing
+
+    def is_even(self, n: int) -> bool:
+        """Whether so many numbers that follow each other are cut into whole vectors."""
+        return n % (self.stretches(n) * self.lanes) == 0
+
+    def of_numbers(self, flat: Tensor) -> Tensor:
+        """Whole vectors as they are, as many at a time as threads share evenly; the few that are left are filled up."""
+        n, parts, start = len(flat) - len(flat) % self.lanes, list[Tensor](), 0
+        while start < n:
+            count = n - start
+            while left := count % (self.stretches(count) * self.lanes):
+                count = count - left or min(count, _GELU)
+            parts.append(self.function(flat[start : start + count]))
+            start += count
+        if rest := len(flat) - n:
+            parts.append(self.function(F.pad(flat[n:], (0, self.lanes - rest)))[:rest])
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """Rows that are apart: each ends in its own way, wherever it is, so stretches must be of whole rows."""
+        n_rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        if n_rows % self.stretches(x.numel()) == 0:
+            return self.function(x)
+        rows_TN, parts, start = x.flatten(0, -2), list[Tensor](), 0
+        while start < n_rows:
+            count = n_rows - start
+            while count > 1 and (left := count % self.stretches(count * width)):
+                count = count - left or 1
+            part = rows_TN[start : start + count]
+            long = count == 1 and self.stretches(width) > 1
+            parts.append(self.of_numbers(part.flatten())[None] if long else self.function(part))
+            start += count
+        return torch.cat(parts).view(x.shape)
+
+
+class _ByWholeVectors(TorchFunctionMode):
+    """Cuts the functions that are called inside."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if (
+            func not in _FUNCTIONS
+            or not args
+            or not isinstance(args[0], Tensor)
+            or not _is_one_way(func, args, options)
+        ):
+            return func(*args, **options)
+        return by_whole_vectors(lambda x: func(x, *args[1:], **options), args[0], gelu=func is F.gelu)
+
+
+def _is_one_way(func: Any, args: Any, options: dict[str, Any]) -> bool:
+    """Whether a call only makes a new tensor, from one."""
+    return not options.get("inplace") and "out" not in options and not any(isinstance(one, Tensor) for one in args[1:])
+
+
+class Uneven(TorchDispatchMode):
+    """Notes which modules of a model have functions computed otherwise at the end of a stretch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._own = set(model.modules())
+        self.modules: dict[nn.Module, str] = {}
+        """With the name of the function."""
+        self.elsewhere: set[str] = set()
+        """Functions that no module of the model called."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _depends_on_place(func, args):
+            name = func._schema.name.removeprefix("aten::")
+            match self._caller():
+                case nn.Module() as module:
+                    self.modules[module] = name
+                case None:
+                    self.elsewhere.add(name)
+        return func(*args, **(kwargs or {}))
+
+    def _caller(self) -> nn.Module | Callable[..., Any] | None:
+        """The module that is at work, `by_whole_vectors` where that is, None where neither is."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is by_whole_vectors.__code__:
+                return by_whole_vectors
+            own = frame.f_locals.get("self")
+            if isinstance(own, nn.Module) and own in self._own:
+                return own
+            frame = frame.f_back
+        return None
+
+
+def _depends_on_place(func: Any, args: Any) -> bool:
+    name = func._schema.name
+    if name in ("aten::pow", "aten::pow_"):
+        return not isinstance(args[1], Tensor) and args[1] not in _PLAIN_POWERS
+    if name in ("aten::rsqrt", "aten::rsqrt_"):
+        return args[0].dtype != torch.float32
+    return name in _OPERATORS
+
+
+def take_whole_vectors(module: nn.Module) -> None:
+    """Have the functions that a module calls computed by whole vectors, forth and back."""
+    stock, mode = module.forward, _ByWholeVectors()
+
+    @functools.wraps(stock)
+    def forward(*args: Any, **options: Any) -> Any:
+        with mode:
+            return stock(*args, **options)
+
+    module.forward = forward
