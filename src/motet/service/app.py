@@ -29,6 +29,7 @@ from motet.service.jobs.queue import JobQueue
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
 from motet.service.jobs.validation import Allowed
+from motet.service.request_log import RequestLog, RequestMetrics
 from motet.service.rewards.grading import Grading
 from motet.service.rewards.scoring import Scoring
 from motet.service.routes import (
@@ -142,6 +143,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(
         Bodies, uploads=uploads, refusal=error_body, allowed=allowed, stopping=lambda: parts[EventBus].closed
     )  # fmt: skip
+    app.add_middleware(RequestLog, directory=settings.directory, metrics=parts[RequestMetrics])
     for module in ROUTES:
         app.include_router(module.router)
     return app
@@ -184,7 +186,7 @@ def _parts(settings: Settings, store: Store) -> Parts:
     futures = Futures(models, samplers, quotas, store, bus, settings.directory / "samples")
     leases = Leases(models, futures, store)
     return Parts(
-        models, leases, checkpoints, Downloads(), samplers, futures,
+        models, leases, checkpoints, Downloads(), samplers, futures, RequestMetrics(),
         settings, bases, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
         scoring, recorder, handover, queue, submissions, checks, reads, handlers, FineTunings(store, storage, adapters),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),

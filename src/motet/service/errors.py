@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetError, RewardError, StoreError
 from motet.runtime.disk_gate import is_full
 from motet.service.database.store import AWAY
+from motet.service.request_log import asked_of
 
 Thing = TypeVar("Thing")
 _log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def handle_errors(app: FastAPI) -> None:
     """Give every error one shape, with words for a person."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
+        asked_of(request.scope).reason = str(error)
         return _answer(request, error)
 
     for kind in (Refusal, HTTPException, RequestValidationError, *AWAY, DatabaseDataError, MotetError, Exception):

@@ -18,6 +18,7 @@ from motet.config.service import RateConfig
 from motet.service.database.store import AWAY
 from motet.service.database.tenants import Principal, Tenants
 from motet.service.errors import Refusal
+from motet.service.request_log import asked_of
 from motet.service.workers.agents import KEY_PREFIX
 
 Result = TypeVar("Result")
@@ -98,6 +99,8 @@ class Access:
                 )
             who = self._tenants.who(key)
             if who is not None:
+                asked = asked_of(request.scope)
+                asked.key, asked.tenant, asked.admin = who.key_id, who.tenant, who.admin
                 self.count(who.key_id)
                 return who
             if not self.open_to_all:  # else any key will do: clients such as openai's always send one
