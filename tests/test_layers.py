@@ -69,7 +69,7 @@ SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"bases", "schemas"}),
     frozenset({"request_log", "settings"}),
     frozenset({"database"}),
-    frozenset({"errors", "storage", "answers", "events"}),
+    frozenset({"backup", "errors", "storage", "answers", "events"}),
     frozenset({"adapters", "tenants"}),
     frozenset({"workers"}),
     frozenset({"rewards"}),
