@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import shutil
@@ -88,7 +89,13 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'motet.db'}"
         return
-    server = request.getfixturevalue("postgres")
+    with new_database(request.getfixturevalue("postgres")) as name:
+        yield name
+
+
+@contextlib.contextmanager
+def new_database(server: str) -> Iterator[str]:
+    """The URL of an empty database of a cluster, which is dropped afterwards."""
     admin = create_engine(
         f"{server.replace('postgresql', 'postgresql+psycopg')}/postgres", isolation_level="AUTOCOMMIT"
     )

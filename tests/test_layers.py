@@ -70,9 +70,9 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # The folders and modules of `service`, in the same way.
 SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"bases", "schemas"}),
-    frozenset({"settings"}),
+    frozenset({"request_log", "settings"}),
     frozenset({"database"}),
-    frozenset({"errors", "storage", "answers", "events"}),
+    frozenset({"backup", "errors", "storage", "answers", "events"}),
     frozenset({"adapters", "tenants", "secrets"}),
     frozenset({"workers"}),
     frozenset({"rewards"}),

@@ -17,6 +17,7 @@ from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetE
 from motet.runtime.disk_gate import is_full
 from motet.service.database.presence import DatabaseReplaced
 from motet.service.database.store import AWAY
+from motet.service.request_log import asked_of
 
 Thing = TypeVar("Thing")
 _log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ def handle_errors(app: FastAPI) -> None:
     """Give every error one shape, with words for a person."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
+        asked_of(request.scope).reason = str(error)
         return _answer(request, error)
 
     for kind in (Refusal, HTTPException, RequestValidationError, *AWAY, DatabaseDataError, MotetError, Exception):

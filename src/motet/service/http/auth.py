@@ -16,6 +16,7 @@ from motet.service.database.store import AWAY
 from motet.service.database.tenants import Principal, Tenants
 from motet.service.errors import Refusal
 from motet.service.http.opened import opened_by
+from motet.service.request_log import asked_of
 from motet.service.workers.agents import KEY_PREFIX
 
 _MOST_KEYS = 10_000
@@ -110,6 +111,8 @@ class Access:
             who = self._tenants.who(key)
             if who is not None:
                 opened_by(request, who.key_id)
+                asked = asked_of(request.scope)
+                asked.key, asked.tenant, asked.admin = who.key_id, who.tenant, who.admin
                 self.count(who.key_id)
                 return who
             if not self.open_to_all:  # else any key will do: clients such as openai's always send one

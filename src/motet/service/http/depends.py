@@ -21,6 +21,7 @@ from motet.service.http.auth import Access, CheckThreads, ReadThreads
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
+from motet.service.request_log import RequestMetrics
 from motet.service.rewards.grading import Grading
 from motet.service.settings import Settings
 from motet.service.storage import Storage
@@ -67,6 +68,7 @@ LedgerDep = Annotated[Ledger, part(Ledger)]
 QuotasDep = Annotated[Quotas, part(Quotas)]
 ReadThreadsDep = Annotated[ReadThreads, part(ReadThreads)]
 RecorderDep = Annotated[EventRecorder, part(EventRecorder)]
+RequestMetricsDep = Annotated[RequestMetrics, part(RequestMetrics)]
 SettingsDep = Annotated[Settings, part(Settings)]
 StorageDep = Annotated[Storage, part(Storage)]
 StoreDep = Annotated[Store, part(Store)]

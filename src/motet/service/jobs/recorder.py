@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter
+
 from motet.cluster.messages import JobChanged, JobStepped, JobWorked, Usage
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import now
@@ -28,14 +30,32 @@ class EventRecorder:
         self._closing = False
         self.failure = ""
         """Why nothing can be written just now."""
+        self.metrics = CollectorRegistry()
+        self._rollouts, self._unscored = (
+            Counter(f"motet_{name}", text, ["tenant"], registry=self.metrics)
+            for name, text in (
+                ("rollouts", "Rollouts of finished steps."), ("reward_failures", "Rollouts whose reward failed."),
+            )
+        )  # fmt: skip
 
     def record_step(self, job_id: str, line: Mapping[str, Any]) -> None:
         """Keep a line of a job's metrics."""
         row: dict[str, Any] = {"step": int(line["step"]) + ("loss" in line)}
         row |= {"reward": line.get("reward")} if "loss" in line else {}
         counts = self._ledger.step(job_id, line)
-        self._write(lambda: self._store.add_event(job_id, "step", f"{line['step']}", line, counts, **row))
+
+        def keep() -> None:
+            if self._store.add_event(job_id, "step", f"{line['step']}", line, counts, **row) is not None:
+                self._count_rollouts(job_id, line)
+
+        self._write(keep)
         self._bus.publish(job_id, ANY_JOB)
+
+    def _count_rollouts(self, job_id: str, line: Mapping[str, Any]) -> None:
+        if "rollouts" in line and (job := self._store.job_by_id(job_id)) is not None:
+            tenant = self._store.tenants.name_of(job.tenant_id)
+            self._rollouts.labels(tenant).inc(line["rollouts"])
+            self._unscored.labels(tenant).inc(line.get("failed") or 0)
 
     def record_state(
         self, job_id: str, state: JobState, message: str, inexact: Sequence[str] | None = None, key: str = ""

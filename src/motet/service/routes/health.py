@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hmac
+import shutil
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+from sqlalchemy import func, select
 
 from motet.cluster.client import EngineClient
-from motet.service.database.tables import StoredJob
+from motet.service.database.store import Store
+from motet.service.database.tables import Event, StoredJob, Tenant, now
 from motet.service.http.auth import bearer
 from motet.service.http.depends import (
     AccessDep,
@@ -18,6 +21,7 @@ from motet.service.http.depends import (
     BasesDep,
     EngineDep,
     RecorderDep,
+    RequestMetricsDep,
     SettingsDep,
     StoreDep,
     admin_only,
@@ -71,6 +75,9 @@ def metrics(
     store: StoreDep,
     adapters: AdaptersDep,
     engine: EngineDep,
+    recorder: RecorderDep,
+    requests: RequestMetricsDep,
+    settings: SettingsDep,
     _: Annotated[None, Depends(metrics_access)],
 ) -> Response:
     """Counters for Prometheus; needs the service's metrics token, or an admin's key."""
@@ -87,8 +94,15 @@ def metrics(
         if isinstance(job, StoredJob):
             of_job = (store.tenants.name_of(job.tenant_id), job.name, bases.called(job.base))
             rate.labels(*of_job[: len(labels)]).set(standing.tokens_per_second)
+    waiting = Gauge("motet_queue_age_seconds", "Age of a tenant's oldest queued job.", ["tenant"], registry=registry)
+    for tenant, since in _queued_since(store).items():
+        waiting.labels(tenant).set(max(0.0, now() - since))
+    disk = shutil.disk_usage(settings.directory)
+    Gauge("motet_disk_free_bytes", "Free space of the service's directory.", registry=registry).set(disk.free)
+    Gauge("motet_disk_bytes", "Size of the disk of the service's directory.", registry=registry).set(disk.total)
     _add_hosts(registry, engine, ["host", "base"] if bases.several else ["host"])
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    text = b"".join(map(generate_latest, (registry, requests.registry, recorder.metrics)))
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_hosts(registry: CollectorRegistry, engine: EngineClient, labels: list[str]) -> None:
@@ -109,3 +123,17 @@ def _add_hosts(registry: CollectorRegistry, engine: EngineClient, labels: list[s
         rate.labels(*of_host).set(sum(job.tokens_per_second for job in host.progress.values()))
         for name, seconds in device.items():
             seconds.labels(*of_host).set(host.device.get(name, 0.0))
+
+
+def _queued_since(store: Store) -> dict[str, float]:
+    """When each tenant's oldest queued job was queued, by the tenant's name, in Unix seconds."""
+    queued = (
+        select(func.max(Event.time).label("since"), StoredJob.tenant_id)
+        .join(StoredJob, StoredJob.id == Event.job_id)
+        .where(StoredJob.state == JobState.QUEUED.value, Event.kind == "state")
+        .group_by(StoredJob.id, StoredJob.tenant_id)
+        .subquery()
+    )
+    oldest = select(Tenant.name, func.min(queued.c.since)).join(queued, queued.c.tenant_id == Tenant.id)
+    with store.transaction() as session:
+        return {str(row[0]): float(row[1]) for row in session.execute(oldest.group_by(Tenant.name))}

@@ -1,0 +1,240 @@
+"""Copy a service's directory and database, also while the service runs, and put a copy back.
+
+The database is copied first. A job tells the database again whatever it did after that copy, so the two need not be of one
+moment. A commit or version is copied whole or not at all, and a job's logs after its commits, so they cover them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sqlalchemy import make_url
+
+from motet.checksums import sync
+from motet.errors import RunError
+from motet.runtime.checkpoint import JobDirectory
+
+MANIFEST = "backup.json"
+_SQLITE, _POSTGRES = "motet.db", "motet.dump"
+_LEFT_OUT = ("motet.db*", ".lock", "*.log", "*.log.*", "*.sock", "*.token", "*.key", ".tmp-*", ".part-*")
+_TRIES = 50
+_PIECE = 1 << 20
+
+Progress = Callable[[str], None]
+"""Called with each place that is copied."""
+
+
+@dataclass
+class Copied:
+    """What a backup holds."""
+
+    jobs: int = 0
+    files: dict[str, str] = field(default_factory=dict)
+    """sha256 by path within the backup."""
+    bytes: int = 0
+    linked: dict[tuple[int, int], Path] = field(default_factory=dict)
+    """Copies of files that have several names, by device and inode."""
+
+
+def back_up(directory: Path, target: Path, database: str, progress: Progress) -> Copied:
+    """Write a backup to a new directory.
+
+    Args:
+        directory: of the service.
+        target: must not exist yet.
+        database: a SQLAlchemy URL; empty for SQLite in the directory.
+        progress: see `Progress`.
+
+    Raises:
+        RunError: there is nothing to copy, `target` exists, or a copy failed.
+    """
+    if not database and not (directory / _SQLITE).is_file():
+        raise RunError(f"{directory} has no motet.db: name the directory of a service, or its --database")
+    if target.exists() or target.resolve().is_relative_to(directory.resolve()):
+        raise RunError(f"{target} exists or is inside {directory}; name a new directory elsewhere")
+    draft = target.with_name(f".part-{target.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(mode=0o700, parents=True)
+    copied = Copied()
+    try:
+        progress("database")
+        _dump(directory, database, draft)
+        for name in (_SQLITE, _POSTGRES):
+            if (file := draft / name).exists():
+                _note(copied, name, file)
+        for place in sorted(directory.iterdir()):
+            if place.name == "run" and place.is_dir():
+                for job in sorted(path for path in place.iterdir() if path.is_dir()):
+                    progress(f"run/{job.name}")
+                    _copy_job(job, draft, copied)
+            elif not _left_out(place):
+                progress(place.name)
+                _copy(place, draft / place.name, draft, copied)
+        manifest = {"motet": importlib.metadata.version("motet"), "time": time.time(), "files": copied.files}
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        sync(draft / MANIFEST)
+        draft.rename(target)
+        sync(target.parent)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return copied
+
+
+def restore(backup: Path, directory: Path, database: str, progress: Progress) -> Copied:
+    """Make a service's directory, and its database, from a backup; every file is compared with its sum.
+
+    Raises:
+        RunError: the backup is not whole or is damaged, the directory exists, or the database refuses it.
+    """
+    try:
+        sums: dict[str, str] = json.loads((backup / MANIFEST).read_bytes())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"{backup} is not a whole backup: its {MANIFEST} cannot be read") from error
+    if bool(database) != (_POSTGRES in sums):
+        kind = "PostgreSQL: name a new one with --database" if _POSTGRES in sums else "SQLite: leave out --database"
+        raise RunError(f"{backup} has a copy of {kind}")
+    if directory.exists() and any(directory.iterdir()):
+        raise RunError(f"{directory} is not empty; restore to a new directory")
+    draft = directory.with_name(f".part-{directory.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(mode=0o700, parents=True)
+    copied = Copied()
+    try:
+        for name, expected in sums.items():
+            progress(name)
+            source = backup / name
+            if not source.is_file() or source.is_symlink() or not source.resolve().is_relative_to(backup.resolve()):
+                raise RunError(f"{source} is missing: the backup is damaged")
+            _copy(source, draft / name, draft, copied)
+            if copied.files[name] != expected:
+                raise RunError(f"{source} has other bytes than were saved: the backup is damaged")
+        copied.jobs = sum(1 for path in draft.glob("run/*") if path.is_dir())
+        if database:
+            progress("database")
+            _load(draft / _POSTGRES, database)
+            (draft / _POSTGRES).unlink()
+        if directory.exists():
+            directory.rmdir()
+        draft.rename(directory)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return copied
+
+
+def _left_out(path: Path) -> bool:
+    return any(path.match(pattern) for pattern in _LEFT_OUT) or path.is_symlink() or path.is_socket()
+
+
+def _copy_job(job: Path, draft: Path, copied: Copied) -> None:
+    """A commit that is cleared away meanwhile makes room for a newer one: then the job is copied again."""
+    place = draft / "run" / job.name
+    for _ in range(_TRIES):
+        place.mkdir(parents=True, exist_ok=True)
+        for part in ("state", "versions"):
+            for unit in sorted((job / part).glob("*")):
+                if not _left_out(unit) and not _copy(unit, place / part / unit.name, draft, copied):
+                    _drop(place / part / unit.name, draft, copied)
+        for other in sorted(job.iterdir()) if job.exists() else ():
+            if other.name not in ("state", "versions") and not _left_out(other):
+                _copy(other, place / other.name, draft, copied)
+        with contextlib.suppress(RunError):
+            if not JobDirectory(job).steps() or _is_whole(JobDirectory(place)):
+                copied.jobs += 1
+                return
+        _drop(place, draft, copied)
+    raise RunError(f"{job} changes faster than it can be copied, or is damaged: motet verify says more")
+
+
+def _is_whole(copy: JobDirectory) -> bool:
+    """Whether the newest commit is there, with the versions that it names."""
+    committed = copy.newest()
+    return committed is not None and {committed.step, committed.best_version} - {None} <= set(copy.versions())
+
+
+def _drop(place: Path, draft: Path, copied: Copied) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    below = f"{place.relative_to(draft).as_posix()}/"
+    copied.files = {name: value for name, value in copied.files.items() if not name.startswith(below)}
+
+
+def _copy(source: Path, target: Path, draft: Path, copied: Copied) -> bool:
+    """A file or a directory with all below it; False where a part of it went away meanwhile."""
+    whole = True
+    for path in _files_of(source):
+        there = target / path.relative_to(source) if path != source else target
+        there.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            status = path.stat()
+            twin = copied.linked.get((status.st_dev, status.st_ino))
+            if twin is not None and twin.exists():
+                os.link(twin, there)
+            else:
+                shutil.copyfile(path, there)
+                there.chmod(0o600)
+        except FileNotFoundError:
+            whole = False
+            continue
+        if status.st_nlink > 1:
+            copied.linked[status.st_dev, status.st_ino] = there
+        _note(copied, there.relative_to(draft).as_posix(), there)
+    return whole and source.exists()
+
+
+def _files_of(source: Path) -> Iterator[Path]:
+    if source.is_file():
+        yield source
+    elif source.is_dir():
+        for root, directories, names in os.walk(source):
+            directories[:] = [name for name in directories if not _left_out(Path(root, name))]
+            yield from (path for name in sorted(names) if not _left_out(path := Path(root, name)))
+
+
+def _note(copied: Copied, name: str, file: Path) -> None:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while piece := opened.read(_PIECE):
+            digest.update(piece)
+            copied.bytes += len(piece)
+    copied.files[name] = digest.hexdigest()
+
+
+def _dump(directory: Path, database: str, draft: Path) -> None:
+    if not database:
+        with contextlib.closing(sqlite3.connect(f"file:{directory / _SQLITE}?mode=ro", uri=True)) as opened:
+            opened.execute("VACUUM INTO ?", (str(draft / _SQLITE),))
+        (draft / _SQLITE).chmod(0o600)
+        return
+    _postgres(["pg_dump", "--format=custom", f"--file={draft / _POSTGRES}"], database)
+
+
+def _load(dump: Path, database: str) -> None:
+    _postgres(["pg_restore", "--no-owner", "--exit-on-error", "--single-transaction", str(dump)], database)
+
+
+def _postgres(command: list[str], database: str) -> None:
+    url = make_url(database)
+    if url.get_backend_name() != "postgresql":
+        raise RunError(f"--database is for PostgreSQL, not for {url.get_backend_name()}")
+    where = url.set(drivername="postgresql", password=None).render_as_string()
+    environment = {**os.environ, **({} if url.password is None else {"PGPASSWORD": str(url.password)})}
+    try:
+        done = subprocess.run(
+            [*command, f"--dbname={where}"], env=environment, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise RunError(f"{command[0]} is not installed: it comes with PostgreSQL's client programs") from None
+    if done.returncode != 0:
+        raise RunError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
