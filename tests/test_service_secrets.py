@@ -26,7 +26,7 @@ from motet.service.database.tables import ServiceStart, StoredJob
 from motet.service.http.depends import Parts
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.recorder import EventRecorder
-from motet.service.jobs.submissions import Submissions
+from motet.service.jobs.submissions import GivenJob, Submissions
 from motet.service.secrets import KEY_FILE, KEY_VARIABLE, Secrets, load_secrets
 from motet.service.settings import Settings
 from motet.service.storage import Storage
@@ -55,7 +55,8 @@ def parts(directory: Path, **config: Any) -> Iterator[Parts]:
 def submitted(service: Parts, name: str) -> StoredJob:
     """A job whose reward has a secret."""
     job = {name: value for name, value in tiny(name).items() if name != "reward"}
-    return service[Submissions].submit(person(service[Store], "us"), {**job, "rewards": [HIDDEN]}, None)
+    (kept,) = service[Submissions].submit(person(service[Store], "us"), [GivenJob({**job, "rewards": [HIDDEN]})], None)
+    return kept
 
 
 def test_a_key_is_made_once_and_opens_what_was_kept_before(tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ async def _check_all(
                 groups = sampled.groups
                 share = sum(not group.has_signal for group in groups) / len(groups)
                 mean = group_metrics(groups)["reward"]
-                if failed.total() < len(reasons) and (warning := no_signal(share, float(mean))):
+                assert isinstance(mean, float | int)
+                if failed.total() < len(reasons) and (warning := no_signal(share, mean)):
                     failures.append(f"job {job.name}: of {len(reasons)} answers: {warning}")
                 if failed:
                     (commonest, _), *_ = failed.most_common(1)
