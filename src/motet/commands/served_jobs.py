@@ -91,12 +91,11 @@ def submit(
     check_files(new)
     files: dict[str, str] = {}
     awaited: dict[str, list[str]] = {}
-    to_submit = []
+    to_submit, starts = [], chains(jobs)
     try:
         for job in new:
             own, awaited[job.name] = with_uploads(client, job, files, base), list(after)
-            start = chains(jobs).get(job.name)
-            if start is not None and start.job in known:
+            if (start := starts.get(job.name)) is not None and start.job in known:
                 made_by = known[start.job].id
                 own = own.model_copy(
                     update={"adapter": own.adapter.model_copy(update={"init": f"{made_by}@{start.version}"})}
