@@ -158,10 +158,13 @@ def test_commands_refuse_before_they_load(here: Path, says: Motet, command: str)
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("call", [motet.run, motet.check])
-def test_python_refuses_before_it_loads(call: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_refuses_before_it_loads(
+    call: Callable[..., Any], hosts: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match="job a: there is no reward 'exct'"):
-        call([{**TINY, "name": "a", "reward": "exct"}])
+        call([{**TINY, "name": "a", "reward": "exct"}], engine={"hosts": hosts})
     assert "loading" not in capsys.readouterr().out
 
 
