@@ -158,11 +158,27 @@ def test_commands_refuse_before_they_load(here: Path, says: Motet, command: str)
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize("call", [motet.run, motet.check])
-def test_python_refuses_before_it_loads(call: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_refuses_before_it_loads(
+    call: Callable[..., Any], hosts: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match="job a: there is no reward 'exct'"):
-        call([{**TINY, "name": "a", "reward": "exct"}])
+        call([{**TINY, "name": "a", "reward": "exct"}], engine={"hosts": hosts})
     assert "loading" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("here")
+def test_a_service_and_a_chat_refuse_before_they_load(here: Path, says: Motet) -> None:
+    (here / "served.yaml").write_text("bases: {a: smal, b: {base: ./nowhere, resident: 1, parking: gone}}\n")
+    assert says("serve", "--config", "served.yaml", "--no-keys") == (
+        2, "", "motet: there is no base 'smal'; did you mean 'small'?\nthere is no directory nowhere; give a model directory, "
+        "a hub id, `small` or `smollm2`\nengine.parking: gone is no directory; make it, on a disk with room\n",
+    )  # fmt: skip
+    assert not (here / "served").exists()
+    (here / "runs" / "a" / "versions" / "v3").mkdir(parents=True)
+    told = "motet: runs/a is the directory of a job; give a version of its adapter, such as runs/a/versions/v3\n"
+    assert says("chat", "small", "--adapter", "runs/a") == (2, "", told)
 
 
 def test_the_jobs_of_the_examples_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ def test_check_shows_what_the_model_reads_and_says_what_run_would(here: Path, sa
         r"a conversation of 2 turns\n +assistant  .* \(reward 0\)\n +user  'Once more\.'\n +assistant  ",
         r"\d+ tokens are read before the first answer",
         r"note: job zero: \d+ of 40 rows are left out of training, because their prompts are held out",
-        r"job zero: of 8 answers: no signal in 100% of the groups \(mean reward 0\)",
+        r"job zero, from 8 answers: no signal in 100% of the groups \(mean reward 0\)",
         r"motet run refuses this: runs/jobs/zero was made by a different job, and has done 3 steps of it",
         "learning rate \\(auto\\): ",
     ):

@@ -309,7 +309,7 @@ def test_what_cannot_be_submitted(service: Service, tmp_path: Path, says: Motet)
         "or speak to another service\n",
     )  # fmt: skip
     code, _, err = says("submit", path, "--set", "data.source=gone.jsonl")
-    assert (code, "gone.jsonl cannot be read" in err) == (2, True)
+    assert (code, "job never: data.source 'gone.jsonl' is not a file" in err) == (2, True)
     assert says("submit", tmp_path / "nowhere.yaml")[0] == 2
     assert "never" not in says("ls", "--json")[1]
 

@@ -42,7 +42,7 @@ from motet.service.app import create_app
 from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
 from motet.service.jobs.handover import Handover
-from motet.service.jobs.submissions import Submissions
+from motet.service.jobs.submissions import GivenJob, Submissions
 from motet.service.settings import Settings
 from motet.service.tenants.ledger import Ledger
 from motet.types import JobState
@@ -394,7 +394,7 @@ def test_what_was_of_another_base_is_not_taken_for_the_only_one(tmp_path: Path) 
     assert (waiting.state, reason in waiting.message) == ("queued", True)
     start = {"init": "ended@best", "rank": 32, "alpha": 32}
     with pytest.raises(ConfigError, match=reason):
-        alone[Submissions].check(who, tiny("on", adapter=start))
+        alone[Submissions].check(who, [GivenJob(tiny("on", adapter=start))])
     other = opened("/models/math")
     assert other[Adapters].of_model(who, "ended@best").base == "/models/math", "the same base under its path"
     assert [one.job["name"] for one in other[Handover].open_jobs()] == [waiting.id]

@@ -43,7 +43,7 @@ from motet.service.database.store import Store
 from motet.service.database.tables import UploadedAdapter
 from motet.service.database.tenants import Principal
 from motet.service.jobs.handover import Handover
-from motet.service.jobs.submissions import Submissions
+from motet.service.jobs.submissions import GivenJob, Submissions
 from motet.service.settings import Settings
 from motet.service.tinker.parts import PREFIX
 from motet.types import SamplingParams
@@ -356,7 +356,8 @@ def test_jobs_of_a_base_that_is_left_out_wait_until_it_is_back(tmp_path: Path) -
 
     parts = opened(TWO)
     who = Principal.member_of(parts[Store].tenants.made("us").id)
-    names = [parts[Submissions].submit(who, tiny(f"on-{base}", base=base), None).id for base in TWO]
+    given = [GivenJob(tiny(f"on-{base}", base=base)) for base in TWO]
+    names = [job.id for job in parts[Submissions].submit(who, given, None)]
     parts = opened({"small": "small", "third": "/models/third"})
     assert [one.job["name"] for one in parts[Handover].open_jobs()] == names[:1]
     waits = parts[Store].job(who, "on-twin")

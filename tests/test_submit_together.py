@@ -36,7 +36,8 @@ def submit(house: House, *jobs: dict[str, Any], status: int = 201, after: Sequen
 
 def test_of_two_jobs_none_is_taken_where_one_is_refused(house: House, ours: motet.Client) -> None:
     before = names(ours)
-    wrong = [tiny("second", reward="exct"), tiny("third", data="toy:ad"), tiny("ended")]
+    chained = tiny("fourth", adapter={"init": "second@latest"})
+    wrong = [tiny("second", reward="exct"), tiny("third", data="toy:ad"), tiny("ended"), chained]
     said = submit(house, tiny("first"), *wrong, status=400)["error"]["message"].splitlines()
     assert [line.partition(":")[0] for line in said] == ["job second", "job third", "job ended"]
     assert "did you mean 'exact'?" in said[0]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +39,9 @@ _AT_ONCE = 4
 """Processes that load a person's code at the same time."""
 _NOWHERE = Path(os.devnull)
 """Where code prints while it is only looked at."""
+
+MOST_NAMED = 8
+"""Jobs that are named with a mistake that they share."""
 
 Load = Callable[[], Awaitable[None]]
 
@@ -79,7 +81,8 @@ def _named(jobs: Sequence[str]) -> str:
     names = [name for name in jobs if name]
     if not names:
         return ""
-    return f"job {names[0]}: " if len(names) == 1 else f"jobs {', '.join(names)}: "
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"job {names[0]}: " if len(names) == 1 else f"jobs {', '.join(names[:MOST_NAMED])}{more}: "
 
 
 def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loaded: bool = False) -> Sources:
@@ -100,21 +103,24 @@ def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loa
             find_base(config.base)
         with refusals.of():
             _check_devices(config.engine)
-    with refusals.of():
-        check_directories(config.engine)
+    if here:
+        with refusals.of():
+            check_directories(config.engine)
     pool = RewardPool(elsewhere={"http": HttpRewards(Addresses(anywhere=True))})
+    made_by_others, names = chains(config.jobs), [job.name for job in config.jobs]
     code: dict[str, tuple[Load, list[str]]] = {}
     for job in config.jobs:
         directory = JobDirectory(Path(config.run) / job.name)
         with refusals.of(job.name):
             check_identity(directory, of_config(job), accept_changes=accept_changes)
-        for look in (_check_driven, check_reference):
-            with refusals.of(job.name):
-                look(job)
         with refusals.of(job.name):
-            _check_start(job, config.jobs)
+            _check_driven(job)
         data = None
         if here:
+            with refusals.of(job.name):
+                check_reference(job)
+            with refusals.of(job.name):
+                _check_start(job, made_by_others, names)
             with refusals.of(job.name):
                 data = check_data(job, sources)
         if not _has_ended(directory, job.steps):
@@ -143,16 +149,16 @@ def _check_driven(job: JobConfig) -> None:
         raise ConfigError("algorithm.type client: clients reach a service alone; start `motet serve`")
 
 
-def _check_start(job: JobConfig, jobs: Sequence[JobConfig]) -> None:
+def _check_start(job: JobConfig, made_by_others: Container[str], names: Sequence[str]) -> None:
     """Refuse an adapter to start from that is neither there nor made by a job above."""
     init = job.adapter.init
-    if init is None or job.name in chains(jobs):
+    if init is None or job.name in made_by_others:
         return
     directory = Path(os.path.expanduser(init))
     try:
         find_adapter(directory)
     except AdapterError as error:
-        above = [one.name for one in itertools.takewhile(lambda one: one.name != job.name, jobs)]
+        above = names[: names.index(job.name)]
         near = close_matches(init.partition("@")[0], above, n=1, cutoff=0.5)
         meant = f", did you mean {near[0]!r}?" if near else ""
         hint = "" if directory.exists() else f", and no job above has this name{meant}"

@@ -41,8 +41,11 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
     from motet.config import EngineConfig
     from motet.device import Device
     from motet.launch import load
+    from motet.model.find import find_adapter
     from motet.rollout.embedded import EmbeddedEngine
 
+    if adapter is not None:
+        find_adapter(adapter)
     config = EngineConfig()
     base = load(base_name, config)
     info = base.info

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -167,12 +168,8 @@ async def _check_all(
                 reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
                 failed = Counter(reason for reason in reasons if reason)
                 failing += [job.name] * (failed.total() == len(reasons))
-                groups = sampled.groups
-                share = sum(not group.has_signal for group in groups) / len(groups)
-                mean = group_metrics(groups)["reward"]
-                assert isinstance(mean, float | int)
-                if failed.total() < len(reasons) and (warning := no_signal(share, mean)):
-                    failures.append(f"job {job.name}: of {len(reasons)} answers: {warning}")
+                if warning := _no_signal(sampled.groups):
+                    failures.append(f"job {job.name}, from {len(reasons)} answers: {warning}")
                 if failed:
                     (commonest, _), *_ = failed.most_common(1)
                     failures.append(
@@ -184,6 +181,13 @@ async def _check_all(
     for line in failures:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
+
+
+def _no_signal(groups: Sequence[Group]) -> str:
+    """What `motet run` would warn of, where so few groups are enough to do so; nothing where no answer has a reward."""
+    rewards = [rollout.reward for group in groups for rollout in group.scored]
+    share = sum(not group.has_signal for group in groups) / len(groups)
+    return no_signal(share, fmean(rewards)) if rewards else ""
 
 
 def _row(job: Job, seconds: float, figures: tuple[str, str, str, str]) -> tuple[str, ...]:

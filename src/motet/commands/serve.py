@@ -23,7 +23,9 @@ from motet.cluster.local_hosts import LocalHosts, lasting
 from motet.commands.answers import say
 from motet.commands.listening import bound, is_loopback
 from motet.config.service import RateConfig, ServiceConfig
-from motet.errors import ConfigError, RunError
+from motet.errors import BaseModelError, ConfigError, RunError
+from motet.launch import check_directories
+from motet.model.find import find_base
 from motet.tasks.reward_installed import install
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ def serve(
         )
     if config.rate is None and not no_keys:
         config = config.model_copy(update={"rate": RateConfig()})
+    if config.cluster.launcher == "local":
+        _check_bases(base, config)
     directory = Path(os.path.expanduser(directory)).resolve()
     wall.check_outside(directory)
     os.umask(0o077)  # of the engine's process too, and of its workers
@@ -87,6 +91,27 @@ def serve(
         asyncio.run(_run(make, config, directory, sockets))
     except KeyboardInterrupt:
         return
+
+
+def _check_bases(base: str | None, config: ServiceConfig) -> None:
+    """Refuse bases and directories that are not there, all at once.
+
+    Raises:
+        ConfigError: which they are.
+    """
+    wrong = []
+    for place in [base] if base is not None else [one.base for one in config.bases.values()]:
+        try:
+            find_base(place)
+        except BaseModelError as error:
+            wrong.append(str(error))
+    for engine in [config.engine, *(one.engine for one in config.bases.values())]:
+        try:
+            check_directories(engine)
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError("\n".join(dict.fromkeys(wrong)))
 
 
 async def _run(

@@ -17,7 +17,7 @@ from motet.client import AsyncClient, Client
 from motet.commands.answers import INTERRUPTED, command_for, minute, say
 from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.config.chain import chains
-from motet.errors import ConfigError, MotetError
+from motet.errors import ConfigError, MotetError, ServiceError
 from motet.preparing import Sources
 from motet.runtime.progress import JobProgress, figure_of
 from motet.service.schemas import Health, Job, JobEvent, Version
@@ -91,12 +91,11 @@ def submit(
     check_files(new)
     files: dict[str, str] = {}
     awaited: dict[str, list[str]] = {}
-    to_submit = []
+    to_submit, starts = [], chains(jobs)
     try:
         for job in new:
             own, awaited[job.name] = with_uploads(client, job, files, base), list(after)
-            start = chains(jobs).get(job.name)
-            if start is not None and start.job in known:
+            if (start := starts.get(job.name)) is not None and start.job in known:
                 made_by = known[start.job].id
                 own = own.model_copy(
                     update={"adapter": own.adapter.model_copy(update={"init": f"{made_by}@{start.version}"})}
@@ -104,8 +103,9 @@ def submit(
                 awaited[job.name].append(made_by)
             to_submit.append(own)
         submitted = client.submit_all(to_submit, after=awaited, at=at, base=base) if to_submit else []
-    except MotetError:
-        for uploaded in files.values():
+    except MotetError as error:
+        refused = not isinstance(error, ServiceError) or 400 <= error.status < 500
+        for uploaded in files.values() if refused else ():  # without an answer, jobs may have been taken that need them
             with contextlib.suppress(MotetError):
                 (client.delete_file if uploaded.startswith("file-") else client.delete_adapter)(uploaded)
         raise

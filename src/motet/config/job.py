@@ -206,7 +206,9 @@ def _reward_list(value: Any) -> Any:
     """Accept one reward, a list, or a mapping of name to weight."""
     if callable(value):
         return [{"name": getattr(value, "__name__", "reward"), "function": value}]
-    if isinstance(value, str) or (isinstance(value, dict) and "name" in value) or isinstance(value, dict):
+    if isinstance(value, dict) and "name" not in value:
+        value = [{"name": name, "weight": weight} for name, weight in value.items()]
+    if isinstance(value, str | dict):
         value = [value]
     if not isinstance(value, list):
         return value
@@ -214,8 +216,8 @@ def _reward_list(value: Any) -> Any:
 
 
 def _weighted(given: Any) -> list[Any]:
-    """Spell out a mapping of name to weight."""
-    if not isinstance(given, dict) or "name" in given:
+    """Spell out a mapping of name to weight in a list of rewards."""
+    if not isinstance(given, dict) or not all(isinstance(weight, int | float) for weight in given.values()):
         return [given]
     return [{"name": name, "weight": weight} for name, weight in given.items()]
 

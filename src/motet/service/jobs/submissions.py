@@ -80,6 +80,8 @@ class Submissions:
                 config, base = self._config(who, job)
                 if any(config.name == one.config.name for one in above):
                     raise ConfigError("name: another job of this request has it; give each its own")
+                if (config.adapter.init or "").partition("@")[0] in (name for name, _ in wrong):
+                    continue  # what is wrong with the job that it starts from is told
                 plan = self._queue.plan(who, config, base, job.condition, above)
                 key = f"{idempotency}#{number}" if idempotency and len(jobs) > 1 else idempotency
                 planned.append(Planned(new_id("job"), config, key, plan))

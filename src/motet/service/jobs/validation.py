@@ -151,7 +151,9 @@ def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobC
         )
     for reward in config.rewards:
         _check_reward(reward, allowed)
-    if any(reward.name == SCORER for reward in config.rewards) and not config.data.source.startswith("reasoning-gym:"):
+    sources = (config.data.source, config.data.eval_source or "")
+    graded = any(source.startswith("reasoning-gym:") for source in sources)
+    if not graded and any(reward.name == SCORER for reward in config.rewards):
         raise RewardError(NO_SCORER)
     return config
 
