@@ -66,6 +66,47 @@ def test_answers_that_grow_alike() -> None:
     assert warnings(distinct=0.13) == (), "yes or no: few answers are all there are"
 
 
+def test_far_from_the_base_is_no_trouble_where_the_reward_rises() -> None:
+    rising = [0.1 + 0.04 * step for step in range(2 * RECENT)]
+    assert warnings(reward=rising, reward_std=0.3, kl_base=2.0) == ()
+
+
+def test_signal_that_was_lost_is_told_with_its_cause() -> None:
+    fallen = [0.28, 0.12] + [0.0] * RECENT
+    share = [0.3, 0.5] + [1.0] * RECENT
+    none: Values = [None] * len(share)
+    (warning,) = warnings(len(share), reward=fallen, reward_std=0.2, no_signal=share, kl_base=none, lr=0.03)
+    assert warning.startswith(
+        "had signal and lost it after step 0 (mean reward 0.28, now 0): the learning rate is too high"
+    )
+    assert "optimizer.lr (it is 0.03)" in warning
+    (never,) = warnings(len(share), reward=0.0, reward_std=0.0, no_signal=1.0)
+    assert never.startswith("no signal")
+    assert warnings(len(share), reward=[*fallen[:-LEAST], *[0.3] * LEAST], no_signal=0.2) == ()
+
+
+def test_rewards_that_fail_are_counted_with_the_commonest_reason() -> None:
+    signs = Signs()
+    for errors in ({"ZeroDivisionError (rewards.py:12)": 2, "KeyError": 1}, {"ZeroDivisionError (rewards.py:12)": 4}):
+        signs.see({"no_signal": 0.1, "rollouts": 32, "failed": sum(errors.values()), "errors": errors})
+    assert signs.warnings == {"failed": "7 of 64 rollouts have no reward, commonest: ZeroDivisionError (rewards.py:12)"}
+    unknown = Signs()
+    unknown.see({"no_signal": 0.1, "rollouts": 32, "failed": 3})
+    assert unknown.warnings == {"failed": "3 of 32 rollouts have no reward"}
+
+
+@pytest.mark.parametrize(
+    ("last", "error", "worse"), [(0.5, 0.05, True), (0.8, 0.05, False), (0.5, None, False), (0.95, 0.0, False)]
+)
+def test_a_version_that_got_worse_beyond_chance_is_told(last: float, error: float | None, worse: bool) -> None:
+    signs = Signs()
+    for version, reward in ((0, 0.2), (5, 0.9), (10, last)):
+        signs.see_evaluation(version, {"reward": reward, "reward_stderr": error})
+    assert ("worse" in signs.warnings) == worse
+    if worse:
+        assert signs.warnings["worse"] == "v10 is worse on held-out problems than v5 (0.50 against 0.90): take v5"
+
+
 def test_numbers_that_are_missing_warn_of_nothing() -> None:
     assert warnings(reward=None, reward_std=None, no_signal=None, distinct=None) == ()
     assert no_signal(float("nan"), float("nan")) == ""

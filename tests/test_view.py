@@ -390,7 +390,7 @@ def test_summary_table(width: int, tmp_path: Path) -> None:
     assert all(cell_len(line.rstrip()) <= width for line in lines)
     row = next(line for line in lines if line.lstrip().startswith("reverse"))
     room = ["2m10s", *(["164k"] if width > 80 else [])]
-    for part in ("succeeded", "40/40" if width > 80 else "", "0.05→0.91", "+0.86", *room, "v40 (best v20)"):
+    for part in ("succeeded", "40/40" if width > 80 else "", "0.05→0.91", "+0.86", *room, "v20 (newest v40)"):
         assert part in row
     text = " ".join(" ".join(lines).split())
     assert "math failed: 97 of 128 rollouts have no reward. The commonest: [red]ValueError[/red] no number" in text

@@ -164,7 +164,8 @@ def _take_up(directory: JobDirectory, progress: JobProgress, *, changed: bool) -
     committed = directory.newest()
     if committed is None:
         return []
-    lines = directory.read_metrics(committed)
+    notes = directory.read_tokens(committed)
+    lines = [{**line, **notes.get(int(line["step"]), {})} for line in directory.read_metrics(committed)]
     progress.step = committed.step
     progress.take_up(lines)
     state = directory.read_status().get("state")

@@ -245,6 +245,8 @@ class JobStanding(msgspec.Struct, frozen=True):
     seconds_left: float | None
     host: int | None = None
     """Its host's number, where there are several."""
+    warnings: list[str] = []
+    """Of its metrics."""
 
 
 class Progress(Message, frozen=True):

@@ -44,6 +44,8 @@ class JobReports:
             case StepDone(line):
                 self._send(m.JobStepped(job.name, as_json(line)))
             case StateChanged(state, message, inexact):
+                if state is JobState.SUCCEEDED:
+                    message = message or "; ".join(job.progress.signs.warnings.values())
                 if not (leaves and state is JobState.PAUSED):  # it goes on elsewhere
                     self.changed(job.name, state, message, inexact, spent=job.progress.spent)
 

@@ -366,4 +366,5 @@ def _standing(progress: JobProgress) -> m.JobStanding:
         tokens=progress.tokens,
         tokens_per_second=round(progress.tokens_per_second, 1),
         seconds_left=progress.seconds_left,
+        warnings=list(progress.signs.warnings.values()),
     )

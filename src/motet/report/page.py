@@ -68,13 +68,14 @@ def _job(job: JobRecord, start: float) -> dict[str, Any]:
         "state": job.state,
         "message": printable(job.message),
         "inexact": printable("; ".join(job.inexact)),
+        "warnings": [printable(warning) for warning in job.warnings],
         "config": printable(job.config_text),
         "base": Path(job.base).name if Path(job.base).is_absolute() else job.base,
         "planned": job.planned,
         "done": job.done,
         "tokens": job.tokens,
         "best": job.best_version,
-        "adapter": f"{job.name}/versions/v{job.versions[-1]}" if job.versions else "none yet",
+        "adapter": _adapter(job),
         "evaluations": job.evaluations.ys,
         "series": {field: _series(points) for field, points in job.columns.items()},
         "used": _series(job.used(start)),
@@ -89,6 +90,14 @@ def _job(job: JobRecord, start: float) -> dict[str, Any]:
             for pair in job.pairs
         ],
     }
+
+
+def _adapter(job: JobRecord) -> str:
+    """The best version that is there."""
+    if not job.versions:
+        return "none yet"
+    best = job.best_version if job.best_version in job.versions else job.versions[-1]
+    return f"{job.name}/versions/v{best}"
 
 
 def _series(points: Series) -> dict[str, list[float | None]]:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from motet.errors import RunError
+from motet.runtime.signs import Signs
 
 Line = Mapping[str, Any]
 MAX_POINTS = 600
@@ -80,6 +81,17 @@ class JobRecord:
     """Versions that the pairs compare."""
     versions: tuple[int, ...]
     """Adapters on disk."""
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What the metrics warn of."""
+        signs, errors = Signs(), {number(line.get("step")): line.get("errors") for line in self.timings}
+        for line in self.steps:
+            step = number(line.get("step"))
+            signs.see({**line, "errors": errors.get(step)})
+            if step is not None and isinstance(evaluation := line.get("eval"), Mapping):
+                signs.see_evaluation(int(step), evaluation)
+        return tuple(signs.warnings.values())
 
     @property
     def done(self) -> int:

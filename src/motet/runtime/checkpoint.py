@@ -160,11 +160,11 @@ class JobDirectory:
         """The lines of metrics.jsonl that a commit covers."""
         return _lines(self.metrics, committed.metrics_bytes)
 
-    def read_tokens(self, committed: Committed) -> dict[int, dict[str, int]]:
-        """`tokens_sampled` and `tokens_trained` of the steps that a commit covers."""
-        names = ("tokens_sampled", "tokens_trained")
+    def read_tokens(self, committed: Committed) -> dict[int, dict[str, Any]]:
+        """`tokens_sampled`, `tokens_trained` and any `errors` of the steps that a commit covers."""
+        names = ("tokens_sampled", "tokens_trained", "errors")
         lines = _lines(self.timings, committed.timings_bytes)
-        return {int(line["step"]): {name: int(line[name]) for name in names} for line in lines}
+        return {int(line["step"]): {name: line[name] for name in names if name in line} for line in lines}
 
     def steps(self) -> list[int]:
         """Committed steps, in order. Anything in the directory that is not a number is left alone."""

@@ -6,6 +6,7 @@ metrics.jsonl holds nothing that depends on time or company; seconds and rates a
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from motet.types import Group, Rollout
 if TYPE_CHECKING:
     from motet.runtime.learning import LearnedStep
 
+_REASONS, _REASON = 3, 300
+"""How many reasons of failed rewards a step keeps, and their characters."""
 STEP_FIELDS: Mapping[str, str] = {
     "step": "the step, from 0; the last line has the number of steps and only the final evaluation",
     "version": "the adapter version that was sampled",
@@ -163,12 +166,24 @@ def evaluation_record(evaluation: SampledStep) -> dict[str, Any]:
     return {**group_metrics(evaluation.groups), "reward_stderr": error}
 
 
+def errors_of(groups: Sequence[Group]) -> dict[str, int]:
+    """The commonest reasons why rollouts have no reward, shortened, with how many rollouts have each."""
+    reasons = Counter(rollout.error[:_REASON] for group in groups for rollout in group.rollouts if rollout.error)
+    return dict(reasons.most_common(_REASONS))
+
+
 def timing_record(
-    step: int, seconds: Mapping[str, float], tokens_sampled: int, tokens_trained: int, busy: BusyTime
+    step: int,
+    seconds: Mapping[str, float],
+    tokens_sampled: int,
+    tokens_trained: int,
+    busy: BusyTime,
+    errors: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The line of timings.jsonl of one step."""
+    """The line of timings.jsonl of one step; `errors` as from `errors_of`."""
     elapsed = max(time.monotonic() - busy.started, 1e-9)
     return {
+        **({"errors": dict(errors)} if errors else {}),
         "step": step,
         "time": time.time(),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},

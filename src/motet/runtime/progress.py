@@ -11,6 +11,8 @@ from typing import Any
 from motet.runtime.signs import Signs
 from motet.types import JobState
 
+_EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_trained", "errors"}
+"""What the last line of a job has, which no step made."""
 REWARD, LOG_LIKELIHOOD, ACCURACY = "reward", "log-lik", "accuracy"
 
 
@@ -63,7 +65,7 @@ class JobProgress:
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Take in what an earlier process recorded."""
         for line in lines:
-            if len(line) > len(("step", "version", "eval")):
+            if not line.keys() <= _EVALUATION_ALONE:
                 self.stepped(line)
             if "eval" in line:
                 self.evaluated(int(line["step"]), line["eval"])  # of the version that the step started from
@@ -72,6 +74,7 @@ class JobProgress:
         """Take in the `eval` part of a line."""
         error = evaluation.get("reward_stderr")
         self.evaluations.append((version, figure_of(evaluation)[1]))
+        self.signs.see_evaluation(version, evaluation)
         self.errors.append(math.nan if error is None else float(error))
 
     def stepped(self, line: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from motet.runtime.critic import Critic
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import learn
-from motet.runtime.metrics import evaluation_record, rollout_records, step_record
+from motet.runtime.metrics import errors_of, evaluation_record, rollout_records, step_record
 from motet.runtime.sampling import JobSampler, SampledStep, Supply
 from motet.runtime.session import Evaluated, FinishedStep
 from motet.types import Group
@@ -61,6 +61,7 @@ class RolloutLoop(Driver):
             position=supply.position,
             pending=supply.pending,
             rollouts=rollout_records(sampled, "train", self.job.chat.token_texts),
+            errors=errors_of(sampled.groups),
         )
         await self.session.finish(finished, evaluated, commit=self.commits)
 

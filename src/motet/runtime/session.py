@@ -60,6 +60,8 @@ class FinishedStep:
     """How far the sequence of problems is used up, where steps do not take a window each (`Committed`)."""
     rollouts: Iterable[Mapping[str, Any]] | None = field(default=None, repr=False)
     """Lines of the rollout log."""
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """Why rollouts have no reward (`errors_of`)."""
 
 
 class Slot:
@@ -181,7 +183,7 @@ class Session:
             "tokens_trained": step.tokens_trained,
         }
         seconds = {**step.seconds, "publish": self._publish_seconds}
-        await asyncio.to_thread(self._write, record, seconds, tokens, step.rollouts)
+        await asyncio.to_thread(self._write, record, seconds, tokens, step.rollouts, step.errors)
         if skipped >= job.config.optimizer.max_skipped:
             raise JobFailed(
                 f"the gradient was not finite in {skipped} steps in a row (optimizer.max_skipped); lower optimizer.lr, or look "
@@ -203,8 +205,9 @@ class Session:
             await self.commit()
         job.progress.step = self.done.step
         job.progress.tokens += step.tokens_trained
-        job.progress.stepped(record)
-        job.observer(StepDone({**record, **tokens, "seconds": seconds}))
+        line = {**record, **({"errors": dict(step.errors)} if step.errors else {})}
+        job.progress.stepped(line)
+        job.observer(StepDone({**line, **tokens, "seconds": seconds}))
 
     async def end(self, evaluated: Evaluated | None, seconds: Mapping[str, float]) -> None:
         """Record the evaluation of the last version in a last line of the metrics, and commit."""
@@ -251,12 +254,14 @@ class Session:
         seconds: Mapping[str, float],
         tokens: Mapping[str, int],
         rollouts: Iterable[Mapping[str, Any]] | None = None,
+        errors: Mapping[str, int] | None = None,
     ) -> None:
         directory, step = self.job.directory, int(record["step"])
         if rollouts is not None:
             directory.write_rollouts(str(step), rollouts)
         directory.append(directory.metrics, record)
-        directory.append(directory.timings, timing_record(step, seconds, **tokens, busy=self.services.device.busy))
+        timing = timing_record(step, seconds, **tokens, busy=self.services.device.busy, errors=errors)
+        directory.append(directory.timings, timing)
 
 
 def _with_evaluation(done: Committed, evaluated: Evaluated | None) -> Committed:

@@ -1,4 +1,6 @@
-"""What the lines of metrics.jsonl warn of: no signal, a policy far from the base, answers that grow alike.
+"""Warnings from the lines of metrics.jsonl.
+
+Rewards that fail, signal that is missing or lost, answers that grow alike, a policy far from the base, versions that got worse.
 
 signs = Signs()
 for line in lines:
@@ -9,7 +11,7 @@ signs.warnings
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -28,6 +30,14 @@ ALIKE = 0.5
 """The share of distinct answers, as a part of the share at first, at which there is a warning unless the reward has risen."""
 
 
+@dataclass(frozen=True)
+class _Evaluation:
+    version: int
+    reward: float
+    error: float
+    """Standard error of the reward."""
+
+
 @dataclass
 class Signs:
     """The first and the newest steps of one job."""
@@ -36,30 +46,86 @@ class Signs:
     recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     kl: float | None = None
     """The newest KL to the base that was measured."""
+    rollouts: int = 0
+    """Of all steps."""
+    failed: int = 0
+    """Those without a reward."""
+    errors: Counter[str] = field(default_factory=Counter)
+    """Rollouts by the reason why they have no reward, where it is known."""
+    peak: tuple[int, float] | None = None
+    """The step with the highest mean reward of those with signal, and that reward."""
+    best: _Evaluation | None = None
+    last: _Evaluation | None = None
 
     def see(self, line: Line) -> None:
-        """Take in the next line; one that holds an evaluation alone says nothing."""
+        """Take in the next step's line, with its `errors` where they are known."""
         if "no_signal" not in line:
             return
         if len(self.first) < LEAST:
             self.first.append(line)
         self.recent.append(line)
         self.kl = next(_numbers([line], "kl_base"), self.kl)
+        self.rollouts += int(next(_numbers([line], "rollouts"), 0))
+        self.failed += int(next(_numbers([line], "failed"), 0))
+        if isinstance(errors := line.get("errors"), Mapping):
+            self.errors.update({str(reason): int(n) for reason, n in errors.items() if isinstance(n, int)})
+        reward, share = _mean([line], "reward"), _mean([line], "no_signal")
+        if share < NO_SIGNAL and not reward <= (self.peak or (0, -math.inf))[1]:
+            self.peak = int(line.get("step", 0)), reward
+
+    def see_evaluation(self, version: int, evaluation: Line) -> None:
+        """Take in the held-out reward of a version; other figures say nothing."""
+        reward = _mean([evaluation], "reward")
+        if math.isfinite(reward):
+            error = _mean([evaluation], "reward_stderr")
+            self.last = _Evaluation(version, reward, error if math.isfinite(error) else math.inf)
+            if self.best is None or reward > self.best.reward:
+                self.best = self.last
 
     @property
     def warnings(self) -> dict[str, str]:
-        """What a person should look at: a sentence for each kind of trouble (`no signal`, `alike`, `far`)."""
-        warnings: dict[str, str] = {}
-        if len(self.recent) < LEAST:
-            return warnings
-        if not _risen(self.first, self.recent):
-            warnings["no signal"] = no_signal(_mean(self.recent, "no_signal"), _mean(self.recent, "reward"))
-            warnings["alike"] = _alike(_mean(self.first, "distinct"), _mean(self.recent, "distinct"))
-        if self.kl is not None and self.kl >= FAR:
+        """What a person should look at: a sentence for each kind of trouble (`failed`, `lost`, `no signal`, `alike`, …)."""
+        warnings = {"failed": self._failed(), "worse": self._worse()}
+        risen = _risen(self.first, self.recent)
+        if len(self.recent) >= LEAST and not risen:
+            warnings["lost"] = self._lost()
+            if not warnings["lost"]:
+                warnings["no signal"] = no_signal(_mean(self.recent, "no_signal"), _mean(self.recent, "reward"))
+                warnings["alike"] = _alike(_mean(self.first, "distinct"), _mean(self.recent, "distinct"))
+        if self.kl is not None and self.kl >= FAR and len(self.recent) >= LEAST and (not risen or warnings["worse"]):
             warnings["far"] = (
                 f"far from the base: KL {self.kl:.2g} nats per token; lower optimizer.lr, or set algorithm.kl.coef"
             )
         return {kind: warning for kind, warning in warnings.items() if warning}
+
+    def _failed(self) -> str:
+        if not self.failed:
+            return ""
+        why = f", commonest: {self.errors.most_common(1)[0][0]}" if self.errors else ""
+        return f"{self.failed} of {self.rollouts} rollouts have no reward{why}"
+
+    def _lost(self) -> str:
+        """Where a reward that had signal fell to where nearly no group has any."""
+        last = list(self.recent)[-LEAST:]
+        now, spread = _mean(last, "reward"), _mean(self.first, "reward_std")
+        if self.peak is None or not _mean(last, "no_signal") >= NO_SIGNAL or not self.peak[1] - now > spread / 2:
+            return ""
+        rates = list(_numbers([*self.first, *self.recent], "lr"))
+        rate = f" (it is {rates[-1]:.2g})" if rates else ""
+        return (
+            f"had signal and lost it after step {self.peak[0]} (mean reward {self.peak[1]:.2g}, now {now:.2g}): the learning "
+            f"rate is too high; lower optimizer.lr{rate} and begin again"
+        )
+
+    def _worse(self) -> str:
+        """Where the newest version is worse on held-out problems by more than chance explains."""
+        best, last = self.best, self.last
+        if best is None or last is None or not best.reward - last.reward > 2 * math.hypot(best.error, last.error):
+            return ""
+        return (
+            f"v{last.version} is worse on held-out problems than v{best.version} ({last.reward:.2f} against "
+            f"{best.reward:.2f}): take v{best.version}"
+        )
 
 
 def no_signal(share: float, reward: float) -> str:

@@ -236,10 +236,10 @@ def _gain(values: Sequence[float]) -> Text:
 
 
 def _version(job: JobProgress, run: Path) -> str:
-    """The newest version on disk; says which one is the best by evaluation if it is another."""
+    """The best version on disk by evaluation; says which one is the newest if it is another."""
     saved = JobDirectory(run / job.name).versions()
     if not saved:
         return ""
     known = [(value, version) for version, value in job.evaluations if version in saved and finite([value])]
     best = max(known, key=lambda item: (item[0], -item[1]))[1] if known else max(saved)
-    return f"v{max(saved)}" if best == max(saved) else f"v{max(saved)} (best v{best})"
+    return f"v{best}" if best == max(saved) else f"v{best} (newest v{max(saved)})"

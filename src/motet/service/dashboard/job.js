@@ -129,9 +129,10 @@ function makeHead(context, refreshed, complain, leaving) {
       Number.isFinite(reward) && `reward ${measured(reward)}`, job.tenant, `${age(job.created)} old`].filter(Boolean).join(" · "));
     bar.className = `progress ${job.state}`;
     done.style.width = `${100 * Math.min(1, job.step / Math.max(job.steps, 1))}%`;
-    note.hidden = !job.message;
+    const notes = [job.message, ...(progress?.warnings || [])].filter(Boolean);
+    note.hidden = !notes.length;
     note.className = `note ${job.state}`;
-    say(note, job.message || "");
+    say(note, notes.join(" · "));
     const ended = FINAL.includes(job.state);
     buttons.pause.hidden = !["running", "queued"].includes(job.state);
     buttons.resume.hidden = !["paused", "failed"].includes(job.state);

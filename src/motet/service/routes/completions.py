@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from msgspec.structs import replace
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from motet.agents.structure import check_grammar, grammar_of
 from motet.apart import Apart
@@ -48,7 +48,15 @@ Stop = Annotated[str, Field(max_length=500)]
 MOST_SEQUENCES = 64
 """Completions of one request, of all its prompts together."""
 _MOST_FIELDS = 100
-Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+def _no_penalty(value: object) -> object:
+    if isinstance(value, int | float) and value != 0:
+        raise ValueError("penalties are not supported; leave it out, or give 0")
+    return value
+
+
+Zero = Annotated[float, BeforeValidator(_no_penalty), Field(ge=0, le=0)]
 """A field that clients send with its neutral value."""
 _MAX_TOKENS = 16
 _CHAT_TOKENS = 512
