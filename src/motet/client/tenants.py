@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from motet.client.connection import Connection, path_of
 from motet.service.schemas import ApiKey, AuditEntries, AuditEntry, Keys, NewKey
-from motet.service.schemas.usage import By, TenantInfo, Tenants, UsageLine, UsageReport
+from motet.service.schemas.usage import By, Erased, TenantInfo, Tenants, UsageLine, UsageReport
 
 Day = date | str | None
 
@@ -59,6 +59,10 @@ class TenantMethods(Connection):
     async def set_limits(self, tenant: str, limits: Mapping[str, Any]) -> TenantInfo:
         """Set a tenant's own limits, all at once (None is no limit, defaults stand for the rest); needs an admin's key."""
         return await self._ask(TenantInfo, "PUT", f"{path_of('tenants', tenant)}/limits", json=dict(limits))
+
+    async def erase_tenant(self, tenant: str) -> Erased:
+        """Erase a tenant; ask again until it is `erased`. Needs an admin's key of another tenant."""
+        return await self._ask(Erased, "DELETE", path_of("tenants", tenant))
 
     async def audit(self, tenant: str | None = None) -> AsyncGenerator[AuditEntry, None]:
         """Who changed what, newest first: all, or what one tenant did; needs an admin's key."""

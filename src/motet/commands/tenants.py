@@ -140,6 +140,23 @@ def set_limits(
     print_answer(changed, as_json, f"{tenant}: {text}")
 
 
+@tenants.command("erase", epilog="Example: motet tenants erase team-a --yes")
+def erase(
+    tenant: Annotated[str, typer.Argument(help="The tenant's name.", show_default=False)],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask first.")] = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Delete a tenant with its keys, jobs, adapters and files; nothing brings them back. Needs an admin's key."""
+    if not yes:
+        typer.confirm(f"delete {tenant!r} with all its keys, jobs, adapters and files?", abort=True)
+    with motet.Client(url, key) as client:
+        while not (state := client.erase_tenant(tenant)).erased:
+            say(f"{state.open_jobs} jobs have not ended yet …", aside=True)
+            time.sleep(1.0)
+    typer.echo(f"{tenant} is erased")
+
+
 def _limit(name: str, text: str) -> str | float | int | None:
     if text == "none":
         return None

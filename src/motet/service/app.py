@@ -26,6 +26,7 @@ from motet.service.http.bodies import Bodies, OpenBytes
 from motet.service.http.depends import Parts
 from motet.service.http.opened import EndsWithKey, KeyWatch
 from motet.service.http.origins import Origins
+from motet.service.jobs.erasure import Erasure
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.initial_adapter import InitialAdapters
@@ -222,6 +223,7 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     watch = KeyWatch(store.tenants, (workers, agents, futures))
     return Parts(
         models, leases, checkpoints, Downloads(), samplers, futures, watch, RequestMetrics(),
+        Erasure(store, storage, adapters, submissions),
         settings, bases, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
         scoring, recorder, handover, queue, submissions, checks, reads, apart, room, handlers,
         FineTunings(store, storage, adapters), Access(store.tenants, RateLimit(config.rate), settings.open_to_all),

@@ -69,6 +69,10 @@ class Tenants:
             self._names[tenant_id] = tenant.name
         return self._names[tenant_id]
 
+    def forget(self, tenant_id: str) -> None:
+        """The tenant was erased."""
+        self._names.pop(tenant_id, None)
+
     def made(self, name: str) -> Tenant:
         """The tenant of a name, made where there is none."""
         if (tenant := self.find(name)) is not None:

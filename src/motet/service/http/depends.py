@@ -18,6 +18,7 @@ from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
 from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import Access, CheckThreads, ReadThreads
+from motet.service.jobs.erasure import Erasure
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
@@ -61,6 +62,7 @@ BasesDep = Annotated[Bases, part(Bases)]
 BusDep = Annotated[EventBus, part(EventBus)]
 CheckThreadsDep = Annotated[CheckThreads, part(CheckThreads)]
 EngineDep = Annotated[EngineClient, part(EngineClient)]
+ErasureDep = Annotated[Erasure, part(Erasure)]
 EventLogDep = Annotated[EventLog, part(EventLog)]
 FineTuningsDep = Annotated[FineTunings, part(FineTunings)]
 GradingDep = Annotated[Grading, part(Grading)]

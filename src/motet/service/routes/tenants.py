@@ -15,9 +15,9 @@ from motet.service.database.store import Store
 from motet.service.database.tables import Key, now
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
-from motet.service.http.depends import Admin, Asker, BasesDep, LedgerDep, QuotasDep, StoreDep
+from motet.service.http.depends import Admin, Asker, BasesDep, ErasureDep, LedgerDep, QuotasDep, StoreDep
 from motet.service.schemas import ApiKey, AuditEntries, AuditEntry, KeyRequest, Keys, NewKey
-from motet.service.schemas.usage import By, TenantInfo, Tenants, UsageLine, UsageReport
+from motet.service.schemas.usage import By, Erased, TenantInfo, Tenants, UsageLine, UsageReport
 
 router = APIRouter(prefix="/v1")
 _DAY = 86400.0
@@ -84,6 +84,20 @@ def set_limits(who: Admin, store: StoreDep, quotas: QuotasDep, tenant: str, want
     quotas.set(known.id, wanted.model_dump(exclude_unset=True))
     store.audit(who, "set limits", known.name)
     return quotas.used(known.name)[0]
+
+
+@router.delete("/tenants/{tenant}", tags=["tenants"])
+def erase(who: Admin, store: StoreDep, erasure: ErasureDep, response: Response, tenant: str) -> Erased:
+    """Erase a tenant: end its keys and jobs, then delete all that is kept of it. Ask again while jobs end (202)."""
+    known = existing(store.tenants.find(tenant), f"there is no tenant {tenant!r}")
+    if known.id == who.tenant_id:
+        raise Refusal(409, f"{tenant!r} is your own tenant; ask with an admin's key of another one")
+    waiting = erasure.erase(known.id)
+    if waiting:
+        response.status_code = 202
+    else:
+        store.audit(who, "erase tenant", known.id)
+    return Erased(erased=not waiting, open_jobs=waiting)
 
 
 @router.get("/limits", tags=["tenants"])

@@ -67,6 +67,14 @@ class Tenants(Answer):
     data: list[TenantInfo]
 
 
+class Erased(Answer):
+    """How far the erasure of a tenant is."""
+
+    erased: bool
+    open_jobs: int
+    """Jobs that have not ended yet; ask again."""
+
+
 class JobChange(Asked):
     """What may be changed of a job that has not ended; what is left out stays."""
 

@@ -1,0 +1,67 @@
+"""Erase a tenant: its keys, jobs, files, adapters, shares and limits, and names in its usage."""
+
+from __future__ import annotations
+
+import contextlib
+
+from sqlalchemy import delete, or_, select, update
+from sqlalchemy.exc import IntegrityError
+
+from motet.errors import StoreError
+from motet.service.adapters.adapters import Adapters
+from motet.service.database.store import Store
+from motet.service.database.tables import (
+    Key,
+    Share,
+    StoredFile,
+    StoredJob,
+    Tenant,
+    TenantLimits,
+    UploadedAdapter,
+    Usage,
+    now,
+)
+from motet.service.jobs.submissions import Submissions
+from motet.service.storage import Storage
+from motet.types import JobState
+
+
+class Erasure:
+    """Erases tenants in steps that can be repeated: after a crash, or while jobs finish, ask again."""
+
+    def __init__(self, store: Store, storage: Storage, adapters: Adapters, submissions: Submissions) -> None:
+        self._store, self._storage, self._adapters, self._submissions = store, storage, adapters, submissions
+
+    def erase(self, tenant_id: str) -> int:
+        """End the tenant's keys and jobs; once its jobs have ended, delete everything. Gives how many have not ended.
+
+        Usage lines stay under the tenant's id, without names of jobs; the audit keeps ids.
+        """
+        with self._store.transaction() as session:
+            session.execute(update(Key).where(Key.tenant_id == tenant_id, Key.revoked.is_(None)).values(revoked=now()))
+        jobs = self._store.scalars(select(StoredJob).where(StoredJob.tenant_id == tenant_id))
+        for job in jobs:
+            if not JobState(job.state).final and job.wanted != "cancel":
+                with contextlib.suppress(StoreError):  # it has just ended
+                    self._submissions.steer(job, "cancel")
+        jobs = self._store.scalars(select(StoredJob).where(StoredJob.tenant_id == tenant_id))
+        if waiting := sum(not JobState(job.state).final for job in jobs):
+            return waiting
+        for job in jobs:
+            self._submissions.delete(job)
+        for adapter in self._store.scalars(select(UploadedAdapter).where(UploadedAdapter.tenant_id == tenant_id)):
+            self._adapters.remove(adapter)
+        for file in self._store.scalars(select(StoredFile).where(StoredFile.tenant_id == tenant_id)):
+            self._store.delete_file(file.id)
+            self._storage.upload(file.id, file.filename).unlink(missing_ok=True)
+        try:
+            with self._store.transaction() as session:
+                session.execute(update(Usage).where(Usage.tenant_id == tenant_id).values(job_name=""))
+                session.execute(delete(Share).where(or_(Share.tenant_id == tenant_id, Share.with_tenant == tenant_id)))
+                session.execute(delete(TenantLimits).where(TenantLimits.tenant_id == tenant_id))
+                session.execute(delete(Key).where(Key.tenant_id == tenant_id))
+                session.execute(delete(Tenant).where(Tenant.id == tenant_id))
+        except IntegrityError:  # a request under way has just added something
+            return 1
+        self._store.tenants.forget(tenant_id)
+        return 0

@@ -1,0 +1,47 @@
+"""An erased tenant leaves nothing but numbers; others notice nothing."""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+
+from motet.runtime.checkpoint import JobDirectory
+from motet.service.database.tables import StoredFile, StoredJob, Tenant, UploadedAdapter, Usage
+from motet.types import JobState
+from tests.house import open_house
+from tests.service_run import tiny
+
+
+def test_an_erased_tenant_is_gone_with_all_that_it_had_once_its_jobs_have_ended(tmp_path):
+    with open_house(tmp_path / "served") as house:
+        theirs = house.ask("POST", "/v1/jobs", "theirs", json=tiny("kept")).json()
+        opened = house.ask("POST", "/v1/jobs", json=tiny("secret-name")).json()
+        house.recorder.record_state(opened["id"], JobState.RUNNING, "")
+        house.recorder.record_step(opened["id"], {"step": 0, "loss": 0.1, "reward": 0.5, "tokens_sampled": 5})
+        file = house.storage.upload(house.file["id"], "rows.jsonl")
+        assert file.is_file()
+        assert house.refused(403, "DELETE", "/v1/tenants/us", "theirs")
+        assert house.refused(409, "DELETE", "/v1/tenants/staff", "admin")
+        house.store.change_job(opened["id"], wanted="cancel")  # asked of the engine, which is not there
+        waits = house.ask("DELETE", "/v1/tenants/us", "admin")
+        assert (waits.status_code, waits.json()) == (202, {"erased": False, "open_jobs": 1})
+        assert house.ask("GET", "/v1/jobs").status_code == 401, "its keys end first"
+        house.recorder.record_state(opened["id"], JobState.CANCELLED, "")
+        done = house.ask("DELETE", "/v1/tenants/us", "admin")
+        assert (done.status_code, done.json()) == (200, {"erased": True, "open_jobs": 0})
+        assert house.refused(404, "DELETE", "/v1/tenants/us", "admin")
+        owners = {
+            tenant
+            for table in (StoredJob, StoredFile, UploadedAdapter)
+            for tenant in house.store.scalars(select(table.tenant_id))
+        }
+        (them,) = house.store.scalars(select(Tenant.id).where(Tenant.name == "them"))
+        assert owners == {them}
+        assert not file.exists()
+        assert not JobDirectory(house.storage.run / house.job["id"]).path.exists()
+        names = house.store.scalars(select(Usage.job_name))
+        assert names
+        assert "secret-name" not in names
+        assert house.ask("GET", f"/v1/jobs/{theirs['id']}", "theirs").status_code == 200
+        assert b"secret-name" not in b"".join(
+            path.read_bytes() for path in (tmp_path / "served" / "run").rglob("*.yaml")
+        )
