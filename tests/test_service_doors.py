@@ -27,8 +27,8 @@ from motet.service.http.connections import Connections, Seldom, _address
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
 from tests.house import House, open_house
+from tests.openai_requests import hostile
 from tests.service_run import serving
-from tests.test_apart import hostile
 
 POSITIONS = 1024
 HTTP = HttpConfig(

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from motet.agents.structure import check_grammar, grammar_of
 from motet.apart import Apart
-from motet.cluster.client import EngineClient
+from motet.cluster.client import EngineClient, longest_sequence
 from motet.cluster.messages import Complete, Tokens
 from motet.errors import ConfigError, EngineError, EpisodeRefusal
 from motet.service.adapters.adapters import Answerer, NoModelError
@@ -304,7 +304,7 @@ class CompletionRequest(Sampled):
 async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: CompletionRequest) -> Response:
     """Go on with prompts. Choice i · n + k is the k-th completion of prompt i."""
     asked_of = await names.answerer(who, wanted.model)
-    most = engine.positions(asked_of.base)
+    most = longest_sequence(engine, asked_of.base)
     length = max((len(one) for one in wanted.prompts() if isinstance(one, list)), default=0)
     if most and length > most:
         raise bad_field("prompt", f"it has {length} tokens; {most} are the most that this base reads")
