@@ -193,6 +193,16 @@ def test_a_second_request_of_a_connection_has_the_same_time(house: House) -> Non
             assert b"200" not in text
 
 
+def test_a_client_that_leaves_in_its_body_makes_no_noise(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    key = house.keys["ours"].encode()
+    head = b"POST /tinker/api/v1/forward_backward HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + key
+    head += b"\r\nContent-Type: application/x-protobuf\r\nContent-Length: 99999\r\n\r\nx"
+    with half_sent(house, head) as one:
+        assert one.recv(100).startswith(b"HTTP/1.1 408 Request Timeout")
+    assert house.ask("GET", "/v1/jobs").status_code == 200
+    assert not caplog.records
+
+
 def test_one_key_has_so_many_streams(house: House) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(3):
