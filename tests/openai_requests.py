@@ -73,3 +73,9 @@ def client_of(url: str, key: str = "none") -> openai.OpenAI:
 def uploaded(client: openai.OpenAI, data: bytes, name: str = "train.jsonl") -> str:
     """The id of a file."""
     return client.files.create(file=(name, data), purpose="fine-tune").id
+
+
+def hostile(patterns: int = 200, mark: str = "") -> dict[str, Any]:
+    """A `response_format` of some kilobytes that takes for ever to compile."""
+    schemas = [{"type": "string", "pattern": f"(x{{{i + 1}}}|y.*z{{{i + 1}}}.*)+{mark}"} for i in range(patterns)]
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "allOf": schemas}}}

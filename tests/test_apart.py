@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -16,12 +15,7 @@ from motet.apart import Apart, Bounds, Turns
 from motet.errors import EpisodeRefusal, LimitError
 from motet.service.bases import Bases
 from motet.service.jobs.validation import jobs_in
-
-
-def hostile(patterns: int = 200, mark: str = "") -> dict[str, Any]:
-    """A `response_format` of some kilobytes that takes for ever to compile."""
-    schemas = [{"type": "string", "pattern": f"(x{{{i + 1}}}|y.*z{{{i + 1}}}.*)+{mark}"} for i in range(patterns)]
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "allOf": schemas}}}
+from tests.openai_requests import hostile
 
 
 @pytest.fixture

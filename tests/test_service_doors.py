@@ -27,13 +27,13 @@ from motet.service.http.connections import Connections, Seldom, _address
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
 from tests.house import House, open_house
+from tests.openai_requests import hostile
 from tests.service_run import serving
-from tests.test_apart import hostile
 
 POSITIONS = 1024
 HTTP = HttpConfig(
     work_seconds=0.5, header_seconds=1.0, body_seconds=1.0, connections_per_address=40, requests_per_key=30,
-    streams_per_key=3, open_mb=64, open_mb_per_tenant=2, hosts=["studio.example.org"],
+    streams_per_key=3, open_mb=256, open_mb_per_tenant=32, hosts=["studio.example.org"],
 )  # fmt: skip
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
 TINKER = "/tinker/api/v1"
@@ -104,17 +104,17 @@ def test_a_prompt_longer_than_the_base_reads_is_refused_at_the_door(house: House
 
 def test_open_samples_are_bounded_by_their_memory_and_fetched_ones_make_room(house: House) -> None:
     futures, taken = house.part(Futures), house.part(OpenBytes)._taken
-    names = []
-    while (answer := house.ask("POST", f"{TINKER}/asample", json=sample(POSITIONS))).status_code == 200:
+    names, large = [], sample(POSITIONS, topk_prompt_logprobs=100)
+    while (answer := house.ask("POST", f"{TINKER}/asample", json=large)).status_code == 200:
         names.append(answer.json()["request_id"])
         assert len(names) < 100
     assert answer.status_code == 429
     assert "memory" in answer.json()["error"]["message"]
-    assert sum(taken.values()) <= 2 * 2**20
+    assert 16 * 2**20 < max(taken.values()) <= 32 * 2**20
     assert house.ask("POST", f"{TINKER}/asample", "theirs", json=sample(1)).status_code == 200
     for name in names:
         house.ask("POST", f"{TINKER}/cancel_future", json={"request_id": name})
-    assert house.ask("POST", f"{TINKER}/asample", json=sample(POSITIONS)).status_code == 200
+    assert house.ask("POST", f"{TINKER}/asample", json=large).status_code == 200
     assert len(futures._samples) == 2
 
 
@@ -131,6 +131,13 @@ def test_open_samples_are_bounded_by_their_memory_and_fetched_ones_make_room(hou
 )
 def test_a_body_may_be_as_long_as_the_base_has_a_use_for(path: str, small: int, large: int) -> None:
     assert (_limit(path, 1024), _limit(path, 0), _limit(path, 2**20)) == (small, large, large)
+
+
+def test_json_has_so_many_values(house: House) -> None:
+    body = b'{"results": [' + b"[]," * 600_000 + b"[]]}"
+    headers = {"content-type": "application/json"}
+    error = house.refused(413, "POST", "/v1/jobs/ended/scoring/results", content=body, headers=headers)
+    assert "values at most" in error["message"]
 
 
 def test_nobody_takes_the_memory_of_those_with_a_key() -> None:
@@ -184,6 +191,16 @@ def test_a_second_request_of_a_connection_has_the_same_time(house: House) -> Non
         one.sendall(HEAD)
         while text := one.recv(1000):
             assert b"200" not in text
+
+
+def test_a_client_that_leaves_in_its_body_makes_no_noise(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    key = house.keys["ours"].encode()
+    head = b"POST /tinker/api/v1/forward_backward HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + key
+    head += b"\r\nContent-Type: application/x-protobuf\r\nContent-Length: 99999\r\n\r\nx"
+    with half_sent(house, head) as one:
+        assert one.recv(100).startswith(b"HTTP/1.1 408 Request Timeout")
+    assert house.ask("GET", "/v1/jobs").status_code == 200
+    assert not caplog.records
 
 
 def test_one_key_has_so_many_streams(house: House) -> None:

@@ -40,6 +40,11 @@ _DONE, _FAULT = 0, 1
 class TooMuchError(MotetError):
     """A piece of work took more time or memory than it may; the text says which."""
 
+    def __init__(self, message: str, *, by_clock: bool = False) -> None:
+        """`by_clock`: the machine may have been busy, and the same work may fit later."""
+        super().__init__(message)
+        self.by_clock = by_clock
+
 
 class _Work:
     """One piece of work: waiting, under way or done."""
@@ -100,15 +105,14 @@ class Turns:
 
     def _put(self, one: _Work) -> None:
         with self._changed:
-            queue = self._queues.setdefault(one.key, deque())
-            while queue and queue[0].abandoned:
-                queue.popleft()
+            queue = deque(other for other in self._queues.get(one.key, ()) if not other.abandoned)
             if len(queue) >= self._waiting:
                 raise LimitError(
                     f"{self._waiting} requests of yours wait for work of this kind, the most here; try again in a moment",
                     429, 1,
                 )  # fmt: skip
             queue.append(one)
+            self._queues[one.key] = queue
             if self._idle < sum(map(len, self._queues.values())) and self._threads < self._most:
                 self._threads += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
@@ -269,8 +273,8 @@ class _Process:
         self._bounds, self._late = bounds, False
         self._child = subprocess.Popen(
             wall.command(__name__, str(os.getpid()), str(bounds.memory_mb), str(bounds.seconds)),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=wall.environment(MALLOC_ARENA_MAX="2"),
-            start_new_session=True,  # Ctrl-C does not reach it
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env=wall.environment(MALLOC_ARENA_MAX="2"), start_new_session=True,  # Ctrl-C does not reach it
         )  # fmt: skip
         self.pid = self._child.pid
 
@@ -291,7 +295,7 @@ class _Process:
             status, _, answer = _read(self._child.stdout)
         except (OSError, EOFError):
             self.kill()
-            raise TooMuchError(self._how_it_ended(self._child.wait(), memory_mb)) from None
+            raise self._how_it_ended(self._child.wait(), memory_mb) from None
         finally:
             timer.cancel()
         if status == _FAULT:
@@ -315,10 +319,12 @@ class _Process:
         self._late = True
         self.kill()
 
-    def _how_it_ended(self, status: int, memory_mb: int) -> str:
-        if self._late or status == -signal.SIGXCPU:
-            return f"it takes more than {self._bounds.seconds:g} s of the processor"
-        return f"it takes more than {memory_mb} MB of memory, or cannot be done at all"
+    def _how_it_ended(self, status: int, memory_mb: int) -> TooMuchError:
+        if self._late:
+            return TooMuchError(f"it takes more than {self._bounds.wall_seconds:g} s by the clock", by_clock=True)
+        if status == -signal.SIGXCPU:
+            return TooMuchError(f"it takes more than {self._bounds.seconds:g} s of the processor")
+        return TooMuchError(f"it takes more than {memory_mb} MB of memory, or cannot be done at all")
 
 
 def _write(target: Any, first: int, second: int, data: bytes) -> None:

@@ -290,7 +290,7 @@ def serve(
         str | None, typer.Option(help="postgresql://… or sqlite:///… [default: a file in the directory].")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML with `engine`, `bases`, `rollout`, `limits`, `rate`.")
+        Path | None, typer.Option(help="YAML with `engine`, `bases`, `rollout`, `limits`, `rate`, `http`.")
     ] = None,
     hosts: Annotated[
         int | None, typer.Option(min=1, help="Processes that each have the base and train a part of the jobs.")
@@ -300,7 +300,8 @@ def serve(
         typer.Option(metavar="ADDRESS", help="Have the hosts on the nodes of a Ray cluster; `auto` finds it."),
     ] = None,
     no_keys: Annotated[
-        bool, typer.Option("--no-keys", help="No key is needed; only on this machine's own address.")
+        bool,
+        typer.Option("--no-keys", help="No key is needed; only on this machine's own address, and for its own pages."),
     ] = False,
     hub: Annotated[bool, typer.Option("--hub", help="Let jobs read data from the hub.")] = False,
     rewards: Annotated[

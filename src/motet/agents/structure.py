@@ -70,6 +70,8 @@ async def check_grammar(grammar: str, apart: Apart, key: str) -> None:
             reason = (await apart.call(key, _wrong_with, grammar.encode("utf-8", "surrogatepass"), _MEMORY_MB)).decode()
         except TooMuchError as error:
             reason = f"the schema is too complex: {error}; use fewer or simpler patterns"
+            if error.by_clock:
+                raise EpisodeRefusal(f"response_format: {reason}, or try again later") from error
         _known[grammar] = reason
         while len(_known) > _KEPT:
             _known.popitem(last=False)

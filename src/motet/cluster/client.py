@@ -83,11 +83,6 @@ class EngineClient:
             return self.hosts[0].progress
         return {job: replace(now, host=host.number) for host in self.hosts for job, now in host.progress.items()}
 
-    def positions(self, *bases: str) -> int:
-        """Tokens of the longest sequence of any of these bases; 0 before all of them were ready once."""
-        known = {base: max(host.positions for host in self.hosts if host.base == base) for base in bases}
-        return max(known.values()) if known and all(known.values()) else 0
-
     def jobs_on(self, host: Host) -> int:
         """How many jobs a host has."""
         return self.jobs.on(host)
@@ -297,3 +292,9 @@ class EngineClient:
             self.jobs.rules[message.tenant] = message.rule
         elif (host := self.jobs.place(message, loads)) is not None:
             host.send(message)
+
+
+def longest_sequence(engine: EngineClient, *bases: str) -> int:
+    """Tokens of the longest sequence of any of these bases; 0 before all of them were ready once."""
+    known = [max(host.positions for host in engine.hosts if host.base == base) for base in bases]
+    return max(known) if all(known) else 0

@@ -65,13 +65,13 @@ class HttpConfig(Config):
     `studio.example.org`."""
     connections: int | None = Field(None, ge=8, le=10**6)
     """Open connections; null is three quarters of the open files that the process may have."""
-    connections_per_address: int | None = Field(512, ge=1, le=10**6)
+    connections_per_address: int | None = Field(2048, ge=1, le=10**6)
     """Open connections from one address; behind a proxy all have the address of the proxy, so give null there."""
     header_seconds: float = Field(10.0, gt=0, le=3600)
     """Time for a connection to send the head of a request."""
     body_seconds: float = Field(30.0, gt=0, le=3600)
     """Time for a connection to send a body, besides one second for each 16 KB of it that came."""
-    requests_per_key: int = Field(512, ge=1, le=10**6)
+    requests_per_key: int = Field(2048, ge=1, le=10**6)
     """Open requests of one key, and without a key of one address."""
     streams_per_key: int = Field(64, ge=1, le=10**6)
     """Open streams of events of one key."""

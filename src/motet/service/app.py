@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 
 from motet.apart import Apart, Bounds
-from motet.cluster.client import EngineClient
+from motet.cluster.client import EngineClient, longest_sequence
 from motet.cluster.host import EngineHandlers
 from motet.cluster.local_hosts import code_of, lasting
 from motet.cluster.messages import Start
@@ -75,10 +75,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-_THREADS = 2
-"""That check jobs, and that read files."""
 JOBS_AHEAD = 4
 """Jobs of each tenant that a host prepares while its slots are taken; the others wait in the database."""
+_CHECKING, _READING = 4, 8
+"""Threads that check jobs, and that read files: one tenant has one of each at a time."""
 
 
 class Lifecycle:
@@ -161,7 +161,7 @@ def create_app(settings: Settings) -> FastAPI:
         return parts[Access].tenant(request) or episodes.owner(request, parts[AgentWorkers])
 
     def positions() -> int:
-        return parts[EngineClient].positions(*settings.bases.names)
+        return longest_sequence(parts[EngineClient], *settings.bases.names)
 
     uploads = {"/v1/files": settings.config.max_upload_mb, "/v1/adapters": settings.config.max_adapter_mb}
     app.add_middleware(
@@ -203,7 +203,8 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
         allowed, bases, store, storage, bus, adapters, quotas, enforcer, queue, handover, engine, secrets
     )
     http = config.http
-    checks, reads = (kind(_THREADS, http.waiting_per_tenant) for kind in (CheckThreads, ReadThreads))
+    checks = CheckThreads(_CHECKING, http.waiting_per_tenant)
+    reads = ReadThreads(_READING, http.waiting_per_tenant)
     apart = Apart(Bounds(http.processes, http.waiting_per_tenant, http.work_seconds, http.work_memory_mb))
 
     def rest(job_id: str, wanted: bool) -> None:

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DataError as DatabaseDataError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from motet.apart import TooMuchError
 from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetError, RewardError, StoreError
@@ -24,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    409: "conflict_error", 413: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error",
-    503: "unavailable_error", 507: "unavailable_error",
+    408: "invalid_request_error", 409: "conflict_error", 413: "invalid_request_error", 422: "invalid_request_error",
+    429: "rate_limit_error", 503: "unavailable_error", 507: "unavailable_error",
 }  # fmt: skip
 _LONGEST = 10_000
 """Characters of a message: some quote what they were given."""
@@ -72,7 +73,16 @@ def handle_errors(app: FastAPI) -> None:
         asked_of(request.scope).reason = str(error)
         return _answer(request, error)
 
-    for kind in (Refusal, HTTPException, RequestValidationError, *AWAY, DatabaseDataError, MotetError, Exception):
+    for kind in (
+        Refusal,
+        ClientDisconnect,
+        HTTPException,
+        RequestValidationError,
+        *AWAY,
+        DatabaseDataError,
+        MotetError,
+        Exception,
+    ):
         app.add_exception_handler(kind, handle)
 
     async def of_disk(request: Request, error: Exception) -> JSONResponse:
@@ -87,6 +97,8 @@ def _answer(request: Request, error: Exception) -> JSONResponse:
     match error:
         case Refusal():
             return error_body(error.status, error.message, error.param, error.headers)
+        case ClientDisconnect():  # nobody reads it; without a handler each would be a traceback in the log
+            return error_body(408, "the request did not arrive whole")
         case HTTPException():
             return error_body(error.status_code, str(error.detail), headers=error.headers)
         case RequestValidationError():

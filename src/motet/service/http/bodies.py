@@ -42,6 +42,8 @@ _EPISODES = "/episodes/"
 _EPISODE_BYTES = 64
 _AROUND = 2**16  # what a form has around its file, and a prompt around its tokens
 _DRAIN_SECONDS = 5.0
+MOST_VALUES = 2**19
+"""Of JSON: numbers, texts, lists and so on, each of which is an object of Python's."""
 _SPREAD = 8
 """Bytes of memory for a byte of JSON, roughly."""
 _SPOOLED = 2**20
@@ -177,7 +179,10 @@ class Bodies:
                 await _drain(receive, MOST)
                 return
         spread = _SPREAD if b"json" in headers.get(b"content-type", b"json") else 1
-        body = _Body(receive, limit, words, self._room, payer, (1, _SPOOLED) if uploads else (spread, limit))
+        weight = (1, _SPOOLED) if uploads else (spread, limit)
+        body = _Body(
+            receive, limit, words, self._room, payer, weight, MOST_VALUES if spread > 1 and not uploads else None
+        )
         try:
             await self._app(scope, body.receive, send)
         except asyncio.CancelledError:  # the server gives up whoever is stuck
@@ -202,19 +207,32 @@ class _Body:
     """What is received, up to a limit; beyond it an error goes through whoever reads."""
 
     def __init__(
-        self, receive: Receive, limit: int, words: str, room: OpenBytes, payer: str, weight: tuple[int, int]
+        self,
+        receive: Receive,
+        limit: int,
+        words: str,
+        room: OpenBytes,
+        payer: str,
+        weight: tuple[int, int],
+        values: int | None,
     ) -> None:
-        """`weight` has the memory for each byte, and the most bytes that are in memory."""
+        """`weight` has the memory for each byte, and the most bytes that are in memory; `values` bounds those of JSON."""
         self._receive, self._limit, self._words = receive, limit, words
         self._room, self._payer, (self._each, self._most) = room, payer, weight
-        self._read = self._taken = 0
+        self._most_values = values
+        self._read = self._taken = self._values = 0
 
     async def receive(self) -> Message:
         """The next part of it."""
         message: Message = await self._receive()
-        self._read += len(message.get("body", b""))
+        part = message.get("body", b"")
+        self._read += len(part)
         if self._read > self._limit:
             raise HTTPException(413, self._words)
+        if self._most_values is not None:
+            self._values += part.count(b",") + part.count(b"[") + part.count(b"{")
+            if self._values > self._most_values:
+                raise HTTPException(413, f"this request may have {self._most_values} values at most; send it in parts")
         if more := self._each * min(self._read, self._most) - self._taken:
             self._room.take(self._payer, more)
             self._taken += more

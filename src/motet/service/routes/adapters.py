@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Annotated
 
 from fastapi import APIRouter, Depends, Query, UploadFile
 from fastapi import File as FormFile
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Examine, Examined, Unfit
@@ -35,6 +34,7 @@ from motet.service.http.depends import (
     StorageDep,
     StoreDep,
 )
+from motet.service.http.downloads import packed
 from motet.service.schemas import Version, Versions
 from motet.service.schemas.adapters import Adapter, Adapters, Share, ShareRequest, Shares
 from motet.types import ADAPTER_FILES
@@ -177,19 +177,6 @@ async def _examined(engine: EngineClient, directory: Path, base: str) -> Examine
     raise Refusal(400, reason.replace(f"{directory}/", "").replace(str(directory), "the adapter"))
 
 
-def packed(scratch: Path, write: Callable[[IO[bytes]], None], kind: str, name: str) -> Response:
-    """A download; it is in a file without a name meanwhile, of which nothing is left whatever happens."""
-    file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 -- `_pieces` closes it
-    try:
-        write(file)
-    except BaseException:
-        file.close()
-        raise
-    headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Length": str(file.tell())}
-    file.seek(0)
-    return StreamingResponse(_pieces(file), media_type=kind, headers=headers)
-
-
 async def _archive(threads: ReadThreads, key: str, scratch: Path, directory: Path, name: str) -> Response:
     """An adapter as a .tar.gz, packed in the turn of `key`."""
 
@@ -197,12 +184,6 @@ async def _archive(threads: ReadThreads, key: str, scratch: Path, directory: Pat
         pack_into(file, directory, name)
 
     return await threads.run(key, lambda: packed(scratch, pack, "application/gzip", f"{name}.tar.gz"))
-
-
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
-    with file:
-        while piece := file.read(_PIECE):
-            yield piece
 
 
 def _size(directory: Path) -> int:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from motet.agents.structure import check_grammar, grammar_of
 from motet.apart import Apart
-from motet.cluster.client import EngineClient
+from motet.cluster.client import EngineClient, longest_sequence
 from motet.cluster.messages import Complete, Tokens
 from motet.errors import ConfigError, EngineError, EpisodeRefusal
 from motet.service.adapters.adapters import Answerer, NoModelError
@@ -312,13 +312,14 @@ class CompletionRequest(Sampled):
 async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: CompletionRequest) -> Response:
     """Go on with prompts. Choice i · n + k is the k-th completion of prompt i."""
     asked_of = await names.answerer(who, wanted.model)
-    prompts, most = wanted.prompts(), engine.positions(asked_of.base)
-    if most and (length := max((len(one) for one in prompts if isinstance(one, list)), default=0)) > most:
+    most = longest_sequence(engine, asked_of.base)
+    length = max((len(one) for one in wanted.prompts() if isinstance(one, list)), default=0)
+    if most and length > most:
         raise bad_field("prompt", f"it has {length} tokens; {most} are the most that this base reads")
     question = wanted.question(
         who, asked_of, wanted.max_tokens or _MAX_TOKENS, logprobs=wanted.logprobs is not None
     )  # fmt: skip
-    questions = [replace(question, prompt=prompt) for prompt in prompts]
+    questions = [replace(question, prompt=prompt) for prompt in wanted.prompts()]
     if (asked := len(questions) * question.n) > MOST_SEQUENCES:
         given = f"{len(questions)} prompts with n {question.n}"
         raise bad_field("n", f"{given} are {asked} completions; a request may have {MOST_SEQUENCES}")

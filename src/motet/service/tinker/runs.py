@@ -16,8 +16,8 @@ from motet.runtime.journal import Nothing
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal, existing
 from motet.service.http.depends import Asker, ReadThreadsDep, StorageDep, StoreDep
+from motet.service.http.downloads import packed
 from motet.service.http.opened import opened_by
-from motet.service.routes.adapters import packed
 from motet.service.tinker.checkpoints import (
     ARCHIVE,
     SAMPLER,

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import Response
 
+from motet.cluster.client import longest_sequence
 from motet.service.errors import Refusal
 from motet.service.http.depends import Asker, EngineDep
 from motet.service.tinker.models import SESSION
@@ -113,7 +114,7 @@ async def asample(
     ):
         raise Refusal(400, "prompt_logprobs_last_n: ask for prompt_logprobs, and for fewer than the prompt has")
     sampler = await asyncio.to_thread(samplers.of, who, wanted)
-    if (most := engine.positions(sampler.base)) and length > most:
+    if (most := longest_sequence(engine, sampler.base)) and length > most:
         raise Refusal(400, f"prompt: it has {length} tokens; {most} are the most that this base reads")
     name = await futures.begin(who, samplers.seeded(wanted))
     return {"request_id": name, "sample_sequence_ids": [f"{name}-{index}" for index in range(wanted.num_samples)]}

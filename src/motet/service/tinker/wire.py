@@ -204,7 +204,10 @@ def read_gradient(body: bytes) -> bytes:
     """Read a request for a gradient; gives an `AskedGradient` as bytes. Long ones are read in a process of its own."""
     asked, command, reason = None, None, ""
     try:
-        asked = read_request(body)
+        request = read_request(body)
+        if not isinstance(request.model_id, str):
+            raise WireError("model_id is no text in UTF-8")
+        asked = request
         command = command_of(asked)
     except WireError as error:
         reason = error.message
