@@ -143,7 +143,7 @@ def create_app(settings: Settings) -> FastAPI:
         summary="Submit a job, watch it learn, take its adapter home.",
     )  # fmt: skip
     app.state.parts, app.state.lifecycle = parts, lifecycle
-    handle_errors(app)
+    handle_errors(app, parts[Storage].without_places)
 
     def allowed(request: Request) -> bool:
         return parts[Access].allows(request) or episodes.allows(request, parts[AgentWorkers])

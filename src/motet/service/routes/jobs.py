@@ -192,6 +192,9 @@ def rollouts(
     fitting = [one for one in directory.read_rollouts(chosen, evals=evals) if fits(one)][:limit]
     hidden = () if tokens else ("token_texts", "logprobs")
     shown = [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
+    for one in shown:
+        if isinstance(one.get("error"), str):  # what a reward raised may name its file
+            one["error"] = storage.without_places(one["error"])
     return Rollouts(step=chosen, steps=steps, data=shown)
 
 
