@@ -20,6 +20,7 @@ import httpx2
 import pytest
 from fastapi import Request, UploadFile
 
+from motet.commands.answers import say, table
 from motet.commands.serve import serve
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
@@ -96,6 +97,20 @@ def test_an_admin_makes_and_ends_keys(house: House) -> None:
     assert house.ask("DELETE", f"/v1/keys/{made['id']}", "admin").status_code == 204
     house.refused(401, "GET", "/v1/jobs", "new")
     house.refused(404, "DELETE", "/v1/keys/key-none", "admin")
+
+
+def test_no_name_steers_the_terminal_of_who_prints_it(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("\x1b[31mred", "two\nlines", "\u202ebackwards"):
+        message = house.refused(422, "POST", "/v1/keys", "admin", json={"tenant": "us", "name": name})["message"]
+        assert "not printed" in message
+    files = {"file": ("\x9b1ma\u202e.jsonl", ROWS)}
+    assert house.ask("POST", "/v1/files", files=files).json()["filename"] == "1ma.jsonl"
+    kept = "\x1b[2Jkept\x1b]8;;http://x\x07 by an older release\x9b1m"
+    say(table([(kept, "\x07")], "name, bell", empty=""))
+    say(kept)
+    printed = capsys.readouterr().out
+    assert "kept by an older release" in printed
+    assert not set(printed) & {"\x1b", "\x07", "\x9b"}
 
 
 # --- the description --------------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
         handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, rest, ledger.count_completion,
         bus.publish, agents.run,
     )  # fmt: skip
-    models = Models(bases, store, storage, submissions, quotas, engine)
+    models = Models(bases, store, storage, submissions, quotas, engine, secrets)
     checkpoints = Checkpoints(models)
     samplers = Samplers(models, checkpoints, storage, engine)
     futures = Futures(models, samplers, quotas, store, bus, settings.directory / "samples")

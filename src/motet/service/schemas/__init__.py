@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Answer(BaseModel):
@@ -188,11 +188,17 @@ class Keys(Answer):
     data: list[ApiKey]
 
 
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it holds characters that are not printed, such as the end of a line; leave them out")
+    return text
+
+
 class KeyRequest(Asked):
     """A key to make."""
 
     tenant: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    name: str = Field("", max_length=100)
+    name: Annotated[str, Field(max_length=100), AfterValidator(_printable)] = ""
     role: Literal["admin", "member"] = "member"
     expires_days: float | None = Field(None, gt=0, le=36500)
 
