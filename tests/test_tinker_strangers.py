@@ -135,7 +135,11 @@ def test_a_session_is_its_tenants(house: House) -> None:
     new = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 4}}
     sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
     base = sampler_id(session, 0, "base")
-    for path, body in (("create_model", new), ("create_sampling_session", sampling), ("session_heartbeat", {"session_id": session})):
+    for path, body in (
+        ("create_model", new),
+        ("create_sampling_session", sampling),
+        ("session_heartbeat", {"session_id": session}),
+    ):
         for odd in (session[:-1] + ("0" if session[-1] != "0" else "1"), session[:24], f"{session}0"):
             house.refused(404, "POST", f"{PREFIX}/{path}", json={**body, "session_id": odd})
         message = house.refused(404, "POST", f"{PREFIX}/{path}", "theirs", json=body)["message"]

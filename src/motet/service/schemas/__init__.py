@@ -173,6 +173,8 @@ class ApiKey(Answer):
     created: float
     expires: float | None
     revoked: float | None
+    scope: list[str] | None = None
+    """What it may do of what its role may; all where there is none."""
 
 
 class NewKey(ApiKey):
@@ -197,9 +199,12 @@ def _printable(text: str) -> str:
 class KeyRequest(Asked):
     """A key to make."""
 
-    tenant: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    tenant: str | None = Field(None, min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Whose it is; the asker's own tenant without one. Only an admin names another."""
     name: Annotated[str, Field(max_length=100), AfterValidator(_printable)] = ""
-    role: Literal["admin", "member"] = "member"
+    role: Literal["reader", "member", "tenant-admin", "admin"] = "member"
+    scope: list[Literal["read", "jobs", "completions", "files"]] | None = Field(None, min_length=1, max_length=4)
+    """What it may do of what its role may; all without one. A key with a scope makes no keys."""
     expires_days: float | None = Field(None, gt=0, le=36500)
 
 
