@@ -40,7 +40,7 @@ from motet.cluster.messages import (
 )
 from motet.config import JobConfig, RewardConfig
 from motet.config.service import ANY_SIZE
-from motet.errors import DiskFull
+from motet.errors import ConfigError, DiskFull
 from motet.hosting.scores import AskedOfService
 from motet.jobfile import normal_job
 from motet.service.adapters.adapters import Adapters
@@ -518,3 +518,20 @@ def test_tables_that_are_gone_are_another_database(store: Store, url: str) -> No
     engine.dispose()
     time.sleep(1.1)
     assert "was removed or replaced" in store.failure()
+
+
+def test_what_tenants_read_has_no_places_of_this_machine(tmp_path: Path) -> None:
+    storage, site = Storage(tmp_path), Path(pytest.__file__).parents[1]
+    for said, shown in (
+        (f"{tmp_path}/run/job-1/state/3/state.json is damaged", "job-1/state/3/state.json is damaged"),
+        (f"KeyError: 'a' ({site}/pytest/__init__.py:3)", "KeyError: 'a' (__init__.py:3)"),
+        (
+            f"no rows:\nTraceback (most recent call last):\n  File {site}/x.py\nOSError: {site}/x/y",
+            "no rows:\nOSError: y",
+        ),
+        ("https://example.org/usr/x and a/b stay", "https://example.org/usr/x and a/b stay"),
+    ):
+        assert storage.without_places(said) == shown
+    request = Request({"type": "http", "path": "/", "headers": []})
+    answer = _answer(request, ConfigError(f"{tmp_path}/files/rows.jsonl: line 3"), storage.without_places)
+    assert str(tmp_path).encode() not in bytes(answer.body)

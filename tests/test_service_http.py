@@ -20,6 +20,7 @@ import httpx2
 import pytest
 from fastapi import Request, UploadFile
 
+from motet.commands.answers import say, table
 from motet.commands.serve import serve
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
@@ -72,13 +73,14 @@ def test_every_route_wants_a_key_that_is_good(house: House) -> None:
 
 def test_what_is_another_tenants_is_not_there(house: House) -> None:
     for method, path, _ in operations(house):
-        if path.startswith(("/v1/keys", "/v1/audit", "/v1/tenants")):
-            body = {"tenant": "x"} if method == "POST" else None
-            assert house.refused(403, method, filled(house, path), "theirs", json=body)["type"] == "permission_error"
+        if path.startswith(("/v1/audit", "/v1/tenants")):
+            assert house.refused(403, method, filled(house, path), "theirs")["type"] == "permission_error"
         elif "{" in path:
             answer = house.ask(method, filled(house, path), "theirs")
             assert (answer.status_code, path) == (404, path)
             assert error_of(answer)["message"]
+    house.refused(403, "POST", "/v1/keys", "theirs", json={"tenant": "us"})
+    assert {one["tenant"] for one in house.ask("GET", "/v1/keys", "theirs").json()["data"]} == {"them"}
     assert house.ask("GET", "/v1/jobs", "theirs").json()["data"] == []
     assert house.ask("GET", "/v1/files", "theirs").json()["data"] == []
     assert not [one for one in house.ask("GET", "/v1/models", "theirs").json()["data"] if "ended" in one["id"]]
@@ -96,6 +98,20 @@ def test_an_admin_makes_and_ends_keys(house: House) -> None:
     assert house.ask("DELETE", f"/v1/keys/{made['id']}", "admin").status_code == 204
     house.refused(401, "GET", "/v1/jobs", "new")
     house.refused(404, "DELETE", "/v1/keys/key-none", "admin")
+
+
+def test_no_name_steers_the_terminal_of_who_prints_it(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("\x1b[31mred", "two\nlines", "\u202ebackwards"):
+        message = house.refused(422, "POST", "/v1/keys", "admin", json={"tenant": "us", "name": name})["message"]
+        assert "not printed" in message
+    files = {"file": ("\x9b1ma\u202e.jsonl", ROWS)}
+    assert house.ask("POST", "/v1/files", files=files).json()["filename"] == "1ma.jsonl"
+    kept = "\x1b[2Jkept\x1b]8;;http://x\x07 by an older release\x9b1m"
+    say(table([(kept, "\x07")], "name, bell", empty=""))
+    say(kept)
+    printed = capsys.readouterr().out
+    assert "kept by an older release" in printed
+    assert not set(printed) & {"\x1b", "\x07", "\x9b"}
 
 
 # --- the description --------------------------------------------------------------------------------------------------------

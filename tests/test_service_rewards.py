@@ -109,6 +109,8 @@ def test_all_rewards_are_listed_with_what_they_take(house: House) -> None:
         ({"name": "http", "args": {"url": "gopher://example.org"}}, "https://"),
         ({"name": "worker", "args": {"file": "rewards.py"}}, "function, args"),
         ("mine.py:reward", "motet submit --reward"),
+        ({"name": "code", "args": {"seconds": 1e9}}, "from 0.1 to wall_seconds, which is 120"),
+        ({"name": "code", "args": {"seconds": "nan"}}, "args.seconds: nan must be a number"),
     ],
 )
 def test_a_reward_that_cannot_be_used_is_refused_with_the_reason(house: House, reward: Any, words: str) -> None:

@@ -131,6 +131,25 @@ def test_what_is_anothers_is_not_there(house: House) -> None:
             cancel_of_another(house, answer.json()["request_id"])
 
 
+def test_a_session_is_its_tenants(house: House) -> None:
+    session = house.ask("POST", f"{PREFIX}/create_session", json={"tags": []}).json()["session_id"]
+    new = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 4}}
+    sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
+    base = sampler_id(session, 0, "base")
+    for path, body in (
+        ("create_model", new),
+        ("create_sampling_session", sampling),
+        ("session_heartbeat", {"session_id": session}),
+    ):
+        for odd in (session[:-1] + ("0" if session[-1] != "0" else "1"), session[:24], f"{session}0"):
+            house.refused(404, "POST", f"{PREFIX}/{path}", json={**body, "session_id": odd})
+        message = house.refused(404, "POST", f"{PREFIX}/{path}", "theirs", json=body)["message"]
+        assert "there is no session" in message
+        assert house.ask("POST", f"{PREFIX}/{path}", json=body).is_success
+    assert house.ask("GET", f"{PREFIX}/samplers/{base}").is_success
+    house.refused(404, "GET", f"{PREFIX}/samplers/{base}", "theirs")
+
+
 def cancel_of_another(house: House, name: str) -> None:
     """Nobody ends a sample of another tenant's."""
     futures = house.part(Futures)

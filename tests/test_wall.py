@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import reasoning_gym
 from motet import wall
 from motet.config import DataConfig, RewardConfig
 from motet.config.service import ServiceConfig
-from motet.errors import ConfigError, RewardError, WallError
+from motet.errors import ConfigError, DataError, RewardError, WallError
 from motet.jobfile import parse_jobs
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks import reasoning_answers
@@ -28,6 +30,7 @@ from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
+from motet.tasks.row_files import Bounds
 from motet.types import Message, Problem
 from tests import breaking_out
 from tests.cases import few
@@ -153,6 +156,26 @@ def test_rows_are_made_behind_the_wall(tmp_path):
         source = (wall.PACKAGE_ROOT / f"motet/tasks/{module}.py").read_text()
         assert "wall.enter(" in source.split('if __name__ == "__main__":')[1].split("\n")[1]
     assert make_entries(ScorerSpec("chain_sum", size=2))
+
+
+def test_libraries_behind_the_wall_load_for_a_user_who_has_no_directories_yet(tmp_path):
+    """matplotlib, which reasoning-gym imports, looks for one that it could write to."""
+    (home := tmp_path / "home").mkdir()
+    environment = wall.environment(HOME=str(home), PYTHONHASHSEED="0")
+    asked = json.dumps(asdict(ScorerSpec("leg_counting")))
+    done = subprocess.run(
+        wall.command("motet.tasks.reasoning"), input=asked, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not any(home.iterdir())
+
+
+def test_what_makes_no_rows_is_said_in_a_line_and_the_rest_is_logged(caplog):
+    with pytest.raises(DataError) as error:
+        make_entries(ScorerSpec("leg_counting", size=10**6), Bounds(rows=1, bytes=10**6, seconds=60, memory_mb=16))
+    assert "\n" not in str(error.value)
+    assert "Traceback" not in str(error.value)
+    assert "importlib" in caplog.text
 
 
 # --- scorers that evaluate answers ------------------------------------------------------------------------------------------

@@ -376,7 +376,9 @@ def main() -> None:
     try:
         app()
     except MotetError as error:
-        typer.secho(f"motet: {error}", fg="red", err=True)
+        from motet.view.text import safe
+
+        typer.secho(f"motet: {safe(str(error))}", fg="red", err=True)
         sys.exit(2)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # met by a write, it names no file

@@ -18,11 +18,13 @@ import resource
 import signal
 import site
 import socket
+import stat
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import gettempdir, mkdtemp
 
 from motet.errors import WallError
 
@@ -63,6 +65,10 @@ faccessat2, epoll_pwait2, Landlock's own, and those about the process's own fute
 takes clone, whose flags a filter can read."""
 
 
+HOMES = ("MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "NUMBA_CACHE_DIR", "HF_HOME")
+"""Where libraries keep what they make for themselves."""
+
+
 def missing() -> str:
     """Why there is no wall here; empty where there is one."""
     broken = [f"{what}: {outcome}" for what, outcome in probe().items() if outcome != "held"]
@@ -82,7 +88,7 @@ def probe() -> Mapping[str, str]:
     except subprocess.TimeoutExpired:
         return {"the wall": f"a process behind it did not answer within {_PROBE_SECONDS:g} s"}
     except ValueError:
-        return {"the wall": f"a process behind it ended with status {done.returncode}: {done.stderr.strip()[-300:]}"}
+        return {"the wall": f"a process behind it ended with status {done.returncode}: {last_line(done.stderr)}"}
     return outcomes
 
 
@@ -92,10 +98,32 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a process behind the wall: nothing of this process's, and numpy makes no threads."""
+    """The environment of a process behind the wall: nothing of this process's, and numpy makes no threads.
+
+    Libraries look for a directory of their own that they may write to, and matplotlib does not load without one.
+    """
+    homes = dict.fromkeys(HOMES, _home())
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     fixed = {"PYTHONPATH": str(PACKAGE_ROOT), "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8", "PATH": ""}
-    return {**fixed, **threads, **more}
+    return {**fixed, **threads, **homes, **more}
+
+
+@functools.cache
+def _home() -> str:
+    """A directory of this user's for what libraries keep. Behind the wall nothing can be written there, which they bear."""
+    place = Path(gettempdir()) / f"motet-home-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        place.mkdir(mode=0o700, exist_ok=True)
+        status = place.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
+            return str(place)
+    return mkdtemp(prefix="motet-home-")  # somebody else has that one
+
+
+def last_line(said: str) -> str:
+    """What a process of Motet's own said last: of a traceback, what went wrong and not where."""
+    lines = said.strip().splitlines()
+    return lines[-1].strip()[-300:] if lines else "it said nothing"
 
 
 def check_outside(directory: Path) -> None:

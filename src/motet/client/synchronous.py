@@ -93,6 +93,7 @@ class Client:
     create_key = _waits(AsyncClient.create_key)
     keys = _waits(AsyncClient.keys)
     revoke_key = _waits(AsyncClient.revoke_key)
+    rotate_key = _waits(AsyncClient.rotate_key)
     usage = _waits(AsyncClient.usage)
     usage_csv = _waits(AsyncClient.usage_csv)
     limits = _waits(AsyncClient.limits)

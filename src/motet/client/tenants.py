@@ -18,22 +18,27 @@ class TenantMethods(Connection):
 
     async def create_key(
         self,
-        tenant: str,
+        tenant: str | None = None,
         name: str = "",
-        role: Literal["admin", "member"] = "member",
+        role: Literal["reader", "member", "tenant-admin", "admin"] = "member",
         expires_days: float | None = None,
+        scope: Sequence[str] | None = None,
     ) -> NewKey:
-        """Make a key, and its tenant where there is none of the name; needs an admin's key."""
-        body = {"tenant": tenant, "name": name, "role": role, "expires_days": expires_days}
+        """Make a key of one's own tenant; with an admin's key of any, which is made where there is none of the name."""
+        body = {"tenant": tenant, "name": name, "role": role, "expires_days": expires_days, "scope": scope}
         return await self._ask(NewKey, "POST", "/v1/keys", json=body)
 
     async def keys(self) -> list[ApiKey]:
-        """All keys, oldest first, without their texts; needs an admin's key."""
+        """Keys, oldest first, without their texts: one's own and those that it made; with an admin's key all."""
         return (await self._ask(Keys, "GET", "/v1/keys")).data
 
     async def revoke_key(self, key: str) -> None:
-        """End a key by its id; needs an admin's key."""
+        """End a key by its id, and those that were made with it."""
         await self._send("DELETE", path_of("keys", key))
+
+    async def rotate_key(self, key: str) -> NewKey:
+        """End a key by its id, and make another with the same name and rights."""
+        return await self._ask(NewKey, "POST", f"{path_of('keys', key)}/rotate")
 
     async def usage(
         self, by: Sequence[By] = ("job",), since: Day = None, until: Day = None, tenant: str | None = None

@@ -43,11 +43,14 @@ def say(text: str | Text | Table, *, aside: bool = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from motet.view.text import safe
+
     console = Console(emoji=False, stderr=aside)
     if isinstance(text, Table):
         print_table(console, text)
     else:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        shown = safe(text) if isinstance(text, str) else text
+        console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
 def width_of(console: Console) -> int:
@@ -97,13 +100,15 @@ def table(rows: Iterable[Sequence[str | Text]], headings: str, *, empty: str, fo
     from rich.table import Table
     from rich.text import Text
 
+    from motet.view.text import safe
+
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in headings.split(","):
         name = heading.strip().removeprefix(">")
         right = heading.strip().startswith(">")
         made.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=name not in folds)
     for row in rows:
-        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        made.add_row(*(Text(safe(cell)) if isinstance(cell, str) else cell for cell in row))
     return made if made.row_count else empty
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from motet.errors import BaseModelError, ConfigError, RunError
 from motet.launch import check_directories
 from motet.model.find import find_base
 from motet.tasks.reward_installed import install
+from motet.view.text import safe
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -69,6 +71,8 @@ def serve(
     directory = Path(os.path.expanduser(directory)).resolve()
     wall.check_outside(directory)
     os.umask(0o077)  # of the engine's process too, and of its workers
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Plain())
     installed = {name: one.model_dump() for name, one in config.rewards.items()}
     functions = install(installed, rewards) if installed or rewards else {}
     lock = _alone(directory)  # noqa: F841 - held until the process ends
@@ -209,6 +213,14 @@ def _greet(app: FastAPI, address: str, heard: Sequence[int]) -> None:
             "names them; data that tenants give is parsed under limits of memory and time alone",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
+
+
+class _Plain(logging.Formatter):
+    """Lines of the log without what steers a terminal: they quote names that tenants give."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One entry."""
+        return safe(super().format(record))
 
 
 def _make_private(directory: Path) -> None:

@@ -30,6 +30,15 @@ class _By(StrEnum):
     BASE = "base"
 
 
+class _Right(StrEnum):
+    """What a key's scope can hold."""
+
+    READ = "read"
+    JOBS = "jobs"
+    COMPLETIONS = "completions"
+    FILES = "files"
+
+
 @app.command(epilog="Example: motet usage --by day --since 2026-03-01 --csv > usage.csv")
 def usage(
     by: Annotated[
@@ -177,21 +186,28 @@ key_app.add_typer(keys, name="keys", epilog="Example: motet keys create team-a -
 
 @keys.command("create", epilog="Example: motet keys create team-a --name laptop --expires-days 90")
 def create_key(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is; made where there is none of the name.")],
+    tenant: Annotated[
+        str | None, typer.Argument(help="Whose key it is; your own tenant without one. Only an admin names another.")
+    ] = None,
     name: Annotated[str, typer.Option(help="What the key is for.")] = "",
     role: Annotated[
-        Literal["admin", "member"], typer.Option(help="Admins see the jobs of all tenants and make keys.")
+        Literal["reader", "member", "tenant-admin", "admin"],
+        typer.Option(help="A tenant's admin sees all its keys; an admin sees all tenants."),
     ] = "member",
+    scope: Annotated[
+        list[_Right] | None,
+        typer.Option(help="All that it may do; several times for several. All of its role unless given."),
+    ] = None,
     expires_days: Annotated[float | None, typer.Option(help="Days until it ends; never unless given.")] = None,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Make a key and print it, this once; needs an admin's key."""
+    """Make a key and print it; it is shown only once. It ends with the key that you make it with, unless that is an admin's."""
     if expires_days is not None and not math.isfinite(expires_days):
         raise ConfigError("--expires-days is a number of days; without it the key never ends")
     with motet.Client(url, key) as client:
-        made = client.create_key(tenant, name, role, expires_days)
+        made = client.create_key(tenant, name, role, expires_days, [one.value for one in scope] if scope else None)
     print_answer(made, as_json, made.key)
     if not as_json:
         say(f"{made.id}, {role} of {made.tenant}; it is shown this once", aside=True)
@@ -199,7 +215,7 @@ def create_key(
 
 @keys.command("ls", epilog="Example: motet keys ls")
 def list_keys(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
-    """Show all keys, without their texts; needs an admin's key."""
+    """Show your key and those that you made with it, without their texts; an admin sees all."""
     with motet.Client(url, key) as client:
         known = client.keys()
     rows = []
@@ -209,8 +225,9 @@ def list_keys(as_json: AsJson = False, url: Url = None, key: Key = None) -> None
             state = "revoked"
         elif one.expires is not None:
             state = "expired" if one.expires <= time.time() else f"until {day(one.expires)}"
-        rows.append((one.id, one.tenant, one.name, one.role, day(one.created), state))
-    headings = "id, tenant, name, role, made, state"
+        may = "all" if one.scope is None else " ".join(one.scope)
+        rows.append((one.id, one.tenant, one.name, one.role, may, day(one.created), state))
+    headings = "id, tenant, name, role, may, made, state"
     print_answer(known, as_json, table(rows, headings, empty="no keys", folds=("tenant", "name")))
 
 
@@ -220,7 +237,22 @@ def revoke_key(
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """End a key; it is refused from now on. Needs an admin's key."""
+    """End a key and those that were made with it; they are refused from now on."""
     with motet.Client(url, key) as client:
         client.revoke_key(key_id)
     typer.echo(f"{key_id} is refused from now on")
+
+
+@keys.command("rotate", epilog="Example: motet keys rotate key-0123456789abcdef")
+def rotate_key(
+    key_id: Annotated[str, typer.Argument(help="The key's id, as `motet keys ls` shows it.", show_default=False)],
+    as_json: AsJson = False,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """End a key and print another with the same name and rights; it is shown only once."""
+    with motet.Client(url, key) as client:
+        made = client.rotate_key(key_id)
+    print_answer(made, as_json, made.key)
+    if not as_json:
+        say(f"{made.id} takes the place of {key_id}", aside=True)

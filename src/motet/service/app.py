@@ -155,7 +155,7 @@ def create_app(settings: Settings) -> FastAPI:
         summary="Submit a job, watch it learn, take its adapter home.",
     )  # fmt: skip
     app.state.parts, app.state.lifecycle = parts, lifecycle
-    handle_errors(app)
+    handle_errors(app, parts[Storage].without_places)
 
     def payer(request: Request) -> str:
         return parts[Access].tenant(request) or episodes.owner(request, parts[AgentWorkers])
@@ -215,7 +215,7 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
         handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, rest, ledger.count_completion,
         bus.publish, agents.run, handover.reconcile,
     )  # fmt: skip
-    models = Models(bases, store, storage, submissions, quotas, engine)
+    models = Models(bases, store, storage, submissions, quotas, engine, secrets)
     checkpoints = Checkpoints(models)
     samplers = Samplers(models, checkpoints, storage, engine)
     room = OpenBytes(config.http)

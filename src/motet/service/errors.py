@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -66,12 +66,12 @@ def existing(thing: Thing | None, missing: str) -> Thing:
     return thing
 
 
-def handle_errors(app: FastAPI) -> None:
-    """Give every error one shape, with words for a person."""
+def handle_errors(app: FastAPI, without_places: Callable[[str], str]) -> None:
+    """Give every error one shape, with words for a person, `without_places` of this machine."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         asked_of(request.scope).reason = str(error)
-        return _answer(request, error)
+        return _answer(request, error, without_places)
 
     for kind in (
         Refusal,
@@ -88,15 +88,15 @@ def handle_errors(app: FastAPI) -> None:
     async def of_disk(request: Request, error: Exception) -> JSONResponse:
         if not is_full(error):
             raise error
-        return _answer(request, error)
+        return _answer(request, error, without_places)
 
     app.add_exception_handler(OSError, of_disk)  # after a handler of Exception the connection would be closed
 
 
-def _answer(request: Request, error: Exception) -> JSONResponse:
+def _answer(request: Request, error: Exception, without_places: Callable[[str], str] = str) -> JSONResponse:
     match error:
         case Refusal():
-            return error_body(error.status, error.message, error.param, error.headers)
+            return error_body(error.status, without_places(error.message), error.param, error.headers)
         case ClientDisconnect():  # nobody reads it; without a handler each would be a traceback in the log
             return error_body(408, "the request did not arrive whole")
         case HTTPException():
@@ -115,20 +115,20 @@ def _answer(request: Request, error: Exception) -> JSONResponse:
             return error_body(503, "the database does not answer; try again in a moment", headers=_SOON)
         case LimitError():
             after = {} if error.seconds is None else {"Retry-After": str(error.seconds)}
-            return error_body(error.status, str(error), headers=after)
+            return error_body(error.status, without_places(str(error)), headers=after)
         case TooMuchError():
             return error_body(413, f"this request takes too much: {error}; send less at a time")
         case ConfigError() | DataError() | RewardError():
-            return error_body(400, str(error))
+            return error_body(400, without_places(str(error)))
         case StoreError():
-            return error_body(400 if request.url.path.startswith(_TINKER) else 409, str(error))
+            return error_body(400 if request.url.path.startswith(_TINKER) else 409, without_places(str(error)))
         case EngineError():
-            return error_body(503, str(error), headers=_SOON)
+            return error_body(503, without_places(str(error)), headers=_SOON)
         case _ if is_full(error):
             _log.error("the disk is full: %s", error)
             return error_body(507, "the disk of the service is full; try again once its operator has made room")
         case MotetError():
-            return error_body(500, str(error))
+            return error_body(500, without_places(str(error)))
     return error_body(500, f"{type(error).__name__}; this is a fault of Motet, its log has the whole story")
 
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import gettempdir
 
+from motet import wall
 from motet.errors import ConfigError
 from motet.runtime.checkpoint import JobDirectory
+
+_TRACEBACK = "Traceback (most recent call last):"
+_ROOTS = {sys.prefix, sys.base_prefix, str(wall.PACKAGE_ROOT), os.path.expanduser("~"), gettempdir()} - {"/", "~"}
+_ANY_ROOT = "|".join(re.escape(one) for one in sorted(_ROOTS, key=len, reverse=True))
+_PLACES = re.compile(rf"(?<![\w/.:])(?:{_ANY_ROOT})/(?:[\w.@+-]+/)*")
+"""Where things lie on this machine."""
 
 
 class Storage:
@@ -60,7 +71,13 @@ class Storage:
         return self.directory / "files" / f"{file_id}{ending}"
 
     def without_places(self, text: str) -> str:
-        """A text for tenants, to whom it is no business where things lie on this machine."""
+        """A text for tenants, to whom it is no business where things lie on this machine: of a path the last part stays.
+
+        Of a traceback what went wrong stays.
+        """
+        before, trace, after = text.partition(_TRACEBACK)
+        if trace:
+            text = f"{before}{wall.last_line(after)}"
         for place in ("files", "run", ""):
             text = text.replace(f"{self.directory / place}/", "")
-        return text
+        return _PLACES.sub("", text)

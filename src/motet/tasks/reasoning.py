@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from motet.tasks.reasoning_answers import read_safely
 from motet.tasks.row_files import Bounds
 from motet.types import Problem
 
+_log = logging.getLogger(__name__)
 HASH_SEED = "0"
 _MEMORY_MB = 1 << 16
 """Of the process that makes rows, where nobody sets bounds."""
@@ -86,7 +88,8 @@ def _made_apart(spec: str, bounds: Bounds | None) -> str:
             "data.config"
         ) from error
     if done.returncode != 0:
-        raise DataError(f"reasoning-gym made no rows (exit status {done.returncode}):\n{done.stderr[-2000:]}")
+        _log.warning("reasoning-gym made no rows (exit status %d):\n%s", done.returncode, done.stderr[-2000:])
+        raise DataError(f"reasoning-gym made no rows: {wall.last_line(done.stderr)}")
     return done.stdout
 
 

@@ -44,7 +44,8 @@ class WorkerLink:
         # One arena and one thread keep address space, which is what is limited, near to memory in use.
         environment = wall.environment(PYTHONHASHSEED=HASH_SEED, MALLOC_ARENA_MAX="2")
         if not walled:
-            environment = {**os.environ, **environment, "PATH": os.environ.get("PATH", "")}
+            own = {name: value for name, value in environment.items() if name not in (*wall.HOMES, "PATH")}
+            environment = {**os.environ, **own}
         with contextlib.ExitStack() as stack:
             stderr = None if log is None else stack.enter_context(log.open("ab"))
             process = await asyncio.create_subprocess_exec(

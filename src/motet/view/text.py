@@ -31,6 +31,12 @@ STATE_STYLES: dict[JobState, str] = {
 }
 
 
+def safe(text: str) -> str:
+    """A text that does not steer the terminal: without its escapes and control characters, apart from ends of lines."""
+    text = _ESCAPES.sub("", text)
+    return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf"))
+
+
 @dataclass(frozen=True)
 class Glyphs:
     """Characters that a terminal can show."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 import struct
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from motet.checksums import check_version
 from motet.errors import DataError
 from motet.types import ADAPTER_CONFIG, ADAPTER_FILES
 
+_log = logging.getLogger(__name__)
 MOST_MEMBERS = 1000
 MOST_LIST = 2**20
 """Bytes of a .zip's list of members."""
@@ -86,7 +88,8 @@ def unpack_apart(archive: Path, directory: Path, limit: int) -> int:
     except subprocess.TimeoutExpired as error:
         raise DataError(f"the archive could not be unpacked within {_SECONDS:g} s") from error
     if done.returncode != 0:
-        raise DataError(f"the archive could not be unpacked: {done.stderr.strip()[-300:]}")
+        _log.warning("an archive could not be unpacked (exit status %d):\n%s", done.returncode, done.stderr[-2000:])
+        raise DataError(f"the archive could not be unpacked: {wall.last_line(done.stderr)}")
     answer = json.loads(done.stdout)
     if "of_disk" in answer:
         raise OSError(*answer["of_disk"])

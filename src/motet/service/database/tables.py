@@ -47,6 +47,10 @@ class Key(Table):
     created: Mapped[float] = mapped_column(default=now)
     expires: Mapped[float | None]
     revoked: Mapped[float | None]
+    scope: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    """The rights that it has of those of its role; all where there is none."""
+    made_by: Mapped[str | None] = mapped_column(String(40))
+    """The key, by its id, that a member made it with; it ends with that."""
 
 
 class StoredJob(Table):

@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import or_, select
+from sqlalchemy import or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from motet.service.database.tables import Key, Tenant, new_id, now
 
-Role = Literal["admin", "member"]
+Role = Literal["reader", "member", "tenant-admin", "admin"]
 PREFIX = "mk-"
 """What API keys begin with."""
 
@@ -29,6 +29,10 @@ class Principal:
     tenant: str
     key_id: str
     role: str
+    scope: frozenset[str] | None = None
+    """The rights that the key has of those of its role; None is all."""
+    expires: float | None = None
+    """When the key ends, in Unix seconds."""
 
     @classmethod
     def member_of(cls, tenant_id: str) -> Principal:
@@ -83,11 +87,25 @@ class Tenants:
         with self._transaction() as session:
             return session.scalars(select(Tenant).where(Tenant.name == name)).one()
 
-    def create_key(self, tenant: str, name: str, role: Role, expires: float | None = None) -> tuple[Key, str]:
-        """A new key of a tenant, which is made where there is none, and the key's text, which is shown once."""
+    def create_key(
+        self,
+        tenant: str,
+        name: str,
+        role: Role,
+        expires: float | None = None,
+        scope: Collection[str] | None = None,
+        made_by: str | None = None,
+    ) -> tuple[Key, str]:
+        """A new key of a tenant, which is made where there is none, and the key's text, which is shown once.
+
+        `made_by` is the key, by its id, with which this one ends.
+        """
         owner, text = self.made(tenant), PREFIX + secrets.token_urlsafe(32)
         with self._transaction() as session:
-            key = Key(id=new_id("key"), tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires)
+            key = Key(
+                id=new_id("key"), tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires,
+                scope=None if scope is None else sorted(scope), made_by=made_by,
+            )  # fmt: skip
             session.add(key)
         return key, text
 
@@ -97,14 +115,39 @@ class Tenants:
         with self._transaction() as session:
             return [(key, tenant) for key, tenant in session.execute(query).all()]
 
+    def keys_of(self, who: Principal) -> list[tuple[Key, str]]:
+        """The keys that somebody may see and end: an admin all, a tenant's admin the tenant's, others their own and its own."""
+        known = self.all_keys()
+        if who.admin:
+            return known
+        if who.role == "tenant-admin":
+            return [one for one in known if one[0].tenant_id == who.tenant_id]
+        return [one for one in known if one[0].id == who.key_id or one[0].made_by == who.key_id]
+
     def revoke_key(self, key_id: str) -> bool:
-        """End a key; False where there is none."""
+        """End a key, and those that were made with it; False where there is none."""
         with self._transaction() as session:
-            key = session.get(Key, key_id)
-            if key is None:
+            if session.get(Key, key_id) is None:
                 return False
-            key.revoked = key.revoked or now()
+            ending = [key_id]
+            for one in ending:  # which grows
+                ending += session.scalars(select(Key.id).where(Key.made_by == one, Key.id.not_in(ending)))
+            session.execute(update(Key).where(Key.id.in_(ending), Key.revoked.is_(None)).values(revoked=now()))
             return True
+
+    def rotate_key(self, key_id: str) -> tuple[Key, str] | None:
+        """Another text for a key, under another id; the old one ends. None where there is none that is good."""
+        text = PREFIX + secrets.token_urlsafe(32)
+        with self._transaction() as session:
+            old = session.get(Key, key_id)
+            if old is None or old.revoked is not None or (old.expires is not None and old.expires <= now()):
+                return None
+            kept = {name: getattr(old, name) for name in ("tenant_id", "name", "role", "expires", "scope", "made_by")}
+            key = Key(id=new_id("key"), digest=digest(text), **kept)
+            session.add(key)
+            session.execute(update(Key).where(Key.made_by == key_id).values(made_by=key.id))
+            old.revoked = now()
+        return key, text
 
     def ended_keys(self, key_ids: Collection[str]) -> set[str]:
         """Which of some keys, by their ids, were revoked or have expired."""
@@ -123,4 +166,5 @@ class Tenants:
         key, tenant = row
         if key.revoked is not None or (key.expires is not None and key.expires <= now()):
             return None
-        return Principal(key.tenant_id, tenant, key.id, key.role)
+        scope = None if key.scope is None else frozenset(key.scope)
+        return Principal(key.tenant_id, tenant, key.id, key.role, scope, key.expires)

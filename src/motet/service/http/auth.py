@@ -15,6 +15,7 @@ from motet.config.service import RateConfig
 from motet.service.database.store import AWAY
 from motet.service.database.tenants import Principal, Tenants
 from motet.service.errors import Refusal
+from motet.service.http import rights
 from motet.service.http.opened import opened_by
 from motet.service.request_log import asked_of
 from motet.service.workers.agents import KEY_PREFIX
@@ -114,6 +115,7 @@ class Access:
                 asked = asked_of(request.scope)
                 asked.key, asked.tenant, asked.admin = who.key_id, who.tenant, who.admin
                 self.count(who.key_id)
+                rights.check(who, request.method, request.url.path)
                 return who
             if not self.open_to_all:  # else any key will do: clients such as openai's always send one
                 self.count_unknown(request)

@@ -42,6 +42,8 @@ class EventRecorder:
         """Keep a line of a job's metrics."""
         row: dict[str, Any] = {"step": int(line["step"]) + ("loss" in line)}
         row |= {"reward": line.get("reward")} if "loss" in line else {}
+        if errors := line.get("errors"):  # what a reward raised may name its file
+            line = {**line, "errors": {self._storage.without_places(_storable(why)): n for why, n in errors.items()}}
         counts = self._ledger.step(job_id, line)
 
         def keep() -> None:

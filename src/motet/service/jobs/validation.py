@@ -198,6 +198,8 @@ def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:
         raise ConfigError(f"reward {reward.name!r}: wall: false is for whoever runs the service to say; leave it out")
     if reward.name not in ELSEWHERE:
         allowed.walls.around(reward, installed.get(reward.name))
+    if reward.name == "code" and "seconds" in reward.args:
+        _check_seconds(reward)
     if reward.name in ("grader", "judge"):
         parse(reward.args, f"reward {reward.name}: args")
     if reward.name == "http":
@@ -212,6 +214,16 @@ def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:
             what = "has no argument" if odd else "needs the argument"
             takes = ", ".join(given.parameters) or "none"
             raise ConfigError(f"reward {reward.name!r} {what} {(odd or missing)[0]!r}; it takes {takes}")
+
+
+def _check_seconds(reward: RewardConfig) -> None:
+    """The programs that `code` runs have to end while the reward may run."""
+    seconds = reward.args["seconds"]
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.1 <= seconds <= reward.wall_seconds:
+        raise ConfigError(
+            f"reward code: args.seconds: {str(seconds)[:40]} must be a number from 0.1 to wall_seconds, which is "
+            f"{reward.wall_seconds:g} for this reward"
+        )
 
 
 def _check_sizes(config: JobConfig) -> None:

@@ -40,7 +40,8 @@ async def upload(
         raise bad_field("purpose", f"{purpose!r:.80} is not supported; files are for {PURPOSE!r}")
     if odd := sorted(set(await request.form()) - {"file", "purpose"}):
         raise Refusal(400, f"{odd[0]:.80}: this field is not supported", odd[0][:80])
-    file_id, name = new_id("file"), (file.filename or "rows.jsonl").replace("\0", "")[-255:]
+    name = "".join(letter for letter in file.filename or "rows.jsonl" if letter.isprintable())[-255:]
+    file_id = new_id("file")
     path, limit = storage.upload(file_id, name), int(settings.config.max_upload_mb * 2**20)
     path.parent.mkdir(parents=True, exist_ok=True)
     size, adding = 0, None

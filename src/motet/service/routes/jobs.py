@@ -224,7 +224,11 @@ async def rollouts(
 
     def read() -> list[dict[str, Any]]:
         fitting = itertools.islice(filter(fits, directory.each_rollout(chosen, evals=evals)), limit)
-        return [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
+        shown = [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
+        for one in shown:
+            if isinstance(one.get("error"), str):  # what a reward raised may name its file
+                one["error"] = storage.without_places(one["error"])
+        return shown
 
     return Rollouts(step=chosen, steps=steps, data=await threads.run(who.tenant_id, read))
 

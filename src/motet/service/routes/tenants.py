@@ -16,6 +16,7 @@ from motet.service.database.tables import Key, now
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
 from motet.service.http.depends import Admin, Asker, BasesDep, ErasureDep, LedgerDep, QuotasDep, StoreDep
+from motet.service.http.rights import check_new
 from motet.service.schemas import ApiKey, AuditEntries, AuditEntry, KeyRequest, Keys, NewKey
 from motet.service.schemas.usage import By, Erased, TenantInfo, Tenants, UsageLine, UsageReport
 
@@ -24,25 +25,43 @@ _DAY = 86400.0
 
 
 @router.post("/keys", status_code=201, tags=["keys"])
-def create(who: Admin, store: StoreDep, wanted: KeyRequest) -> NewKey:
-    """Make a key, and its tenant where there is none of the name. The key is shown this once."""
+def create(who: Asker, store: StoreDep, wanted: KeyRequest) -> NewKey:
+    """Make a key for oneself, of a role that is not higher; it ends with the key that made it. The key is shown this once.
+
+    An admin makes keys of all tenants, also of new ones, and these do not end with the admin's.
+    """
+    tenant = wanted.tenant or who.tenant
+    if tenant != who.tenant and not who.admin:
+        raise Refusal(403, "only an admin makes keys of another tenant: leave `tenant` out", "tenant")
     expires = None if wanted.expires_days is None else now() + wanted.expires_days * _DAY
-    key, text = store.tenants.create_key(wanted.tenant, wanted.name, wanted.role, expires)
+    if not who.admin:
+        check_new(who, wanted.role, expires)
+    made_by = None if who.admin else who.key_id
+    key, text = store.tenants.create_key(tenant, wanted.name, wanted.role, expires, wanted.scope, made_by)
     store.audit(who, "create key", key.id)
-    return NewKey(**_shown(key, wanted.tenant).model_dump(), key=text)
+    return NewKey(**_shown(key, tenant).model_dump(), key=text)
 
 
 @router.get("/keys", tags=["keys"])
-def list_keys(who: Admin, store: StoreDep) -> Keys:
-    """All keys, without their texts."""
-    return Keys(data=[_shown(key, tenant) for key, tenant in store.tenants.all_keys()])
+def list_keys(who: Asker, store: StoreDep) -> Keys:
+    """Keys without their texts: one's own and those that it made; an admin of a tenant sees the tenant's, an admin all."""
+    return Keys(data=[_shown(key, tenant) for key, tenant in store.tenants.keys_of(who)])
+
+
+@router.post("/keys/{key}/rotate", status_code=201, tags=["keys"])
+def rotate(who: Asker, store: StoreDep, key: str) -> NewKey:
+    """End a key and make another with the same name, rights and end. The new key is shown this once."""
+    tenant = _visible(store, who, key)
+    made = existing(store.tenants.rotate_key(key), f"the key {key!r} was revoked or has expired; make another")
+    store.audit(who, "rotate key", key)
+    return NewKey(**_shown(made[0], tenant).model_dump(), key=made[1])
 
 
 @router.delete("/keys/{key}", status_code=204, tags=["keys"])
-def revoke(who: Admin, store: StoreDep, key: str) -> None:
-    """End a key; it is refused from now on."""
-    if not store.tenants.revoke_key(key):
-        raise Refusal(404, f"there is no key {key!r}")
+def revoke(who: Asker, store: StoreDep, key: str) -> None:
+    """End a key, and those that were made with it; they are refused from now on."""
+    _visible(store, who, key)
+    store.tenants.revoke_key(key)
     store.audit(who, "revoke key", key)
 
 
@@ -159,7 +178,21 @@ def _table(lines: list[UsageLine]) -> str:
     return text.getvalue()
 
 
+def _visible(store: Store, who: Principal, key_id: str) -> str:
+    """The name of the tenant whose key it is.
+
+    Raises:
+        Refusal: there is none that the asker may see, or its role is higher than theirs.
+    """
+    known = [one for one in store.tenants.keys_of(who) if one[0].id == key_id]
+    key, tenant = existing(known[0] if known else None, f"there is no key {key_id!r}")
+    if not who.admin:
+        check_new(who, key.role, key.expires)
+    return tenant
+
+
 def _shown(key: Key, tenant: str) -> ApiKey:
     return ApiKey(
-        id=key.id, tenant=tenant, name=key.name, role=key.role, created=key.created, expires=key.expires, revoked=key.revoked
+        id=key.id, tenant=tenant, name=key.name, role=key.role, created=key.created, expires=key.expires, revoked=key.revoked,
+        scope=key.scope,
     )  # fmt: skip

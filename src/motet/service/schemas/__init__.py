@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 
 class Answer(BaseModel):
@@ -200,6 +200,8 @@ class ApiKey(Answer):
     created: float
     expires: float | None
     revoked: float | None
+    scope: list[str] | None = None
+    """What it may do of what its role may; all where there is none."""
 
 
 class NewKey(ApiKey):
@@ -215,12 +217,21 @@ class Keys(Answer):
     data: list[ApiKey]
 
 
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it holds characters that are not printed, such as the end of a line; leave them out")
+    return text
+
+
 class KeyRequest(Asked):
     """A key to make."""
 
-    tenant: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    name: str = Field("", max_length=100)
-    role: Literal["admin", "member"] = "member"
+    tenant: str | None = Field(None, min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Whose it is; the asker's own tenant without one. Only an admin names another."""
+    name: Annotated[str, Field(max_length=100), AfterValidator(_printable)] = ""
+    role: Literal["reader", "member", "tenant-admin", "admin"] = "member"
+    scope: list[Literal["read", "jobs", "completions", "files"]] | None = Field(None, min_length=1, max_length=4)
+    """What it may do of what its role may; all without one. A key with a scope makes no keys."""
     expires_days: float | None = Field(None, gt=0, le=36500)
 
 

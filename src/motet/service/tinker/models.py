@@ -19,12 +19,14 @@ from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
 from motet.service.jobs.submissions import GivenJob, Submissions
+from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker.requests import Lora
 from motet.types import JobState
 
-SESSION = re.compile(r"session-[0-9a-f]{16}")
+SESSION = re.compile(r"(session-[0-9a-f]{16})([0-9a-f]{16})?")
+"""An id, and the signature that says whose it is; ids of older releases have none."""
 STEPS = 1_000_000
 ALPHA = 32.0
 MOST_WAITING = 2**31
@@ -44,8 +46,10 @@ class Models:
         submissions: Submissions,
         quotas: Quotas,
         engine: EngineClient,
+        secrets: Secrets,
     ) -> None:
         self.bases = bases
+        self._secrets = secrets
         self._store, self._storage, self._submissions = store, storage, submissions
         self._quotas, self._engine = quotas, engine
         self._writing = threading.Lock()
@@ -53,19 +57,32 @@ class Models:
         self._promised: dict[str, dict[tuple[str, int], int]] = {}
         """Tokens of requests that were admitted and are not done, by tenant, and by job and number."""
 
-    def new_session(self) -> str:
-        """An id under which a client makes models."""
-        return new_id("session")
+    def new_session(self, who: Principal) -> str:
+        """An id under which a tenant's client makes models."""
+        name = new_id("session")
+        return f"{name}{self._secrets.signature(f'{who.tenant_id} {name}')}"
 
-    @staticmethod
-    def model_id(session_id: str, number: int) -> str:
+    def check_session(self, who: Principal, session_id: str) -> None:
+        """Make sure that a session is a tenant's.
+
+        Raises:
+            Refusal: it is not, or there is none.
+        """
+        if (parts := SESSION.fullmatch(session_id)) is not None:
+            name, signature = parts.groups()
+            if signature and self._secrets.signed(f"{who.tenant_id} {name}", signature):
+                return
+            if not signature and self.of_session(who, session_id):
+                return
+        raise Refusal(404, f"there is no session {session_id!r}; create_session makes one")
+
+    def model_id(self, who: Principal, session_id: str, number: int) -> str:
         """The id of a session's model of a number, which clients make too.
 
         Raises:
-            Refusal: it is no session's id.
+            Refusal: the session is not the tenant's.
         """
-        if not SESSION.fullmatch(session_id):
-            raise Refusal(404, f"there is no session {session_id!r}; create_session makes one")
+        self.check_session(who, session_id)
         return f"{session_id}:train:{number}"
 
     def base(self, name: str | None) -> str:

@@ -195,8 +195,8 @@ async def download_checkpoint(
 def copy_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wanted: CopyWeights) -> dict[str, Any]:
     """A checkpoint once more, in a training run of its own that has ended."""
     source = checkpoints.find(who, wanted.source_path)
-    session_id, number = wanted.session_id or models.new_session(), wanted.model_seq_id or 0
-    model_id = models.model_id(session_id, number)
+    session_id, number = wanted.session_id or models.new_session(who), wanted.model_seq_id or 0
+    model_id = models.model_id(who, session_id, number)
     lora = Lora(**models.journal(source.job).description()["lora"])
     models.create(who, model_id, models.bases.of(source.job.base), lora, Nothing(), {"from": wanted.source_path})
     made = models.find(who, model_id)

@@ -30,7 +30,7 @@ from motet.service.tinker.wire import write_samples
 from motet.types import FinishReason, SamplingParams
 
 _ID = re.compile(
-    r"(session-[0-9a-f]{16}):sample:\d{1,12}:(?:base(?:-([\w=-]+))?|path-([\w=-]+)|(\d{1,10})-(live|\d{1,10}))"
+    r"(session-[0-9a-f]{16}(?:[0-9a-f]{16})?):sample:\d{1,12}:(?:base(?:-([\w=-]+))?|path-([\w=-]+)|(\d{1,10})-(live|\d{1,10}))"
 )
 _MAX_TOKENS = 1024
 NO_LOGPROB = -99999.0
@@ -84,6 +84,7 @@ class Samplers:
         if parts is None:
             raise Refusal(404, f"there is no sampling session {name!r}")
         session, base, path, number, what = parts.groups()
+        self._models.check_session(who, session)
         try:
             if path:
                 return self.of_path(who, base64.urlsafe_b64decode(path).decode())

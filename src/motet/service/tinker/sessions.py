@@ -54,12 +54,13 @@ def capabilities(who: Asker, models: ModelsDep) -> dict[str, Any]:
 @router.post("/create_session")
 def create_session(who: Asker, models: ModelsDep, wanted: CreateSession) -> dict[str, Any]:
     """An id under which models are made."""
-    return {"type": "create_session", "session_id": models.new_session(), "info_message": _HEAD}
+    return {"type": "create_session", "session_id": models.new_session(who), "info_message": _HEAD}
 
 
 @router.post("/session_heartbeat")
-def heartbeat(who: Asker, leases: LeasesDep, wanted: Heartbeat) -> dict[str, str]:
+def heartbeat(who: Asker, models: ModelsDep, leases: LeasesDep, wanted: Heartbeat) -> dict[str, str]:
     """That a client is there. A model keeps its slot until another has a use for it, heartbeat or not."""
+    models.check_session(who, wanted.session_id)
     leases.renew(wanted.session_id)
     return {"type": "session_heartbeat"}
 
@@ -83,8 +84,7 @@ def create_sampling_session(
     who: Asker, models: ModelsDep, samplers: SamplersDep, wanted: CreateSampling
 ) -> dict[str, Any]:
     """Something to sample from: the base, or a checkpoint."""
-    if not SESSION.fullmatch(wanted.session_id):
-        raise Refusal(404, f"there is no session {wanted.session_id!r}")
+    models.check_session(who, wanted.session_id)
     what = base_part(models.base(wanted.base_model), models.bases)
     if wanted.model_path is not None:
         samplers.of_path(who, wanted.model_path)

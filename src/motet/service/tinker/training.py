@@ -16,7 +16,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.http.depends import ApartDep, Asker, QuotasDep, while_there
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
-from motet.service.tinker.models import SESSION, Models
+from motet.service.tinker.models import Models
 from motet.service.tinker.parts import CheckpointsDep, FuturesDep, ModelsDep, new_router, numbered
 from motet.service.tinker.requests import (
     CreateModel,
@@ -43,7 +43,7 @@ def _promise(request_id: str, **more: Any) -> dict[str, Any]:
 def create_model(who: Asker, models: ModelsDep, wanted: CreateModel) -> dict[str, Any]:
     """A new adapter."""
     base = models.base(wanted.base_model)
-    model_id = models.model_id(wanted.session_id, wanted.model_seq_id)
+    model_id = models.model_id(who, wanted.session_id, wanted.model_seq_id)
     answer = {"type": "create_model", "model_id": model_id}
     about = {"user_metadata": wanted.user_metadata}
     lora = wanted.lora_config or Lora(rank=32)
@@ -172,14 +172,14 @@ def load_weights(
                 raise Refusal(400, f"path: {wanted.path} is of a model on another base, {base!r}")
             command = _load(source, wanted)
         return _promise(models.order(job, wanted.seq_id, command))
-    if wanted.session_id is None or wanted.model_seq_id is None or not SESSION.fullmatch(wanted.session_id):
+    if wanted.session_id is None or wanted.model_seq_id is None:
         raise Refusal(400, "give model_id and seq_id, or session_id and model_seq_id")
     source = checkpoints.find(who, wanted.path)
     base = models.bases.of(source.job.base)
     if wanted.base_model is not None and models.base(wanted.base_model) != base:
         raise Refusal(400, f"base_model {wanted.base_model!r} is not the base of {wanted.path}, which is {base!r}")
     lora = Lora(**models.journal(source.job).description()["lora"])
-    model_id = models.model_id(wanted.session_id, wanted.model_seq_id)
+    model_id = models.model_id(who, wanted.session_id, wanted.model_seq_id)
     about = {"user_metadata": wanted.user_metadata, "from": wanted.path}
     return _promise(models.create(who, model_id, base, lora, _load(source, wanted), about), model_id=model_id)
 
