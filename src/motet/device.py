@@ -1,7 +1,7 @@
 """The device as one executor: decode ticks and training calls take turns on one thread.
 
-Engines and trainers own no thread; whoever composes a run makes one `Device` and hands it to both. A call and a tick
-alternate, so neither sampling nor training starves; whichever has no work gives its turn away.
+Engines and trainers own no thread; whoever composes a run makes one `Device` and hands it to both. After a call, ticks have as
+much time as it took, so neither sampling nor training starves; whichever has no work gives its turn away.
 """
 
 from __future__ import annotations
@@ -80,8 +80,11 @@ class _QueuedCall:
 class Device:
     """One thread that runs training calls and decode ticks in turn."""
 
-    def __init__(self, turn: Callable[[bool], None] | None = None) -> None:
+    def __init__(
+        self, turn: Callable[[bool], None] | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """`turn` is called in the device's thread: with True before calls run, with False before ticks and light calls do."""
+        self._clock = clock
         self.busy = BusyTime()
         self._turn = turn
         self._calling: bool | None = None
@@ -146,7 +149,7 @@ class Device:
             call.future.cancel()
 
     def _loop(self) -> None:
-        working = False
+        working, owed = False, 0.0
         while True:
             with self._wake:
                 while not self._closed and (self._held or not (self._calls or working or self._woken)):
@@ -154,14 +157,18 @@ class Device:
                 if self._closed:
                     return
                 self._woken = False
-                call = self._calls.popleft() if self._calls else None
+                call = self._calls.popleft() if self._calls and (owed <= 0 or not working) else None
                 ticks = list(self._ticks)
             try:
                 if call is not None:
                     self._turn_to(calling=not call.light)
+                    begun = self._clock()
                     call.settle()
+                    owed = self._clock() - begun
                 self._turn_to(calling=False)
+                begun = self._clock()
                 working = _any_left(ticks)
+                owed -= self._clock() - begun
             except BaseException as error:  # see add_tick
                 self._break_down(error, call)
                 return

@@ -100,7 +100,10 @@ class Answers:
         )
         self._send(m.PromptRead(key, len(prompt_ids)))
         async with self._turn(request.job, question.tenant, question.n):
-            self._scheduler.spend(request.job, len(prompt_ids))
+            tenant, share = self._scheduler.payer(request.job)
+            request = replace(request, tenant=tenant, share=share)
+            passes = 1 + question.prompt_logprobs + bool(question.prompt_top)
+            self._scheduler.spend(request.job, passes * len(prompt_ids))
             if question.prompt_logprobs:
                 self._send(await self._scored(question, prompt_ids, ref))
             async for chunk in self._engine.generate(request):

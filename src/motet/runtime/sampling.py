@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from motet.agents.runner import AgentRunner
 
 
+_BEGUN_AT_ONCE = 16
+"""Groups whose prompts are read before others have the event loop."""
+
+
 @dataclass
 class SampledStep:
     """All groups of one step, in data order, and what they cost."""
@@ -170,7 +174,8 @@ class JobSampler:
             job.note_inexact("rollouts under way go on under newer versions (algorithm.in_flight)")
         if over > 1:
             return await self._first_done(step, version, width, math.ceil(width * over), purpose)
-        problems = data_window(job.data.train, step, width, job.seed, job.config.data.shuffle)
+        window = (job.data.train, step, width, job.seed, job.config.data.shuffle)
+        problems = await asyncio.to_thread(data_window, *window)
         return await self._until_full(problems, step, version, purpose)
 
     async def evaluation(self, version: int) -> SampledStep:
@@ -205,8 +210,12 @@ class JobSampler:
         cost, started = _Cost(), time.monotonic()
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
-                wanted = [self._task(problem, place, step, purpose) for place, problem in enumerate(problems, first)]
-                running = [tasks.create_task(self._sample(task, version, purpose, cost)) for task in wanted]
+                running = []
+                for place, problem in enumerate(problems, first):
+                    task = self._task(problem, place, step, purpose)
+                    running.append(tasks.create_task(self._sample(task, version, purpose, cost)))
+                    if place % _BEGUN_AT_ONCE == 0:
+                        await asyncio.sleep(0)  # thousands of groups would keep other jobs from being heard
         await self._versions.collect()
         groups = [
             Group(problem, step, version, task.result() or ()) for problem, task in zip(problems, running, strict=True)
@@ -269,6 +278,7 @@ class JobSampler:
             renew=purpose.renew,
             can_stop=purpose.can_stop,
             turns=job.config.environment.name != "single",
+            payer=self._services.scheduler.payer(job.name),
         )
         return _Task(problem, position, step, generation)
 
