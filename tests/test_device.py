@@ -40,9 +40,11 @@ def test_results_and_errors_come_back(device: Device) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("cost", "wanted"), [(1, "tctctctc"), (3, "tctttctttc")])
-def test_calls_and_ticks_take_turns(cost: int, wanted: str) -> None:
-    """While decoding has work, ticks have as much time after a call as the call took."""
+@pytest.mark.parametrize(
+    ("call", "tick", "wanted"), [(1, 1, "tctctctc"), (3, 1, "tcttctttctttc"), (1, 3, "tccctccctccc")]
+)
+def test_calls_and_ticks_take_turns(call: int, tick: int, wanted: str) -> None:
+    """While decoding has work, ticks have as much time after a call as the call took, and the other way around."""
     order: list[str] = []
     clock = [0]
 
@@ -56,8 +58,8 @@ def test_calls_and_ticks_take_turns(cost: int, wanted: str) -> None:
     device, gate = Device(clock=lambda: clock[0]), threading.Event()
     try:
         device.submit(gate.wait)
-        futures = [device.submit(lambda: work("c", cost)) for _ in range(10)]
-        device.add_tick(lambda: work("t", 1))
+        futures = [device.submit(lambda: work("c", call)) for _ in range(10)]
+        device.add_tick(lambda: work("t", tick))
         device.wake()
         gate.set()
         for future in futures:

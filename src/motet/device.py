@@ -1,21 +1,28 @@
 """The device as one executor: decode ticks and training calls take turns on one thread.
 
-Engines and trainers own no thread; whoever composes a run makes one `Device` and hands it to both. After a call, ticks have as
-much time as it took, so neither sampling nor training starves; whichever has no work gives its turn away.
+Engines and trainers own no thread; whoever composes a run makes one `Device` and hands it to both. After a call, ticks have
+as much time as it took, and the other way around, so neither sampling nor training starves; whichever has no work gives its
+turn away.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+
+_NEXT_CALL_SECONDS = 0.005
+"""For which ticks wait for the next call of a job that has just made one, while calls are owed time: a step makes several."""
 
 
 @dataclass
@@ -57,6 +64,19 @@ class BusyTime:
             return self.decode, dict(self._sampled), dict(self._spent)
 
 
+_owner: ContextVar[str] = ContextVar("owner of calls of a device", default="")
+
+
+@contextlib.contextmanager
+def used_by(owner: str) -> Iterator[None]:
+    """Charge the calls that are made inside to somebody, by the name of a job or of completions."""
+    token = _owner.set(owner)
+    try:
+        yield
+    finally:
+        _owner.reset(token)
+
+
 @dataclass(frozen=True, eq=False)
 class _QueuedCall:
     """A call that waits for its turn, and who waits for it."""
@@ -64,6 +84,7 @@ class _QueuedCall:
     call: Callable[[], Any]
     future: Future[Any]
     light: bool
+    owner: str
 
     def settle(self) -> None:
         """Run it, unless it was cancelled."""
@@ -131,7 +152,7 @@ class Device:
             if self._closed:
                 state = "is closed" if self._broken is None else f"broke down: {self._broken!r}"
                 raise RuntimeError(f"the device {state}") from self._broken
-            self._calls.append(_QueuedCall(call, future, light))
+            self._calls.append(_QueuedCall(call, future, light, _owner.get()))
             self._wake.notify()
         return future
 
@@ -150,8 +171,11 @@ class Device:
 
     def _loop(self) -> None:
         working, owed = False, 0.0
+        call: _QueuedCall | None = None
         while True:
             with self._wake:
+                if call is not None and owed < 0 and working and not self._calls:
+                    self._wake.wait(_NEXT_CALL_SECONDS)
                 while not self._closed and (self._held or not (self._calls or working or self._woken)):
                     self._wake.wait()
                 if self._closed:
@@ -164,11 +188,17 @@ class Device:
                     self._turn_to(calling=not call.light)
                     begun = self._clock()
                     call.settle()
-                    owed = self._clock() - begun
+                    spent = self._clock() - begun
+                    owed += spent
+                    if call.owner:
+                        self.busy.called(spent, {call.owner: 1.0})
+                    if owed < 0 and working:
+                        continue
                 self._turn_to(calling=False)
                 begun = self._clock()
                 working = _any_left(ticks)
-                owed -= self._clock() - begun
+                spent = self._clock() - begun
+                owed = max(owed - spent, -spent) if working else 0.0
             except BaseException as error:  # see add_tick
                 self._break_down(error, call)
                 return

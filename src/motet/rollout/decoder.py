@@ -112,7 +112,8 @@ class Decoder:
     @torch.inference_mode()
     def tick(self) -> None:
         """Admit and prefill what fits, then decode one token for every running sequence whose tenant's turn it is."""
-        self._turns.come(_tenant(item) for item in (*self._waiting, *self._preempted, *self._running))
+        there: tuple[Prompt | SampledSequence, ...] = (*self._waiting, *self._preempted, *self._running)
+        self._turns.come(map(_tenant, there))
         begun = time.perf_counter()
         fresh, read = self._admit()
         self._settle(fresh)
@@ -177,7 +178,8 @@ class Decoder:
         rows = self._rows_left()
         reserved = 0
         self._waiting = deque(sorted(self._waiting, key=lambda prompt: self._turns.had(_tenant(prompt))))
-        due = self._turns.due({_tenant(item) for item in (*self._running, *itertools.islice(self._waiting, 1))})
+        running: tuple[Prompt | SampledSequence, ...] = (*self._running, *itertools.islice(self._waiting, 1))
+        due = self._turns.due(map(_tenant, running))
         for prompt in self._waiting:
             if rows <= 0:
                 break
