@@ -34,7 +34,7 @@ from motet.hosting.server import EveryStep
 from motet.jobfile import validate
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.interrupt import Interrupt
-from motet.runtime.job import CommandObeyed, StateChanged, StepDone
+from motet.runtime.job import JobEvent, StateChanged, StepDone
 from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
@@ -387,7 +387,7 @@ def test_a_step_that_another_host_committed_late_comes_before_the_next(tmp_path:
 
     heard = list[int | str]()
 
-    def observe(event: StateChanged | StepDone | CommandObeyed) -> None:
+    def observe(event: JobEvent) -> None:
         heard.append(event.line["step"] if isinstance(event, StepDone) else type(event).__name__)
 
     step(0)

@@ -177,8 +177,9 @@ def test_requests_survive_the_way() -> None:
     seeds = (0, 2**64 - 1, 2**53 + 1)
     prompt = np.array([1, 2**31 - 1], np.int32)
     ref, episodes = AdapterRef("x.y", 3), ("j/0", "j/1", "é")
-    payer = {"tenant": "team-ä", "share": 2.5}
-    whole = GenerateRequest("r/1", "jöb", prompt, ref, sampling, seeds, stream=True, episodes=episodes, **payer)
+    whole = GenerateRequest(
+        "r/1", "jöb", prompt, ref, sampling, seeds, stream=True, episodes=episodes, tenant="team-ä", share=2.5
+    )
     for value in (sampling, whole):
         assert_no_field_is_at_its_default(value)
     assert_equal(through(Generate(1, whole), ToSampler).request, whole)
