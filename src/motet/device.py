@@ -34,22 +34,22 @@ class BusyTime:
     full: float = 0.0
     """Of these, seconds in which the decode batch or the micro-batch was full."""
     started: float = field(default_factory=time.monotonic)
-    _sampled: Counter[str] = field(default_factory=Counter)
+    _decoded: Counter[str] = field(default_factory=Counter)
     _spent: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def decoded(self, seconds: float, full: float, tokens: Mapping[str, int]) -> None:
+    def decoded(self, seconds: float, full: float, parts: Mapping[str, int]) -> None:
         """Add time in which tokens were sampled.
 
         Args:
             seconds: how long.
             full: of these, how long the batch was full.
-            tokens: how many of whose.
+            parts: microseconds of it by name; what is missing of the seconds is shared out as they are.
         """
         with self._lock:
             self.decode += seconds
             self.full += full
-            self._sampled.update(tokens)
+            self._decoded.update(parts)
 
     def called(self, seconds: float, owners: Mapping[str, float]) -> None:
         """Add time of a training call to those it was for, by their parts of it; `train` and `full` are the caller's."""
@@ -59,9 +59,9 @@ class BusyTime:
                 self._spent[name] = self._spent.get(name, 0.0) + seconds * (part / whole if whole else 1 / len(owners))
 
     def read(self) -> tuple[float, dict[str, int], dict[str, float]]:
-        """Seconds of decoding, tokens sampled in them by name, and seconds in training calls by name, all so far."""
+        """Seconds of decoding, their microseconds by name, and seconds in training calls by name, all so far."""
         with self._lock:
-            return self.decode, dict(self._sampled), dict(self._spent)
+            return self.decode, dict(self._decoded), dict(self._spent)
 
 
 _owner: ContextVar[str] = ContextVar("owner of calls of a device", default="")
