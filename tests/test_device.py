@@ -40,33 +40,33 @@ def test_results_and_errors_come_back(device: Device) -> None:
     asyncio.run(main())
 
 
-def test_calls_and_ticks_take_turns(device: Device) -> None:
-    """While decoding has work, a call comes after every tick, and a tick after every call."""
+@pytest.mark.parametrize(
+    ("call", "tick", "wanted"), [(1, 1, "tctctctc"), (3, 1, "tcttctttctttc"), (1, 3, "tccctccctccc")]
+)
+def test_calls_and_ticks_take_turns(call: int, tick: int, wanted: str) -> None:
+    """While decoding has work, ticks have as much time after a call as the call took, and the other way around."""
     order: list[str] = []
-    left = [20]
+    clock = [0]
 
-    def tick() -> bool:
-        if left[0] == 0:
+    def work(name: str, seconds: int) -> bool:
+        if name == "t" and order.count("t") == 40:
             return False
-        order.append("tick")
-        left[0] -= 1
+        order.append(name)
+        clock[0] += seconds
         return True
 
-    gate = threading.Event()
-    device.submit(gate.wait)
-    futures = [device.submit(lambda: order.append("call")) for _ in range(10)]
-    device.add_tick(tick)
-    device.wake()
-    gate.set()
-    for future in futures:
-        future.result(timeout=5)
-    deadline = time.monotonic() + 5
-    while left[0] and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert order.count("tick") == 20
-    between = "".join(name[0] for name in order)
-    assert "cc" not in between, "a tick was passed over"
-    assert between.startswith("tctctctc")
+    device, gate = Device(clock=lambda: clock[0]), threading.Event()
+    try:
+        device.submit(gate.wait)
+        futures = [device.submit(lambda: work("c", call)) for _ in range(10)]
+        device.add_tick(lambda: work("t", tick))
+        device.wake()
+        gate.set()
+        for future in futures:
+            future.result(timeout=60)
+    finally:
+        device.close()
+    assert "".join(order).startswith(wanted)
 
 
 def test_ticks_without_work_do_not_spin(device: Device) -> None:

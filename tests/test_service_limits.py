@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from motet.client import Client
@@ -22,10 +24,14 @@ from motet.service.http.auth import RateLimit
 from motet.service.jobs.handover import Handover
 from motet.service.tenants.ledger import Ledger, today
 from motet.service.tenants.quotas import QuotaEnforcer
+from motet.service.tinker.futures import Futures
 from motet.types import JobState
 from tests.database import person
 from tests.house import House, open_house
 from tests.service_run import Json, tiny
+from tests.tinker_requests import journal, made, request
+from tests.tinker_requests import sent as sent_gradient
+from tests.tinker_run import job_of
 from tests.together import at_once
 
 DAY = "2026-03-01"
@@ -80,7 +86,9 @@ def test_usage_is_kept_once_and_told_by_job_day_and_tenant(store: Store) -> None
     assert ledger.window("one", 3, {"": 500_000})
     assert ledger.window("two", 1, {"": 500_000})
     assert ledger.tokens_of(sort.id) == 33
-    assert ledger.tokens_today() == {us.tenant_id: 3 + 10, them.tenant_id: 300, "": 0}
+    assert {name: used.tokens for name, used in ledger.used_today().items()} == {
+        us.tenant_id: 3 + 10, them.tenant_id: 300, "": 0
+    }  # fmt: skip
 
     by_job = [
         (one.tenant, one.name, one.tokens_prompt, one.tokens_sampled, one.tokens_trained) for one in ledger.report(None)
@@ -273,6 +281,93 @@ def sent(house: House, monkeypatch: pytest.MonkeyPatch) -> list[SetRule]:
 
     monkeypatch.setattr(house.part(EngineClient), "send", send)
     return rules
+
+
+def sent_body(house: House, body: Any) -> Any:
+    """The answer to a request for a gradient."""
+    return sent_gradient(house, body.SerializeToString())
+
+
+DAYS = {"tokens_per_day": 25, "device_seconds_per_day": 2.5}
+
+
+@pytest.mark.parametrize("name", DAYS)
+def test_every_door_to_the_device_asks_for_what_is_left_of_the_day(
+    house: House, sent: list[SetRule], name: str
+) -> None:
+    """Completions are refused; samples and gradients of Tinker clients are held, and so are jobs."""
+    ledger, enforcer, tinker = house.part(Ledger), house.part(QuotaEnforcer), "/tinker/api/v1"
+    us, who = house.ask("GET", "/v1/limits").json()["id"], house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    model = made(house)
+    before = house.ask("GET", "/v1/limits").json()
+    ledger.count_completion(us, "", 12, 13)
+    ledger.flush()
+    assert ledger.window(f"engine of {name}", 1, {f"answers/{us}": 2_500_000})
+    limit(house, **{name: DAYS[name]})
+    now = house.ask("GET", "/v1/limits").json()
+    assert now["tokens_today"] - before["tokens_today"] == 25
+    assert now["device_seconds_today"] - before["device_seconds_today"] == pytest.approx(2.5)
+
+    chat = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
+    assert name in house.refused(429, "POST", "/v1/chat/completions", json=chat)["message"]
+    assert name in house.refused(429, "POST", "/v1/completions", json={"model": "small", "prompt": "a"})["message"]
+    judge = {
+        "type": "score_model", "name": "judge", "model": "small",
+        "input": [{"role": "user", "content": "{{sample.output_text}}"}],
+    }  # fmt: skip
+    run = {"grader": judge, "model_sample": "a", "item": {}}
+    assert name in house.refused(429, "POST", "/v1/fine_tuning/alpha/graders/run", json=run)["message"]
+    for asked in ({}, {"prompt_logprobs": True}):
+        sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, **asked}
+        request_id = house.ask("POST", f"{tinker}/asample", json=sample).json()["request_id"]
+        waiting = house.part(Futures).wait(who, request_id, 0.0)
+        held = asyncio.run_coroutine_threadsafe(waiting, house.app.state.loop).result(20)
+        assert isinstance(held, dict)
+        assert (held["queue_state"], name in held["queue_state_reason"]) == ("paused_rate_limit", True)
+        house.ask("POST", f"{tinker}/cancel_future", json={"request_id": request_id})
+
+    enforcer.enforce()
+    rule = [message.rule for message in sent if message.tenant == us][-1]
+    assert name in rule.hold, "jobs are held, those of clients too"
+    assert house.ask("POST", "/v1/jobs", json=tiny(f"held-{name.replace('_', '-')}")).status_code == 201
+    body = request(model)
+    assert sent_body(house, body).status_code == 200, "its job is held, and the gradient with it"
+    limit(house)
+    enforcer.enforce()
+
+
+def test_a_gradient_that_takes_more_than_is_left_is_refused(house: House) -> None:
+    """Its tokens times its targets are promised when it is taken, so that many at once cannot take more than a day has."""
+    ledger, model = house.part(Ledger), made(house)
+    used = house.ask("GET", "/v1/limits").json()["tokens_today"]
+    limit(house, tokens_per_day=used + 30)
+
+    def wanted(number: int, targets: int) -> Any:
+        body = request(model, number)
+        tensor = body.data[0].loss_fn_inputs[0].value
+        tensor.dense = np.zeros(3 * targets, "<i8").tobytes()
+        tensor.shape[:] = [3, targets]
+        return body
+
+    assert sent_body(house, wanted(1, 5)).status_code == 200  # (3 + 1) tokens of 5 targets
+    assert sent_body(house, wanted(1, 5)).status_code == 200, "sent again"
+    refused = sent_body(house, wanted(2, 3))
+    assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (429, True)
+    assert "takes 12 tokens" in refused.text
+    assert not journal(house, model).known(2), "its number stays free"
+    assert sent_body(house, wanted(2, 2)).status_code == 200
+    never = sent_body(house, wanted(3, 2000))
+    assert (never.status_code, "a day of this tenant has" in never.text) == (403, True)
+    assert journal(house, model).known(3), "its number is used up"
+    assert sent_body(house, wanted(4, 2**16)).status_code == 400, "too many targets for the device"
+
+    job = house.ask("GET", f"/v1/jobs/{job_of(model)}").json()["id"]
+    for step_, tokens in ((0, 5), (0, 20), (0, 12), (1, 4), (0, 20)):  # done again after a crash, and late
+        ledger.worked(job, step_, tokens)
+    assert ledger.tokens_of(job) == 24
+    house.recorder.record_step(job, {"step": 1, "tokens_trained": 10})
+    assert ledger.tokens_of(job) == 30, "of the step's tokens four were counted before"
 
 
 def test_spent_tokens_hold_a_tenant_until_the_next_day(

@@ -1,21 +1,28 @@
 """The device as one executor: decode ticks and training calls take turns on one thread.
 
-Engines and trainers own no thread; whoever composes a run makes one `Device` and hands it to both. A call and a tick
-alternate, so neither sampling nor training starves; whichever has no work gives its turn away.
+Engines and trainers own no thread; whoever composes a run makes one `Device` and hands it to both. After a call, ticks have
+as much time as it took, and the other way around, so neither sampling nor training starves; whichever has no work gives its
+turn away.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+
+_NEXT_CALL_SECONDS = 0.005
+"""For which ticks wait for the next call of a job that has just made one, while calls are owed time: a step makes several."""
 
 
 @dataclass
@@ -27,22 +34,22 @@ class BusyTime:
     full: float = 0.0
     """Of these, seconds in which the decode batch or the micro-batch was full."""
     started: float = field(default_factory=time.monotonic)
-    _sampled: Counter[str] = field(default_factory=Counter)
+    _decoded: Counter[str] = field(default_factory=Counter)
     _spent: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def decoded(self, seconds: float, full: float, tokens: Mapping[str, int]) -> None:
+    def decoded(self, seconds: float, full: float, parts: Mapping[str, int]) -> None:
         """Add time in which tokens were sampled.
 
         Args:
             seconds: how long.
             full: of these, how long the batch was full.
-            tokens: how many of whose.
+            parts: microseconds of it by name; what is missing of the seconds is shared out as they are.
         """
         with self._lock:
             self.decode += seconds
             self.full += full
-            self._sampled.update(tokens)
+            self._decoded.update(parts)
 
     def called(self, seconds: float, owners: Mapping[str, float]) -> None:
         """Add time of a training call to those it was for, by their parts of it; `train` and `full` are the caller's."""
@@ -52,9 +59,22 @@ class BusyTime:
                 self._spent[name] = self._spent.get(name, 0.0) + seconds * (part / whole if whole else 1 / len(owners))
 
     def read(self) -> tuple[float, dict[str, int], dict[str, float]]:
-        """Seconds of decoding, tokens sampled in them by name, and seconds in training calls by name, all so far."""
+        """Seconds of decoding, their microseconds by name, and seconds in training calls by name, all so far."""
         with self._lock:
-            return self.decode, dict(self._sampled), dict(self._spent)
+            return self.decode, dict(self._decoded), dict(self._spent)
+
+
+_owner: ContextVar[str] = ContextVar("owner of calls of a device", default="")
+
+
+@contextlib.contextmanager
+def used_by(owner: str) -> Iterator[None]:
+    """Charge the calls that are made inside to somebody, by the name of a job or of completions."""
+    token = _owner.set(owner)
+    try:
+        yield
+    finally:
+        _owner.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +84,7 @@ class _QueuedCall:
     call: Callable[[], Any]
     future: Future[Any]
     light: bool
+    owner: str
 
     def settle(self) -> None:
         """Run it, unless it was cancelled."""
@@ -80,8 +101,11 @@ class _QueuedCall:
 class Device:
     """One thread that runs training calls and decode ticks in turn."""
 
-    def __init__(self, turn: Callable[[bool], None] | None = None) -> None:
+    def __init__(
+        self, turn: Callable[[bool], None] | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """`turn` is called in the device's thread: with True before calls run, with False before ticks and light calls do."""
+        self._clock = clock
         self.busy = BusyTime()
         self._turn = turn
         self._calling: bool | None = None
@@ -128,7 +152,7 @@ class Device:
             if self._closed:
                 state = "is closed" if self._broken is None else f"broke down: {self._broken!r}"
                 raise RuntimeError(f"the device {state}") from self._broken
-            self._calls.append(_QueuedCall(call, future, light))
+            self._calls.append(_QueuedCall(call, future, light, _owner.get()))
             self._wake.notify()
         return future
 
@@ -146,22 +170,35 @@ class Device:
             call.future.cancel()
 
     def _loop(self) -> None:
-        working = False
+        working, owed = False, 0.0
+        call: _QueuedCall | None = None
         while True:
             with self._wake:
+                if call is not None and owed < 0 and working and not self._calls:
+                    self._wake.wait(_NEXT_CALL_SECONDS)
                 while not self._closed and (self._held or not (self._calls or working or self._woken)):
                     self._wake.wait()
                 if self._closed:
                     return
                 self._woken = False
-                call = self._calls.popleft() if self._calls else None
+                call = self._calls.popleft() if self._calls and (owed <= 0 or not working) else None
                 ticks = list(self._ticks)
             try:
                 if call is not None:
                     self._turn_to(calling=not call.light)
+                    begun = self._clock()
                     call.settle()
+                    spent = self._clock() - begun
+                    owed += spent
+                    if call.owner:
+                        self.busy.called(spent, {call.owner: 1.0})
+                    if owed < 0 and working:
+                        continue
                 self._turn_to(calling=False)
+                begun = self._clock()
                 working = _any_left(ticks)
+                spent = self._clock() - begun
+                owed = max(owed - spent, -spent) if working else 0.0
             except BaseException as error:  # see add_tick
                 self._break_down(error, call)
                 return

@@ -184,6 +184,10 @@ class GenerateRequest:
     """Deliver tokens as they come; otherwise each completion comes as one chunk."""
     episodes: tuple[str, ...] = ()
     """For each seed the episode that goes on after it: an engine may keep what it has computed for the episode's next turn."""
+    tenant: str = ""
+    """Whose job it is: tenants take turns where a device samples for several."""
+    share: float = 1.0
+    """The tenant's share among others."""
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,9 @@ def set_limits(
     memory_mb: Annotated[str | None, typer.Option(metavar="MB", help="The most memory_mb of a reward.")] = None,
     priority: Annotated[str | None, typer.Option(metavar="CLASS", help="The highest: low, normal or high.")] = None,
     share: Annotated[str | None, typer.Option(metavar="WEIGHT", help="With twice the share, twice the tokens.")] = None,
+    device_seconds_per_day: Annotated[
+        str | None, typer.Option(metavar="S", help="Seconds of the device on one day (UTC).")
+    ] = None,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
@@ -133,6 +136,7 @@ def set_limits(
         "running_jobs": running_jobs, "queued_jobs": queued_jobs, "rank": rank, "steps": steps,
         "tokens_per_day": tokens_per_day, "storage_mb": storage_mb, "priority": priority, "share": share,
         "cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_mb": memory_mb,
+        "device_seconds_per_day": device_seconds_per_day,
     }  # fmt: skip
     changes = {name: value for name, value in given.items() if value is not None}
     if not changes:
@@ -166,13 +170,16 @@ def erase(
     typer.echo(f"{tenant} is erased")
 
 
+_FRACTIONS = ("share", "storage_mb", "cpu_seconds", "wall_seconds", "device_seconds_per_day")
+
+
 def _limit(name: str, text: str) -> str | float | int | None:
     if text == "none":
         return None
     if name == "priority":
         return text
     try:
-        number: float = int(text) if name not in ("share", "storage_mb", "cpu_seconds", "wall_seconds") else float(text)
+        number: float = int(text) if name not in _FRACTIONS else float(text)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):

@@ -41,6 +41,8 @@ class LimitsConfig(Config):
     against other tenants."""
     share: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False)
     """The tenant's weight: with twice the share, twice the tokens where tenants compete."""
+    device_seconds_per_day: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
+    """Seconds of the device on one day (UTC), whatever it did for the tenant. Jobs pause when they are spent."""
 
     @property
     def highest_priority(self) -> int | None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from motet import seeds
 from motet.cluster import messages as m
+from motet.device import used_by
 from motet.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
@@ -105,9 +106,13 @@ class Answers:
         )
         self._send(m.PromptRead(key, len(prompt_ids)))
         async with self._turn(request.job, question.tenant, question.n):
-            self._scheduler.spend(request.job, len(prompt_ids))
+            tenant, share = self._scheduler.payer(request.job)
+            request = replace(request, tenant=tenant, share=share)
+            passes = 1 + question.prompt_logprobs + bool(question.prompt_top)
+            self._scheduler.spend(request.job, passes * len(prompt_ids))
             if question.prompt_logprobs:
-                self._send(await self._scored(question, prompt_ids, ref))
+                with used_by(request.job):
+                    self._send(await self._scored(question, prompt_ids, ref))
             async for chunk in self._engine.generate(request):
                 self._scheduler.spend(request.job, len(chunk.token_ids))
                 ids = chunk.token_ids.tolist() if question.logprobs else ()

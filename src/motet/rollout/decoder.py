@@ -8,6 +8,8 @@ Legend: T packed rows, N sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -20,7 +22,8 @@ from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import ModelRunner, NewTokens
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.types import FinishReason
+from motet.rollout.tenant_turns import TenantTurns
+from motet.types import FinishReason, GenerateRequest
 
 
 class Decoder:
@@ -52,8 +55,9 @@ class Decoder:
         self.prefilled_tokens = 0
         """Tokens of these that were computed; those that were kept are not."""
         self.preemptions = 0
-        self.sampled: Counter[str] = Counter()
-        """Tokens by job since somebody took the count away."""
+        self.spent: Counter[str] = Counter()
+        """Microseconds by job since somebody took the count away."""
+        self._turns = TenantTurns()
         self._waiting: deque[Prompt] = deque()
         self._preempted: deque[SampledSequence] = deque()
         self._running: list[SampledSequence] = []
@@ -107,10 +111,15 @@ class Decoder:
 
     @torch.inference_mode()
     def tick(self) -> None:
-        """Admit and prefill what fits, then decode one token for every running sequence."""
-        fresh = self._admit()
+        """Admit and prefill what fits, then decode one token for every running sequence whose tenant's turn it is."""
+        there: tuple[Prompt | SampledSequence, ...] = (*self._waiting, *self._preempted, *self._running)
+        self._turns.come(map(_tenant, there))
+        begun = time.perf_counter()
+        fresh, read = self._admit()
         self._settle(fresh)
-        running = self._grow_or_preempt()
+        self.spent += self._turns.charge(time.perf_counter() - begun, read)
+        begun = time.perf_counter()
+        running = self._grow_or_preempt(self._turns.due(_tenant(item) for item in self._running))
         if running:
             inputs = [
                 NewTokens(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks, item.slot)
@@ -118,14 +127,20 @@ class Decoder:
             ]
             self.runner.sample(running, self.runner.logits(inputs))
         self._settle(running)
+        self.spent += self._turns.charge(time.perf_counter() - begun, [(item.prompt.request, 1) for item in running])
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> list[SampledSequence]:
-        """Bring in preempted sequences, then new prompts, as far as there is room; sample their first token."""
+    def _admit(self) -> tuple[list[SampledSequence], list[tuple[GenerateRequest, int]]]:
+        """Bring in preempted sequences, then new prompts, as far as there is room; sample their first token.
+
+        Returns:
+            The sequences, and how many tokens were read for each request.
+        """
         budget = self.prefill_tokens
         inputs: list[NewTokens] = []
         resumed: list[SampledSequence] = []
+        read: list[tuple[GenerateRequest, int]] = []
         if self._preempted:
             self._reclaim_prompts()
         while self._preempted and self._rows_left():
@@ -139,6 +154,7 @@ class Decoder:
                 )
                 budget -= sequence.length
                 resumed.append(sequence)
+                read.append((sequence.prompt.request, sequence.length))
             self._running.append(self._preempted.popleft())  # before anything can fail, so that `fail_all` finds it
         opened = [] if self._preempted else self._open_prompts(inputs, budget)
         if inputs:
@@ -146,9 +162,12 @@ class Decoder:
             self.prefills += len(inputs)
             self.prefilled_tokens += sum(len(new.token_ids) for new in inputs)
             for offset, prompt in enumerate(opened):
+                read.append((prompt.request, len(inputs[len(resumed) + offset].token_ids)))
                 prompt.logits = logits_NV[len(resumed) + offset : len(resumed) + offset + 1].clone()
             self.runner.sample(resumed, logits_NV[: len(resumed)])
-        return [*resumed, *([] if self._preempted else self._fork())]
+        born = [] if self._preempted else self._fork()
+        read.extend((item.prompt.request, 1) for item in born)
+        return [*resumed, *born], read
 
     def _rows_left(self) -> int:
         return self.max_rows - len(self._running)
@@ -158,9 +177,14 @@ class Decoder:
         opened = []
         rows = self._rows_left()
         reserved = 0
+        self._waiting = deque(sorted(self._waiting, key=lambda prompt: self._turns.had(_tenant(prompt))))
+        running: tuple[Prompt | SampledSequence, ...] = (*self._running, *itertools.islice(self._waiting, 1))
+        due = self._turns.due(map(_tenant, running))
         for prompt in self._waiting:
             if rows <= 0:
                 break
+            if _tenant(prompt) not in due and not prompt.blocks:
+                continue
             if not prompt.blocks:
                 spare = 1 if inputs or self._running else 0
                 known = self.blocks.begin(prompt, reserved + spare, budget if inputs else None)
@@ -179,8 +203,7 @@ class Decoder:
         """Start completions of prefilled prompts and sample their first tokens."""
         born: list[SampledSequence] = []
         logits = []
-        while self._waiting and self._waiting[0].blocks:
-            prompt = self._waiting[0]
+        for prompt in [prompt for prompt in self._waiting if prompt.blocks]:
             while prompt.waiting and prompt.blocks and self._rows_left() > 0:
                 last_logits = prompt.logits
                 sequence = self.blocks.fork(prompt, alone=not self._running)
@@ -191,7 +214,7 @@ class Decoder:
                 logits.append(last_logits)
             if prompt.waiting:
                 break
-            self._waiting.popleft()
+            self._waiting.remove(prompt)
             self._release_prompt(prompt)
         if born:
             self.runner.sample(born, torch.cat(logits))
@@ -203,12 +226,15 @@ class Decoder:
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
-    def _grow_or_preempt(self) -> list[SampledSequence]:
-        """Give every running sequence a block for its next token, oldest first; the youngest give way."""
+    def _grow_or_preempt(self, tenants: set[str]) -> list[SampledSequence]:
+        """Give every running sequence of some tenants a block for its next token, oldest first; the youngest give way."""
         kept: list[SampledSequence] = []
         queue = deque(self._running)
         while queue:
             sequence = queue.popleft()
+            if _tenant(sequence) not in tenants:
+                kept.append(sequence)
+                continue
             while not (grown := self.blocks.grow(sequence)) and queue:
                 self._preempt(queue.pop())
             if not grown:
@@ -219,7 +245,7 @@ class Decoder:
             else:
                 self._preempt(sequence)
         self._running = kept
-        return sorted(kept, key=_adapter_order)
+        return sorted((item for item in kept if _tenant(item) in tenants), key=_adapter_order)
 
     def _reclaim_prompts(self) -> None:
         """Take back the blocks of prompts that wait for a row; those that left no copy are prefilled again later."""
@@ -236,7 +262,6 @@ class Decoder:
 
     def _settle(self, touched: Sequence[SampledSequence]) -> None:
         """Deliver what is due of sequences that just got a token, and take finished ones out of the batch."""
-        self.sampled.update(sequence.prompt.request.job for sequence in touched)
         for sequence in touched:
             if sequence.finish is not None:
                 self._end(sequence, sequence.finish)
@@ -250,6 +275,10 @@ class Decoder:
             self.kept.keep(sequence)
         self.blocks.give_back(sequence)
         sequence.prompt.emit(sequence.chunk(self.runner.text))
+
+
+def _tenant(item: Prompt | SampledSequence) -> str:
+    return (item if isinstance(item, Prompt) else item.prompt).request.tenant
 
 
 def _named(prompt: Prompt, names: set[str]) -> bool:

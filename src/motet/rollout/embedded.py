@@ -247,8 +247,8 @@ class EmbeddedEngine:
             for prompt in self.decoder.fail_all():
                 prompt.emit(error)
         spent = (time.perf_counter() - started) * self._share
-        tokens, self.decoder.sampled = self.decoder.sampled, Counter()
-        self._device.busy.decoded(spent, spent * full, tokens)
+        by_job, self.decoder.spent = self.decoder.spent, Counter()
+        self._device.busy.decoded(spent, spent * full, by_job)
         return not self.decoder.idle
 
 

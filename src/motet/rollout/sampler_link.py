@@ -197,7 +197,7 @@ class SamplerLink:
             case m.Failed():
                 self.note = f"a sampling process could not load the base: {message.reason}"
             case m.Busy():
-                self._busy.decoded(message.decode * self._share, message.full * self._share, message.tokens)
+                self._busy.decoded(message.decode * self._share, message.full * self._share, message.parts)
                 self.seconds += message.decode
             case m.Chunks():
                 self._put(message.key, message.chunk)

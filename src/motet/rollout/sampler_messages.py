@@ -88,8 +88,8 @@ class Busy(Message, frozen=True):
     """Seconds."""
     full: float
     """Seconds with a full batch."""
-    tokens: dict[str, int]
-    """By job."""
+    parts: dict[str, int]
+    """Microseconds by job."""
 
 
 class Chunks(Message, frozen=True):

@@ -49,7 +49,7 @@ class SamplerProcess:
         self.engine = EmbeddedEngine(self.base, self.device, **load.limits)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sent: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
-        """Seconds of decoding, with a full batch, and tokens by job, as far as the parent knows."""
+        """Seconds of decoding, with a full batch, and microseconds by job, as far as the parent knows."""
 
     async def serve(self) -> None:
         """Handle messages until the input ends."""

@@ -37,6 +37,8 @@ class SpreadEngine:
         self.links = tuple(links)
         self._open: tuple[Counter[str], ...] = tuple(Counter() for _ in range(1 + len(links)))
         """Completions under way in each place, by adapter."""
+        self._rows = Counter[str]()
+        """The same of all places, by tenant."""
         self._waiting: deque[_Waiting] = deque()
         self._kept: dict[str, int] = {}
         """Where each episode had its last turn, which may be kept there."""
@@ -65,21 +67,20 @@ class SpreadEngine:
             for index in range(len(request.seeds)):
                 yield aborted(index)
             return
-        opened, adapter = self._open[sampler], _adapter(request)
         left = set(range(len(request.seeds)))
         try:
             async for chunk in self.here.generate(request) if sampler == 0 else self._there(request, sampler):
                 if chunk.finish_reason is not None:
                     left.discard(chunk.index)
-                    opened[adapter] -= 1
+                    self._opened(sampler, request, -1)
                     self._start_waiting()
                 yield chunk
         finally:
-            opened[adapter] -= len(left)
+            self._opened(sampler, request, -len(left))
             self._start_waiting()
 
     async def _turn(self, request: GenerateRequest) -> int | None:
-        """Wait for a place with a free row, behind those that came before; its rows are counted there from then on."""
+        """Wait for a place with a free row, behind those of its tenant; its rows are counted there from then on."""
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._start_waiting()
@@ -89,18 +90,23 @@ class SpreadEngine:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
             elif not waiting.turn.cancelled() and (sampler := waiting.turn.result()) is not None:
-                self._open[sampler][_adapter(request)] -= len(request.seeds)
+                self._opened(sampler, request, -len(request.seeds))
                 self._start_waiting()
             raise
 
+    def _opened(self, sampler: int, request: GenerateRequest, completions: int) -> None:
+        self._open[sampler][_adapter(request)] += completions
+        self._rows[request.tenant] += completions
+
     def _start_waiting(self) -> None:
-        """Give those who wait a place, as far as there are free rows."""
+        """Give those who wait a place, as far as there are free rows: first those of the tenant that has the fewest."""
         while self._waiting and self._with_free_rows():
-            waiting = self._waiting.popleft()
+            waiting = min(self._waiting, key=lambda one: self._rows[one.request.tenant] / one.request.share)
+            self._waiting.remove(waiting)
             if waiting.turn.done():
                 continue
             sampler = self._choose(waiting.request)
-            self._open[sampler][_adapter(waiting.request)] += len(waiting.request.seeds)
+            self._opened(sampler, waiting.request, len(waiting.request.seeds))
             self._kept.update(dict.fromkeys(waiting.request.episodes, sampler))
             waiting.turn.set_result(sampler)
 

@@ -99,6 +99,8 @@ class Generation:
     """Whether the group may be put aside."""
     turns: bool = False
     """Whether its episodes may have several, so that an engine does well to keep what it has computed."""
+    payer: tuple[str, float] = ("", 1.0)
+    """The tenant and its share (`FairScheduler.payer`)."""
     drafts: dict[tuple[int, int], Draft] = field(default_factory=dict)
     """By turn and index; those that are whole are not sampled again."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -180,6 +182,8 @@ class Generation:
             ),
             stream=self._renews(sampling) or self.can_stop,
             episodes=tuple(map(self._episode, drafts)) if self.turns else (),
+            tenant=self.payer[0],
+            share=self.payer[1],
         )
 
     def _renews(self, sampling: SamplingParams) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from motet.config import EnvironmentConfig, JobConfig
-from motet.device import Device
+from motet.device import Device, used_by
 from motet.errors import MotetError
 from motet.protocols import RolloutEngine, Trainer, WeightSync
 from motet.runtime.checkpoint import JobDirectory
@@ -112,15 +111,8 @@ class Services:
 
     async def on_device(self, job: str, call: Callable[[], Result]) -> Result:
         """Run a trainer call of one job in the device's turn; its time is that job's."""
-
-        def timed() -> Result:
-            started = time.perf_counter()
-            try:
-                return call()
-            finally:
-                self.device.busy.called(time.perf_counter() - started, {job: 1.0})
-
-        return await self.device.run(timed)
+        with used_by(job):
+            return await self.device.run(call)
 
 
 @dataclass

@@ -176,7 +176,7 @@ class Learner:
         offers = [Waiting(entry.job, entry.segment.packed_work, standing(entry.job)) for entry in waiting]
         if paused is not None:
             offers.append(Waiting(job, self._budget, standing(job)))
-        order = merge(offers, self._budget)
+        order = merge(offers, self._room(offers))
         if paused is not None and order[0] == len(waiting):
             return paused
         chosen = [waiting[index] for index in order if index < len(waiting)]
@@ -184,6 +184,14 @@ class Learner:
         if not first.learns:
             return _Pass([first])
         return _Pass([one for one in chosen if one.learns and (one.job == first.job or not self._apart)])
+
+    def _room(self, offers: list[Waiting]) -> int:
+        """Work of the next pass: a tenant's little is not made to wait for as much of others as would fit."""
+        work = Counter[str]()
+        for offer in offers:
+            work[offer.standing.tenant] += offer.tokens
+        first = merge(offers, 1)[0]
+        return min(self._budget, len(work) * work[offers[first].standing.tenant])
 
     def _turn(self, turn: _Pass) -> tuple[Any, ...] | None:
         """Work on a pass; None where there is more to do. In the device's thread."""
@@ -219,8 +227,8 @@ class Learner:
 
 def _at_once(call: Callable[[], Any]) -> Pieces[Any]:
     """A pass of a trainer that does not pause."""
+    yield from ()
     return call()
-    yield
 
 
 def _adapters(entries: list[_Entry]) -> list[str]:

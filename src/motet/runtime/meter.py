@@ -35,14 +35,14 @@ def apportion(total: int, weights: Mapping[str, int]) -> dict[str, int]:
 class Meter:
     """Reads a device's clocks and says whose each microsecond was.
 
-    Seconds of decoding are shared out by the tokens that each name sampled in the window; training calls know theirs. What
-    sampling processes tell late is made good in the windows that follow, so every window sums to its length.
+    Seconds of decoding are shared out by the time that the rows of each name took in the window; training calls know theirs.
+    What sampling processes tell late is made good in the windows that follow, so every window sums to its length.
     """
 
     def __init__(self, busy: BusyTime, clock: Callable[[], float] = time.monotonic) -> None:
         self._busy, self._clock = busy, clock
         self._until = self._microseconds(clock())
-        decode, self._sampled, self._spent = busy.read()
+        decode, self._decoded, self._spent = busy.read()
         self._decode = self._microseconds(decode)
         self._owed: Counter[str] = Counter()
         """Used, and not yet in any window, in microseconds."""
@@ -55,15 +55,15 @@ class Meter:
         """Microseconds since the last window by name, `IDLE` included; they sum to its length."""
         until = self._microseconds(self._clock())
         length, self._until = until - self._until, until
-        decode, sampled, spent = self._busy.read()
-        tokens = {name: n - self._sampled.get(name, 0) for name, n in sampled.items() if n > self._sampled.get(name, 0)}
-        if tokens:  # else what was decoded belongs to the tokens that come next
+        decode, decoded, spent = self._busy.read()
+        parts = {name: n - self._decoded.get(name, 0) for name, n in decoded.items() if n > self._decoded.get(name, 0)}
+        if parts:  # else what was decoded belongs to the tokens that come next
             used = self._microseconds(decode) - self._decode
-            self._owed.update(apportion(used, tokens))
+            self._owed.update(apportion(used, parts))
             self._decode += used
         for name, seconds in spent.items():
             self._owed[name] += self._microseconds(seconds) - self._microseconds(self._spent.get(name, 0.0))
-        self._sampled, self._spent = sampled, spent
+        self._decoded, self._spent = decoded, spent
         owed = {name: units for name, units in self._owed.items() if units > 0}
         given = owed if sum(owed.values()) <= length else apportion(length, owed)
         self._owed.subtract(given)

@@ -11,15 +11,15 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from motet import seeds
 from motet.agents.elsewhere import AgentsElsewhere
 from motet.config import JobConfig
 from motet.errors import EngineError, ScorerAway
-from motet.runtime.generation import Generation, PutAside, ended
+from motet.runtime.generation import Generation, PutAside, Result, ended
 from motet.runtime.job import Job, Services
 from motet.runtime.own_environment import own_environment
 from motet.runtime.versions import Versions
@@ -31,6 +31,10 @@ from motet.types import Chunk, Group, IntArray, Message, Problem, Rollout, Sampl
 
 if TYPE_CHECKING:
     from motet.agents.runner import AgentRunner
+
+
+_BEGUN_AT_ONCE = 16
+"""Groups whose prompts are read before others have the event loop."""
 
 
 @dataclass
@@ -110,6 +114,16 @@ class Supply:
     """Begun and not trained."""
 
 
+async def _begun(tasks: asyncio.TaskGroup, works: Iterable[Coroutine[Any, Any, Result]]) -> list[asyncio.Task[Result]]:
+    """Begin works as tasks, some at a time: thousands would keep other jobs from being heard."""
+    running = []
+    for place, work in enumerate(works):
+        running.append(tasks.create_task(work))
+        if place % _BEGUN_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return running
+
+
 class JobSampler:
     """Samples the steps and evaluations of one job."""
 
@@ -170,7 +184,8 @@ class JobSampler:
             job.note_inexact("rollouts under way go on under newer versions (algorithm.in_flight)")
         if over > 1:
             return await self._first_done(step, version, width, math.ceil(width * over), purpose)
-        problems = data_window(job.data.train, step, width, job.seed, job.config.data.shuffle)
+        shuffle = job.config.data.shuffle
+        problems = await asyncio.to_thread(data_window, job.data.train, step, width, job.seed, shuffle)
         return await self._until_full(problems, step, version, purpose)
 
     async def evaluation(self, version: int) -> SampledStep:
@@ -205,12 +220,10 @@ class JobSampler:
         cost, started = _Cost(), time.monotonic()
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
-                wanted = [self._task(problem, place, step, purpose) for place, problem in enumerate(problems, first)]
-                running = [tasks.create_task(self._sample(task, version, purpose, cost)) for task in wanted]
+                wanted = (self._task(problem, place, step, purpose) for place, problem in enumerate(problems, first))
+                running = await _begun(tasks, (self._sample(task, version, purpose, cost) for task in wanted))
         await self._versions.collect()
-        groups = [
-            Group(problem, step, version, task.result() or ()) for problem, task in zip(problems, running, strict=True)
-        ]
+        groups = [Group(one, step, version, task.result() or ()) for one, task in zip(problems, running, strict=True)]
         return SampledStep(step, version, groups, time.monotonic() - started, cost.reward_seconds, cost.tokens)
 
     async def _first_done(self, step: int, version: int, width: int, begin: int, purpose: _Purpose) -> SampledStep:
@@ -269,6 +282,7 @@ class JobSampler:
             renew=purpose.renew,
             can_stop=purpose.can_stop,
             turns=job.config.environment.name != "single",
+            payer=self._services.scheduler.payer(job.name),
         )
         return _Task(problem, position, step, generation)
 

@@ -192,6 +192,11 @@ class FairScheduler:
             self.used[account.tenant] += tokens / account.weight
             self._tenants[account.tenant].consumed += tokens / account.weight
 
+    def payer(self, job: str) -> tuple[str, float]:
+        """The tenant that a job is charged to, and its share; no tenant where the job has no account."""
+        account = self._accounts.get(job)
+        return ("", 1.0) if account is None else (account.tenant, self._tenants[account.tenant].share)
+
     def standing(self, job: str) -> Standing:
         """What a job and its tenant have had."""
         account = self._accounts[job]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from motet.batch import AdamW, OptimStats, Segment, Trained
 from motet.config import AdapterConfig
+from motet.device import used_by
 from motet.errors import JobFailed
 from motet.protocols import Trainer
 from motet.runtime.checkpoint import Committed
@@ -243,8 +244,9 @@ class Session:
         services, version = self.services, self.done.step
         started = time.monotonic()
         await self.versions.publish(version)
-        trained = await services.device.run(lambda: self._probe.trained(services.trainer), light=True)
-        await self._probe.check(services.engine, self.versions.ref(version), trained)
+        with used_by(self.job.name):
+            trained = await services.device.run(lambda: self._probe.trained(services.trainer), light=True)
+            await self._probe.check(services.engine, self.versions.ref(version), trained)
         self._publish_seconds = time.monotonic() - started
         await self.versions.announce(version, self.oldest_needed)
 

@@ -39,7 +39,8 @@ def head_logprobs(
     n_targets = len(row_N)
     hidden_ND = hidden_TD.index_select(0, base.pad(row_N))
     slope_ND = torch.empty_like(hidden_ND) if hidden_ND.requires_grad else None
-    logprobs, entropies = [], []
+    logprobs: list[Tensor] = []
+    entropies: list[Tensor] = []
     chunks, targets = hidden_ND.detach().split(HEAD_ROWS), base.pad(target_N).split(HEAD_ROWS)
     slopes = (None,) * len(chunks) if slope_ND is None else slope_ND.detach().split(HEAD_ROWS)
     for hidden, target, slope in zip(chunks, targets, slopes, strict=True):

@@ -130,7 +130,7 @@ class ModelNames:
             Refusal: there is no such model for the asker.
             LimitError: the asker's tokens of this day are spent.
         """
-        await asyncio.to_thread(self._quotas.check_tokens, who.tenant_id)
+        await asyncio.to_thread(self._quotas.check_day, who.tenant_id)
         try:
             return await asyncio.to_thread(self._adapters.of_model, who, model)
         except NoModelError as error:

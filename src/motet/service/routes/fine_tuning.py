@@ -204,7 +204,7 @@ async def run(
     """Score one sample, as a job would."""
     grader = await asyncio.to_thread(fine_tunings.checked_grader, who, asked.grader)
     if judges(grader):
-        await asyncio.to_thread(quotas.check_tokens, who.tenant_id)
+        await asyncio.to_thread(quotas.check_day, who.tenant_id)
     started = time.monotonic()
     (graded,) = await grading.grade(who, grader, asked.item or {}, [asked.model_sample])
     models = [judge.model for judge in judges(grader)]

@@ -57,6 +57,7 @@ class TenantInfo(Answer):
     """Jobs that are queued or paused."""
     tokens_today: int
     """Sampled, trained and read as prompts of completions."""
+    device_seconds_today: float
     stored_bytes: int
     """Uploaded files and adapters, and saved versions."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -30,6 +31,14 @@ _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
 def today() -> str:
     """The day that it is in UTC."""
     return datetime.now(UTC).date().isoformat()
+
+
+@dataclass(frozen=True)
+class UsedToday:
+    """What a tenant used of the limits of a day."""
+
+    tokens: int = 0
+    device_seconds: float = 0.0
 
 
 class Ledger:
@@ -108,11 +117,12 @@ class Ledger:
                 self.count_completion(*asked, *tokens)  # a database that is away for a while comes back
             raise
 
-    def tokens_today(self) -> dict[str, int]:
-        """Tokens of this day by tenant id."""
-        query = select(Usage.tenant_id, func.sum(_TOKENS)).where(Usage.day == self.day()).group_by(Usage.tenant_id)
+    def used_today(self) -> dict[str, UsedToday]:
+        """What was used on this day by tenant id."""
+        query = select(Usage.tenant_id, func.sum(_TOKENS), func.sum(Usage.microseconds))
+        query = query.where(Usage.day == self.day()).group_by(Usage.tenant_id)
         with self._store.transaction() as session:
-            return {str(row[0]): int(row[1]) for row in session.execute(query)}
+            return {str(row[0]): UsedToday(int(row[1]), int(row[2]) / 1e6) for row in session.execute(query)}
 
     def tokens_of(self, job_id: str) -> int:
         """Tokens that a job has sampled and trained so far, which its budget bounds."""

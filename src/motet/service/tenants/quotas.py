@@ -25,7 +25,7 @@ from motet.service.database.store import OPEN, Store
 from motet.service.database.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter, now
 from motet.service.schemas.usage import TenantInfo
 from motet.service.storage import Storage
-from motet.service.tenants.ledger import Ledger
+from motet.service.tenants.ledger import Ledger, UsedToday
 from motet.types import JobState
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Quotas:
         query = query if name is None else query.where(Tenant.name == name)
         with self._store.transaction() as session:
             rows = [(row[0], row[1]) for row in session.execute(query.order_by(Tenant.name))]
-        tokens = self._ledger.tokens_today()
+        today = self._ledger.used_today()
         return [
             TenantInfo(
                 id=tenant.id,
@@ -84,7 +84,8 @@ class Quotas:
                 own=list(given or ()),
                 running=self._jobs(tenant.id, JobState.RUNNING.value),
                 waiting=self._jobs(tenant.id, JobState.QUEUED.value, JobState.PAUSED.value),
-                tokens_today=tokens.get(tenant.id, 0),
+                tokens_today=today.get(tenant.id, UsedToday()).tokens,
+                device_seconds_today=today.get(tenant.id, UsedToday()).device_seconds,
                 stored_bytes=self.stored(tenant.id),
             )
             for tenant, given in rows
@@ -180,20 +181,25 @@ class Quotas:
                 403,
             )
 
-    def check_tokens(self, tenant_id: str) -> None:
-        """Let completions be asked for."""
-        most = self.of(tenant_id).tokens_per_day
-        if most is not None and self._ledger.tokens_today().get(tenant_id, 0) >= most:
-            raise LimitError(
-                f"{_spent(most)}; new ones come at 00:00 UTC, or {_ASK} --tokens-per-day", 429, _until_tomorrow()
-            )
+    def check_day(self, tenant_id: str) -> None:
+        """Let the device be asked for something."""
+        limits = self.of(tenant_id)
+        if spent := _spent(limits, self._used_today(tenant_id, limits)):
+            reason, option = spent
+            raise LimitError(f"{reason}; new ones come at 00:00 UTC, or {_ASK} {option}", 429, _until_tomorrow())
+
+    def _used_today(self, tenant_id: str, limits: LimitsConfig) -> UsedToday:
+        """Looked up only where a limit asks for it."""
+        if limits.tokens_per_day is None and limits.device_seconds_per_day is None:
+            return UsedToday()
+        return self._ledger.used_today().get(tenant_id, UsedToday())
 
     def check_work(self, tenant_id: str, work: int, waiting: int) -> None:
         """Let a request of so many tokens wait beside others; while none are left, they all wait for the next day."""
         most = self.of(tenant_id).tokens_per_day
         if most is None:
             return
-        used = self._ledger.tokens_today().get(tenant_id, 0)
+        used = self._ledger.used_today().get(tenant_id, UsedToday()).tokens
         used = 0 if used >= most else used
         if used + waiting + work <= most:
             return
@@ -218,7 +224,7 @@ class QuotaEnforcer:
 
     def rule(self, tenant_id: str) -> Rule:
         """What holds for a tenant's jobs now."""
-        return _rule(self._quotas.of(tenant_id), self._ledger.tokens_today().get(tenant_id, 0))
+        return _rule(self._quotas.of(tenant_id), self._ledger.used_today().get(tenant_id, UsedToday()))
 
     def rule_with_job(self, job: StoredJob) -> Rule:
         """What holds for a job, for the message that takes it to the engine."""
@@ -257,19 +263,19 @@ class QuotaEnforcer:
     def enforce(self) -> None:
         """Write down usage, and send the engine the rules that are not what they were."""
         self._ledger.flush()
-        used = self._ledger.tokens_today()
+        used = self._ledger.used_today()
         for tenant_id, limits in self._quotas.all().items():
-            rule = _rule(limits, used.get(tenant_id, 0))
+            rule = _rule(limits, used.get(tenant_id, UsedToday()))
             if rule != self._sent.get(tenant_id):  # the first time to all: a service before may have said otherwise
                 self._sent[tenant_id] = rule
                 self._engine.send(SetRule(tenant_id, rule))
 
 
-def _rule(limits: LimitsConfig, tokens: int) -> Rule:
-    most = limits.tokens_per_day
+def _rule(limits: LimitsConfig, used: UsedToday) -> Rule:
     hold = ""
-    if most is not None and tokens >= most:
-        hold = f"{_spent(most)}; it goes on by itself at 00:00 UTC, or when {_ASK} --tokens-per-day"
+    if spent := _spent(limits, used):
+        reason, option = spent
+        hold = f"{reason}; it goes on by itself at 00:00 UTC, or when {_ASK} {option}"
     return Rule(limits.running_jobs, hold, limits.share, limits.highest_priority or 0)
 
 
@@ -278,6 +284,12 @@ def _until_tomorrow() -> int:
     return int(_DAY - now() % _DAY) + 1
 
 
-def _spent(most: int) -> str:
-    """The reason why a tenant has to wait for the next day."""
-    return f"tokens_per_day: the {most} tokens of this tenant for this day are spent"
+def _spent(limits: LimitsConfig, used: UsedToday) -> tuple[str, str] | None:
+    """The reason why a tenant has to wait for the next day, and the option that raises its limit."""
+    most, seconds = limits.tokens_per_day, limits.device_seconds_per_day
+    if most is not None and used.tokens >= most:
+        return f"tokens_per_day: the {most} tokens of this tenant for this day are spent", "--tokens-per-day"
+    if seconds is not None and used.device_seconds >= seconds:
+        reason = f"device_seconds_per_day: the {seconds:g} device seconds of this tenant for this day are spent"
+        return reason, "--device-seconds-per-day"
+    return None

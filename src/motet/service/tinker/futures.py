@@ -149,7 +149,7 @@ class Futures:
     async def _started(self, who: Principal, sample: _Sample) -> str:
         """Let a sample begin, if its tenant may; gives the reason where it may not."""
         try:
-            await asyncio.to_thread(self._quotas.check_tokens, who.tenant_id)
+            await asyncio.to_thread(self._quotas.check_day, who.tenant_id)
         except LimitError as error:
             sample.since = time.monotonic()
             return str(error)

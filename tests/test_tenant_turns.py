@@ -1,0 +1,57 @@
+"""Tenants take turns in the decoder by the time that they took."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from motet.rollout.tenant_turns import TenantTurns
+from motet.types import GenerateRequest, SamplingParams
+
+
+def request(tenant: str, share: float = 1.0) -> GenerateRequest:
+    prompt = np.zeros(1, np.int32)
+    return GenerateRequest(
+        tenant, f"job of {tenant}", prompt, None, SamplingParams(1.0, 8), (), tenant=tenant, share=share
+    )
+
+
+def ticked(turns: TenantTurns, rows: dict[str, int], shares: dict[str, float], seconds: float) -> dict[str, int]:
+    """How often each tenant's rows got a token in so much time."""
+    had = dict.fromkeys(rows, 0)
+    while seconds > 0:
+        turns.come(rows)
+        due = turns.due(rows)
+        cost = 0.002 + 0.0002 * sum(rows[name] for name in due)
+        turns.charge(cost, [(request(name, shares.get(name, 1.0)), rows[name]) for name in due])
+        seconds -= cost
+        for name in due:
+            had[name] += 1
+    return had
+
+
+@pytest.mark.parametrize("greedy", [8, 256, 4096])
+def test_a_few_rows_keep_half_their_pace_beside_any_number(greedy: int) -> None:
+    alone = ticked(TenantTurns(), {"small": 8}, {}, 20.0)["small"]
+    beside = ticked(TenantTurns(), {"small": 8, "greedy": greedy}, {}, 20.0)
+    assert beside["small"] >= 0.45 * alone
+    assert beside["greedy"] > 0
+
+
+def test_equal_tenants_share_their_ticks() -> None:
+    had = ticked(TenantTurns(), {"a": 64, "b": 64}, {}, 20.0)
+    together = int(20.0 / (0.002 + 0.0002 * 128))
+    assert min(had.values()) >= 0.95 * together
+
+
+def test_twice_the_share_is_twice_the_time() -> None:
+    had = ticked(TenantTurns(), {"a": 200, "b": 200}, {"a": 2.0}, 50.0)
+    assert had["a"] / had["b"] == pytest.approx(2.0, rel=0.1)
+
+
+def test_time_without_rows_is_no_credit() -> None:
+    turns = TenantTurns()
+    ticked(turns, {"a": 8, "b": 8}, {}, 1.0)
+    ticked(turns, {"a": 8}, {}, 100.0)
+    had = ticked(turns, {"a": 8, "b": 8}, {}, 1.0)
+    assert had["a"] >= 0.8 * had["b"]
