@@ -131,8 +131,9 @@ def test_the_record_of_a_job_that_has_ended_never_changes(base: Any, tmp_path: P
     before = record.read_bytes()
     rewards.write_text(second)
     tree = {"base": "small", "run": str(tmp_path / "run"), "jobs": [one]}
-    result = run_config(validate(tree, "test"), base=base, accept_changes=True).jobs["a"]
-    assert result.message.startswith("done before, as its job.yaml says: your changes do not apply to it")
+    again = run_config(validate(tree, "test"), base=base, accept_changes=True)
+    assert again.jobs["a"].message == "done before"
+    assert "job a: it has ended, so your changes do not apply to it; train it in another --run" in again.notes
     assert record.read_bytes() == before
     with pytest.raises(RunError, match="made by a different job"):
         run(base, tmp_path / "run", one)

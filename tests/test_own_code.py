@@ -123,6 +123,14 @@ def test_names_of_installed_modules_are_not_followed(project: Path) -> None:
     assert set(identity(project)["code"]) == set(FILES) - {"package/never.py"}
 
 
+def test_rewards_of_an_operator_and_code_in_arguments_count(project: Path) -> None:
+    environment = f"{{name: skyrl_gym, args: {{env: '{project / 'game.py'}:Game'}}}}"
+    text = f"base: small\njobs: [{{name: a, data: 'toy:add', reward: polite, environment: {environment}}}]\n"
+    config = parse_jobs(text, "jobs.yaml", directory=project).jobs[0]
+    code = of_config(config, {"polite": f"{project / 'rewards.py'}:score"})["code"]
+    assert {"game.py", "rewards.py", "util.py"} < set(code)
+
+
 def test_code_that_cannot_be_followed_is_said(project: Path) -> None:
     assert NOT_FOLLOWED not in identity(project)
     edit(project / "util.py", "W = 1", "import importlib\nW = importlib.import_module('w' + 'x').W")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +75,11 @@ def run_config(
         prepared = prepare_all(config.jobs, opened.info, directory, sources)
         jobs = [job for job, _ in prepared]
         for job in jobs:
-            _open(job, opened.info, config, accept_changes=accept_changes, changed=job.name in changed)
+            _open(job, opened.info, config, accept_changes=accept_changes)
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
-        workshop.notes += [*left_out(jobs), *_not_followed(known)]
+        workshop.notes += [*left_out(jobs), *_notes(known, changed, [job.progress for job in jobs])]
         for reason in workshop.inexact:
             for job in jobs:
                 job.note_inexact(reason)
@@ -92,9 +92,6 @@ def run_config(
             workshop.close()
         results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
         return RunResult(directory.path, results, _report(directory.path), tuple(workshop.notes))
-
-
-_UNCHANGED = ", as its job.yaml says: your changes do not apply to it. To train the changed job, give another --run"
 
 
 def _run_on_hosts(
@@ -120,8 +117,9 @@ def _run_on_hosts(
             for one in config.jobs:
                 at = directory.job(one.name)
                 job = HostedJob(one, at, JobProgress(one.name, one.steps))
-                job.lines.update(_take_up(at, job.progress, changed=one.name in changed))
+                job.lines.update(_take_up(at, job.progress))
                 jobs.append(job)
+            notes = _notes(known, changed, [job.progress for job in jobs])
             launch = launcher(config.cluster, (config.engine, config.rollout))
             run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes)
             if watch is not None:
@@ -129,7 +127,7 @@ def _run_on_hosts(
             interrupt = Interrupt(notify)
             interrupt.run(lambda: run.run(interrupt, observe))
             results = {job.config.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
-            return RunResult(directory.path, results, _report(directory.path), tuple(_not_followed(known)))
+            return RunResult(directory.path, results, _report(directory.path), tuple(notes))
     finally:
         log.removeHandler(notices)
 
@@ -144,22 +142,28 @@ def _changed(directory: RunDirectory, identities: Mapping[str, Mapping[str, Any]
     return {name for name, one in jobs if check_identity(directory.job(name), one, accept_changes=accept_changes)}
 
 
-def _not_followed(identities: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Why a change of the jobs' code may go unnoticed; a line each."""
-    return [f"job {name}: {why}" for name, one in identities.items() for why in one.get(NOT_FOLLOWED, ())]
+def _notes(
+    identities: Mapping[str, Mapping[str, Any]], changed: Collection[str], jobs: Sequence[JobProgress]
+) -> list[str]:
+    """Which jobs have ended although they were changed, and why a change of the jobs' code may go unnoticed."""
+    ended = [job.name for job in jobs if job.name in changed and job.state.final]
+    return [
+        *(f"job {name}: it has ended, so your changes do not apply to it; train it in another --run" for name in ended),
+        *(f"job {name}: {why}" for name, one in identities.items() for why in one.get(NOT_FOLLOWED, ())),
+    ]
 
 
-def _open(job: Job, info: ModelInfo, config: RunConfig, *, accept_changes: bool, changed: bool) -> None:
+def _open(job: Job, info: ModelInfo, config: RunConfig, *, accept_changes: bool) -> None:
     described = identity(job, info, config)
     for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
         job.note_inexact(why)
-    _take_up(job.directory, job.progress, changed=changed)
+    _take_up(job.directory, job.progress)
 
 
-def _take_up(directory: JobDirectory, progress: JobProgress, *, changed: bool) -> list[int]:
+def _take_up(directory: JobDirectory, progress: JobProgress) -> list[int]:
     """Start from what an earlier process left: jobs that ended stay ended (unless more steps are wanted), others go on.
 
-    `changed` is whether the job differs from the one that was begun. Gives the steps that are recorded.
+    Gives the steps that are recorded.
     """
     committed = directory.newest()
     if committed is None:
@@ -172,7 +176,6 @@ def _take_up(directory: JobDirectory, progress: JobProgress, *, changed: bool) -
     if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and committed.step >= progress.steps):
         progress.state = JobState(state)
         progress.message = "done before" if state == JobState.SUCCEEDED else "cancelled before"
-        progress.message += _UNCHANGED if changed else ""
     return [int(line["step"]) for line in lines]
 
 

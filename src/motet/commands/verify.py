@@ -27,13 +27,14 @@ def verify(directory: Path) -> int:
     if not jobs and not removed:
         raise RunError(f"{directory} holds no job's directory; give runs/<run>, or runs/<run>/<job>")
     lines = [
-        f"{path} is missing: put it back; `motet run` trains the job from the start, and deletes nothing"
-        for path in removed
+        f"{path} is missing: put it back, or train the job from the start with `motet run`; if you removed it for good, "
+        f"remove {mark} too"
+        for path, mark in removed.items()
     ]
     for path in jobs:
         job = JobDirectory(path)
         steps = job.steps()
-        if wrong := [str(damage) for damage in damages(job, steps)]:
+        if wrong := [str(damage) for damage in damages(job)]:
             lines += wrong
             continue
         early = "" if job.manifest.path.exists() or not steps else _NO_MANIFEST

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from motet.tasks.reward_elsewhere import masked
 _GO_ON = "put it back, or go on with what is there by --accept-changes"
 _REMOVE = "remove it, or go on with what is there by --accept-changes"
 _BEFORE = "computed_before"
+_LOOKS = 5
 
 
 def open_job(
@@ -47,11 +48,11 @@ def open_job(
     described = _as_yaml({**identity, **kept}).encode()
     if accept_changes:
         _accept_changes(directory, described)
-    for damage in commit_damages(directory, directory.steps()):
-        raise RunError(str(damage))
-    if accept_damage and (newest := directory.newest()) and any(record_damages(directory, newest)):
-        accept(directory, newest)
-    for damage in damages(directory, directory.steps()):
+    if accept_damage and not any(commit_damages(directory)):
+        newest = directory.newest()
+        if newest is not None and any(record_damages(directory, newest)):
+            accept(directory, newest)
+    for damage in damages(directory):
         raise RunError(str(damage))
     directory.describe(described)
     return tuple(otherwise)
@@ -59,11 +60,12 @@ def open_job(
 
 def _accept_changes(directory: JobDirectory, described: bytes) -> None:
     """Take job.yaml as it is to be, and go back to the newest commit where later ones were removed."""
+    lost = directory.steps() != [] and any(_lost_commits(directory))
     changed = any(identity_damage(directory))
     if changed:
         replace_file(directory.path / "job.yaml", described)
-    if changed or (directory.steps() and any(_lost_commits(directory))):
-        directory.record(directory.steps(), directory.versions())
+    if changed or lost:
+        directory.record(directory.steps(), directory.versions(), closed=not lost and _closed(directory))
 
 
 def _computed_otherwise(directory: JobDirectory, identity: Mapping[str, Any]) -> list[str]:
@@ -112,7 +114,7 @@ def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, acce
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Where a job differs from what its directory was made with, a line each; steps that are added are no difference."""
-    code, early = now.get("code", {}), "code" not in before
+    code, early = now.get("code", {}), not isinstance(before.get("code"), dict)
     contents = {**(before.get("contents") or {})}
     lines = []
     if early:  # an earlier version of Motet: it compared the bytes of files alone
@@ -182,9 +184,19 @@ def differences(before: Any, after: Any, path: str = "") -> Iterable[str]:
         yield f"{path}: was {before!r}, is {after!r}"
 
 
-def damages(directory: JobDirectory, steps: Sequence[int]) -> Iterator[Damage]:
-    """What is wrong with these commits, and with what the newest of them names besides its own files."""
-    yield from commit_damages(directory, steps)
+def damages(directory: JobDirectory) -> list[Damage]:
+    """What is missing, added or altered; looked at again where another process commits meanwhile."""
+    wrong: list[Damage] = []
+    for _ in range(_LOOKS):
+        before = sum_of(directory.manifest.path)
+        wrong = list(_damages(directory))
+        if not wrong or sum_of(directory.manifest.path) == before:
+            break
+    return wrong
+
+
+def _damages(directory: JobDirectory) -> Iterator[Damage]:
+    yield from commit_damages(directory)
     yield from identity_damage(directory)
     try:
         newest = directory.newest()
@@ -194,10 +206,10 @@ def damages(directory: JobDirectory, steps: Sequence[int]) -> Iterator[Damage]:
         yield from record_damages(directory, newest)
 
 
-def commit_damages(directory: JobDirectory, steps: Sequence[int]) -> Iterator[Damage]:
+def commit_damages(directory: JobDirectory) -> Iterator[Damage]:
     """What is wrong with weights and moments: nobody can train without them."""
     logs = {path.name for path in directory.logs}
-    for step in steps:
+    for step in directory.steps():
         path = directory.path / "state" / str(step)
         try:
             committed = directory.committed(step)
@@ -216,6 +228,10 @@ def _records(directory: JobDirectory) -> list[Record]:
         return directory.manifest.read()
     except ValueError:
         return []
+
+
+def _closed(directory: JobDirectory) -> bool:
+    return any(record.closed for record in _records(directory)[-1:])
 
 
 def identity_damage(directory: JobDirectory) -> Iterator[Damage]:
@@ -287,8 +303,7 @@ def _manifest_damage(directory: JobDirectory, committed: Committed) -> Iterator[
 
 def _late_damage(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
     """What was added to logs and rollouts after the job had stopped in good order."""
-    records = _records(directory)
-    if not records or not records[-1].closed:
+    if not _closed(directory):
         return
     for path in directory.logs:
         length = committed.length(path)
@@ -355,6 +370,7 @@ def accept(directory: JobDirectory, committed: Committed) -> None:
     folder = directory.path / "rollouts"
     by_age = sorted(folder.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     records = ({"file": path.name, "sha256": hash_of(path).hexdigest()} for path in by_age)
+    closed = _closed(directory)
     directory.checksums.unlink(missing_ok=True)
     directory.forget()
     directory.manifest.begin()
@@ -363,7 +379,7 @@ def accept(directory: JobDirectory, committed: Committed) -> None:
     directory.commit(committed, lambda _: None)
     for step in directory.steps():
         directory.link_version(step)
-    directory.record(directory.steps(), directory.versions())
+    directory.record(directory.steps(), directory.versions(), closed=closed)
 
 
 def _is_whole(line: bytes) -> bool:

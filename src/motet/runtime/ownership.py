@@ -13,10 +13,10 @@ from motet.errors import RunError
 _BEFORE = ".owner-"
 
 
-def removed_jobs(run: Path) -> list[Path]:
-    """Directories of jobs that began in a run and are not there any more."""
-    jobs = (run / path.name.removeprefix(_BEFORE) for path in sorted(run.glob(f"{_BEFORE}*")))
-    return [path for path in jobs if not path.exists()]
+def removed_jobs(run: Path) -> dict[Path, Path]:
+    """Directories of jobs that began in a run and are not there any more, and their marks."""
+    jobs = {run / path.name.removeprefix(_BEFORE): path for path in sorted(run.glob(f"{_BEFORE}*"))}
+    return {path: mark for path, mark in jobs.items() if not path.exists()}
 
 
 class Ownership:

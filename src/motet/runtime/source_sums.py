@@ -193,7 +193,9 @@ def code_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapp
     """Where two records of `Sources.code` differ, by file and line."""
     for label in [*before, *(label for label in now if label not in before)]:
         old, new = before.get(label), now.get(label)
-        if old is None:
+        if label in before and not isinstance(old, Mapping):  # somebody wrote something else there
+            yield f"{label} was edited"
+        elif old is None:
             yield f"{label} is new: the code did not use it before"
         elif new is None:
             yield f"{label} is gone: the code does not use it any more"
