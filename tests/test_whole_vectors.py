@@ -74,7 +74,8 @@ class Gate(nn.Module):
         self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(x) * x.sigmoid()
+        gated: Tensor = self.act(x) * x.sigmoid()
+        return gated
 
 
 def test_modules_whose_numbers_depend_on_their_place_are_found_and_mended():
