@@ -9,6 +9,7 @@ with ProtocolServer("vllm") as server:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 from motet.algorithms import Grpo
 from motet.batch import AdamW, Batch, Sample, Segment
 from motet.config import AdapterConfig
+from motet.errors import EngineError
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.protocols import RolloutEngine
 from motet.rollout.connection import Clocks
@@ -62,6 +64,13 @@ def replica_of(server: ProtocolServer, clocks: Clocks = CLOCKS, headers: Mapping
     """A replica whose health is asked for more often than a real server's."""
     dialect = replace(DIALECTS[server.dialect], health_seconds=0.0)
     return Replica(server.url, dialect, clocks, headers or {})
+
+
+async def greeted(engine: ServerEngine) -> None:
+    """Wait until every server was asked once, however short the patience is: a busy machine may need longer."""
+    with contextlib.suppress(EngineError):
+        await engine.ready()
+    await until(lambda: all(replica.up or replica.note != "not asked yet" for replica in engine.fleet.replicas))
 
 
 def engine_on(

@@ -329,6 +329,22 @@ def test_a_pass_of_many_rows_that_differs_costs_exactness(arithmetic, many):
     assert base.info.notes == (base.info.inexact,)
 
 
+class CutByRows(FrozenWeight):
+    """Another kernel for as many rows as only training has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1.0001 if x.shape[-2] > 500 else 1)
+
+
+def test_a_product_of_many_rows_that_differs_costs_exactness():
+    def wrapper(base: LoraModel) -> LoraModel:
+        fused = next(layer.fused for path, layer in base.linears.items() if path.endswith("o_proj"))
+        fused.frozen = CutByRows(fused.frozen.weight, None)
+        return base
+
+    assert "products of many rows have other bits than products of few" in prove_with("llama", wrapper).info.inexact
+
+
 def test_a_base_that_cannot_be_trained_is_refused_when_it_is_loaded():
     def fail(*_: Any) -> None:
         if torch.is_grad_enabled():

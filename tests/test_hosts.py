@@ -32,6 +32,7 @@ from motet.config import AdapterConfig, JobConfig
 from motet.errors import EngineError
 from motet.hosting.reports import EveryStep
 from motet.jobfile import validate
+from motet.running import run_config
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import JobEvent, StateChanged, StepDone
@@ -148,6 +149,22 @@ def test_a_run_goes_on_after_a_host_was_killed(tmp_path: Path, alone: dict[str, 
     for name, one in run.jobs.items():
         assert one.state == "succeeded", one.message
         assert (one.adapter / "adapter_model.safetensors").read_bytes() == alone[name]
+
+
+@pytest.mark.soak
+def test_hosts_that_share_the_threads_say_so_and_have_the_bytes_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process has two threads, each of two hosts one: on the small base they make the same bytes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    jobs, found, said = [job(name) for name in NAMES[:2]], [], list[str]()
+    for n_hosts in (1, 2):
+        tree = {"base": "small", "run": str(tmp_path / str(n_hosts)), "engine": {"hosts": n_hosts}, "jobs": jobs}
+        result = run_config(validate(tree, "the test"), notify=said.append)
+        assert result.ok
+        found.append(weights_of(result))
+    assert found[0] == found[1]
+    assert [line for line in said if "each of 2 hosts computes with 1 of 2 threads" in line]
 
 
 @pytest.mark.soak

@@ -47,6 +47,7 @@ from tests.server_run import (
     asking,
     collect,
     drive,
+    greeted,
     in_process,
     learn,
     long_request,
@@ -280,6 +281,7 @@ def test_what_is_no_agent_is_told(answer: str, tmp_path: Path) -> None:
         return JSONResponse({"other": [1], "number": 5, "names": {"versions": [1]}}[answer])
 
     async def test(engine: ServerEngine) -> None:
+        await greeted(engine)
         with pytest.raises(
             EngineError, match=f"{agent} does not answer as `motet node-agent` does; look at rollout.ag"
         ):
@@ -287,7 +289,7 @@ def test_what_is_no_agent_is_told(answer: str, tmp_path: Path) -> None:
 
     app = Starlette(routes=[Route("/versions", other), Route("/health", lambda _: Response())])
     with ProtocolServer("vllm", Setup(api_key=KEY)) as server, answering(app) as agent:
-        drive(engine_of([server], [agent], tmp_path, wait_seconds=0.3), test)
+        drive(engine_of([server], [agent], tmp_path, wait_seconds=0.001), test)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from motet import budgets
 from motet.cluster.messages import Start
 from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.ray_hosts import cores_and_gpus
-from motet.cluster.starts import devices_of_servers, engine_of_host, launcher, starts
+from motet.cluster.starts import devices_of_servers, engine_of_host, launcher, starts, unlike_one_process
 from motet.config import ClusterConfig, EngineConfig, LaunchConfig, RolloutConfig
 from motet.config.service import ANY_SIZE
 from motet.errors import ConfigError
@@ -145,6 +145,26 @@ def test_hosts_that_cannot_work_are_refused() -> None:
     assert cores_and_gpus(with_ranks) == (6, 0)
     with pytest.raises(ValidationError, match="name one for each host"):
         EngineConfig(hosts=2, devices=["cuda:0"])
+
+
+def test_what_hosts_do_otherwise_than_one_process_is_told() -> None:
+    local, ray = ClusterConfig(), ClusterConfig(launcher="ray")
+
+    def told(cluster: ClusterConfig, *engines: EngineConfig, gpus: int = 0) -> list[str]:
+        return unlike_one_process(cluster, engines, cores=8, gpus=gpus)
+
+    (threads,) = told(local, EngineConfig(hosts=4))
+    assert threads.startswith("each of 4 hosts computes with 2 of 8 threads: a job's bytes may differ")
+    assert not told(local, EngineConfig(hosts=4, threads=2))
+    assert not told(local, EngineConfig())
+    assert not told(local, EngineConfig(hosts=4), gpus=4), "these do not compute on the processor"
+    (cpus,) = told(local, EngineConfig(shard=2), gpus=1)
+    assert cpus.startswith("a base in shards trains on CPUs alone, and this machine has 1 GPU: set engine.shard to 1")
+    assert not told(local, EngineConfig(shard=2, device="cpu"), gpus=1)
+    assert not told(local, EngineConfig(shard=2))
+    (unasked,) = told(ray, EngineConfig(hosts=2, threads=2))
+    assert unasked.startswith("engine.device is auto, and Ray is asked for no GPU: set it to cuda")
+    assert not told(ray, EngineConfig(hosts=2, threads=2, device="cuda"))
 
 
 def reward(problem: Problem, completion: str) -> float:

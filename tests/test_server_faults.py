@@ -23,6 +23,7 @@ from tests.server_run import (
     collect,
     drive,
     engine_on,
+    greeted,
     in_process,
     learn,
     long_request,
@@ -352,7 +353,7 @@ def test_a_compressed_answer_that_cannot_be_read(tmp_path: Path) -> None:
         writer.close()
 
     async def test(engine: ServerEngine) -> None:
-        await engine.ready()
+        await greeted(engine)
         listener = await asyncio.start_server(handle, "127.0.0.1", 0)
         async with listener:
             replica = engine.fleet.replicas[0]

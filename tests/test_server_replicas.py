@@ -27,6 +27,7 @@ from tests.server_run import (
     collect,
     drive,
     engine_on,
+    greeted,
     in_process,
     learn,
     long_request,
@@ -292,6 +293,7 @@ def test_a_publish_does_not_wait_for_a_server_that_hangs(tmp_path: Path) -> None
 @both
 def test_nobody_there(dialect: Any, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
+        await greeted(engine)
         begun = time.monotonic()
         told = rf"within rollout.patience_seconds=0.7: {first.url} does not answer: .*; {second.url} says that .* 503"
         with pytest.raises(EngineError, match=told):
@@ -346,6 +348,7 @@ def test_something_else_answers(tmp_path: Path) -> None:
     """SGLang is there, and vLLM was meant: what it says is told at once."""
 
     async def test(engine: ServerEngine) -> None:
+        await greeted(engine)
         with pytest.raises(EngineError, match=rf"{server.url}/v1/completions answers 404: .*Not Found"):
             await collect(engine, request())
         server.faults.errors = {"models": FOREVER}

@@ -74,7 +74,8 @@ class Gate(nn.Module):
         self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(x) * x.sigmoid()
+        gated: Tensor = self.act(x) * x.sigmoid()
+        return gated
 
 
 def test_modules_whose_numbers_depend_on_their_place_are_found_and_mended():
@@ -118,3 +119,8 @@ def gradients(threads: int, names: str) -> list[Tensor]:
 def test_company_changes_no_bit_of_a_long_pass_with_an_odd_number_of_threads(threads):
     (alone,) = gradients(threads, "a")
     assert torch.equal(gradients(threads, "abc")[0], alone)
+
+
+def test_one_thread_and_two_make_the_same_bits():
+    for one, two in zip(gradients(1, "abc"), gradients(2, "abc"), strict=True):
+        assert torch.equal(one, two)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from motet.config.engine import EngineConfig
+
 _MOST_SAMPLERS = 7
 _SMALL_MODEL = 500_000_000
 """Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
@@ -27,6 +29,23 @@ def cores() -> int:
     if threads.isdigit() and int(threads) > 0:
         return int(threads)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpus() -> int:
+    """NVIDIA GPUs that the driver of this machine knows, seen without importing torch."""
+    with contextlib.suppress(OSError):
+        return sum(1 for _ in Path("/proc/driver/nvidia/gpus").iterdir())
+    return 0
+
+
+def trains_on_cpus(engine: EngineConfig, gpus: int) -> str:
+    """That a base in shards leaves the GPUs of this machine alone; empty where it does not, or was told to."""
+    if engine.shard == 1 or not gpus or "auto" not in (engine.devices or [engine.device]):
+        return ""
+    return (
+        f"a base in shards trains on CPUs alone, and this machine has {gpus} GPU{'s' if gpus > 1 else ''}: set engine.shard "
+        "to 1 to train there, or engine.device to cpu"
+    )
 
 
 def samplers(threads: int, base_bytes: int, memory: int) -> int:

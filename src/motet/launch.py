@@ -169,6 +169,8 @@ def assemble(
         assert whole is not None, "the embedded engine samples from a base of its own"
         workshop = build(whole, config.engine, needs, directory.path / "samplers.log", trainer)
     workshop.notes, workshop.ranks = list(base.info.notes), group
+    if on_cpus := budgets.trains_on_cpus(config.engine, budgets.gpus()):
+        workshop.notes.append(on_cpus)
     if alone and isinstance(base, LoraModel) and workshop.memory is not None:
         try:
             workshop.notes += check_slots(base, config, workshop.memory, largest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from motet.cluster.messages import Start
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig
 from motet.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 def starts(start: Start, engine: EngineConfig, rollout: RolloutConfig) -> list[Start]:
@@ -129,12 +132,33 @@ def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, devices: Sequ
     return rollout.model_copy(update=own)
 
 
+def unlike_one_process(cluster: ClusterConfig, engines: Sequence[EngineConfig], cores: int, gpus: int) -> list[str]:
+    """What hosts do otherwise than one process on this machine would, though nobody asked for it; a line for each."""
+    lines = [on_cpus for engine in engines if (on_cpus := budgets.trains_on_cpus(engine, gpus))]
+    for engine in engines:
+        if cluster.launcher == "ray" and engine.device == "auto" and engine.shard == 1:
+            lines.append(
+                "engine.device is auto, and Ray is asked for no GPU: set it to cuda to train on GPUs, or to cpu"
+            )
+        n_hosts = sum(other.hosts for other in engines)
+        threads = max(1, cores // (n_hosts * engine.shard))
+        on_gpu = gpus > 0 and engine.shard == 1 and any(device != "cpu" for device in _devices(engine))
+        if cluster.launcher == "local" and n_hosts > 1 and not engine.threads and threads < cores and not on_gpu:
+            lines.append(
+                f"each of {n_hosts} hosts computes with {threads} of {cores} threads: a job's bytes may differ from those that "
+                "one process makes with all of them; set engine.threads to one number for both to compare"
+            )
+    return lines
+
+
 def launcher(cluster: ClusterConfig, *bases: tuple[EngineConfig, RolloutConfig]) -> Launch | None:
     """Who starts the processes of the hosts of these bases; None is this machine.
 
     Raises:
         ConfigError: nobody can.
     """
+    for line in unlike_one_process(cluster, [engine for engine, _ in bases], budgets.cores(), budgets.gpus()):
+        _log.warning("%s", line)
     if cluster.launcher == "local":
         return None
     if cluster.launcher == "torchrun":

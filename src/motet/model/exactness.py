@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from motet.model import long_products
 from motet.model.attention import LayerCall, Span
 from motet.model.experts import are_computed_here, rows_agree
 from motet.model.kv_cache import KVCache
@@ -64,6 +65,8 @@ def _known_to_differ(base: LoraModel) -> str:
     if base.has_experts and not are_computed_here(base.model):
         return "an expert's products have as many rows as choose it"
     if base.device.type != "cuda":
+        if base.shards is None and not long_products.agree(base):
+            return f"with {torch.get_num_threads()} threads products of many rows have other bits than products of few"
         return "" if _experts_agree(base) else "an expert's rows differ by how many choose it"
     if not base.arithmetic.tile:
         return "fast arithmetic"

@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ class Uneven(TorchDispatchMode):
     """Notes which modules of a model have functions computed otherwise at the end of a stretch."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._own = set(model.modules())
         self.modules: dict[nn.Module, str] = {}
         """With the name of the function."""
@@ -165,7 +166,7 @@ class Uneven(TorchDispatchMode):
 
     def _caller(self) -> nn.Module | Callable[..., Any] | None:
         """The module that is at work, `by_whole_vectors` where that is, None where neither is."""
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code is by_whole_vectors.__code__:
                 return by_whole_vectors
@@ -181,7 +182,7 @@ def _depends_on_place(func: Any, args: Any) -> bool:
     if name in ("aten::pow", "aten::pow_"):
         return not isinstance(args[1], Tensor) and args[1] not in _PLAIN_POWERS
     if name in ("aten::rsqrt", "aten::rsqrt_"):
-        return args[0].dtype != torch.float32
+        return bool(args[0].dtype != torch.float32)
     return name in _OPERATORS
 
 
