@@ -185,17 +185,26 @@ def test_keys_of_two_tenants(house: House, says: Motet, monkeypatch: pytest.Monk
                 stranger.models()
             assert refused.value.status == 401
         with pytest.raises(ServiceError, match="this needs an admin's key") as refused:
-            member.keys()
+            member.tenants()
         assert refused.value.status == 403
+        (own,) = member.keys()
+        with motet.Client(key=member.create_key(name="ci", scope=["read"]).key) as narrow:
+            assert [one.id for one in narrow.jobs()] == [job.id]
+            with pytest.raises(ServiceError, match="this needs the right 'jobs', and the key may do: read"):
+                narrow.submit(tiny("more"))
+        assert says("keys", "rotate", own.id)[0] == 0
+        with pytest.raises(ServiceError, match="unknown, revoked or expired"):
+            member.keys()
         listed = admin.keys()
         assert {(one.tenant, one.role, one.revoked is None) for one in listed if one.id not in known} == {
-            ("team-a", "member", True), ("team-b", "member", False),
+            ("team-a", "member", True), ("team-a", "member", False), ("team-b", "member", False),
         }  # fmt: skip
     code, out, _ = says("keys", "ls")
     assert code == 0
-    assert re.search(r"team-a +laptop +member +\S+ +until", out)
-    assert re.search(r"team-b +member +\S+ +revoked", out)
-    (laptop,) = (one for one in json.loads(says("keys", "ls", "--json")[1]) if one["name"] == "laptop")
+    assert re.search(r"team-a +laptop +member +all +\S+ +until", out)
+    assert re.search(r"team-b +member +all +\S+ +revoked", out)
+    shown = json.loads(says("keys", "ls", "--json")[1])
+    (laptop,) = (one for one in shown if one["name"] == "laptop" and one["revoked"] is None)  # the other was rotated
     assert json.loads(says("keys", "create", "team-c", "--role", "admin", "--json")[1])["key"].startswith("mk-")
     assert says("keys", "revoke", laptop["id"])[:2] == (0, f"{laptop['id']} is refused from now on\n")
     assert says("ls", "--key", key)[0] == 2

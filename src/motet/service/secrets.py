@@ -55,7 +55,7 @@ class Secrets:
             ) from None
 
     def signature(self, text: str) -> str:
-        """16 letters that only who has the key can make of a text."""
+        """16 letters that cannot be made of a text without the key."""
         return _signature(self._keys[0], text)
 
     def signed(self, text: str, signature: str) -> bool:

@@ -35,6 +35,7 @@ def create(who: Asker, store: StoreDep, wanted: KeyRequest) -> NewKey:
         raise Refusal(403, "only an admin makes keys of another tenant: leave `tenant` out", "tenant")
     expires = None if wanted.expires_days is None else now() + wanted.expires_days * _DAY
     if not who.admin:
+        expires = expires or who.expires
         check_new(who, wanted.role, expires)
     made_by = None if who.admin else who.key_id
     key, text = store.tenants.create_key(tenant, wanted.name, wanted.role, expires, wanted.scope, made_by)
