@@ -164,7 +164,7 @@ def test_an_engine_of_another_configuration_saves_and_ends(short_path: Path) -> 
             second = OneService(made.address).send(replace(START, engine={"slots": 2})).welcomed()
             assert await messages.get() == m.Stop()
             (failed,) = await asyncio.to_thread(second.hears, 1)
-            assert "another configuration" in failed.reason
+            assert "differs in engine: it saves its jobs" in failed.reason
             made.line.send(m.Stopped())
             assert await messages.get() is None
             second.dies()
@@ -245,6 +245,22 @@ def test_what_listens_in_an_engines_place_is_left_alone_and_replaced(tmp_path: P
         assert not list(directory.iterdir()), "a file of a process that is gone is left"
 
     asyncio.run(work())
+
+
+def test_where_no_socket_can_be_an_engine_ends_with_its_service(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "0.sock").mkdir()
+
+    async def work() -> None:
+        engine = await LocalHosts(tmp_path).host(0, tmp_path / "engine.log")
+        engine.close_input()
+        async with asyncio.timeout(60):
+            assert [message async for message in engine.messages()] == []
+        await engine.kill()
+
+    asyncio.run(work())
+    assert "the engine ends with this process" in caplog.text
 
 
 def test_another_base_or_environment_is_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
