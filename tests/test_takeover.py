@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sqlite3
 import threading
@@ -364,6 +365,7 @@ def test_an_engine_of_another_configuration_is_started_again(
         config.write_text(given % (", slots: 3", 0.2))
         service.start()
         assert service.engine() != before
+        assert "differs in engine, takeover_seconds" in (service.directory / "engine.log").read_text()
         assert not before.is_running()
         service.reaches("first", 4)
         service.kill()
@@ -388,5 +390,9 @@ def test_each_of_several_hosts_keeps_its_jobs(tmp_path: Path, alone: dict[str, t
         service.start()
         assert_as_alone(service, alone, "first", "second")
         assert service.engines() == before
-        service.terminate()
+        assert service.process is not None
+        for _ in range(2):  # the second Ctrl-C skips what the first one waits for
+            service.process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        service.process.wait(60)
         assert not service.engines()
