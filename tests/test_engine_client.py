@@ -30,6 +30,7 @@ from motet.cluster.messages import (
     ScoreRequest,
     Start,
     SteerJob,
+    ToEngine,
 )
 from motet.config.service import ANY_SIZE
 from motet.runtime.slots import Rule
@@ -116,7 +117,7 @@ class Played:
 
 def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_meanwhile(tmp_path: Path) -> None:
     open_jobs = [AddJob({"name": name}, "run", 0, "us", Rule(), 1, "") for name in ("kept", "new")]
-    meanwhile = {"kept": [SteerJob("kept", "pause")], "unknown": [ReleaseJob("unknown")]}
+    meanwhile: dict[str, list[ToEngine]] = {"kept": [SteerJob("kept", "pause")], "unknown": [ReleaseJob("unknown")]}
 
     async def go() -> None:
         played: Any = Played()
