@@ -28,20 +28,8 @@ _ANSWER_SECONDS = 20.0
 _STOP_SECONDS = 120.0
 _PACKAGES = ("motet", "torch", "transformers")
 _VARIABLES = (
-    "CUDA",
-    "GOMP",
-    "HF_",
-    "HIP_",
-    "KMP",
-    "MKL",
-    "MOTET_",
-    "NCCL",
-    "OMP",
-    "PYTORCH",
-    "TORCH",
-    "TRANS",
-    "TRITON",
-)
+    "CUDA", "GOMP", "HF_", "HIP_", "KMP", "MKL", "MOTET_", "NCCL", "OMP", "PYTORCH", "TORCH", "TRANS", "TRITON",
+)  # fmt: skip
 """How names of environment variables begin that a host may look at."""
 
 
@@ -179,8 +167,7 @@ class _Connected(Child[m.FromEngine]):
         process, self._process = self._process, -1
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
-        async with _readable(process):
-            os.close(process)
+        await _ended(process)
         for path in self._files:
             path.unlink(missing_ok=True)
 
@@ -198,16 +185,15 @@ def _host_process(pid: int) -> int:
     raise ProcessLookupError(f"process {pid} is no host")
 
 
-@contextlib.asynccontextmanager
-async def _readable(descriptor: int) -> AsyncIterator[None]:
-    """Once there is something to be read: of a process, that it has ended."""
+async def _ended(process: int) -> None:
+    """Wait until a process has ended, and close its descriptor."""
     loop, there = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(descriptor, there.set)
+    loop.add_reader(process, there.set)
     try:
         await there.wait()
     finally:
-        loop.remove_reader(descriptor)
-    yield
+        loop.remove_reader(process)
+        os.close(process)
 
 
 @contextlib.contextmanager
