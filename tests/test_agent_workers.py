@@ -18,6 +18,7 @@ from motet.cluster import messages as cluster
 from motet.cluster.host import EngineHandlers, Host
 from motet.config import EnvironmentConfig
 from motet.config.service import ANY_SIZE
+from motet.errors import ScorerAway
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
@@ -375,3 +376,39 @@ def test_an_episode_that_begins_again_has_nothing_of_what_was_said_before() -> N
     rollout = asyncio.run(work())
     assert [turn.text for turn in rollout.turns] == ["four"]
     assert (rollout.reward, rollout.error) == (1.0, "")
+
+
+def test_an_episode_is_offered_to_the_next_service_and_begins_anew() -> None:
+    sent: list[Message] = []
+    context = GroupContext(Problem(4, (), "4"), CHAT, 1, Script(lambda *_: "four"), none_scored, judged=False)
+    body = '{"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}'
+
+    async def work() -> None:
+        episodes = EpisodesElsewhere(sent.append)
+        agents = AgentsElsewhere("job", EnvironmentConfig(name="agent", max_turns=2, wall_seconds=60), episodes)
+        group = asyncio.create_task(agents.run_group(context))
+        await until(lambda: bool(sent))
+        (offer,) = sent
+        assert isinstance(offer, OfferEpisode)
+        episodes.hear(BeginEpisode(offer.episode, "first"))
+        assert (await episodes.answer(AskEpisode("first", "chat/completions", body, again=False))).status == 200
+        episodes.hang_up()
+        assert not episodes.begun("job")
+        episodes.offer_again()
+        assert sent == [offer, offer]
+        assert (await episodes.answer(AskEpisode("first", "chat/completions", body, again=False))).status == 404
+        episodes.hear(BeginEpisode(offer.episode, "second"))
+        assert (await episodes.answer(AskEpisode("second", "chat/completions", body, again=False))).status == 200
+        episodes.hear(EpisodeEnded(offer.episode, 1.0))
+        (rollout,) = await group
+        assert ([turn.text for turn in rollout.turns], rollout.reward) == (["four"], 1.0)
+        episodes.offer_again()
+        assert len(sent) == 2
+        waiting = asyncio.create_task(agents.run_group(context))
+        await until(lambda: len(sent) == 3)
+        episodes.send_away()
+        for group in (waiting, asyncio.create_task(agents.run_group(context))):
+            with pytest.raises(ScorerAway):
+                await group
+
+    asyncio.run(work())

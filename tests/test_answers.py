@@ -114,6 +114,39 @@ def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base
     assert all(f"{len(text)} characters" in message.reason and message.never for message in refused)
 
 
+def test_what_is_answered_to_a_service_that_is_gone_ends(base: Any) -> None:
+    ended = list[int]()
+
+    class Engine:
+        """Answers without an end."""
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            """One token, and then nothing."""
+            try:
+                yield Chunk(0, np.array([5]), np.array([-1.0]), np.array([-1]), "x", FinishReason.STOP)
+                await asyncio.Event().wait()
+            finally:
+                ended.append(len(request.prompt_ids))
+
+    scheduler, sent = FairScheduler(1), list[FromEngine]()
+    shared: Any = SimpleNamespace(engine=Engine(), scheduler=scheduler, engine_suffix="x")
+    asked = Answers(base, shared, 64, sent.append)
+    question = Complete("us", None, 1, 0, False, False, SamplingParams(max_tokens=1), prompt=[1], key=7)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(asked.answer(question))
+        asked.hold(7, task)
+        while len(sent) < 2:
+            await asyncio.sleep(0.01)
+        asked.abandon_all()
+        await asyncio.gather(task, return_exceptions=True)
+        assert scheduler.idle(f"{COMPLETIONS}us")
+
+    asyncio.run(scenario())
+    assert ended == [1]
+    assert not [message for message in sent if isinstance(message, Done | Refused)]
+
+
 def test_a_prompt_without_room_is_refused_before_it_is_scored(base: Any) -> None:
     scored = list[int]()
 

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
+from motet.channel import Message
 from motet.cluster.client import EngineClient
 from motet.cluster.host import Engine, EngineHandlers, Host
-from motet.cluster.messages import AddJob, Ready, Scored, ScoreRequest, Start
+from motet.cluster.messages import (
+    AddJob,
+    FromEngine,
+    Held,
+    JobChanged,
+    JobStepped,
+    Kept,
+    Ready,
+    Released,
+    ReleaseJob,
+    Scored,
+    ScoreRequest,
+    Start,
+    SteerJob,
+    ToEngine,
+)
 from motet.config.service import ANY_SIZE
 from motet.runtime.slots import Rule
+from motet.types import JobState
 from tests.waiting import until
 
 START = Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
@@ -66,6 +86,67 @@ def test_a_job_that_was_kept_and_not_handed_over_is_found_though_nothing_changes
         await until(lambda: not client._unplaced)  # all that there was has been read
         kept.append(AddJob({"name": "late"}, "run", 0, "us", Rule(), 1, ""))
         await until(lambda: client.jobs_on(host) == 1, 5.0)
+        await client.kill()
+
+    asyncio.run(go())
+
+
+class Played:
+    """A host's process that a test plays."""
+
+    def __init__(self) -> None:
+        self.sent, self.says = list[Message](), asyncio.Queue[FromEngine | None]()
+
+    def send(self, message: Message) -> None:
+        """Remember it."""
+        self.sent.append(message)
+
+    async def messages(self) -> AsyncIterator[FromEngine]:
+        """What the test has it say."""
+        while (message := await self.says.get()) is not None:
+            yield message
+
+    def close_input(self) -> None:
+        """End."""
+        self.says.put_nowait(None)
+
+    async def kill(self) -> None:
+        """End."""
+        self.close_input()
+
+
+def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_meanwhile(tmp_path: Path) -> None:
+    open_jobs = [AddJob({"name": name}, "run", 0, "us", Rule(), 1, "") for name in ("kept", "new")]
+    meanwhile: dict[str, list[ToEngine]] = {"kept": [SteerJob("kept", "pause")], "unknown": [ReleaseJob("unknown")]}
+
+    async def go() -> None:
+        played: Any = Played()
+
+        async def launch(start: Start, log: Path) -> Engine:
+            return cast(Engine, played)
+
+        client = EngineClient([replace(START, takeover_seconds=60.0)], tmp_path, launch)
+        client.start(
+            dataclasses.replace(
+                handlers(lambda: [job for job in open_jobs if not client.has(str(job.job["name"]))]),
+                reconcile=lambda held: {one.job: meanwhile[one.job] for one in held},
+            )
+        )
+        (host,) = client.hosts
+        for number, name in enumerate(("kept", "unknown")):
+            played.says.put_nowait(JobStepped(name, {"step": number}))
+        jobs = [Held(name, "us", 1, JobState.RUNNING, "run") for name in ("kept", "unknown")]
+        played.says.put_nowait(Ready([], jobs=jobs))
+        await until(lambda: client.jobs_on(host) == 3)
+        await until(lambda: any(isinstance(one, AddJob) for one in played.sent))
+        assert played.sent[:3] == [replace(START, takeover_seconds=60.0), Kept(), Kept()]
+        assert {*meanwhile["kept"], *meanwhile["unknown"]} <= {
+            one for one in played.sent if not isinstance(one, AddJob | Start)
+        }
+        assert [one for one in played.sent if isinstance(one, AddJob)] == open_jobs[1:]
+        played.says.put_nowait(Released("unknown"))
+        played.says.put_nowait(JobChanged("kept", JobState.SUCCEEDED, ""))
+        await until(lambda: client.jobs_on(host) == 1)
         await client.kill()
 
     asyncio.run(go())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sqlite3
 import threading
@@ -164,7 +165,7 @@ def test_an_engine_of_another_configuration_saves_and_ends(short_path: Path) -> 
             second = OneService(made.address).send(replace(START, engine={"slots": 2})).welcomed()
             assert await messages.get() == m.Stop()
             (failed,) = await asyncio.to_thread(second.hears, 1)
-            assert "another configuration" in failed.reason
+            assert "differs in engine: it saves its jobs" in failed.reason
             made.line.send(m.Stopped())
             assert await messages.get() is None
             second.dies()
@@ -245,6 +246,22 @@ def test_what_listens_in_an_engines_place_is_left_alone_and_replaced(tmp_path: P
         assert not list(directory.iterdir()), "a file of a process that is gone is left"
 
     asyncio.run(work())
+
+
+def test_where_no_socket_can_be_an_engine_ends_with_its_service(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "0.sock").mkdir()
+
+    async def work() -> None:
+        engine = await LocalHosts(tmp_path).host(0, tmp_path / "engine.log")
+        engine.close_input()
+        async with asyncio.timeout(60):
+            assert [message async for message in engine.messages()] == []
+        await engine.kill()
+
+    asyncio.run(work())
+    assert "the engine ends with this process" in caplog.text
 
 
 def test_another_base_or_environment_is_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +365,7 @@ def test_an_engine_of_another_configuration_is_started_again(
         config.write_text(given % (", slots: 3", 0.2))
         service.start()
         assert service.engine() != before
+        assert "differs in engine, takeover_seconds" in (service.directory / "engine.log").read_text()
         assert not before.is_running()
         service.reaches("first", 4)
         service.kill()
@@ -372,5 +390,9 @@ def test_each_of_several_hosts_keeps_its_jobs(tmp_path: Path, alone: dict[str, t
         service.start()
         assert_as_alone(service, alone, "first", "second")
         assert service.engines() == before
-        service.terminate()
+        assert service.process is not None
+        for _ in range(2):  # the second Ctrl-C skips what the first one waits for
+            service.process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        service.process.wait(60)
         assert not service.engines()

@@ -302,6 +302,7 @@ class Host:
             if tasks.get(key) is task:
                 del tasks[key]
 
+        _cancel(tasks, key)  # it is asked again
         task = tasks[key] = asyncio.create_task(answered())
         task.add_done_callback(forget)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from motet import wall
 from motet.channel import LONGEST_LINE, Child, Message
 from motet.cluster import messages as m
-from motet.cluster.host import Engine
+from motet.cluster.host import Engine, start_engine
 from motet.cluster.listener import TOKEN
 from motet.config.service import ServiceConfig
 
@@ -28,20 +28,8 @@ _ANSWER_SECONDS = 20.0
 _STOP_SECONDS = 120.0
 _PACKAGES = ("motet", "torch", "transformers")
 _VARIABLES = (
-    "CUDA",
-    "GOMP",
-    "HF_",
-    "HIP_",
-    "KMP",
-    "MKL",
-    "MOTET_",
-    "NCCL",
-    "OMP",
-    "PYTORCH",
-    "TORCH",
-    "TRANS",
-    "TRITON",
-)
+    "CUDA", "GOMP", "HF_", "HIP_", "KMP", "MKL", "MOTET_", "NCCL", "OMP", "PYTORCH", "TORCH", "TRANS", "TRITON",
+)  # fmt: skip
 """How names of environment variables begin that a host may look at."""
 
 
@@ -78,7 +66,7 @@ class LocalHosts:
                 await engine.kill()
 
     async def _left(self, number: int) -> Engine | None:
-        """The process that listens, where it is a host of this service's."""
+        """The process that listens, where it is a host of this service."""
         socket_file, token_file = self._files(number)
         try:
             token = token_file.read_text()
@@ -86,42 +74,54 @@ class LocalHosts:
                 reader, writer = await asyncio.open_unix_connection(short / socket_file.name, limit=LONGEST_LINE)
         except (FileNotFoundError, ConnectionRefusedError):
             return None
-        pid, uid, _ = struct.unpack(
-            "3i", writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        )
+        peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, uid, _ = struct.unpack("3i", peer)
         half, answer = len(token) // 2, b""
         with contextlib.suppress(OSError, EOFError, TimeoutError):
             async with asyncio.timeout(_ANSWER_SECONDS):
                 writer.write(token[:half].encode())
                 answer = await reader.readexactly(len(token) - half)
-        if uid != os.getuid() or not token or not secrets.compare_digest(answer, token[half:].encode()):
-            writer.close()
-            _log.warning("%s: process %d there is no engine of this service; another is started", socket_file, pid)
-            return None
-        return _Connected(reader, writer, pid, (socket_file, token_file))
+        if uid == os.getuid() and token and secrets.compare_digest(answer, token[half:].encode()):
+            with contextlib.suppress(OSError):  # it was not yet listening itself when its service was killed
+                return _Connected(reader, writer, _host_process(pid), (socket_file, token_file))
+        writer.close()
+        _log.warning("%s: process %d there is no engine of this service; another is started", socket_file, pid)
+        return None
 
     async def _started(self, number: int, log: Path) -> Engine:
+        files, token = self._files(number), secrets.token_hex(32)
+        try:
+            listening = self._listening(*files, token)
+        except OSError as error:
+            _log.warning("%s takes no socket (%s): the engine ends with this process", self._directory, error)
+            return await start_engine(log)
+        with log.open("ab") as out, listening, _short(self._directory) as short:
+            process = await asyncio.create_subprocess_exec(
+                *wall.command("motet.hosting", str(files[0])),
+                stdin=listening.fileno(), stdout=out, stderr=out, start_new_session=True, env={**os.environ, TOKEN: token},
+            )  # fmt: skip
+            reader, writer = await asyncio.open_unix_connection(short / files[0].name, limit=LONGEST_LINE)
+        writer.write(token[: len(token) // 2].encode())
+        started = _Connected(reader, writer, os.pidfd_open(process.pid), files)
+        started.child, started.unread = process, len(token) // 2
+        return started
+
+    def _listening(self, socket_file: Path, token_file: Path, token: str) -> socket.socket:
+        """A socket for a new host, and its token, for this user alone."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self._directory.chmod(0o700)
-        socket_file, token_file = self._files(number)
-        token = secrets.token_hex(32)
         for path in (socket_file, token_file):
             path.unlink(missing_ok=True)
         with os.fdopen(os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(token)
-        with log.open("ab") as out, socket.socket(socket.AF_UNIX) as listening, _short(self._directory) as short:
-            listening.bind(str(short / socket_file.name))
+        with contextlib.ExitStack() as opened:
+            listening = opened.enter_context(socket.socket(socket.AF_UNIX))
+            with _short(self._directory) as short:
+                listening.bind(str(short / socket_file.name))
             socket_file.chmod(0o600)
             listening.listen()
-            process = await asyncio.create_subprocess_exec(
-                *wall.command("motet.hosting", str(socket_file)),
-                stdin=listening.fileno(), stdout=out, stderr=out, start_new_session=True, env={**os.environ, TOKEN: token},
-            )  # fmt: skip
-            reader, writer = await asyncio.open_unix_connection(short / socket_file.name, limit=LONGEST_LINE)
-        writer.write(token[: len(token) // 2].encode())
-        started = _Connected(reader, writer, process.pid, (socket_file, token_file))
-        started.child, started.unread = process, len(token) // 2
-        return started
+            opened.pop_all()
+        return listening
 
     def _files(self, number: int) -> tuple[Path, Path]:
         return self._directory / f"{number}.sock", self._directory / f"{number}.token"
@@ -131,10 +131,11 @@ class _Connected(Child[m.FromEngine]):
     """A host's process, this one's child or not."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, files: Iterable[Path]
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: int, files: Iterable[Path]
     ) -> None:
+        """`process` is a descriptor of it; `files` go with it."""
         super().__init__(m.FromEngine, reader, writer, self._end_process)
-        self._files, self._process = files, os.pidfd_open(pid)
+        self._files, self._process = files, process
         self._said_all = False
         self.child: asyncio.subprocess.Process | None = None
         """Kept: asyncio ends a child that nobody refers to."""
@@ -166,22 +167,33 @@ class _Connected(Child[m.FromEngine]):
         process, self._process = self._process, -1
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
-        async with _readable(process):
-            os.close(process)
+        await _ended(process)
         for path in self._files:
             path.unlink(missing_ok=True)
 
 
-@contextlib.asynccontextmanager
-async def _readable(descriptor: int) -> AsyncIterator[None]:
-    """Once there is something to be read: of a process, that it has ended."""
+def _host_process(pid: int) -> int:
+    """A descriptor of a host's process: its number may be another's later.
+
+    Raises:
+        ProcessLookupError: no host has this number.
+    """
+    process = os.pidfd_open(pid)
+    if b"motet.hosting" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+        return process
+    os.close(process)
+    raise ProcessLookupError(f"process {pid} is no host")
+
+
+async def _ended(process: int) -> None:
+    """Wait until a process has ended, and close its descriptor."""
     loop, there = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(descriptor, there.set)
+    loop.add_reader(process, there.set)
     try:
         await there.wait()
     finally:
-        loop.remove_reader(descriptor)
-    yield
+        loop.remove_reader(process)
+        os.close(process)
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ def serve(
             Settings(base or "", directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions)
         )
         if not heard:
-            _greet(app, f"http://{host}:{port}", heard)
+            _greet(app, f"http://{host}:{port}")
         return app
 
     try:
@@ -160,7 +160,9 @@ async def _run(
     server = Server(
         uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS, **options)
     )  # fmt: skip
+    looking = asyncio.create_task(_look_for_wall(lambda: server.should_exit))  # which takes a moment, and nobody waits
     await server.serve(list(sockets))
+    looking.cancel()
     if not server.started:
         await client.kill()
         sys.exit(3)
@@ -187,11 +189,8 @@ def _noted() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _greet(app: FastAPI, address: str, heard: Sequence[int]) -> None:
-    """Say where the service is, the first key, which nobody can ask for later, and that there is no wall.
-
-    Where a signal was `heard` meanwhile, it may have ended what looked for the wall.
-    """
+def _greet(app: FastAPI, address: str) -> None:
+    """Say where the service is, and the first key, which nobody can ask for later."""
     from motet.service.database.store import Store
     from motet.service.settings import Settings
 
@@ -207,8 +206,12 @@ def _greet(app: FastAPI, address: str, heard: Sequence[int]) -> None:
         f"engine log: {settings.directory / 'engine.log'}",
         soft_wrap=True,
     )
-    if (reason := wall.missing()) and not heard:
-        console.print(
+
+
+async def _look_for_wall(stopping: Callable[[], bool]) -> None:
+    """Say where there is no wall; the signal that stops the service may have ended what looked for it."""
+    if (reason := await asyncio.to_thread(wall.missing)) and not stopping():
+        Console(emoji=False).print(
             f"this machine has no wall ({reason}): jobs whose rewards need one are refused, unless `unwalled` or `wall: false` "
             "names them; data that tenants give is parsed under limits of memory and time alone",
             soft_wrap=True, highlight=False,

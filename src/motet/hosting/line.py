@@ -193,8 +193,9 @@ class ServiceLine:
                 self._next = connection
             self._pass_on(start)
         else:
+            differs = [name for name in start.__struct_fields__ if getattr(start, name) != getattr(self._start, name)]
             reason = (
-                "the engine of the service before has another configuration, base or version: it saves its jobs and ends, and "
+                f"the engine of the service before differs in {', '.join(differs) or 'time'}: it saves its jobs and ends, and "
                 "another is started"
             )
             self._say(reason)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from alembic.util.exc import CommandError
 from sqlalchemy import (
     Connection,
     Engine,
@@ -76,7 +75,7 @@ class Store:
         try:
             _migrate(self._engine, lock_seconds)
             self.presence = Presence(self._engine)
-        except (SQLAlchemyError, CommandError) as error:
+        except (SQLAlchemyError, _NewerShape) as error:
             self._engine.dispose()
             reason = error.orig if isinstance(error, DBAPIError) else error
             raise StoreError(f"the database {_public(url)} cannot be opened: {reason}") from error
@@ -379,21 +378,39 @@ def _lock(transaction: Session | Connection, number: int, seconds: float) -> Non
     transaction.execute(text("SET LOCAL lock_timeout = DEFAULT"))
 
 
+class _NewerShape(Exception):
+    """The database has a shape that this release does not know."""
+
+
+_MIGRATIONS = Path(__file__).with_name("migrations")
+
+
 def _migrate(engine: Engine, lock_seconds: float) -> None:
     """Make all tables in a new database, and bring those of an older release to their newest shape."""
-    from alembic import command
-    from alembic.config import Config
-
-    config = Config()
-    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")))
+    newest = max(path.stem.partition("_")[0] for path in (_MIGRATIONS / "versions").glob("[0-9]*.py"))
     with engine.begin() as connection:
-        config.attributes["connection"] = connection
         if connection.dialect.name == "postgresql":  # another process may begin on the same empty database
             _lock(connection, _MIGRATING, lock_seconds)
         else:  # Python's SQLite begins no transaction of its own before tables are changed: half of it would stay
             connection.exec_driver_sql("BEGIN IMMEDIATE")
-        if inspect(connection).has_table("alembic_version"):
-            command.upgrade(config, "head")
-        else:
+        known = inspect(connection).has_table("alembic_version")
+        if not known or connection.scalar(text("SELECT version_num FROM alembic_version")) != newest:
+            _bring_up(connection, new=not known)
+
+
+def _bring_up(connection: Connection, *, new: bool) -> None:
+    from alembic import command  # takes long to be imported, and is seldom needed
+    from alembic.config import Config
+    from alembic.util.exc import CommandError
+
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS))
+    config.attributes["connection"] = connection
+    try:
+        if new:
             Table.metadata.create_all(connection)
             command.stamp(config, "head")
+        else:
+            command.upgrade(config, "head")
+    except CommandError as error:
+        raise _NewerShape(str(error)) from error
