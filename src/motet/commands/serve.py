@@ -155,12 +155,27 @@ def _greet(app: FastAPI, address: str, heard: Sequence[int]) -> None:
         f"engine log: {settings.directory / 'engine.log'}",
         soft_wrap=True,
     )
+    console.print(_limits(settings.config), soft_wrap=True, highlight=False)
     if (reason := wall.missing()) and not heard:
         console.print(
             f"this machine has no wall ({reason}): jobs whose rewards need one are refused, unless `unwalled` or `wall: false` "
             "names them; data that tenants give is parsed under limits of memory and time alone",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
+
+
+def _limits(config: ServiceConfig) -> str:
+    """What a tenant may use unless an admin set something else for it, and where to change that."""
+    shown = ((name, value) for name, value in config.limits.model_dump().items() if name != "share")
+    listed = ", ".join(f"{name} {_shown(value)}" for name, value in shown)
+    return (
+        f"limits of each tenant: {listed}. Change them under `limits` in the file of --config, or for one tenant with "
+        "motet tenants limit; null or `none` is no limit"
+    )
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else f"{value:,.0f}" if isinstance(value, int | float) else str(value)
 
 
 def _alone(directory: Path) -> IO[str]:

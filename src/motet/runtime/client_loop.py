@@ -183,11 +183,12 @@ class ClientLoop(Driver):
             tokens_trained=self._tokens,
             position=number + 1,
         )
+        since = self.session.done.position
         await asyncio.to_thread(self._journal.answer, number, done, hidden=True)
         await self.session.finish(finished, None, commit=True)
         self._stats, self._samples, self._tokens, self._next = LossStats(), 0, 0, number + 1
         await asyncio.to_thread(self._journal.reveal, self._next)
-        await asyncio.to_thread(self._journal.forget, self._next)
+        await asyncio.to_thread(self._journal.forget, self._next, since)
         self.job.observer(CommandObeyed())
 
     async def _load(self, number: int, command: j.Load) -> None:

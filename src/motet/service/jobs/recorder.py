@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from motet.cluster.messages import JobChanged, JobStepped, Usage
+from motet.runtime.journal import Journal
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import now
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
+from motet.service.tenants.stored import StoredBytes
 from motet.service.workers.attached import AttachedWorkers
 from motet.types import JobState
 
@@ -22,9 +24,16 @@ class EventRecorder:
     """Keeps events of jobs, the columns of their rows, and usage."""
 
     def __init__(
-        self, store: Store, storage: Storage, ledger: Ledger, bus: EventBus, workers: Sequence[AttachedWorkers]
+        self,
+        store: Store,
+        storage: Storage,
+        ledger: Ledger,
+        stored: StoredBytes,
+        bus: EventBus,
+        workers: Sequence[AttachedWorkers],
     ) -> None:
-        self._store, self._storage, self._ledger, self._bus, self._workers = store, storage, ledger, bus, workers
+        self._store, self._storage, self._ledger, self._stored = store, storage, ledger, stored
+        self._bus, self._workers = bus, workers
         self._closing = False
         self.failure = ""
         """Why nothing can be written just now."""
@@ -35,6 +44,7 @@ class EventRecorder:
         row |= {"reward": line.get("reward")} if "loss" in line else {}
         counts = self._ledger.step(job_id, line)
         self._write(lambda: self._store.add_event(job_id, "step", f"{line['step']}", line, counts, **row))
+        self._stored.changed(job_id)
         self._bus.publish(job_id, ANY_JOB)
 
     def record_state(self, job_id: str, state: JobState, message: str, inexact: Sequence[str] | None = None) -> None:
@@ -44,6 +54,9 @@ class EventRecorder:
         row = {**shown, "ended": now() if state.final else None}
         event = shown if inexact is None else {**shown, "inexact": inexact}
         self._write(lambda: self._store.add_event(job_id, "state", key, event, None, **row))
+        if state in (JobState.SUCCEEDED, JobState.CANCELLED):  # one that failed may be resumed, and obeys again
+            Journal(self._storage.job(job_id).path).end(outcomes=state is JobState.SUCCEEDED)
+        self._stored.changed(job_id)
         self._bus.publish(job_id, ANY_JOB)
         if state.final:
             self._bus.publish(WAITING_JOBS)

@@ -88,6 +88,7 @@ class Submissions:
         config, plan = self.check(who, tree, condition, driven=driven)
         with self._quotas.admitting(who.tenant_id, config):
             job = self._queue.submit(who, config, idempotency, plan)
+            self._quotas.stored.add(who.tenant_id, job.id, 0)
         if job.state == JobState.QUEUED.value and job.step == 0 and not job.waits:
             self._handover.hand_over(job)
         self._bus.publish(job.id, ANY_JOB)
@@ -151,3 +152,4 @@ class Submissions:
         self._adapters.forget_shares(job.id)
         self._store.delete_job(job.id)
         self._storage.job(job.id).delete()
+        self._quotas.stored.forget(job.id)

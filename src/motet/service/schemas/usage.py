@@ -58,7 +58,7 @@ class TenantInfo(Answer):
     tokens_today: int
     """Sampled, trained and read as prompts of completions."""
     stored_bytes: int
-    """Uploaded files and adapters, and saved versions."""
+    """Everything that is kept for the tenant, as `storage_mb` counts it."""
 
 
 class Tenants(Answer):
