@@ -13,14 +13,17 @@ from motet.cluster.client import EngineClient
 from motet.cluster.messages import SetRule, ToEngine
 from motet.config.service import LimitsConfig
 from motet.runtime.journal import KEPT_BYTES, Done, Journal, OptimStep
+from motet.runtime.slots import Rule
 from motet.service.tenants.quotas import QuotaEnforcer
 from motet.service.tenants.stored import StoredBytes, size_of
 from motet.service.tinker.parts import PREFIX
 from motet.types import JobState
+from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
 from tests.house import House, open_house
 from tests.service_run import tiny
 from tests.tinker_requests import journal, made, request, sent
 from tests.tinker_run import job_of
+from tests.waiting import until
 
 MB = 2**20
 STEP = {"adam_params": {"learning_rate": 1e-3}}
@@ -143,26 +146,50 @@ def test_jobs_of_a_tenant_that_stores_too_much_pause_until_it_has_deleted_someth
 
     monkeypatch.setattr(house.part(EngineClient), "send", send)
     enforcer, us = house.part(QuotaEnforcer), house.ask("GET", "/v1/limits").json()["id"]
-    job = house.ask("POST", "/v1/jobs", json=tiny("grows")).json()["id"]
+    grows = house.ask("POST", "/v1/jobs", json=tiny("grows")).json()["id"]
     limit(house, storage_mb=(stored(house) + 10_000) / MB)
     enforcer.enforce()
     held = [rule for rule in rules if rule.tenant == us and rule.rule.hold]
     assert not held
-    rollouts = house.storage.job(job).path / "rollouts"
+    rollouts = house.storage.job(grows).path / "rollouts"
     rollouts.mkdir(parents=True)
-    (rollouts / "0.jsonl").write_bytes(b"x" * 20_000)  # as its engine does
-    house.recorder.record_step(job, {"step": 0, "loss": 0.0})
+    (rollouts / "0.jsonl").write_bytes(b"x" * (MB + 20_000))  # as its engine does
+    house.recorder.record_step(grows, {"step": 0, "loss": 0.0})
     enforcer.enforce()
     enforcer.enforce()
     (held_rule,) = [rule for rule in rules if rule.rule.hold]
     assert held_rule.tenant == us
     for word in ("storage_mb", "delete", "goes on by itself", "Nothing committed is lost"):
         assert word in held_rule.rule.hold
-    house.recorder.record_state(job, JobState.CANCELLED, "")
+    house.recorder.record_state(grows, JobState.CANCELLED, "")
     assert house.ask("DELETE", "/v1/jobs/grows").status_code == 204
     enforcer.enforce()
     assert rules[-1].tenant == us
     assert not rules[-1].rule.hold
+
+
+def test_a_job_whose_commit_does_not_fit_waits_for_room_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    seen: list[tuple[JobState, str, list[int]]] = []
+
+    async def script(run: FakeRun) -> None:
+        grows = run.jobs["grows"]
+        await until(lambda: "storage_mb" in grows.progress.message, 30)
+        seen.append((grows.state, grows.progress.message, grows.directory.steps()))
+        assert not list(grows.directory.path.glob("state/.tmp-*"))
+        run.pipeline.rule("us", Rule(room=2**30))
+        await until(lambda: grows.state.final and run.state("other").final, 30)
+        run.pipeline.stop()
+
+    jobs, alone = [job("grows"), job("other")], tmp_path / "alone"
+    run_jobs(alone, [job("grows")])
+    size = sum(path.stat().st_size for path in (alone / "grows" / "state" / "4").iterdir())
+    setting = Setting(max_idle=60.0, tenants={"grows": "us"}, rules={"us": Rule(room=size * 3 // 2)})
+    beside = run_jobs(tmp_path / "beside", jobs, setting, script)
+    ((state, message, steps),) = seen
+    assert (state, "goes on by itself" in message, steps) == (JobState.QUEUED, True, [0])
+    assert (beside.state("grows"), beside.state("other")) == (JobState.SUCCEEDED, JobState.SUCCEEDED)
+    assert metrics(tmp_path / "beside", "grows") == metrics(alone, "grows")
+    assert weights(tmp_path / "beside", "grows", 4) == weights(alone, "grows", 4)
 
 
 def test_defaults_bound_what_a_tenant_may_use() -> None:

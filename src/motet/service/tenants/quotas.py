@@ -35,6 +35,8 @@ _DAY = 86_400
 _SECONDS = 1.0
 _ASK = "an admin raises it with motet tenants limit"
 _DELETE = "delete files, adapters, checkpoints or jobs that have ended"
+_NEAR = 2**31
+"""Bytes of room from which on hosts need not know it."""
 _SMALL = _MB
 """Bytes beyond `storage_mb` for commands of clients that make room, or that only keep the numbers of others in order."""
 
@@ -275,12 +277,14 @@ def _rule(limits: LimitsConfig, tokens: int, stored: int) -> Rule:
     hold = ""
     if most is not None and tokens >= most:
         hold = f"{_spent(most)}; it goes on by itself at 00:00 UTC, or when {_ASK} --tokens-per-day"
-    elif space is not None and stored > space * _MB:
+    elif space is not None and stored > space * _MB + _SMALL:
         hold = (
             f"storage_mb: this tenant stores more than its {space:g} MB; {_DELETE}, and it goes on by itself, or when {_ASK} "
             "--storage-mb. Nothing committed is lost"
         )
-    return Rule(limits.running_jobs, hold, limits.share, limits.highest_priority or 0)
+    room = None if space is None else max(0, round(space * _MB - stored))
+    near = room if room is not None and room < _NEAR else None
+    return Rule(limits.running_jobs, hold, limits.share, limits.highest_priority or 0, near)
 
 
 def _spent(most: int) -> str:
