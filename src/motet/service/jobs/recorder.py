@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,7 +56,8 @@ class EventRecorder:
         event = shown if inexact is None else {**shown, "inexact": inexact}
         self._write(lambda: self._store.add_event(job_id, "state", key, event, None, **row))
         if state in (JobState.SUCCEEDED, JobState.CANCELLED):  # one that failed may be resumed, and obeys again
-            Journal(self._storage.job(job_id).path).end(outcomes=state is JobState.SUCCEEDED)
+            with contextlib.suppress(OSError):  # what stays is counted, and goes when the job is deleted
+                Journal(self._storage.job(job_id).path).end(outcomes=state is JobState.SUCCEEDED)
         self._stored.changed(job_id)
         self._bus.publish(job_id, ANY_JOB)
         if state.final:
