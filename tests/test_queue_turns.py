@@ -44,7 +44,7 @@ def test_a_tenant_with_many_waiters_gets_one_turn_and_then_the_others() -> None:
 
 def test_a_host_prepares_a_few_jobs_of_each_tenant_beyond_its_slots() -> None:
     mine = [Claim(f"mine-{number}", "me") for number in range(6)]
-    full = HostLoad(0, 2, running=tuple(mine[:2]), waiting=tuple(mine[2:4]))
+    full = HostLoad(0, 2, running=tuple(mine[:2]), waiting=tuple(mine[2:5]), fresh=tuple(mine[2:4]))
     assert placed(Claim("more", "me"), [full], {}, ahead=3) == 0
     assert placed(Claim("more", "me"), [full], {}, ahead=2) is None
     assert placed(Claim("other", "you"), [full], {}, ahead=2) == 0
@@ -72,6 +72,10 @@ def test_a_job_that_was_not_placed_is_placed_when_one_before_it_has_a_slot(tmp_p
     jobs.moved_on(host, m.JobChanged("one", JobState.SUCCEEDED, ""))
     jobs.moved_on(host, m.JobChanged("two", JobState.RUNNING, ""))
     assert jobs.can_place_more()
+    assert give("three", "me")
+    for name, state in (("two", JobState.QUEUED), ("three", JobState.RUNNING)):  # `two` asks for nothing, and rests
+        jobs.moved_on(host, m.JobChanged(name, state, ""))
+    assert give("four", "me")
 
 
 def test_jobs_are_read_by_turns_of_tenants_and_a_few_of_each(store: Store) -> None:

@@ -109,6 +109,42 @@ def test_limits_of_memory_and_of_what_is_written_hold():
         assert len(str(sandbox.python("print('x' * 100000)"))) < 10_000
 
 
+WRITES = """
+import os
+held = []
+for number in range({files}):
+    path = f"{{number}}.bin"
+    file = open(path, "wb")
+    {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "then", "words"),
+    [
+        (20_000, "file.close()", "1024 files"),
+        (2000, "file.write(b'x' * 15_000_000); file.close()", "64 MB"),
+        (200, "os.unlink(path); file.write(b'x' * 15_000_000); file.flush(); held.append(file)", "64 MB"),
+        (2000, "os.makedirs('/'.join(['d', str(number), 'e']))", "1024 files"),
+    ],
+)
+def test_the_sum_and_the_number_of_what_a_program_writes_are_bounded(files: int, then: str, words: str) -> None:
+    program = WRITES.format(files=files, then=then)
+    with Sandbox(seconds=30) as sandbox:
+        sandbox.python("open('kept', 'w').write('here')")
+        assert str(sandbox.python("print(open('kept').read())")) == "here"
+        ran = sandbox.python(program)
+        assert words in str(ran), str(ran)[-500:]
+        assert list(sandbox.directory.iterdir()) == []
+        assert sandbox.python("open('next', 'w')").status == 0  # there is room again
+    assert not sandbox.directory.exists()
+
+
+def test_room_is_not_taken_without_being_written() -> None:
+    with Sandbox() as sandbox:
+        assert "PermissionError" in sandbox.python("import os; os.posix_fallocate(os.open('a', 66), 0, 1 << 20)").errors
+
+
 def test_a_program_sees_the_same_each_time():
     """Neither the name of its directory nor the order of a set is another one."""
 

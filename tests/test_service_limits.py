@@ -40,7 +40,7 @@ DAY = "2026-03-01"
 @pytest.fixture
 def house(tmp_path: Path) -> Iterator[House]:
     """A service with limits of its own."""
-    with open_house(tmp_path, limits=LimitsConfig(rank=64, steps=100)) as found:
+    with open_house(tmp_path, limits=LimitsConfig(rank=64, steps=100, running_jobs=None, queued_jobs=None)) as found:
         yield found
 
 

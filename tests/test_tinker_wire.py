@@ -25,7 +25,6 @@ from motet.runtime.journal import (
     OptimStep,
     Tensor,
 )
-from motet.service.settings import Settings
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import MOST_WAITING, Models
@@ -235,8 +234,8 @@ def test_what_goes_while_it_is_counted_is_not_counted(tmp_path: Path, house: Hou
     kept.write(2, Nothing())
     (kept.path / "00000001.cmd").symlink_to("gone")  # it was there when the directory was read
     assert kept.waiting_bytes() == (kept.path / "00000002.cmd").stat().st_size
-    asked = house.part(Settings).directory / "samples"
-    asked.mkdir(exist_ok=True)
+    asked = house.storage.samples("tenant")
+    asked.mkdir(parents=True)
     (asked / "sample-gone").symlink_to("gone")
     old = asked / "sample-old"
     old.touch()

@@ -157,3 +157,12 @@ class RunError(MotetError):
 
 class DiskFull(RunError):
     """Something could not be written because the disk is full."""
+
+
+class StorageFull(DiskFull):
+    """Something was not kept because its tenant may not store so much."""
+
+    def __init__(self, message: str, needs: int) -> None:
+        """`needs` is its size in bytes."""
+        super().__init__(message)
+        self.needs = needs

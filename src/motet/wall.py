@@ -45,7 +45,7 @@ _REFUSED = """
  chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat setxattr lsetxattr fsetxattr removexattr lremovexattr
  fremovexattr utime utimes utimensat futimesat truncate openat2 creat inotify_init inotify_init1 inotify_add_watch fanotify_init
  name_to_handle_at open_by_handle_at flock quotactl quotactl_fd
- memfd_create memfd_secret shmget shmat shmctl msgget msgsnd semget semop mq_open add_key request_key keyctl
+ fallocate memfd_create memfd_secret shmget shmat shmctl msgget msgsnd semget semop mq_open add_key request_key keyctl
  mount umount2 pivot_root chroot unshare setns fsopen fsmount move_mount open_tree mount_setattr swapon swapoff
  bpf perf_event_open userfaultfd syslog acct reboot kexec_load kexec_file_load init_module finit_module delete_module
  sethostname setdomainname settimeofday clock_settime adjtimex clock_adjtime ioperm iopl setuid setgid setreuid setregid

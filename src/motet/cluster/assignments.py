@@ -25,6 +25,8 @@ class Assigned:
     state: JobState = JobState.QUEUED
     to: Host | None = None
     """For which host it was asked to let it go."""
+    had_slot: bool = False
+    """Whether it has run there."""
 
 
 class Assignments:
@@ -69,7 +71,7 @@ class Assignments:
         if self.most is None or self.ahead is None:
             return None
         same = [host for host in self.loads().values() if host.base == base]
-        waiting = sum(claim.tenant == tenant for host in same for claim in host.waiting)
+        waiting = sum(claim.tenant == tenant for host in same for claim in host.fresh)
         free = sum(max(0, host.slots - taken(host.jobs)) for host in same)
         return max(0, free + self.ahead * len(same) - waiting)
 
@@ -91,7 +93,8 @@ class Assignments:
             return None
         host = self._hosts[number]
         if runs:
-            loads[number] = replace(loads[number], waiting=(*loads[number].waiting, claim))
+            load = loads[number]
+            loads[number] = replace(load, waiting=(*load.waiting, claim), fresh=(*load.fresh, claim))
         self._jobs[name] = Assigned(claim, host, JobState.QUEUED if runs else JobState.PAUSED)
         return host
 
@@ -123,7 +126,7 @@ class Assignments:
         """A job has another state on its host."""
         job = self._jobs.get(event.job)
         if job is not None and job.host is host:
-            job.state = event.state
+            job.state, job.had_slot = event.state, job.had_slot or event.state is JobState.RUNNING
             if event.state.final:
                 del self._jobs[event.job]
 
@@ -148,7 +151,7 @@ class Assignments:
     def loads(self) -> dict[int, HostLoad]:
         """Of the hosts that are there; jobs that are paused, and not by a rule that is lifted by itself, want no slot."""
         hosts = [host for host in self._hosts if host.ready]
-        running, waiting, coming = ({host.number: list[Claim]() for host in hosts} for _ in range(3))
+        running, waiting, coming, fresh = ({host.number: list[Claim]() for host in hosts} for _ in range(4))
         for job in list(self._jobs.values()):
             held = job.state is JobState.PAUSED and self.rules.get(job.claim.tenant, FREE).hold
             if job.to is not None:
@@ -157,13 +160,15 @@ class Assignments:
                 whose, there = running if job.state is JobState.RUNNING else waiting, job.host
             if there.ready and (job.to is not None or held or job.state in _OPEN):
                 whose[there.number].append(job.claim)
+                if whose is waiting and not job.had_slot:
+                    fresh[there.number].append(job.claim)
         fast: dict[int, float] = {}
         for base in {host.base for host in hosts}:
             fast |= speeds({host.number: host.speed for host in hosts if host.base == base})
         return {
             host.number: HostLoad(
                 host.number, host.slots, tuple(running[host.number]), tuple(waiting[host.number]),
-                tuple(coming[host.number]), fast[host.number], host.base,
+                tuple(coming[host.number]), fast[host.number], host.base, tuple(fresh[host.number]),
             )
             for host in hosts
         }  # fmt: skip

@@ -20,6 +20,7 @@ from motet.cluster.assignments import Assignments, even_out
 from motet.cluster.host import Engine, EngineHandlers, Host, Launch, OfHost
 from motet.cluster.placement import HostLoad
 from motet.errors import EngineError, HostGone
+from motet.runtime.slots import Claim
 
 _log = logging.getLogger(__name__)
 _GATHER_SECONDS = 60.0
@@ -91,9 +92,10 @@ class EngineClient:
         """Whether a host has a job. From any thread; where it lets the job go meanwhile, open jobs are read again."""
         return self.jobs.get(job) is not None
 
-    def look(self) -> None:
-        """Read the open jobs again: there are others. From any thread."""
-        self._unplaced = True
+    def look(self, claim: Claim | None = None) -> None:
+        """Read the open jobs again: there are others, or, as soon as a host takes it, one with a claim. From any thread."""
+        self._unplaced = self._unplaced or claim is None
+        self.jobs.refused.update([] if claim is None else [(claim, True)])
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._look.set)
 
@@ -117,10 +119,8 @@ class EngineClient:
         self._handlers, self._loop = handlers, asyncio.get_running_loop()
         for host in self.hosts:
             host.start(handlers, self._hear)
-        self._tasks = [
-            asyncio.create_task(self._keep_placed(handlers)),
-            asyncio.create_task(even_out(self.hosts, self.jobs)),
-        ]
+        work = self._keep_placed(handlers), even_out(self.hosts, self.jobs)
+        self._tasks = [asyncio.create_task(one) for one in work]
 
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the processes."""

@@ -29,6 +29,8 @@ class HostLoad:
     """Beside other hosts' of the same base (`speeds`)."""
     base: str = ""
     """The name of its base, where there are several."""
+    fresh: tuple[Claim, ...] = ()
+    """Those that wait there and have not had a slot there."""
 
     @cached_property
     def jobs(self) -> tuple[Claim, ...]:
@@ -49,8 +51,11 @@ class HostLoad:
         return taken(self.jobs) + claim.slots <= self.slots
 
     def has_room(self, claim: Claim, ahead: int) -> bool:
-        """Whether a job may run soon: a slot is free, or fewer than `ahead` of its tenant's wait here that go before it."""
-        before = (other for other in self.waiting if other.tenant == claim.tenant and other.priority >= claim.priority)
+        """Whether a job may run soon: a slot is free, or fewer than `ahead` of its tenant's wait here that go before it.
+
+        Those that gave their slot away do not count: sessions of clients that ask for nothing may do so for ever.
+        """
+        before = (other for other in self.fresh if other.tenant == claim.tenant and other.priority >= claim.priority)
         return self.has_slots(claim) or sum(1 for _ in before) < ahead
 
     @cached_property

@@ -206,6 +206,7 @@ def _greet(app: FastAPI, address: str) -> None:
         f"engine log: {settings.directory / 'engine.log'}",
         soft_wrap=True,
     )
+    console.print(_limits(settings.config), soft_wrap=True, highlight=False)
 
 
 async def _look_for_wall(stopping: Callable[[], bool]) -> None:
@@ -238,6 +239,20 @@ def _make_private(directory: Path) -> None:
         say(f"other users of this machine can read {directory}, and its rights cannot be changed: {error.strerror}")
     else:
         say(f"other users of this machine could read {directory}: from now on only its owner can")
+
+
+def _limits(config: ServiceConfig) -> str:
+    """What a tenant may use unless an admin set something else for it, and where to change that."""
+    shown = ((name, value) for name, value in config.limits.model_dump().items() if name != "share")
+    listed = ", ".join(f"{name} {_shown(value)}" for name, value in shown)
+    return (
+        f"limits of each tenant: {listed}. Change them under `limits` in the file of --config, or for one tenant with "
+        "motet tenants limit; null or `none` is no limit"
+    )
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else f"{value:,.0f}" if isinstance(value, int | float) else str(value)
 
 
 def _alone(directory: Path) -> IO[str]:

@@ -113,10 +113,12 @@ def set_limits(
     tenant: Annotated[str, typer.Argument(help="The tenant's name.", show_default=False)],
     running_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that run at once; more wait.")] = None,
     queued_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that wait besides those.")] = None,
+    client_models: Annotated[str | None, typer.Option(metavar="N", help="Models of Tinker clients.")] = None,
+    open_samples: Annotated[str | None, typer.Option(metavar="N", help="Open samples of Tinker clients.")] = None,
     rank: Annotated[str | None, typer.Option(metavar="N", help="The largest rank.")] = None,
     steps: Annotated[str | None, typer.Option(metavar="N", help="The most steps of a job.")] = None,
     tokens_per_day: Annotated[str | None, typer.Option(metavar="N", help="Tokens on one day (UTC).")] = None,
-    storage_mb: Annotated[str | None, typer.Option(metavar="MB", help="Files and saved versions.")] = None,
+    storage_mb: Annotated[str | None, typer.Option(metavar="MB", help="All that is kept for it.")] = None,
     cpu_seconds: Annotated[str | None, typer.Option(metavar="S", help="The most cpu_seconds of a reward.")] = None,
     wall_seconds: Annotated[str | None, typer.Option(metavar="S", help="The most wall_seconds of a reward.")] = None,
     memory_mb: Annotated[str | None, typer.Option(metavar="MB", help="The most memory_mb of a reward.")] = None,
@@ -135,6 +137,7 @@ def set_limits(
     given = {
         "running_jobs": running_jobs, "queued_jobs": queued_jobs, "rank": rank, "steps": steps,
         "tokens_per_day": tokens_per_day, "storage_mb": storage_mb, "priority": priority, "share": share,
+        "client_models": client_models, "open_samples": open_samples,
         "cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_mb": memory_mb,
         "device_seconds_per_day": device_seconds_per_day,
     }  # fmt: skip

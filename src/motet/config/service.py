@@ -18,18 +18,23 @@ from motet.section import Config, named
 class LimitsConfig(Config):
     """What one tenant may use. A field that is null is no limit."""
 
-    running_jobs: int | None = Field(None, ge=1, le=10**6)
+    running_jobs: int | None = Field(16, ge=1, le=10**6)
     """Jobs that run at once; more wait in the queue."""
-    queued_jobs: int | None = Field(None, ge=0, le=10**6)
+    queued_jobs: int | None = Field(100, ge=0, le=10**6)
     """Jobs that wait besides those that may run; paused ones count."""
+    client_models: int | None = Field(32, ge=0, le=10**6)
+    """Models of clients of the Tinker protocol that have not ended; they count as jobs too."""
+    open_samples: int | None = Field(1024, ge=1, le=10**6)
+    """Samples of the Tinker protocol that are under way or were not fetched."""
     rank: int | None = Field(None, ge=1, le=10**6)
     """The largest `adapter.rank` of a job."""
     steps: int | None = Field(None, ge=1, le=10**9)
     """The most `steps` of a job."""
-    tokens_per_day: int | None = Field(None, ge=1, le=10**15)
+    tokens_per_day: int | None = Field(10**9, ge=1, le=10**15)
     """Tokens sampled, trained and read as prompts of completions, on one day (UTC). Jobs pause when they are spent."""
-    storage_mb: float | None = Field(None, ge=0, le=1e12, allow_inf_nan=False)
-    """Uploaded files and saved versions of adapters, together."""
+    storage_mb: float | None = Field(50_000.0, ge=0, le=1e12, allow_inf_nan=False)
+    """All that is kept for the tenant: uploaded files and adapters, open samples, and of its jobs commits, versions,
+    checkpoints, rollouts, logs and commands of clients. A write that does not fit is refused, and jobs pause."""
     cpu_seconds: float | None = Field(60.0, gt=0, le=1e9)
     """The most `cpu_seconds` of a job's rewards."""
     wall_seconds: float | None = Field(600.0, gt=0, le=1e9)

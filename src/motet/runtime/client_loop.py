@@ -19,7 +19,7 @@ from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.client import ClientLoss
 from motet.batch import AdamW, LossStats, OptimStats
 from motet.checksums import sync
-from motet.errors import AdapterError, ScorerAway
+from motet.errors import AdapterError, ScorerAway, StorageFull
 from motet.runtime import journal as j
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
@@ -113,8 +113,7 @@ class ClientLoop(Driver):
                     outcome = await self._forward_backward(number, command)
                     await self._answer(number, outcome, keep=not command.forward_only)
                 case j.Save():
-                    await self._save(number, command)
-                    await self._answer(number, j.Done(command.answer))
+                    await self._answer(number, await self._save(number, command))
                 case j.Nothing():
                     await self._answer(number, j.Done(command.answer))
         except AdapterError as error:
@@ -203,12 +202,13 @@ class ClientLoop(Driver):
             tokens_trained=self._tokens,
             position=number + 1,
         )
+        since = self.session.done.position
         await asyncio.to_thread(self._journal.answer, number, done, hidden=True)
         await self.session.finish(finished, None, commit=True)
         self._stats, self._samples, self._next = LossStats(), 0, number + 1
         self._tokens = self._looked = 0
         await asyncio.to_thread(self._journal.reveal, self._next)
-        await asyncio.to_thread(self._journal.forget, self._next)
+        await asyncio.to_thread(self._journal.forget, self._next, since)
         self.job.observer(CommandObeyed())
 
     async def _load(self, number: int, command: j.Load) -> None:
@@ -218,7 +218,7 @@ class ClientLoop(Driver):
         self._stats, self._samples = LossStats(), 0
         await self._finish(number, j.Done(command.answer), None, {"train": 0.0})
 
-    async def _save(self, number: int, command: j.Save) -> None:
+    async def _save(self, number: int, command: j.Save) -> j.AnyOutcome:
         trainer, name = self.services.trainer, self.job.name
         final = self.job.directory.path / "checkpoints" / command.place
 
@@ -232,13 +232,22 @@ class ClientLoop(Driver):
             ttl = command.about.get("ttl")  # not a moment: who sends the command again sends the same
             expires = None if ttl is None else time.time() + ttl
             (draft / ABOUT).write_bytes(msgspec.json.encode({**command.about, "expires": expires}))
+            try:
+                self.services.room.take(self.job.tenant, draft)
+            except StorageFull:
+                shutil.rmtree(draft)
+                raise
             sync(draft)
             shutil.rmtree(final, ignore_errors=True)
             draft.rename(final)
             sync(final.parent)
             _prune(final.parent)
 
-        await asyncio.to_thread(write)
+        try:
+            await asyncio.to_thread(write)
+        except StorageFull as error:
+            return j.Failed(str(error).removeprefix("waits: "))
+        return j.Done(command.answer)
 
 
 def _number(checkpoint: Path) -> int | None:

@@ -1,13 +1,16 @@
-"""Jobs that wait for disk space after the disk was full."""
+"""Jobs that wait for disk space after the disk was full, or for room after their tenant stored as much as it may."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Callable
 
 from motet.checksums import disk_error
-from motet.errors import DiskFull, RunError
+from motet.errors import DiskFull, RunError, StorageFull
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.job import Job
+from motet.runtime.storage_room import StorageRoom
 
 _MORE = 2**20
 """Bytes that must have come free where nobody knows how many a commit takes."""
@@ -30,20 +33,24 @@ class DiskSpaceGate:
     """Holds a job back until the bytes that its next commit takes are free."""
 
     def __init__(self) -> None:
-        self._needs: dict[str, tuple[JobDirectory, int]] = {}
+        self._needs: dict[str, tuple[Callable[[], float], int]] = {}
 
-    def block(self, job: str, directory: JobDirectory) -> str:
-        """Hold back a job that met a full disk, and throw away what it left half written. Returns the message for its state."""
+    def block(self, job: Job, error: BaseException, room: StorageRoom) -> str:
+        """Hold back a job that found no room, and throw away what it left half written. Returns the message for its state."""
+        error, directory, tenant = innermost(error), job.directory, job.tenant
         committed = None
         with contextlib.suppress(OSError, RunError):
             committed = directory.newest()
             directory.restore()
+        if isinstance(error, StorageFull):
+            self._needs[job.name] = (lambda: room.of(tenant)), error.needs
+            return str(error)
         free = _free(directory)
         needs = free + _MORE
         if committed is not None:
             state = directory.path / "state" / str(committed.step)
             needs = max(free + 1, 2 * sum(path.stat().st_size for path in state.iterdir()))
-        self._needs[job] = directory, needs
+        self._needs[job.name] = (lambda: _free(directory)), needs
         return (
             f"waits: the disk of the service is full; it goes on by itself when {needs / 1e6:,.1f} MB are free (deleting jobs "
             "that have ended makes room). Nothing committed is lost"
@@ -51,12 +58,12 @@ class DiskSpaceGate:
 
     def blocks(self, job: str) -> bool:
         """Whether there is still too little space for a job."""
-        directory, needs = self._needs.get(job, (None, 0))
-        return directory is not None and _free(directory) < needs
+        free, needs = self._needs.get(job, (None, 0))
+        return free is not None and free() < needs
 
     def may_open(self) -> bool:
         """Whether there is space enough for any job that is held back."""
-        return any(_free(directory) >= needs for directory, needs in self._needs.values())
+        return any(free() >= needs for free, needs in self._needs.values())
 
     def forget(self, job: str) -> None:
         """Hold a job back no longer."""

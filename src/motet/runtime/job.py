@@ -17,6 +17,7 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.learner import Learner
 from motet.runtime.progress import JobProgress
 from motet.runtime.scheduler import FairScheduler
+from motet.runtime.storage_room import StorageRoom
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset
 from motet.tasks.reward_pool import RewardPool
@@ -106,6 +107,7 @@ class Services:
     """Of the base's longest sequence."""
     vocabulary: int = 0
     """Tokens that the base knows."""
+    room: StorageRoom = field(default_factory=StorageRoom)
     agents: Callable[[str, EnvironmentConfig], AgentsElsewhere] | None = None
     """The agent of a job that runs elsewhere; None where there is no elsewhere."""
 

@@ -34,6 +34,8 @@ from motet.types import FloatArray
 
 KEPT = 4096
 """Outcomes of so many commands before the newest commit are kept for a client that asks again."""
+KEPT_BYTES = 2**26
+"""Of those outcomes, besides the ones of the newest commit."""
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -183,7 +185,10 @@ class Journal:
         Raises:
             JournalError: another has this number.
         """
-        data = msgspec.msgpack.encode(command)
+        self.put(number, msgspec.msgpack.encode(command))
+
+    def put(self, number: int, data: bytes) -> None:
+        """`write` of a command that is encoded already."""
         digest = hashlib.sha256(data).digest()
         known = self._read(number, "sum")
         if known is None:
@@ -205,6 +210,12 @@ class Journal:
     def known(self, number: int) -> bool:
         """Whether a command of this number ever came."""
         return self._file(number, "sum").exists() or self._file(number, "cmd").exists()
+
+    def end(self, *, outcomes: bool) -> None:
+        """Remove what a session that is over needs no more: commands, and unless they may be fetched, their outcomes."""
+        for path in list(self.path.glob("*")):
+            if path.stem.partition(".")[0].isdecimal() and (path.suffix in (".cmd", ".part", ".new") or not outcomes):
+                path.unlink(missing_ok=True)
 
     def finish(self) -> None:
         """No more commands will come."""
@@ -271,12 +282,20 @@ class Journal:
         """A command that changed nothing, or what lies in files, is done: it need never be obeyed again."""
         self._file(number, "cmd").unlink(missing_ok=True)
 
-    def forget(self, before: int) -> None:
-        """Commands before a number are in a commit: their bodies go, and outcomes that nobody can still want."""
-        for path in list(self.path.iterdir()):
+    def forget(self, before: int, since: int = 0) -> None:
+        """Commands before a number are in a commit: their bodies go, and outcomes that nobody can still want.
+
+        `since` is the first command of that commit: outcomes from there on stay, whatever their size.
+        """
+        kept_bytes = 0
+        for path in sorted(self.path.iterdir(), reverse=True):
             kind, number = path.suffix, path.stem
             oldest = {".cmd": before, ".out": before - KEPT, ".sum": before - KEPT}.get(kind, 0)
-            if number.isdecimal() and int(number) < oldest:
+            if not number.isdecimal():
+                continue
+            if kind == ".out" and int(number) < since:
+                kept_bytes += path.stat().st_size
+            if int(number) < oldest or (kind == ".out" and int(number) < since and kept_bytes > KEPT_BYTES):
                 path.unlink()
 
     def _file(self, number: int, kind: str) -> Path:

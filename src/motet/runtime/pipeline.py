@@ -144,6 +144,7 @@ class Pipeline:
         """Set what holds for a tenant's jobs. While it holds them they are paused, and they go on by themselves afterwards."""
         self._rules[tenant] = rule
         self._services.scheduler.share(tenant, rule.share)
+        self._services.room.set(tenant, rule.room)
         for job in [job for job in self.jobs.values() if job.tenant == tenant]:
             if rule.hold:
                 self._obey(job)
@@ -230,7 +231,7 @@ class Pipeline:
             self._restart(job, error)
         except Exception as error:  # the boundary of a tenant: its fault must not reach the others
             full = self._stays and is_full(error)
-            _fail(job, error, self._disk_gate.block(job.name, job.directory) if full else "")
+            _fail(job, error, self._disk_gate.block(job, error, self._services.room) if full else "")
         finally:
             self._release(job)
 

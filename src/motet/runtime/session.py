@@ -231,6 +231,8 @@ class Session:
             trainer.save_adapter(job.name, path, optimizer=True)
             for also in self.also_saved:
                 also(path)
+            if len(job.directory.steps()) < keep:  # otherwise an older commit goes
+                self.services.room.take(job.tenant, path)
 
         def write() -> Committed:
             written = job.directory.commit(done, save)

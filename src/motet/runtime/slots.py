@@ -32,6 +32,8 @@ class Rule:
     """Its share of slots and tokens among tenants."""
     highest: int = 0
     """The highest priority that counts against other tenants; a higher one only goes before its own jobs."""
+    room: int | None = None
+    """Bytes that the tenant may still store; None where the limit is far."""
 
 
 FREE = Rule()

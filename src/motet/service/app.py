@@ -56,6 +56,7 @@ from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import QuotaEnforcer, Quotas
+from motet.service.tenants.stored import StoredBytes
 from motet.service.tinker import runs, sessions, training
 from motet.service.tinker.checkpoints import Checkpoints, Downloads
 from motet.service.tinker.futures import Futures
@@ -189,13 +190,14 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     engine = EngineClient(starts, settings.directory, launch)
     engine.jobs.ahead = JOBS_AHEAD
     ledger = Ledger(store)
-    quotas = Quotas(store, storage, ledger, config.limits, sum(hosts.slots for hosts, _ in settings.hosts.values()))
+    stored, slots = StoredBytes(store, storage), sum(hosts.slots for hosts, _ in settings.hosts.values())
+    quotas = Quotas(store, stored, ledger, config.limits, slots)
     enforcer = QuotaEnforcer(quotas, ledger, engine)
     workers = RewardWorkers(store, bus, config.lease_seconds)
     agents = AgentWorkers(store, bus, config.lease_seconds)
     grading = Grading(engine, adapters)
     scoring = Scoring(store, secrets.asking(HttpRewards(allowed.addresses)), workers, grading)
-    recorder = EventRecorder(store, storage, ledger, bus, (workers, agents))
+    recorder = EventRecorder(store, storage, ledger, stored, bus, (workers, agents))
     initial = InitialAdapters(storage, adapters)
     handover = Handover(store, storage, log, recorder, initial, enforcer, engine, bases, secrets)
     queue = JobQueue(store, bus, adapters, initial, recorder.record_state, handover.hand_over)
@@ -211,21 +213,25 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
         workers.rest(job_id, wanted)
         agents.rest(job_id, wanted)
 
+    def obeyed(job_id: str) -> None:
+        stored.changed(job_id)
+        bus.publish(job_id)
+
     handlers = EngineHandlers(
         handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, rest, ledger.count_completion,
-        bus.publish, agents.run, handover.reconcile,
+        obeyed, agents.run, handover.reconcile,
     )  # fmt: skip
     models = Models(bases, store, storage, submissions, quotas, engine, secrets)
     checkpoints = Checkpoints(models)
     samplers = Samplers(models, checkpoints, storage, engine)
     room = OpenBytes(config.http)
-    futures = Futures(models, samplers, quotas, store, bus, settings.directory / "samples", room)
+    futures = Futures(models, samplers, quotas, store, bus, storage, room)
     leases = Leases(models, futures, store)
     watch = KeyWatch(store.tenants, (workers, agents, futures))
     return Parts(
         models, leases, checkpoints, Downloads(), samplers, futures, watch, RequestMetrics(),
         Erasure(store, storage, adapters, submissions),
-        settings, bases, store, storage, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
+        settings, bases, store, storage, stored, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
         scoring, recorder, handover, queue, submissions, checks, reads, apart, room, handlers,
         FineTunings(store, storage, adapters), Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
     )  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -48,16 +46,9 @@ class Storage:
         numbers = [str(number) for number in self.job(job_id).versions()]
         return [*numbers, "latest", "best"] if numbers else []
 
-    def saved_bytes(self, job_ids: Iterable[str]) -> int:
-        """Bytes of the saved versions of some jobs, and of the checkpoints of those that clients drive."""
-        size = 0
-        for directory in map(self.job, job_ids):
-            for number in directory.versions():
-                with contextlib.suppress(FileNotFoundError):  # the engine clears older versions away meanwhile
-                    size += sum(path.stat().st_size for path in directory.version(number).glob("*"))
-            with contextlib.suppress(FileNotFoundError):
-                size += sum(path.stat().st_size for path in directory.path.glob("checkpoints/*/*/*"))
-        return size
+    def samples(self, tenant_id: str) -> Path:
+        """Where the service keeps what a tenant's samples were asked, until their answers are fetched."""
+        return self.directory / "samples" / tenant_id
 
     def upload(self, file_id: str, filename: str) -> Path:
         """Where an uploaded file of rows lies; its ending says what it is.

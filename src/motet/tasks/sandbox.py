@@ -5,19 +5,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, Self
+from typing import IO, ClassVar, Literal, Self
 
 from motet import wall
 
 MODULE = "motet.tasks.sandbox_process"
 SECONDS = 10.0
 MEMORY_MB = 512
+WRITTEN_MB = 64.0
+"""Of all files of one sandbox."""
+FILES = 1024
+"""Files and directories of one sandbox."""
+_TOGETHER_MB = 1024.0
+"""Of all files of all sandboxes of this process."""
+_LOOK_SECONDS = 0.02
 _BY_THE_CLOCK = 3.0
 """How many times its CPU time a program may take by the clock, so that a busy machine decides nothing."""
 _SHOWN = 4000
@@ -34,16 +44,22 @@ class Ran:
     """What it wrote to standard error."""
     status: int | None
     """Its exit status, or minus the signal that ended it; None where its time was up."""
+    wrote: str = ""
+    """What it wrote too much of: it was ended, and all files of its sandbox were removed."""
 
     def __str__(self) -> str:
         """As a model is told."""
         ended = "[ended: it took too long]" if self.status is None else f"[exit status {self.status}]"
+        ended = f"[ended: it wrote more than {self.wrote}; all files were removed]" if self.wrote else ended
         said = (_shortened(text.rstrip("\n")) for text in (self.output, self.errors))
         return "\n".join(filter(None, (*said, ended if self.status != 0 else ""))) or "[no output]"
 
 
 class Sandbox:
     """Where programs of one episode run, one after another; files that they write are there for the next one."""
+
+    _sizes: ClassVar[dict[Path, int]] = {}
+    """Bytes of the sandboxes of this process that are open, as they were looked at last."""
 
     def __init__(self, seconds: float = SECONDS, memory_mb: int = MEMORY_MB) -> None:
         """Each program has so many seconds of CPU time, three times as many by the clock, and so much memory."""
@@ -59,6 +75,7 @@ class Sandbox:
 
     def close(self) -> None:
         """Remove the directory."""
+        self._sizes.pop(self.directory, None)
         self._made.cleanup()
 
     def python(self, code: str, given: str = "") -> Ran:
@@ -87,17 +104,64 @@ class Sandbox:
                 cwd=self.directory, env=wall.environment(HOME=str(self.directory), PYTHONHASHSEED="0"), start_new_session=True,
             )  # fmt: skip
             status: int | None = None
+            sent = json.dumps(head).encode() + b"\n" + text + given.encode("utf-8", "replace")
             try:
-                sent = json.dumps(head).encode() + b"\n" + text + given.encode("utf-8", "replace")
-                process.communicate(sent, timeout=self._seconds * _BY_THE_CLOCK)
+                wrote = self._watched(process, sent)
                 status = process.returncode
-            except subprocess.TimeoutExpired:
-                pass
             finally:
                 _end(process)
+            wrote = wrote or self._too_much(process.pid)  # its last files are counted too
+            if wrote:
+                self._clear()
             # The directory has another name each time, and what a model is told depends on nothing of that kind.
             output, said = (_whole(file).replace(str(self.directory), "~") for file in (printed, errors))
-            return Ran(output, said, None if status == -signal.SIGXCPU else status)
+            return Ran(output, said, None if status == -signal.SIGXCPU else status, wrote)
+
+    def _watched(self, process: subprocess.Popen[bytes], sent: bytes) -> str:
+        """Wait until a program has ended, its time is up, or it has written too much; says what of."""
+        until, given = time.monotonic() + self._seconds * _BY_THE_CLOCK, sent or None
+        while (left := until - time.monotonic()) > 0:
+            try:
+                process.communicate(given, timeout=min(left, _LOOK_SECONDS))
+                break
+            except subprocess.TimeoutExpired:
+                given = None  # it is sent on
+            if wrote := self._too_much(process.pid):
+                return wrote
+        return ""
+
+    def _too_much(self, program: int) -> str:
+        """What the files of this sandbox are too much of; empty where they are not."""
+        count, size = 0, _unlinked(program)
+        for root, directories, files in os.walk(self.directory):
+            count += len(directories) + len(files)
+            if count > FILES:
+                return f"{FILES} files"
+            for name in files:
+                with contextlib.suppress(OSError):  # removed meanwhile
+                    size += os.lstat(os.path.join(root, name)).st_size
+        self._sizes[self.directory] = size
+        if size > WRITTEN_MB * 2**20:
+            return f"{WRITTEN_MB:g} MB"
+        others = sum(list(self._sizes.values())) - size
+        return f"there is room for beside {len(self._sizes) - 1} others" if others + size > _TOGETHER_MB * 2**20 else ""
+
+    def _clear(self) -> None:
+        for path in self.directory.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._sizes.pop(self.directory, None)
+
+
+def _unlinked(program: int) -> int:
+    """Bytes of the files that a program has open and that have no name any more; its output is in two of them."""
+    sizes = dict[int, int]()
+    with contextlib.suppress(OSError):  # it has ended
+        for handle in os.scandir(f"/proc/{program}/fd"):
+            with contextlib.suppress(OSError):
+                status = os.stat(handle.path)
+                if stat.S_ISREG(status.st_mode) and not status.st_nlink:
+                    sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -13,6 +13,7 @@ from motet.cluster.client import EngineClient
 from motet.cluster.messages import Action, AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToEngine
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError
+from motet.runtime.slots import Claim
 from motet.service.bases import Bases
 from motet.service.database.store import OPEN, Store
 from motet.service.database.tables import StoredJob
@@ -56,8 +57,12 @@ class Handover:
             self._wait(job, missing)
             return
         try:
-            self.message(job)  # a file that is gone is told now, not when the job's turn comes
-            self._engine.look()
+            self._initial.keep(job)
+            config = JobConfig.model_validate(job.spec)
+            self.tree(
+                Principal.member_of(job.tenant_id), config, job.id
+            )  # a file that is gone is told before its turn comes
+            self._engine.look(Claim("", job.tenant_id, config.priority, config.slots, self._bases.of(job.base)))
         except UNFIT as error:
             self._recorder.record_state(job.id, JobState.FAILED, str(error))
 

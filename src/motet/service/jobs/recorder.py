@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter
 
 from motet.cluster.messages import JobChanged, JobStepped, JobWorked, Usage
+from motet.runtime.journal import Journal
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import now
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
+from motet.service.tenants.stored import StoredBytes
 from motet.service.workers.attached import AttachedWorkers
 from motet.types import JobState
 
@@ -24,9 +27,16 @@ class EventRecorder:
     """Keeps events of jobs, the columns of their rows, and usage."""
 
     def __init__(
-        self, store: Store, storage: Storage, ledger: Ledger, bus: EventBus, workers: Sequence[AttachedWorkers]
+        self,
+        store: Store,
+        storage: Storage,
+        ledger: Ledger,
+        stored: StoredBytes,
+        bus: EventBus,
+        workers: Sequence[AttachedWorkers],
     ) -> None:
-        self._store, self._storage, self._ledger, self._bus, self._workers = store, storage, ledger, bus, workers
+        self._store, self._storage, self._ledger, self._stored = store, storage, ledger, stored
+        self._bus, self._workers = bus, workers
         self._closing = False
         self.failure = ""
         """Why nothing can be written just now."""
@@ -51,6 +61,7 @@ class EventRecorder:
                 self._count_rollouts(job_id, line)
 
         self._write(keep)
+        self._stored.changed(job_id)
         self._bus.publish(job_id, ANY_JOB)
 
     def _count_rollouts(self, job_id: str, line: Mapping[str, Any]) -> None:
@@ -69,6 +80,10 @@ class EventRecorder:
         key, row = key or f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
         event = shown if inexact is None else {**shown, "inexact": inexact}
         self._write(lambda: self._store.add_event(job_id, "state", key, event, None, **row))
+        if state in (JobState.SUCCEEDED, JobState.CANCELLED):  # one that failed may be resumed, and obeys again
+            with contextlib.suppress(OSError):  # what stays is counted, and goes when the job is deleted
+                Journal(self._storage.job(job_id).path).end(outcomes=state is JobState.SUCCEEDED)
+        self._stored.changed(job_id)
         self._bus.publish(job_id, ANY_JOB)
         if state.final:
             self._bus.publish(WAITING_JOBS)

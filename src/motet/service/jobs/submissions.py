@@ -123,6 +123,8 @@ class Submissions:
             with self._quotas.admitting(who.tenant_id, [one.config for one in planned]):
                 sealed = [replace(one, config=self._secrets.sealed(one.config)) for one in planned]
                 submitted = self._queue.submit(who, sealed)
+                for job in submitted:
+                    self._quotas.stored.add(who.tenant_id, job.id, 0)
         except StoreError:
             if same := self._submitted(who, idempotency, len(jobs)):  # by another request, at the same time
                 return same
@@ -197,3 +199,4 @@ class Submissions:
         self._adapters.forget_shares(job.id)
         self._store.delete_job(job.id)
         self._storage.job(job.id).delete()
+        self._quotas.stored.forget(job.id)

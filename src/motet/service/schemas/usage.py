@@ -59,7 +59,7 @@ class TenantInfo(Answer):
     """Sampled, trained and read as prompts of completions."""
     device_seconds_today: float
     stored_bytes: int
-    """Uploaded files and adapters, and saved versions."""
+    """Everything that is kept for the tenant, as `storage_mb` counts it."""
 
 
 class Tenants(Answer):

@@ -15,6 +15,7 @@ from typing import Any
 
 from sqlalchemy import func, select
 
+from motet.algorithms.client import ClientDriven
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import SetRule
 from motet.config import JobConfig
@@ -22,10 +23,10 @@ from motet.config.service import LimitsConfig
 from motet.errors import LimitError, StoreError
 from motet.runtime.slots import Rule
 from motet.service.database.store import OPEN, Store
-from motet.service.database.tables import StoredFile, StoredJob, Tenant, TenantLimits, UploadedAdapter, now
+from motet.service.database.tables import StoredJob, Tenant, TenantLimits, now
 from motet.service.schemas.usage import TenantInfo
-from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger, UsedToday
+from motet.service.tenants.stored import StoredBytes
 from motet.types import JobState
 
 _log = logging.getLogger(__name__)
@@ -33,6 +34,11 @@ _MB = 2**20
 _DAY = 86_400
 _SECONDS = 1.0
 _ASK = "an admin raises it with motet tenants limit"
+_DELETE = "delete files, adapters, checkpoints or jobs that have ended"
+_NEAR = 2**31
+"""Bytes of room from which on hosts need not know it."""
+_SMALL = _MB
+"""Bytes beyond `storage_mb` for commands of clients that make room, or that only keep the numbers of others in order."""
 
 
 class Quotas:
@@ -41,11 +47,11 @@ class Quotas:
     A check raises `LimitError`, which says which limit is exceeded, what is used of it, and who can change it.
     """
 
-    def __init__(self, store: Store, storage: Storage, ledger: Ledger, defaults: LimitsConfig, slots: int) -> None:
+    def __init__(self, store: Store, stored: StoredBytes, ledger: Ledger, defaults: LimitsConfig, slots: int) -> None:
         """`defaults` hold for a tenant unless an admin set something else; `slots` jobs run at once, of all tenants."""
-        self._store, self._storage, self._ledger, self._defaults, self._slots = store, storage, ledger, defaults, slots
+        self._store, self.stored, self._ledger, self._defaults, self._slots = store, stored, ledger, defaults, slots
         self._admitting = threading.Lock()
-        self._storing: dict[str, threading.Lock] = {}
+        self._storing: dict[str, threading.RLock] = {}
 
     def of(self, tenant_id: str) -> LimitsConfig:
         """What holds for a tenant."""
@@ -86,7 +92,7 @@ class Quotas:
                 waiting=self._jobs(tenant.id, JobState.QUEUED.value, JobState.PAUSED.value),
                 tokens_today=today.get(tenant.id, UsedToday()).tokens,
                 device_seconds_today=today.get(tenant.id, UsedToday()).device_seconds,
-                stored_bytes=self.stored(tenant.id),
+                stored_bytes=self.stored.of(tenant.id),
             )
             for tenant, given in rows
         ]
@@ -94,16 +100,6 @@ class Quotas:
     def _jobs(self, tenant_id: str, *states: str) -> int:
         query = select(func.count()).where(StoredJob.tenant_id == tenant_id, StoredJob.state.in_(states))
         return int(self._store.scalar(query) or 0)
-
-    def stored(self, tenant_id: str) -> int:
-        """Bytes of a tenant's uploaded files and adapters, and of the saved versions of its jobs."""
-        with self._store.transaction() as session:
-            files = session.scalar(select(func.sum(StoredFile.bytes)).where(StoredFile.tenant_id == tenant_id))
-            brought = session.scalar(
-                select(func.sum(UploadedAdapter.bytes)).where(UploadedAdapter.tenant_id == tenant_id)
-            )
-            jobs = list(session.scalars(select(StoredJob.id).where(StoredJob.tenant_id == tenant_id)))
-        return int(files or 0) + int(brought or 0) + self._storage.saved_bytes(jobs)
 
     @contextlib.contextmanager
     def admitting(self, tenant_id: str, configs: Sequence[JobConfig]) -> Iterator[None]:
@@ -113,14 +109,22 @@ class Quotas:
                 self.check_size(tenant_id, config)
             self.check_queue(tenant_id, len(configs))
             self.check_storage(tenant_id, 0)
+            if any(isinstance(config.algorithm, ClientDriven) for config in configs):
+                self.check_models(tenant_id)
             yield
 
     @contextlib.contextmanager
-    def storing(self, tenant_id: str, size: int) -> Iterator[None]:
-        """While so many bytes are written down as a tenant's: one upload of it at a time, as in `admitting`."""
-        with self._storing.setdefault(tenant_id, threading.Lock()):
-            self.check_storage(tenant_id, size)
+    def storing(self, tenant_id: str, size: int, part: str = "", *, small: bool = False) -> Iterator[None]:
+        """While so many bytes are written down as a tenant's: one write of it at a time, as in `admitting`.
+
+        They are counted under `part`, a job or `SAMPLES`; uploads, which have no part, are counted by the database. `small`
+        writes, which let a client's model go on and make room, have a little room beyond the limit.
+        """
+        with self._storing.setdefault(tenant_id, threading.RLock()):
+            self.check_storage(tenant_id, size, _SMALL if small else 0)
             yield
+            if part:
+                self.stored.add(tenant_id, part, size)
 
     def check_size(self, tenant_id: str, config: JobConfig) -> None:
         """Let a job be as large as it is, whether or not it could be queued now."""
@@ -157,6 +161,26 @@ class Quotas:
                 429,
             )
 
+    def check_models(self, tenant_id: str) -> None:
+        """Let one more model of a client be made."""
+        most = self.of(tenant_id).client_models
+        open_models = StoredJob.idempotency_key.startswith("session-") & StoredJob.state.in_(OPEN)
+        query = select(func.count()).where(StoredJob.tenant_id == tenant_id, open_models)
+        if most is not None and (count := int(self._store.scalar(query) or 0)) >= most:
+            raise LimitError(
+                f"client_models: {count} models of this tenant's clients have not ended; end one, cancel one, or {_ASK} "
+                "--client-models",
+                429,
+            )
+
+    def check_samples(self, tenant_id: str, count: int) -> None:
+        """Let one more sample be open beside so many."""
+        most = self.of(tenant_id).open_samples
+        if most is not None and count >= most:
+            raise LimitError(
+                f"open_samples: {count} samples are open; fetch some first, or {_ASK} --open-samples", 429, 1
+            )
+
     def check_priority(self, tenant_id: str, priority: int) -> None:
         """Let a job have a priority."""
         limits = self.of(tenant_id)
@@ -167,17 +191,20 @@ class Quotas:
                 403,
             )
 
-    def check_storage(self, tenant_id: str, size: int) -> None:
-        """Let so many bytes be stored."""
+    def check_storage(self, tenant_id: str, size: int, beyond: int = 0) -> None:
+        """Let so many bytes be stored, up to so many beyond the limit."""
         most = self.of(tenant_id).storage_mb
         if most is None:
             return
-        stored = self.stored(tenant_id)
-        if stored + size > most * _MB or stored >= most * _MB:
+        stored, room = self.stored.of(tenant_id), most * _MB + beyond
+        if stored + size > room or stored >= room:  # jobs may have become smaller since they were measured
+            self.stored.measure()
+            stored = self.stored.of(tenant_id)
+        if stored + size > room or stored >= room:
             raise LimitError(
                 f"storage_mb: this tenant stores {stored / _MB:.1f} of {most:g} MB"
                 + (f", and {size / _MB:.1f} more do not fit" if size else "")
-                + f"; delete files or jobs that have ended, or {_ASK} --storage-mb",
+                + f"; {_DELETE}, or {_ASK} --storage-mb",
                 403,
             )
 
@@ -224,7 +251,8 @@ class QuotaEnforcer:
 
     def rule(self, tenant_id: str) -> Rule:
         """What holds for a tenant's jobs now."""
-        return _rule(self._quotas.of(tenant_id), self._ledger.used_today().get(tenant_id, UsedToday()))
+        used = self._ledger.used_today().get(tenant_id, UsedToday())
+        return _rule(self._quotas.of(tenant_id), used, self._quotas.stored.of(tenant_id))
 
     def rule_with_job(self, job: StoredJob) -> Rule:
         """What holds for a job, for the message that takes it to the engine."""
@@ -263,20 +291,28 @@ class QuotaEnforcer:
     def enforce(self) -> None:
         """Write down usage, and send the engine the rules that are not what they were."""
         self._ledger.flush()
+        self._quotas.stored.measure()
         used = self._ledger.used_today()
         for tenant_id, limits in self._quotas.all().items():
-            rule = _rule(limits, used.get(tenant_id, UsedToday()))
+            rule = _rule(limits, used.get(tenant_id, UsedToday()), self._quotas.stored.of(tenant_id))
             if rule != self._sent.get(tenant_id):  # the first time to all: a service before may have said otherwise
                 self._sent[tenant_id] = rule
                 self._engine.send(SetRule(tenant_id, rule))
 
 
-def _rule(limits: LimitsConfig, used: UsedToday) -> Rule:
-    hold = ""
+def _rule(limits: LimitsConfig, used: UsedToday, stored: int) -> Rule:
+    hold, space = "", limits.storage_mb
     if spent := _spent(limits, used):
         reason, option = spent
         hold = f"{reason}; it goes on by itself at 00:00 UTC, or when {_ASK} {option}"
-    return Rule(limits.running_jobs, hold, limits.share, limits.highest_priority or 0)
+    elif space is not None and stored > space * _MB + _SMALL:
+        hold = (
+            f"storage_mb: this tenant stores more than its {space:g} MB; {_DELETE}, and it goes on by itself, or when {_ASK} "
+            "--storage-mb. Nothing committed is lost"
+        )
+    room = None if space is None else max(0, round(space * _MB - stored))
+    near = room if room is not None and room < _NEAR else None
+    return Rule(limits.running_jobs, hold, limits.share, limits.highest_priority or 0, near)
 
 
 def _until_tomorrow() -> int:

@@ -142,6 +142,7 @@ class Checkpoints:
     def remove(self, checkpoint: Checkpoint) -> None:
         """Delete one."""
         shutil.rmtree(checkpoint.directory, ignore_errors=True)
+        self._models.stored.changed(checkpoint.job.id)
 
     def copy(self, source: Checkpoint, job: StoredJob, ttl: int | None) -> Checkpoint:
         """The same files, of another model."""
@@ -161,6 +162,7 @@ class Checkpoints:
             raise
         shutil.rmtree(copied.directory, ignore_errors=True)
         draft.rename(copied.directory)
+        self._models.stored.changed(job.id)
         return copied
 
     def expire(self, checkpoint: Checkpoint, seconds: int | None) -> None:

@@ -13,10 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
-
-import msgspec
 
 from motet.errors import ConfigError, EngineError, LimitError
 from motet.runtime.journal import Done, Failed, Gradient
@@ -26,7 +23,9 @@ from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
 from motet.service.events import EventBus, within
 from motet.service.http.bodies import OpenBytes
+from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
+from motet.service.tenants.stored import SAMPLES, blocks
 from motet.service.tinker.models import Models
 from motet.service.tinker.requests import Sample
 from motet.service.tinker.samplers import Samplers
@@ -38,9 +37,6 @@ POLL_SECONDS = 25.0
 _KEPT_SECONDS = 900.0
 _HELD = "samples that are held back"
 """A topic of those who wait for the end of the service at most."""
-MOST_OPEN = 1024
-"""Samples of one tenant that are under way or were not fetched yet."""
-
 Answer = bytes | dict[str, Any]
 """A binary message, or JSON."""
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
@@ -54,11 +50,6 @@ _RESULT_BYTES = 8
 _NAME = re.compile(r"sample-[0-9a-f]{24}")
 
 
-class _Asked(msgspec.Struct, frozen=True):
-    tenant_id: str
-    body: dict[str, Any]
-
-
 @dataclass
 class _Sample:
     tenant_id: str
@@ -68,6 +59,8 @@ class _Sample:
     """None once it was fetched."""
     size: int
     """Bytes of memory that it takes, roughly."""
+    stored: int = 0
+    """Bytes of its file."""
     task: asyncio.Task[bytes] | None = None
     """None while its tenant's limits hold it back."""
     since: float | None = field(default_factory=time.monotonic)
@@ -90,32 +83,28 @@ class Futures:
         quotas: Quotas,
         store: Store,
         bus: EventBus,
-        asked: Path,
+        storage: Storage,
         room: OpenBytes,
     ) -> None:
-        """`asked` is the directory of what samples were asked, `room` the memory that they may take."""
+        """`room` is the memory that open samples may take."""
         self._models, self._samplers, self._store, self._bus = models, samplers, store, bus
-        self._quotas = quotas
-        self._asked, self._room = asked, room
+        self._quotas, self._storage, self._room = quotas, storage, room
         self._samples: dict[str, _Sample] = {}
 
     async def begin(self, who: Principal, wanted: Sample) -> str:
         """Begin a sample, now or once its tenant may; gives the id of its future.
 
         Raises:
-            Refusal: too many of this tenant's are open.
+            LimitError: too many of this tenant's are open, or it does not fit into what its tenant may store.
         """
         self._forget_old()
-        if self.open(who) >= MOST_OPEN:
-            raise Refusal(429, f"{MOST_OPEN} samples are open; fetch some first", headers={"Retry-After": "1"})
+        name, count = f"sample-{secrets.token_hex(12)}", self.open(who)
         size = self._taken(who.tenant_id, wanted)
-        try:
-            name = self._written(who, wanted)
-        except BaseException:
-            self._room.give_back(who.tenant_id, size)
-            raise
+        # counted from now on, for those that come meanwhile
         sample = self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted, size)
         try:
+            await asyncio.to_thread(self._quotas.check_samples, who.tenant_id, count)
+            sample.stored = await asyncio.to_thread(self._keep, who, name, wanted.model_dump_json().encode())
             await self._started(who, sample)
         except BaseException:  # the client has no name to ask by
             self._forget(name)
@@ -132,19 +121,19 @@ class Futures:
         self._room.take(tenant_id, size)
         return size
 
-    def _written(self, who: Principal, wanted: Sample) -> str:
-        """Keep what is asked in a file; gives the id of the future."""
-        name = f"sample-{secrets.token_hex(12)}"
-        kept = _Asked(who.tenant_id, wanted.model_dump(mode="json"))
-        draft = self._asked / f".part-{name}"
-        self._asked.mkdir(exist_ok=True)
-        try:
-            draft.write_bytes(msgspec.json.encode(kept))
-            draft.rename(self._asked / name)
-        except OSError:  # a part of a file takes room where there is none
-            draft.unlink(missing_ok=True)
-            raise
-        return name
+    def _keep(self, who: Principal, name: str, asked: bytes) -> int:
+        """Write down what a sample was asked; gives the bytes that this takes."""
+        directory = self._storage.samples(who.tenant_id)
+        draft, size = directory / f".part-{name}", blocks(len(asked))
+        with self._quotas.storing(who.tenant_id, size, SAMPLES):
+            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                draft.write_bytes(asked)
+                draft.rename(directory / name)
+            except OSError:  # a part of a file takes room where there is none
+                draft.unlink(missing_ok=True)
+                raise
+        return size
 
     async def _started(self, who: Principal, sample: _Sample) -> str:
         """Let a sample begin, if its tenant may; gives the reason where it may not."""
@@ -211,11 +200,11 @@ class Futures:
                     return outcome.answer
                 case Failed():
                     return {"error": outcome.reason, "category": "user"}
-            if not journal.known(number):
-                raise Refusal(404, f"there is no request {request_id!r}")
             now = await asyncio.to_thread(self._store.job_by_id, job.id)
             if now is None or JobState(now.state).final:
                 return {"error": _ended(now), "category": "server"}
+            if not journal.known(number):
+                raise Refusal(404, f"there is no request {request_id!r}")
             left = until - time.monotonic()
             if left <= 0 or self._bus.closed:
                 return _of_job(request_id, now)
@@ -271,25 +260,27 @@ class Futures:
         sample = self._samples.pop(name)
         self._room.give_back(sample.tenant_id, sample.size)
         sample.size = 0
-        (self._asked / name).unlink(missing_ok=True)
+        (self._storage.samples(sample.tenant_id) / name).unlink(missing_ok=True)
+        self._quotas.stored.add(sample.tenant_id, SAMPLES, -sample.stored)
 
     def _once_more(self, who: Principal, name: str) -> _Sample | None:
         """A sample that a process before this one was asked, to begin again."""
-        if not _NAME.fullmatch(name) or not (self._asked / name).is_file():
+        path = self._storage.samples(who.tenant_id) / name
+        if not _NAME.fullmatch(name) or not path.is_file():
             return None
-        kept = msgspec.json.decode((self._asked / name).read_bytes(), type=_Asked)
-        if kept.tenant_id != who.tenant_id:
-            return None
-        wanted = Sample.model_validate(kept.body)
-        self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted, self._taken(who.tenant_id, wanted))
+        asked = path.read_bytes()
+        wanted = Sample.model_validate_json(asked)
+        size = self._taken(who.tenant_id, wanted)
+        self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted, size, blocks(len(asked)))
         return self._samples[name]
 
     def clear(self) -> None:
         """Files of samples that nobody came back for."""
-        for path in self._asked.glob("*"):
+        for path in self._storage.samples("").glob("*/*"):
             with contextlib.suppress(FileNotFoundError):  # fetched meanwhile, or renamed
                 if path.name not in self._samples and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
                     path.unlink()
+                    self._quotas.stored.add(path.parent.name, SAMPLES, 0)  # measured again
 
 
 def _ended(job: StoredJob | None) -> str:

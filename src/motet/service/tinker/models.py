@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from sqlalchemy import select
 
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Nudge
 from motet.errors import LimitError
-from motet.runtime.journal import AnyCommand, ForwardBackward, Journal, JournalError, Nothing
+from motet.runtime.journal import AnyCommand, ForwardBackward, Journal, JournalError, Nothing, Save
 from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, new_id
@@ -22,6 +24,7 @@ from motet.service.jobs.submissions import GivenJob, Submissions
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
+from motet.service.tenants.stored import blocks
 from motet.service.tinker.requests import Lora
 from motet.types import JobState
 
@@ -51,8 +54,7 @@ class Models:
         self.bases = bases
         self._secrets = secrets
         self._store, self._storage, self._submissions = store, storage, submissions
-        self._quotas, self._engine = quotas, engine
-        self._writing = threading.Lock()
+        self._quotas, self._engine, self.stored = quotas, engine, quotas.stored
         self._admitting = threading.Lock()
         self._promised: dict[str, dict[tuple[str, int], int]] = {}
         """Tokens of requests that were admitted and are not done, by tenant, and by job and number."""
@@ -168,6 +170,7 @@ class Models:
 
         Raises:
             Refusal: the model has ended, or another command has this number.
+            LimitError: it does not fit into what its tenant may store; a gradient's number is used up.
         """
         if JobState(job.state).final and not self.journal(job).known(number):
             reason = f": {job.message}" if job.message else ""
@@ -181,11 +184,19 @@ class Models:
                 self.refuse(job, number)
             wanted = "call optim_step" if gradient else "wait for those before this one"
             raise Refusal(400, f"{most >> 30} GB of commands of this model wait to be done: {wanted}")
+        journal, data = self.journal(job), msgspec.msgpack.encode(command)
+        size = sum(map(blocks, (len(data), 32, _outcome_bytes(command))))
+        small = not isinstance(command, ForwardBackward | Save)
+        known = journal.known(number)
         try:
-            with self._writing:
-                self.journal(job).write(number, command)
+            with contextlib.nullcontext() if known else self._quotas.storing(job.tenant_id, size, job.id, small=small):
+                journal.put(number, data)
         except JournalError as error:
             raise Refusal(400, str(error)) from error
+        except LimitError:
+            if not small:
+                self.refuse(job, number)
+            raise
         self._engine.send(Nudge(job.id))
         return f"{job.idempotency_key}/{number}"
 
@@ -230,3 +241,8 @@ class Models:
         """No more will come for a model: when what was asked is done, its job has succeeded."""
         self.journal(job).finish()
         self._engine.send(Nudge(job.id))
+
+
+def _outcome_bytes(command: AnyCommand) -> int:
+    """About what the outcome of a command takes: a gradient's has a logprob for each target."""
+    return sum(len(datum.targets) for datum in command.data) if isinstance(command, ForwardBackward) else 256

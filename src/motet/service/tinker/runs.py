@@ -15,9 +15,10 @@ from pydantic import BaseModel
 from motet.runtime.journal import Nothing
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal, existing
-from motet.service.http.depends import Asker, ReadThreadsDep, StorageDep, StoreDep
+from motet.service.http.depends import Asker, QuotasDep, ReadThreadsDep, StorageDep, StoreDep
 from motet.service.http.downloads import packed
 from motet.service.http.opened import opened_by
+from motet.service.tenants.stored import size_of
 from motet.service.tinker.checkpoints import (
     ARCHIVE,
     SAMPLER,
@@ -192,16 +193,20 @@ async def download_checkpoint(
 
 
 @router.post("/copy_weights")
-def copy_weights(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wanted: CopyWeights) -> dict[str, Any]:
+def copy_weights(
+    who: Asker, models: ModelsDep, quotas: QuotasDep, checkpoints: CheckpointsDep, wanted: CopyWeights
+) -> dict[str, Any]:
     """A checkpoint once more, in a training run of its own that has ended."""
     source = checkpoints.find(who, wanted.source_path)
     session_id, number = wanted.session_id or models.new_session(who), wanted.model_seq_id or 0
     model_id = models.model_id(who, session_id, number)
     lora = Lora(**models.journal(source.job).description()["lora"])
+    quotas.check_storage(who.tenant_id, size_of(source.directory))  # before a model is made for it
     models.create(who, model_id, models.bases.of(source.job.base), lora, Nothing(), {"from": wanted.source_path})
     made = models.find(who, model_id)
     try:
-        return {"tinker_path": checkpoints.copy(source, made, wanted.ttl_seconds).path}
+        with quotas.storing(who.tenant_id, size_of(source.directory), made.id):
+            return {"tinker_path": checkpoints.copy(source, made, wanted.ttl_seconds).path}
     finally:
         models.finish(made)
 
