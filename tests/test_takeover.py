@@ -348,7 +348,7 @@ def test_jobs_go_on_while_no_service_is_there(tmp_path: Path, alone: dict[str, t
         assert not list((service.directory / "engine").iterdir()), "a file of a process that is gone is left"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_engine_of_another_configuration_is_started_again(
     tmp_path: Path, alone: dict[str, tuple[bytes, bytes]]
 ) -> None:
@@ -375,7 +375,7 @@ def test_an_engine_of_another_configuration_is_started_again(
         assert_as_alone(service, alone, "first", "second")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_each_of_several_hosts_keeps_its_jobs(tmp_path: Path, alone: dict[str, tuple[bytes, bytes]]) -> None:
     with contextlib.closing(Service(tmp_path / "served", "--hosts", "2")) as service:
         service.start()
