@@ -100,11 +100,15 @@ class EngineClient:
             self._loop.call_soon_threadsafe(self._look.set)
 
     def take_back(self, job: str) -> bool:
-        """Whether no host has a job; then none is given it until the open jobs are read again. From any other thread."""
+        """Whether no host has a job; then none is given it until the open jobs are read again. From any other thread.
+
+        False too before each host has said which jobs it has of the service before.
+        """
 
         async def back() -> bool:
             self._asked.add(job)
-            return not self.has(job)
+            known = all(host.ready or host.failure or host.starts > 1 for host in self.hosts)
+            return known and not self.has(job)
 
         return (
             not self.has(job) if self._loop is None else asyncio.run_coroutine_threadsafe(back(), self._loop).result()
