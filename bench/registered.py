@@ -47,7 +47,7 @@ def figures(jobs: int) -> list[float]:
             milliseconds(store.open_jobs),
             milliseconds(lambda: store.jobs(who)),
             milliseconds(lambda: store.job(who, "job 107")),
-            milliseconds(lambda: store.submit(who, f"new {next(number)}", {}, 10, None)),
+            milliseconds(lambda: store.submit(who, [StoredJob(name=f"new {next(number)}", spec={}, steps=10)])),
             milliseconds(lambda: store.change_job("job-107", state="succeeded", wanted="run")),
         ]
         store.close()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from sqlalchemy.exc import OperationalError
 
 from motet.rollout.server_process import free_port
 from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal, Role
 from tests.conftest import IN_CI
 
@@ -122,3 +123,17 @@ def person(store: Store, tenant: str, role: Role = "member") -> Principal:
     found = store.tenants.who(key)
     assert found is not None
     return found
+
+
+def queued(
+    store: Store,
+    who: Principal,
+    name: str,
+    spec: Mapping[str, Any],
+    steps: int,
+    idempotency: str | None,
+    **columns: Any,
+) -> StoredJob:
+    """A job that is queued, with more columns of its row."""
+    row = StoredJob(name=name, spec=dict(spec), steps=steps, idempotency_key=idempotency, **columns)
+    return store.submit(who, [row])[0]

@@ -85,7 +85,7 @@ def test_a_job_that_was_kept_and_not_handed_over_is_found_though_nothing_changes
         client._hear(host, Ready([]))
         await until(lambda: not client._unplaced)  # all that there was has been read
         kept.append(AddJob({"name": "late"}, "run", 0, "us", Rule(), 1, ""))
-        await until(lambda: client.jobs_on(host) == 1, 5.0)
+        await until(lambda: client.jobs.on(host) == 1, 5.0)
         await client.kill()
 
     asyncio.run(go())
@@ -137,7 +137,7 @@ def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_mean
             played.says.put_nowait(JobStepped(name, {"step": number}))
         jobs = [Held(name, "us", 1, JobState.RUNNING, "run") for name in ("kept", "unknown")]
         played.says.put_nowait(Ready([], jobs=jobs))
-        await until(lambda: client.jobs_on(host) == 3)
+        await until(lambda: client.jobs.on(host) == 3)
         await until(lambda: any(isinstance(one, AddJob) for one in played.sent))
         assert played.sent[:3] == [replace(START, takeover_seconds=60.0), Kept(), Kept()]
         assert {*meanwhile["kept"], *meanwhile["unknown"]} <= {
@@ -146,7 +146,7 @@ def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_mean
         assert [one for one in played.sent if isinstance(one, AddJob)] == open_jobs[1:]
         played.says.put_nowait(Released("unknown"))
         played.says.put_nowait(JobChanged("kept", JobState.SUCCEEDED, ""))
-        await until(lambda: client.jobs_on(host) == 1)
+        await until(lambda: client.jobs.on(host) == 1)
         await client.kill()
 
     asyncio.run(go())

@@ -15,7 +15,7 @@ from motet.runtime.slots import FREE, Claim
 from motet.service.database.store import Store
 from motet.service.jobs.handover import Handover, in_turn
 from motet.types import JobState
-from tests.database import person
+from tests.database import person, queued
 from tests.house import House
 from tests.service_run import tiny
 
@@ -80,10 +80,10 @@ def test_a_job_that_was_not_placed_is_placed_when_one_before_it_has_a_slot(tmp_p
 
 def test_jobs_are_read_by_turns_of_tenants_and_a_few_of_each(store: Store) -> None:
     us, them = person(store, "us"), person(store, "them")
-    first = [store.submit(us, f"a{number}", {"priority": 0}, 1, None) for number in range(5)]
-    urgent = store.submit(us, "urgent", {"priority": 10}, 1, None)
-    store.submit(them, "b0", {}, 1, None)  # as an older release wrote it, without a priority
-    begun = store.submit(us, "begun", {"priority": -10}, 1, None)
+    first = [queued(store, us, f"a{number}", {"priority": 0}, 1, None) for number in range(5)]
+    urgent = queued(store, us, "urgent", {"priority": 10}, 1, None)
+    queued(store, them, "b0", {}, 1, None)  # as an older release wrote it, without a priority
+    begun = queued(store, us, "begun", {"priority": -10}, 1, None)
     store.change_job(begun.id, state="running")
     store.change_job(first[3].id, state="paused", wanted="pause")
     store.change_job(first[4].id, waits=True)

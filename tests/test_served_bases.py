@@ -294,7 +294,7 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
         here, down = client.hosts
         here.ready = True
         client._hear(here, Ready([]))
-        await until(lambda: client.jobs_on(here) == 1)
+        await until(lambda: client.jobs.on(here) == 1)
         assert reads[0] == 1
         for _ in range(20):
             client._hear(here, JobChanged("a1", JobState.RUNNING, ""))
@@ -302,10 +302,10 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
         assert reads[0] == 1, "all open jobs were read at each event"
         jobs.pop(0)
         client._hear(here, JobChanged("a1", JobState.SUCCEEDED, ""))  # its tenant may have another out
-        await until(lambda: client.jobs_on(here) == 1 and reads[0] == 2)
+        await until(lambda: client.jobs.on(here) == 1 and reads[0] == 2)
         down.ready = True
         client._hear(down, Ready([]))
-        await until(lambda: client.jobs_on(down) == 1)
+        await until(lambda: client.jobs.on(down) == 1)
         await client.kill()
 
     asyncio.run(go())

@@ -62,7 +62,7 @@ from motet.service.tinker.parts import PREFIX
 from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import Addresses, HttpRewards
 from motet.types import Chunk, FinishReason, JobState
-from tests.database import person
+from tests.database import person, queued
 from tests.house import House, open_house
 from tests.misbehaving_rewards import misbehaving
 from tests.places import Place
@@ -151,7 +151,7 @@ def test_a_failed_job_whose_file_is_gone_is_not_resumed_and_stays_failed(house: 
 
 def test_an_events_id_is_never_used_again(store: Store) -> None:
     us = person(store, "us")
-    stays, goes = store.submit(us, "stays", {}, 3, None).id, store.submit(us, "goes", {}, 3, None).id
+    stays, goes = queued(store, us, "stays", {}, 3, None).id, queued(store, us, "goes", {}, 3, None).id
     last = store.add_event(goes, "step", "0", {})
     assert last is not None
     store.delete_job(goes)
@@ -162,7 +162,7 @@ def test_an_events_id_is_never_used_again(store: Store) -> None:
 
 
 def test_a_reason_with_characters_that_no_database_keeps_is_kept_without_them(store: Store, tmp_path: Path) -> None:
-    job, bus = store.submit(person(store, "us"), "sort", {}, 3, None).id, EventBus()
+    job, bus = queued(store, person(store, "us"), "sort", {}, 3, None).id, EventBus()
     storage, workers = Storage(tmp_path), [RewardWorkers(store, bus, 1.0)]
     recorder = EventRecorder(store, storage, Ledger(store), StoredBytes(store, storage), bus, workers)
     recorder.record_state(job, JobState.FAILED, "a\0b\ud800c\u2028d")
@@ -211,7 +211,7 @@ async def _stays() -> bool:
 def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: House, tmp_path: Path) -> None:
     store = Interrupted(f"sqlite:///{tmp_path / 'motet.db'}")
     us, config = person(store, "us"), JobConfig.model_validate(normal_job({**tiny("scored"), "reward": "worker"}))
-    job = store.submit(us, "scored", config.model_dump(mode="json"), 3, None).id
+    job = queued(store, us, "scored", config.model_dump(mode="json"), 3, None).id
     workers = RewardWorkers(store, EventBus(), 60.0)
 
     async def work() -> Scored:
@@ -321,7 +321,7 @@ def test_texts_with_odd_ends_of_lines_come_whole(house: House) -> None:
 
 
 def test_steps_are_told_again_only_from_the_first_that_is_not_kept(store: Store) -> None:
-    job = store.submit(person(store, "us"), "sort", {}, 3, None).id
+    job = queued(store, person(store, "us"), "sort", {}, 3, None).id
     assert EventLog(store, EventBus()).first_missing_step(job) == 0
     for step in (*range(12), 13):
         store.add_event(job, "step", str(step), {})

@@ -26,7 +26,7 @@ from motet.service.tenants.ledger import Ledger, today
 from motet.service.tenants.quotas import QuotaEnforcer
 from motet.service.tinker.futures import Futures
 from motet.types import JobState
-from tests.database import person
+from tests.database import person, queued
 from tests.house import House, open_house
 from tests.service_run import Json, tiny
 from tests.tinker_requests import journal, made, request
@@ -65,7 +65,7 @@ def test_usage_is_kept_once_and_told_by_job_day_and_tenant(store: Store) -> None
     day = [DAY]
     ledger = Ledger(store, lambda: day[0])
     us, them = person(store, "us"), person(store, "them")
-    sort, other = store.submit(us, "sort", {}, 3, None), store.submit(them, "other", {}, 3, None)
+    sort, other = queued(store, us, "sort", {}, 3, None), queued(store, them, "other", {}, 3, None)
 
     def told(job: str, number: int, sampled: int, trained: int) -> None:
         data = {"tokens_sampled": sampled, "tokens_trained": trained}
@@ -117,7 +117,7 @@ def test_usage_is_kept_once_and_told_by_job_day_and_tenant(store: Store) -> None
 def test_many_writers_at_once_lose_nothing_of_the_ledger(store: Store) -> None:
     ledger = Ledger(store)
     us = person(store, "us")
-    job = store.submit(us, "sort", {}, 3, None)
+    job = queued(store, us, "sort", {}, 3, None)
 
     def write(number: int) -> None:
         for turn in range(10):

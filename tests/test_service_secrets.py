@@ -32,7 +32,7 @@ from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.tasks.reward_elsewhere import MASK, SEALED
 from motet.types import JobState
-from tests.database import person
+from tests.database import person, queued
 from tests.service_run import Json, tiny
 
 HIDDEN: Json = {
@@ -121,7 +121,7 @@ def test_a_key_may_come_from_the_environment_or_another_file(tmp_path: Path, mon
 
 def test_what_an_older_release_kept_in_plain_text_is_sealed_at_the_first_start(store: Store, tmp_path: Path) -> None:
     spec: Any = {**tiny("old"), "rewards": [HIDDEN, {"name": "exact"}]}
-    job = store.submit(person(store, "us"), "old", spec, 1, None)
+    job = queued(store, person(store, "us"), "old", spec, 1, None)
     storage = Storage(tmp_path)
     file = storage.job(job.id).path / "job.yaml"
     file.parent.mkdir(parents=True)

@@ -17,10 +17,11 @@ from sqlalchemy.exc import InternalError, OperationalError, ProgrammingError
 from sqlalchemy.orm import Session
 
 from motet.errors import StoreError
-from motet.service.database.store import _EVENTS, _MIGRATING, Store
+from motet.service.database.opening import EVENTS, MIGRATING
+from motet.service.database.store import Store
 from motet.service.database.tables import Table, now
 from motet.service.workers.rewards import MOST_LEASED, ScoringUnits, key_of
-from tests.database import person
+from tests.database import person, queued
 from tests.together import at_once
 
 # --- a hundred thousand jobs ------------------------------------------------------------------------------------------------
@@ -35,9 +36,9 @@ def test_nothing_looks_at_all_jobs(tmp_path: Path) -> None:
 
     store, asked = Store(f"sqlite:///{tmp_path}/db"), list[tuple[str, Any]]()
     who = person(store, "us")
-    first = store.submit(who, "first", {}, 1, "key")
+    first = queued(store, who, "first", {}, 1, "key")
     event.listen(store._engine, "before_cursor_execute", listen)
-    store.submit(who, "second", {}, 1, "key")
+    queued(store, who, "second", {}, 1, "key")
     assert store.job(who, "first") is not None
     assert store.job(who, first.id) is not None
     store.change_job(first.id, state="running")
@@ -75,7 +76,7 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
 def test_a_database_of_the_first_release_learns_of_bases(url: str) -> None:
     store = Store(url)
     who = person(store, "us")
-    store.submit(who, "elder", {}, 1, None)
+    queued(store, who, "elder", {}, 1, None)
     store.close()
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
@@ -84,7 +85,7 @@ def test_a_database_of_the_first_release_learns_of_bases(url: str) -> None:
             connection.execute(text(f"ALTER TABLE {table} DROP COLUMN base"))
         connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
     store = Store(url)
-    store.submit(who, "younger", {}, 1, None, base="small")
+    queued(store, who, "younger", {}, 1, None, base="small")
     assert [(job.name, job.base) for job in store.jobs(who)] == [("younger", "small"), ("elder", None)]
     store.close()
     with engine.begin() as connection:
@@ -117,7 +118,7 @@ def before_usage_by_base(connection: Connection) -> None:
 def test_a_database_that_cannot_be_brought_up_to_date_stays_as_it_was(url: str) -> None:
     """What was changed before the fault would be in the way of the next start."""
     store = Store(url)
-    store.submit(person(store, "us"), "elder", {}, 1, None)
+    queued(store, person(store, "us"), "elder", {}, 1, None)
     store.close()
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
@@ -134,7 +135,7 @@ def test_a_database_that_cannot_be_brought_up_to_date_stays_as_it_was(url: str) 
 
 def test_usage_of_an_older_release_is_of_the_base_of_its_job(url: str) -> None:
     store = Store(url)
-    job = store.submit(person(store, "us"), "elder", {}, 1, None, base="math")
+    job = queued(store, person(store, "us"), "elder", {}, 1, None, base="math")
     store.close()
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
@@ -162,14 +163,14 @@ def test_a_service_that_hangs_holds_others_on_its_database_for_a_while_only(url:
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     began = time.monotonic()
     with engine.begin() as hanging:
-        for number in (_EVENTS, _MIGRATING):
+        for number in (EVENTS, MIGRATING):
             hanging.execute(select(func.pg_advisory_xact_lock(number)))
         with pytest.raises(OperationalError, match=reason):
-            store.submit(person(store, "us"), "sort", {}, 3, None)
+            queued(store, person(store, "us"), "sort", {}, 3, None)
         with pytest.raises(StoreError, match=reason):
             Store(url, lock_seconds=0.1)
     assert time.monotonic() - began < 10
-    job = store.submit(person(store, "us"), "sort", {}, 3, None)
+    job = queued(store, person(store, "us"), "sort", {}, 3, None)
     assert store.add_event(job.id, "step", "0", {}) is not None
     with store.transaction() as session:
         store._wait_for_earlier_events(session)
@@ -278,10 +279,10 @@ def test_a_tenant_is_made_once_by_many_at_once(store: Store) -> None:
 
 def test_jobs_are_their_tenants(store: Store) -> None:
     us, them, admin = person(store, "us"), person(store, "them"), person(store, "staff", "admin")
-    ours = store.submit(us, "sort", {"a": [1, None]}, 3, None)
-    theirs = store.submit(them, "sort", {}, 5, None)
+    ours = queued(store, us, "sort", {"a": [1, None]}, 3, None)
+    theirs = queued(store, them, "sort", {}, 5, None)
     with pytest.raises(StoreError, match="'sort'"):
-        store.submit(us, "sort", {}, 3, None)
+        queued(store, us, "sort", {}, 3, None)
     for who, mine in ((us, ours), (them, theirs)):
         assert [job.id for job in store.jobs(who)] == [mine.id]
         found = store.job(who, "sort")
@@ -301,23 +302,23 @@ def test_jobs_are_their_tenants(store: Store) -> None:
     store.delete_job(ours.id)
     assert store.job(admin, ours.id) is None
     assert store.events(ours.id) == []
-    assert store.submit(us, "sort", {}, 3, None).id != ours.id
+    assert queued(store, us, "sort", {}, 3, None).id != ours.id
 
 
 def test_an_idempotency_key_is_one_job_also_at_once(store: Store) -> None:
     us, them = person(store, "us"), person(store, "them")
-    found = at_once(lambda _: store.submit(us, "sort", {}, 3, "once").id, 8)
+    found = at_once(lambda _: queued(store, us, "sort", {}, 3, "once").id, 8)
     assert found == [found[0]] * 8
     assert len(store.jobs(us)) == 1
-    assert store.submit(us, "other", {}, 3, "once").id == found[0]
-    assert store.submit(them, "sort", {}, 3, "once").id != found[0]
+    assert queued(store, us, "other", {}, 3, "once").id == found[0]
+    assert queued(store, them, "sort", {}, 3, "once").id != found[0]
     assert [event.kind for event in store.events(found[0])] == ["state"]
 
 
 def test_pages_hold_every_job_once_newest_first(store: Store) -> None:
     us = person(store, "us")
-    ids = [store.submit(us, f"job{number}", {}, 1, None).id for number in range(11)]
-    store.submit(person(store, "them"), "other", {}, 1, None)
+    ids = [queued(store, us, f"job{number}", {}, 1, None).id for number in range(11)]
+    queued(store, person(store, "them"), "other", {}, 1, None)
     store.change_job(ids[4], state="failed")
     found: list[str] = []
     before: int | None = None
@@ -347,7 +348,7 @@ def test_files_are_their_tenants(store: Store) -> None:
 def test_events_are_there_in_the_order_of_their_ids(store: Store) -> None:
     """Who reads after the newest one would pass over an earlier one that is committed later."""
     us = person(store, "us")
-    first, second = (store.submit(us, name, {}, 3, None).id for name in ("first", "second"))
+    first, second = (queued(store, us, name, {}, 3, None).id for name in ("first", "second"))
     written, go = threading.Event(), threading.Event()
 
     def late(session: Session) -> None:
@@ -359,7 +360,7 @@ def test_events_are_there_in_the_order_of_their_ids(store: Store) -> None:
         assert written.wait(20)
         after: list[Future[int | None]] = [
             threads.submit(store.add_event, second, "step", "0", {}),
-            threads.submit(lambda: store.events(store.submit(us, "third", {}, 3, None).id)[0].id),
+            threads.submit(lambda: store.events(queued(store, us, "third", {}, 3, None).id)[0].id),
         ]
         early = wait(after, timeout=0.5).done
         go.set()
@@ -371,7 +372,7 @@ def test_events_are_there_in_the_order_of_their_ids(store: Store) -> None:
 
 def test_an_event_is_kept_once_with_what_it_says_of_its_job(store: Store) -> None:
     us = person(store, "us")
-    job, other = (store.submit(us, name, {}, 3, None).id for name in ("sort", "other"))
+    job, other = (queued(store, us, name, {}, 3, None).id for name in ("sort", "other"))
     assert store.add_event(job, "step", "0", {"reward": 0.5}, step=1) is not None
     assert store.add_event(job, "step", "1", {"reward": None}, step=2) is not None
     assert store.add_event(job, "step", "0", {"reward": 9.0}, step=1) is None  # told again by an engine that starts
@@ -393,7 +394,7 @@ def test_an_event_is_kept_once_with_what_it_says_of_its_job(store: Store) -> Non
 
 def test_many_writers_at_once_lose_nothing(store: Store) -> None:
     us = person(store, "us")
-    jobs = [store.submit(us, f"job{number}", {}, 3, None).id for number in range(4)]
+    jobs = [queued(store, us, f"job{number}", {}, 3, None).id for number in range(4)]
 
     def write(number: int) -> int:
         job = jobs[number % 4]
@@ -426,7 +427,7 @@ def work_of(number: int, n: int = 2) -> dict[str, Any]:
 
 def test_a_unit_is_asked_once_handed_out_on_lease_and_counted_once(store: Store) -> None:
     units, us = ScoringUnits(store), person(store, "us")
-    job, other = (store.submit(us, name, {}, 3, None).id for name in ("sort", "other"))
+    job, other = (queued(store, us, name, {}, 3, None).id for name in ("sort", "other"))
     keys = [key_of(work_of(number)) for number in range(3)]
     for number, key in enumerate(keys):
         assert units.ask(job, key, 0, work_of(number)) is None
@@ -457,7 +458,7 @@ def test_a_unit_is_asked_once_handed_out_on_lease_and_counted_once(store: Store)
 
 def test_one_answer_hands_out_so_much_and_at_least_a_unit(store: Store) -> None:
     units = ScoringUnits(store)
-    job = store.submit(person(store, "us"), "sort", {}, 3, None).id
+    job = queued(store, person(store, "us"), "sort", {}, 3, None).id
     for number, share in enumerate((4, 4, 1)):
         units.ask(job, f"{number}", 0, {**work_of(number), "completions": ["x" * (MOST_LEASED // share)]})
     assert [[unit.key for unit in units.lease(job, "w", 9, 60)] for _ in range(2)] == [["0", "1"], ["2"]]
@@ -465,7 +466,7 @@ def test_one_answer_hands_out_so_much_and_at_least_a_unit(store: Store) -> None:
 
 def test_a_lease_that_runs_out_is_handed_out_again_unless_it_is_renewed(store: Store) -> None:
     units = ScoringUnits(store)
-    job = store.submit(person(store, "us"), "sort", {}, 3, None).id
+    job = queued(store, person(store, "us"), "sort", {}, 3, None).id
     key = key_of(work_of(1))
     units.ask(job, key, 0, work_of(1))
     assert [unit.key for unit in units.lease(job, "a", 1, 0.3)] == [key]
@@ -481,7 +482,7 @@ def test_a_lease_that_runs_out_is_handed_out_again_unless_it_is_renewed(store: S
 
 def test_many_workers_at_once_get_every_unit_once(store: Store) -> None:
     units = ScoringUnits(store)
-    job = store.submit(person(store, "us"), "sort", {}, 3, None).id
+    job = queued(store, person(store, "us"), "sort", {}, 3, None).id
     keys = [key_of(work_of(number)) for number in range(40)]
     for number, key in enumerate(keys):
         units.ask(job, key, 0, work_of(number))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from motet.batch import Batch, Segment
 from motet.config import AdapterConfig
-from motet.model.load import SMALL_BASE, load_base
+from motet.model.find import SMALL_BASE
+from motet.model.load import load_base
 from motet.model.lora_model import LoraModel
 from motet.model.whole_vectors import Uneven, by_whole_vectors, take_whole_vectors
 from motet.training.torch_trainer import TorchTrainer

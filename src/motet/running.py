@@ -68,8 +68,7 @@ def run_config(
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(contextlib.closing(RunDirectory(Path(config.run))))
         sources = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None)
-        known = {one.name: of_config(one) for one in config.jobs}
-        changed = _changed(directory, known, accept_changes=accept_changes)
+        known, changed = _compared(directory, config.jobs, accept_changes=accept_changes)
         loading()
         opened = base or open_base(config, directory, stack)
         prepared = prepare_all(config.jobs, opened.info, directory, sources)
@@ -111,9 +110,9 @@ def _run_on_hosts(
     try:
         with contextlib.closing(RunDirectory(Path(config.run), "run")) as directory:
             check_before_loading(config, accept_changes=accept_changes)
-            jobs, known = [], {one.name: of_config(one) for one in config.jobs}
-            changed = _changed(directory, known, accept_changes=accept_changes)
+            known, changed = _compared(directory, config.jobs, accept_changes=accept_changes)
             loading()
+            jobs = []
             for one in config.jobs:
                 at = directory.job(one.name)
                 job = HostedJob(one, at, JobProgress(one.name, one.steps))
@@ -132,14 +131,17 @@ def _run_on_hosts(
         log.removeHandler(notices)
 
 
-def _changed(directory: RunDirectory, identities: Mapping[str, Mapping[str, Any]], *, accept_changes: bool) -> set[str]:
-    """Jobs that differ from those that were begun, where that is accepted.
+def _compared(
+    directory: RunDirectory, jobs: Sequence[JobConfig], *, accept_changes: bool
+) -> tuple[dict[str, dict[str, Any]], set[str]]:
+    """What jobs are, and the names of those that differ from what was begun, where that is accepted.
 
     Raises:
         RunError: a job differs, and it is not accepted.
     """
-    jobs = identities.items()
-    return {name for name, one in jobs if check_identity(directory.job(name), one, accept_changes=accept_changes)}
+    known = {one.name: of_config(one) for one in jobs}
+    compared = ((name, directory.job(name), one) for name, one in known.items())
+    return known, {name for name, at, one in compared if check_identity(at, one, accept_changes=accept_changes)}
 
 
 def _notes(

@@ -99,6 +99,7 @@ class Client:
     limits = _waits(AsyncClient.limits)
     tenants = _waits(AsyncClient.tenants)
     set_limits = _waits(AsyncClient.set_limits)
+    erase_tenant = _waits(AsyncClient.erase_tenant)
     audit = _yields(AsyncClient.audit)
 
     def __init__(self, url: str | None = None, key: str | None = None) -> None:

@@ -84,10 +84,6 @@ class EngineClient:
             return self.hosts[0].progress
         return {job: replace(now, host=host.number) for host in self.hosts for job, now in host.progress.items()}
 
-    def jobs_on(self, host: Host) -> int:
-        """How many jobs a host has."""
-        return self.jobs.on(host)
-
     def has(self, job: str) -> bool:
         """Whether a host has a job. From any thread; where it lets the job go meanwhile, open jobs are read again."""
         return self.jobs.get(job) is not None
@@ -231,7 +227,8 @@ class EngineClient:
 
     async def _keep_placed(self, handlers: EngineHandlers) -> None:
         """Give jobs that no host has to hosts, and even them out, whenever something has changed, and now and then."""
-        await self._all_there()
+        await _gathered(self.hosts, self._look)
+        self._settled = True
         while True:
             try:
                 async with asyncio.timeout(self._look_seconds):
@@ -246,20 +243,6 @@ class EngineClient:
                 await asyncio.sleep(_RETRY_SECONDS)
                 self._unplaced = True
                 self._look.set()
-
-    async def _all_there(self) -> None:
-        """Wait for the hosts that start: jobs that are given to the first one alone would have to move."""
-        deadline = None
-        while not self._settled:
-            await self._look.wait()
-            self._look.clear()
-            now = asyncio.get_running_loop().time()
-            if deadline is None and any(host.ready for host in self.hosts):
-                deadline = now + _GATHER_SECONDS
-                asyncio.get_running_loop().call_at(deadline, self._look.set)
-            starting = [host for host in self.hosts if not (host.ready or host.failure or host.starts > 1)]
-            self._settled = deadline is not None and (not starting or now >= deadline)
-        self._look.set()
 
     async def _place_open(self, handlers: EngineHandlers) -> None:
         if not any(host.ready for host in self.hosts):
@@ -302,3 +285,18 @@ def longest_sequence(engine: EngineClient, *bases: str) -> int:
     """Tokens of the longest sequence of any of these bases; 0 before all of them were ready once."""
     known = [max(host.positions for host in engine.hosts if host.base == base) for base in bases]
     return max(known) if all(known) else 0
+
+
+async def _gathered(hosts: Sequence[Host], look: asyncio.Event) -> None:
+    """Wait for the hosts that start, where there are several: jobs that are given to the first alone would have to move."""
+    deadline, loop = None, asyncio.get_running_loop()
+    settled = len(hosts) == 1
+    while not settled:
+        await look.wait()
+        look.clear()
+        if deadline is None and any(host.ready for host in hosts):
+            deadline = loop.time() + _GATHER_SECONDS
+            loop.call_at(deadline, look.set)
+        starting = [host for host in hosts if not (host.ready or host.failure or host.starts > 1)]
+        settled = deadline is not None and (not starting or loop.time() >= deadline)
+    look.set()

@@ -1,7 +1,4 @@
-"""What hosts, and whoever gives them jobs, send each other.
-
-Questions have a `key`, which their answers repeat; `Done` or `Refused` is the last answer to one.
-"""
+"""Messages between hosts and their parent. Answers repeat the `key` of a question; the last is `Done` or `Refused`."""
 
 from __future__ import annotations
 
@@ -9,14 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from motet.agents.episode_messages import (
-    AskEpisode,
-    BeginEpisode,
-    EpisodeAnswered,
-    EpisodeEnded,
-    OfferEpisode,
-    WithdrawEpisode,
-)
+from motet.agents import episode_messages as e
 from motet.channel import Message
 from motet.config.service import Largest
 from motet.runtime.slots import Rule
@@ -186,10 +176,10 @@ class Scored(Message, frozen=True):
     """Nobody is there who could score, and the job is to rest."""
 
 
-Question = Complete | Examine | AskEpisode
+Question = Complete | Examine | e.AskEpisode
 ToEngine = (
     Start | Stop | AddJob | SteerJob | ChangeJob | ReleaseJob | ForgetJob | Nudge | SetRule | EvenOut
-    | Complete | Examine | Abandon | Scored | AskEpisode | BeginEpisode | EpisodeEnded | Kept
+    | Complete | Examine | Abandon | Scored | e.AskEpisode | e.BeginEpisode | e.EpisodeEnded | Kept
 )  # fmt: skip
 # --- from a host -------------------------------------------------------------------------------------------------------
 
@@ -401,9 +391,9 @@ class Refused(Message, frozen=True):
     """Whether it never could."""
 
 
-Answer = PromptRead | PromptScored | Tokens | Examined | Unfit | EpisodeAnswered | Done | Refused
+Answer = PromptRead | PromptScored | Tokens | Examined | Unfit | e.EpisodeAnswered | Done | Refused
 FromEngine = (
     Ready | Failed | Stopped | Progress | JobChanged | JobStepped | JobWorked | Released | Obeyed | Usage
     | ScoreRequest | CancelScore | Rest | PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
-    | OfferEpisode | WithdrawEpisode | EpisodeAnswered
+    | e.OfferEpisode | e.WithdrawEpisode | e.EpisodeAnswered
 )  # fmt: skip

@@ -133,7 +133,7 @@ class HostedRun:
                 HostNow(
                     f"host {host.number}",
                     host.ready,
-                    self._client.jobs_on(host),
+                    self._client.jobs.on(host),
                     sum(job.tokens_per_second for job in host.progress.values()),
                     host.failure or ("starting" if host.starts < 2 else "starting again"),
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,9 @@ class EngineServer:
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send)
         self._start = start
-        shared = services(self.workshop, self.directory, None if start.own_jobs else self._rewards())
+        shared = services(
+            self.workshop, self.directory, None if start.own_jobs else _rewards(config, start, self._scores, self._rest)
+        )
         info = self.base.info
         self._shared = replace(
             shared,
@@ -97,16 +99,6 @@ class EngineServer:
         """Jobs that are to rest as soon as nobody is there who scores for them."""
         self._alone = False
         self._preparing = Turns()
-
-    def _rewards(self) -> RewardPool:
-        """Rewards of other people's jobs."""
-        return RewardPool(
-            self._config.engine.reward_processes,
-            dict.fromkeys(ELSEWHERE, self._scores),
-            {name: Installed(**one) for name, one in self._start.rewards.items()},
-            self._rest,
-            Walls(required=True, exempt=frozenset(self._start.unwalled)),
-        )
 
     def _rest(self, job: str, wanted: bool) -> None:
         (self._resting.add if wanted else self._resting.discard)(job)
@@ -311,6 +303,19 @@ class EngineServer:
             self._parent.send(
                 m.Progress(jobs, {"decode": busy.decode, "train": busy.train}, dict(self._shared.scheduler.used), away)
             )
+
+
+def _rewards(
+    config: RunConfig, start: m.Start, scores: AskedOfService, rest: Callable[[str, bool], None]
+) -> RewardPool:
+    """Rewards of other people's jobs."""
+    return RewardPool(
+        config.engine.reward_processes,
+        dict.fromkeys(ELSEWHERE, scores),
+        {name: Installed(**one) for name, one in start.rewards.items()},
+        rest,
+        Walls(required=True, exempt=frozenset(start.unwalled)),
+    )
 
 
 async def _tokens_per_second(engine: RolloutEngine, vocabulary: int) -> float:

@@ -8,29 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import (
-    Connection,
-    Engine,
-    Select,
-    create_engine,
-    delete,
-    event,
-    func,
-    inspect,
-    make_url,
-    select,
-    text,
-    update,
-)
+from sqlalchemy import Select, delete, func, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
 from motet.errors import StoreError
-from motet.service.database.presence import DatabaseReplaced, Presence, make_private
+from motet.service.database.opening import EVENTS, NewerShape, lock, migrate, open_engine, public
+from motet.service.database.presence import DatabaseReplaced, Presence
 from motet.service.database.tables import (
     AuditEntry,
     Event,
@@ -39,7 +26,6 @@ from motet.service.database.tables import (
     KnownBase,
     StoredFile,
     StoredJob,
-    Table,
     Tenant,
     new_id,
 )
@@ -50,8 +36,8 @@ Value = TypeVar("Value")
 AWAY = (OperationalError, InterfaceError, NoConnection)
 """What is raised while a database is away, full, read-only (it fails over), or has no connection free: the same may succeed a
 moment later."""
-_READ_ONLY, _LOCKED = "25006", "55P03"
-"""What PostgreSQL calls them."""
+_READ_ONLY = "25006"
+"""What PostgreSQL calls a database that cannot be written."""
 OPEN = tuple(state.value for state in JobState if not state.final)
 
 
@@ -69,16 +55,16 @@ class Store:
         Raises:
             StoreError: it cannot be opened, and why.
         """
-        self._engine, self._lock_seconds = _engine(url), lock_seconds
+        self._engine, self._lock_seconds = open_engine(url), lock_seconds
         self._session = sessionmaker(self._engine, expire_on_commit=False)
         self.tenants = Tenants(self.transaction)
         try:
-            _migrate(self._engine, lock_seconds)
+            migrate(self._engine, lock_seconds)
             self.presence = Presence(self._engine)
-        except (SQLAlchemyError, _NewerShape) as error:
+        except (SQLAlchemyError, NewerShape) as error:
             self._engine.dispose()
             reason = error.orig if isinstance(error, DBAPIError) else error
-            raise StoreError(f"the database {_public(url)} cannot be opened: {reason}") from error
+            raise StoreError(f"the database {public(url)} cannot be opened: {reason}") from error
 
     def close(self) -> None:
         """Close the connections."""
@@ -157,23 +143,7 @@ class Store:
 
     # --- jobs ---------------------------------------------------------------------------------------------------------------
 
-    def submit(
-        self, who: Principal, name: str, spec: Mapping[str, Any], steps: int, idempotency: str | None, **columns: Any
-    ) -> StoredJob:
-        """Queue a job, with more columns of its row. The same idempotency key gives the same job again.
-
-        Raises:
-            StoreError: the tenant has a job of this name.
-        """
-        new = StoredJob(name=name, spec=dict(spec), steps=steps, idempotency_key=idempotency, **columns)
-        try:
-            return self.submitted(who, idempotency) or self.submit_all(who, [new])[0]
-        except StoreError:
-            if (same := self.submitted(who, idempotency)) is not None:  # by another, at the same time
-                return same
-            raise
-
-    def submit_all(self, who: Principal, jobs: Sequence[StoredJob]) -> list[StoredJob]:
+    def submit(self, who: Principal, jobs: Sequence[StoredJob]) -> list[StoredJob]:
         """Queue jobs (rows with a name, a spec and steps) in one transaction: all of them, or none.
 
         Raises:
@@ -286,7 +256,7 @@ class Store:
         SQLite has one writer at a time, so nothing is needed there.
         """
         if self._engine.dialect.name == "postgresql":
-            _lock(session, _EVENTS, self._lock_seconds)
+            lock(session, EVENTS, self._lock_seconds)
 
     def events(self, job_id: str, after: int = 0, limit: int = 500) -> Sequence[Event]:
         """Events of a job after one of them, in order."""
@@ -324,93 +294,3 @@ class Store:
 def name_taken(name: str) -> str:
     """Why a job cannot have a name."""
     return f"there is a job {name!r} already; give this one another name"
-
-
-def _engine(url: str) -> Engine:
-    if url.startswith("postgresql://"):
-        url = url.replace("postgresql://", "postgresql+psycopg://", 1)
-    try:
-        engine = create_engine(url, pool_pre_ping=True)
-    except Exception as error:  # a malformed URL, or a driver that is not installed
-        raise StoreError(f"the database URL {_public(url)} cannot be used: {type(error).__name__}") from None
-    if engine.dialect.name == "sqlite":
-        make_private(engine.url.database or "")
-
-        @event.listens_for(engine, "connect")
-        def _careful(connection: Any, _: Any) -> None:
-            cursor = connection.cursor()
-            for line in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=10000"):
-                cursor.execute(f"PRAGMA {line}")
-            cursor.close()
-
-    return engine
-
-
-def _public(url: str) -> str:
-    """A URL without its password."""
-    try:
-        return make_url(url).render_as_string(hide_password=True)
-    except Exception:  # not a URL at all
-        return "that was given"
-
-
-_MIGRATING, _EVENTS = 0x6D6F746574, 0x6D6F746575
-"""Locks of PostgreSQL, by numbers of their own."""
-
-
-def _lock(transaction: Session | Connection, number: int, seconds: float) -> None:
-    """Have a lock of PostgreSQL until the transaction ends.
-
-    Raises:
-        OperationalError: somebody else has had it for so long.
-    """
-    transaction.execute(text(f"SET LOCAL lock_timeout = {round(1000 * seconds)}"))
-    try:
-        transaction.execute(select(func.pg_advisory_xact_lock(number)))
-    except OperationalError as error:
-        if getattr(error.orig, "sqlstate", None) != _LOCKED:
-            raise
-        reason = TimeoutError(
-            f"something else that uses it has held a lock for {seconds:g} s: wait, where another service brings it to its "
-            "newest shape, or end the one that hangs (pg_stat_activity lists who is connected)"
-        )
-        raise OperationalError(error.statement, error.params, reason) from error
-    transaction.execute(text("SET LOCAL lock_timeout = DEFAULT"))
-
-
-class _NewerShape(Exception):
-    """The database has a shape that this release does not know."""
-
-
-_MIGRATIONS = Path(__file__).with_name("migrations")
-
-
-def _migrate(engine: Engine, lock_seconds: float) -> None:
-    """Make all tables in a new database, and bring those of an older release to their newest shape."""
-    newest = max(path.stem.partition("_")[0] for path in (_MIGRATIONS / "versions").glob("[0-9]*.py"))
-    with engine.begin() as connection:
-        if connection.dialect.name == "postgresql":  # another process may begin on the same empty database
-            _lock(connection, _MIGRATING, lock_seconds)
-        else:  # Python's SQLite begins no transaction of its own before tables are changed: half of it would stay
-            connection.exec_driver_sql("BEGIN IMMEDIATE")
-        known = inspect(connection).has_table("alembic_version")
-        if not known or connection.scalar(text("SELECT version_num FROM alembic_version")) != newest:
-            _bring_up(connection, new=not known)
-
-
-def _bring_up(connection: Connection, *, new: bool) -> None:
-    from alembic import command  # takes long to be imported, and is seldom needed
-    from alembic.config import Config
-    from alembic.util.exc import CommandError
-
-    config = Config()
-    config.set_main_option("script_location", str(_MIGRATIONS))
-    config.attributes["connection"] = connection
-    try:
-        if new:
-            Table.metadata.create_all(connection)
-            command.stamp(config, "head")
-        else:
-            command.upgrade(config, "head")
-    except CommandError as error:
-        raise _NewerShape(str(error)) from error

@@ -149,7 +149,7 @@ class JobQueue:
         """
         with contextlib.ExitStack() as drafts:
             linked = [drafts.enter_context(self._initial.draft(one.plan.source)) for one in planned]
-            jobs = self._store.submit_all(who, [one.row() for one in planned])
+            jobs = self._store.submit(who, [one.row() for one in planned])
             for draft, job in zip(linked, jobs, strict=True):
                 self._initial.take_draft(draft, job.id)
         if any(job.waits for job in jobs):

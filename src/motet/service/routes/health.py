@@ -119,7 +119,7 @@ def _add_hosts(registry: CollectorRegistry, engine: EngineClient, labels: list[s
         of_host = (str(host.number), host.base)[: len(labels)]
         ready.labels(*of_host).set(host.ready)
         starts.labels(*of_host).set(host.starts)
-        jobs.labels(*of_host).set(engine.jobs_on(host))
+        jobs.labels(*of_host).set(engine.jobs.on(host))
         rate.labels(*of_host).set(sum(job.tokens_per_second for job in host.progress.values()))
         for name, seconds in device.items():
             seconds.labels(*of_host).set(host.device.get(name, 0.0))

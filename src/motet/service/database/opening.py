@@ -1,0 +1,112 @@
+"""Open a database, and bring its tables to their newest shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, func, inspect, make_url, select, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+
+from motet.errors import StoreError
+from motet.service.database.presence import make_private
+from motet.service.database.tables import Table
+
+_LOCKED = "55P03"
+"""What PostgreSQL calls a lock that was not had in time."""
+
+
+def open_engine(url: str) -> Engine:
+    """Connections to a database.
+
+    Raises:
+        StoreError: the URL cannot be used.
+    """
+    if url.startswith("postgresql://"):
+        url = url.replace("postgresql://", "postgresql+psycopg://", 1)
+    try:
+        engine = create_engine(url, pool_pre_ping=True)
+    except Exception as error:  # a malformed URL, or a driver that is not installed
+        raise StoreError(f"the database URL {public(url)} cannot be used: {type(error).__name__}") from None
+    if engine.dialect.name == "sqlite":
+        make_private(engine.url.database or "")
+
+        @event.listens_for(engine, "connect")
+        def _careful(connection: Any, _: Any) -> None:
+            cursor = connection.cursor()
+            for line in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=10000"):
+                cursor.execute(f"PRAGMA {line}")
+            cursor.close()
+
+    return engine
+
+
+def public(url: str) -> str:
+    """A URL without its password."""
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except Exception:  # not a URL at all
+        return "that was given"
+
+
+MIGRATING, EVENTS = 0x6D6F746574, 0x6D6F746575
+"""Locks of PostgreSQL, by numbers of their own."""
+
+
+def lock(transaction: Session | Connection, number: int, seconds: float) -> None:
+    """Have a lock of PostgreSQL until the transaction ends.
+
+    Raises:
+        OperationalError: somebody else has had it for so long.
+    """
+    transaction.execute(text(f"SET LOCAL lock_timeout = {round(1000 * seconds)}"))
+    try:
+        transaction.execute(select(func.pg_advisory_xact_lock(number)))
+    except OperationalError as error:
+        if getattr(error.orig, "sqlstate", None) != _LOCKED:
+            raise
+        reason = TimeoutError(
+            f"something else that uses it has held a lock for {seconds:g} s: wait, where another service brings it to its "
+            "newest shape, or end the one that hangs (pg_stat_activity lists who is connected)"
+        )
+        raise OperationalError(error.statement, error.params, reason) from error
+    transaction.execute(text("SET LOCAL lock_timeout = DEFAULT"))
+
+
+class NewerShape(Exception):
+    """The database has a shape that this release does not know."""
+
+
+_MIGRATIONS = Path(__file__).with_name("migrations")
+
+
+def migrate(engine: Engine, lock_seconds: float) -> None:
+    """Make all tables in a new database, and bring those of an older release to their newest shape."""
+    newest = max(path.stem.partition("_")[0] for path in (_MIGRATIONS / "versions").glob("[0-9]*.py"))
+    with engine.begin() as connection:
+        if connection.dialect.name == "postgresql":  # another process may begin on the same empty database
+            lock(connection, MIGRATING, lock_seconds)
+        else:  # Python's SQLite begins no transaction of its own before tables are changed: half of it would stay
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        known = inspect(connection).has_table("alembic_version")
+        if not known or connection.scalar(text("SELECT version_num FROM alembic_version")) != newest:
+            _bring_up(connection, new=not known)
+
+
+def _bring_up(connection: Connection, *, new: bool) -> None:
+    from alembic import command  # takes long to be imported, and is seldom needed
+    from alembic.config import Config
+    from alembic.util.exc import CommandError
+
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS))
+    config.attributes["connection"] = connection
+    try:
+        if new:
+            Table.metadata.create_all(connection)
+            command.stamp(config, "head")
+        else:
+            command.upgrade(config, "head")
+    except CommandError as error:
+        raise NewerShape(str(error)) from error
