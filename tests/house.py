@@ -32,6 +32,7 @@ from motet.service.database.tenants import Principal
 from motet.service.http.connections import Connections, raise_open_files
 from motet.service.http.depends import Parts
 from motet.service.jobs.recorder import EventRecorder
+from motet.service.request_log import RequestFiles
 from motet.service.rewards.grading import Grading
 from motet.service.settings import Settings
 from motet.service.storage import Storage
@@ -146,6 +147,7 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
     finally:
         server.should_exit = True
         thread.join()
+        app.state.parts[RequestFiles].close()
         store.close()
 
 

@@ -64,8 +64,8 @@ class Counting(TorchTrainer):
 """
         },
         "launch.py",
-        "    from motet.training.torch_trainer import TorchTrainer\n\n    parking",
-        "    from motet.training.counting import Counting as TorchTrainer\n\n    parking",
+        "    from motet.training.torch_trainer import TorchTrainer\n\n    check",
+        "    from motet.training.counting import Counting as TorchTrainer\n\n    check",
     ),
     "A wire protocol": (
         {

@@ -53,7 +53,7 @@ def test_every_right_is_of_the_routes_that_it_should_be() -> None:
     known = {(method, path): needed(method, path) for method, path in operations()}
     assert {right for (method, _), right in known.items() if method == "GET"} == {"read", "keys", "service"}
     assert {path for (method, path), right in known.items() if right == "service"} == {
-        "/v1/audit", "/v1/tenants", "/v1/tenants/{tenant}/limits", "/metrics",
+        "/v1/audit", "/v1/tenants", "/v1/tenants/{tenant}", "/v1/tenants/{tenant}/limits", "/metrics",
     }  # fmt: skip
     changing = {path for (method, path), right in known.items() if right == "read" and method != "GET"}
     assert all(path == "/v1/check" or path.startswith("/tinker/") for path in changing)

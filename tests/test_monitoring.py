@@ -32,7 +32,7 @@ def expressions() -> Iterator[str]:
 
 def told(house: House) -> str:
     house.recorder.record_step(house.job["id"], STEP)
-    assert house.ask("GET", "/v1/keys", "ours").status_code == 403
+    assert house.ask("GET", "/v1/tenants", "ours").status_code == 403
     return house.ask("GET", "/metrics", "admin").text
 
 

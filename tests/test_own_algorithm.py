@@ -157,7 +157,7 @@ def test_an_edited_file_is_another_job(file: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     motet.run([one], base="small", quiet=True, directory=tmp_path / "run")
     file.write_text(OWN.replace("0.5", "0.25"))
-    with pytest.raises(RunError, match=r"contents\.own\.py"):
+    with pytest.raises(RunError, match=r"own\.py:\d+ was edited"):
         motet.run([{**one, "steps": 2}], base="small", quiet=True, directory=tmp_path / "run")
 
 

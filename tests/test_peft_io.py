@@ -195,8 +195,11 @@ def test_what_peft_itself_writes_is_refused_where_it_is_not_plain(tmp_path):
 
 
 def test_missing_and_damaged_files(plain, tmp_path):
-    with pytest.raises(AdapterError, match=rf"has no {ADAPTER_CONFIG}"):
+    with pytest.raises(AdapterError, match=r"there is no directory .*nowhere"):
         read_adapter(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(AdapterError, match=rf"has no {ADAPTER_CONFIG}"):
+        read_adapter(tmp_path / "empty")
     (plain / ADAPTER_WEIGHTS).write_bytes((plain / ADAPTER_WEIGHTS).read_bytes()[:-10])
     with pytest.raises(AdapterError, match=rf"{ADAPTER_WEIGHTS} is damaged"):
         read_adapter(plain)

@@ -37,13 +37,13 @@ def test_a_forged_id_is_replaced(house):
 
 def test_refusals_are_audited_with_the_reason(house):
     seen = {}
-    for key, path in (("wrong", "/v1/jobs"), ("ours", "/v1/keys"), ("none", "/v1/limits")):
+    for key, path in (("wrong", "/v1/jobs"), ("ours", "/v1/tenants"), ("none", "/v1/limits")):
         seen[house.ask("GET", path, key).headers["x-request-id"]] = path
     audited = {line["id"]: line for line in lines(house, "audit.log") if line["id"] in seen}
     assert {line["path"]: (line["event"], line["status"]) for line in audited.values()} == {
-        "/v1/jobs": ("refused", 401), "/v1/keys": ("refused", 403), "/v1/limits": ("refused", 401),
+        "/v1/jobs": ("refused", 401), "/v1/tenants": ("refused", 403), "/v1/limits": ("refused", 401),
     }  # fmt: skip
-    assert "admin" in next(line["reason"] for line in audited.values() if line["path"] == "/v1/keys")
+    assert "admin" in next(line["reason"] for line in audited.values() if line["path"] == "/v1/tenants")
 
 
 def test_reads_of_admins_are_audited_and_those_of_members_are_not(house):
@@ -58,7 +58,7 @@ def test_latency_and_refusals_are_counted_by_route_and_not_by_path(house):
     before = figures(house)
     for path in ("/v1/jobs/one", "/v1/jobs/two", "/nowhere/1", "/nowhere/2"):
         assert house.ask("GET", path).status_code == 404
-    house.ask("GET", "/v1/keys", "ours")
+    house.ask("GET", "/v1/tenants", "ours")
     after = figures(house)
     gained = {name: value - before.get(name, 0) for name, value in after.items() if name.startswith("motet_http")}
     assert gained['motet_http_seconds_count{method="GET",route="/v1/jobs/{job}",status="4xx"}'] == 2

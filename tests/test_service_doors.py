@@ -64,7 +64,7 @@ def test_work_ends_when_its_client_leaves(tmp_path: Path) -> None:
     with open_house(tmp_path, http=HttpConfig(work_seconds=600)) as house:
         asked = {**CHAT, "response_format": hostile(mark="gone")}
         with pytest.raises(httpx2.TimeoutException):
-            house.ask("POST", "/v1/chat/completions", json=asked, timeout=2.0)
+            house.ask("POST", "/v1/chat/completions", json=asked, timeout=0.3)
         until = time.monotonic() + 60
         while house.part(Apart).pids():
             assert time.monotonic() < until
@@ -290,7 +290,8 @@ WORK = {
         "POST /v1/chat/completions", "POST /v1/check", f"POST {TINKER}/forward_backward",
     ),
     READ: (
-        "POST /v1/jobs", "POST /v1/fine_tuning/jobs", "POST /v1/files", "POST /v1/adapters", "GET /v1/jobs/{job}/rollouts",
+        "POST /v1/jobs", "POST /v1/submissions",
+        "POST /v1/fine_tuning/jobs", "POST /v1/files", "POST /v1/adapters", "GET /v1/jobs/{job}/rollouts",
         "GET /v1/jobs/{job}/versions/{version}/download", "GET /v1/adapters/{adapter:path}/download",
         f"GET {TINKER}/downloads/{{token}}",
     ),
@@ -312,7 +313,8 @@ WORK = {
         "GET /v1/jobs/{job}/versions", "GET /v1/adapters", "GET /v1/adapters/{adapter}",
         "DELETE /v1/adapters/{adapter}", "POST /v1/shares", "GET /v1/shares", "DELETE /v1/shares/{share}",
         "GET /v1/files", "GET /v1/files/{file}", "GET /v1/files/{file}/content", "DELETE /v1/files/{file}",
-        "POST /v1/keys", "GET /v1/keys", "DELETE /v1/keys/{key}", "GET /v1/audit", "GET /v1/tenants",
+        "POST /v1/keys", "GET /v1/keys", "DELETE /v1/keys/{key}", "POST /v1/keys/{key}/rotate",
+        "DELETE /v1/tenants/{tenant}", "GET /v1/audit", "GET /v1/tenants",
         "PUT /v1/tenants/{tenant}/limits", "GET /v1/limits", "GET /v1/usage", "GET /v1/models",
         "GET /v1/fine_tuning/jobs", "GET /v1/fine_tuning/jobs/{job}", "POST /v1/fine_tuning/jobs/{job}/{word}",
         "GET /v1/fine_tuning/jobs/{job}/events", "GET /v1/fine_tuning/jobs/{job}/checkpoints",

@@ -379,7 +379,7 @@ def test_metrics_are_for_admins_and_for_the_token(tmp_path: Path) -> None:
         house.part(EngineClient).hosts[0].progress = {house.job["id"]: standing}
         assert house.ask("GET", f"/v1/jobs/{house.job['id']}").json()["progress"] == {
             "phase": "training", "step": 1, "rollouts_done": 4, "rollouts_wanted": 8, "tokens": 60, "tokens_per_second": 7.0,
-            "seconds_left": None,
+            "seconds_left": None, "warnings": [],
         }  # fmt: skip
         house.refused(401, "GET", "/metrics", "none")
         house.refused(401, "GET", "/metrics", "wrong")

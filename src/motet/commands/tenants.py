@@ -235,10 +235,10 @@ def list_keys(as_json: AsJson = False, url: Url = None, key: Key = None) -> None
             state = "revoked"
         elif one.expires is not None:
             state = "expired" if one.expires <= time.time() else f"until {day(one.expires)}"
-        may = "all" if one.scope is None else " ".join(one.scope)
-        rows.append((one.id, one.tenant, one.name, one.role, may, day(one.created), state))
-    headings = "id, tenant, name, role, may, made, state"
-    print_answer(known, as_json, table(rows, headings, empty="no keys", folds=("tenant", "name")))
+        role = one.role if one.scope is None else f"{one.role}: {' '.join(one.scope)}"
+        rows.append((one.id, one.tenant, one.name, role, day(one.created), state))
+    headings = "id, tenant, name, role, made, state"
+    print_answer(known, as_json, table(rows, headings, empty="no keys", folds=("tenant", "name", "role")))
 
 
 @keys.command("revoke", epilog="Example: motet keys revoke key-0123456789abcdef")

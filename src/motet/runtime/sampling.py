@@ -117,9 +117,9 @@ class Supply:
 async def _begun(tasks: asyncio.TaskGroup, works: Iterable[Coroutine[Any, Any, Result]]) -> list[asyncio.Task[Result]]:
     """Begin works as tasks, some at a time: thousands would keep other jobs from being heard."""
     running = []
-    for place, work in enumerate(works):
+    for count, work in enumerate(works, 1):
         running.append(tasks.create_task(work))
-        if place % _BEGUN_AT_ONCE == 0:
+        if count % _BEGUN_AT_ONCE == 0:
             await asyncio.sleep(0)
     return running
 

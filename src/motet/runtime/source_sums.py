@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import site
 import sys
 import sysconfig
@@ -74,7 +75,7 @@ class Sources:
         importlib.invalidate_caches()
         source = name.rpartition(":")[0]
         if source.endswith(".py"):
-            path = Path(source).expanduser().resolve()
+            path = Path(os.path.expanduser(source)).resolve()
             if path.is_file():
                 self._add_file(path, path.name, "", [*sys.path, str(path.parent)])
         elif source:

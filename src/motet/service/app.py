@@ -34,7 +34,7 @@ from motet.service.jobs.queue import JobQueue
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
 from motet.service.jobs.validation import Allowed
-from motet.service.request_log import RequestLog, RequestMetrics
+from motet.service.request_log import RequestFiles, RequestLog, RequestMetrics
 from motet.service.rewards.grading import Grading
 from motet.service.rewards.scoring import Scoring
 from motet.service.routes import (
@@ -123,6 +123,7 @@ class Lifecycle:
         parts[CheckThreads].close()
         parts[ReadThreads].close()
         parts[Apart].close()
+        parts[RequestFiles].close()
         parts[Store].close()
 
 
@@ -172,7 +173,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(EndsWithKey, watch=parts[KeyWatch], refusal=error_body)
     if settings.open_to_all:
         app.add_middleware(Origins, names=settings.config.http.hosts, refusal=error_body)
-    app.add_middleware(RequestLog, directory=settings.directory, metrics=parts[RequestMetrics])
+    app.add_middleware(RequestLog, files=parts[RequestFiles], metrics=parts[RequestMetrics])
     for module in ROUTES:
         app.include_router(module.router)
     return app
@@ -229,7 +230,7 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     leases = Leases(models, futures, store)
     watch = KeyWatch(store.tenants, (workers, agents, futures))
     return Parts(
-        models, leases, checkpoints, Downloads(), samplers, futures, watch, RequestMetrics(),
+        models, leases, checkpoints, Downloads(), samplers, futures, watch, RequestMetrics(), RequestFiles(settings.directory),
         Erasure(store, storage, adapters, submissions),
         settings, bases, store, storage, stored, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
         scoring, recorder, handover, queue, submissions, checks, reads, apart, room, handlers,

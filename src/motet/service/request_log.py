@@ -76,13 +76,41 @@ class RequestMetrics:
             self._refused.labels(str(status)).inc()
 
 
+class _Lines:
+    """A rotated file of JSON lines. A full disk loses lines, and delays nobody."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = _Rotated(path, maxBytes=_FILE_BYTES, backupCount=_FILES - 1, encoding="utf-8", delay=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self._file.handle(logging.makeLogRecord({"msg": json.dumps(line, separators=(",", ":"))}))
+
+
+class _Rotated(RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop the line."""
+
+
+class RequestFiles:
+    """`access.log` and `audit.log` of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.access, self.audit = _Lines(directory / "access.log"), _Lines(directory / "audit.log")
+
+    def close(self) -> None:
+        """Close the files."""
+        self.access.close()
+        self.audit.close()
+
+
 class RequestLog:
     """ASGI middleware, outermost: it sees each answer as the client does."""
 
-    def __init__(self, app: ASGIApp, directory: Path, metrics: RequestMetrics) -> None:
-        """`directory` gets `access.log` and `audit.log`."""
-        self._app, self._metrics = app, metrics
-        self._access, self._audit = _Lines(directory / "access.log"), _Lines(directory / "audit.log")
+    def __init__(self, app: ASGIApp, files: RequestFiles, metrics: RequestMetrics) -> None:
+        self._app, self._files, self._metrics = app, files, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, and write it down when the answer has ended."""
@@ -122,34 +150,14 @@ class RequestLog:
             "tenant": asked.tenant, "method": _method(scope), "path": scope["path"][:_LONGEST], "status": status,
             "ms": round(seconds * 1e3, 1), "bytes": asked.sent,
         }  # fmt: skip
-        self._access.write(line)
+        self._files.access.write(line)
         if status in REFUSED:
-            self._audit.write({**line, "event": "refused", "reason": asked.reason[:_LONGEST]})
+            self._files.audit.write({**line, "event": "refused", "reason": asked.reason[:_LONGEST]})
         elif asked.admin and scope["method"] in ("GET", "HEAD") and status < 400:
-            self._audit.write({**line, "event": "admin read"})
+            self._files.audit.write({**line, "event": "admin read"})
 
 
 def _method(scope: Scope) -> str:
     """A method that HTTP knows, so that a stranger makes no new label."""
     method: str = scope["method"]
     return method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS") else "other"
-
-
-class _Lines:
-    """A rotated file of JSON lines. A full disk loses lines, and delays nobody."""
-
-    def __init__(self, path: Path) -> None:
-        self._log = logging.getLogger(f"motet.requests.{path}")
-        self._log.propagate, self._log.level = False, logging.INFO
-        for former in self._log.handlers[:]:  # of an earlier service in this process
-            self._log.removeHandler(former)
-            former.close()
-        self._log.addHandler(_Rotated(path, maxBytes=_FILE_BYTES, backupCount=_FILES - 1, encoding="utf-8", delay=True))
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        self._log.info("%s", json.dumps(line, separators=(",", ":")))
-
-
-class _Rotated(RotatingFileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Drop the line."""
