@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from motet.checksums import hash_of, sums_of
 from motet.errors import RunError
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.opening import open_job
-from motet.service.backup import MANIFEST, back_up, restore
+from motet.service.backup import MANIFEST, Copied, _copy, back_up, restore
 from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
 from motet.types import ADAPTER_FILES
@@ -149,6 +150,20 @@ def test_commits_that_are_cleared_away_meanwhile_do_not_spoil_a_copy(tmp_path):
     finally:
         over.set()
         thread.join()
+
+
+def test_a_number_that_a_deleted_file_gave_to_another_links_nothing(tmp_path):
+    places = [tmp_path / name for name in ("draft", "first", "second", "twin")]
+    places[0].mkdir()
+    places[1].write_text("one")
+    os.link(places[1], places[3])
+    copied = Copied()
+    assert _copy(places[1], places[0] / "first", places[0], copied)
+    places[2].write_text("two")
+    (identity, there), status = copied.linked.popitem(), places[2].stat()
+    copied.linked[status.st_dev, status.st_ino, *identity[2:]] = there  # as the file system would have it
+    assert _copy(places[2], places[0] / "second", places[0], copied)
+    assert (places[0] / "second").read_text() == "two"
 
 
 @pytest.mark.soak

@@ -18,6 +18,10 @@ def test_an_erased_tenant_is_gone_with_all_that_it_had_once_its_jobs_have_ended(
         house.recorder.record_state(opened["id"], JobState.RUNNING, "")
         house.recorder.record_step(opened["id"], {"step": 0, "loss": 0.1, "reward": 0.5, "tokens_sampled": 5})
         file = house.storage.upload(house.file["id"], "rows.jsonl")
+        (mine,) = (key.id for key, tenant in house.store.tenants.all_keys() if tenant == "us" and key.name == "ours")
+        sample = house.storage.samples(house.store.job_by_id(opened["id"]).tenant_id) / "sample-1"
+        sample.parent.mkdir(parents=True, exist_ok=True)
+        sample.write_text("a prompt")
         assert file.is_file()
         assert house.refused(403, "DELETE", "/v1/tenants/us", "theirs")
         assert house.refused(409, "DELETE", "/v1/tenants/staff", "admin")
@@ -37,6 +41,8 @@ def test_an_erased_tenant_is_gone_with_all_that_it_had_once_its_jobs_have_ended(
         (them,) = house.store.scalars(select(Tenant.id).where(Tenant.name == "them"))
         assert owners == {them}
         assert not file.exists()
+        assert not sample.exists()
+        assert house.store.tenants.ended_keys({mine, "none"}) == {mine}, "what it had opened ends too"
         assert not JobDirectory(house.storage.run / house.job["id"]).path.exists()
         names = house.store.scalars(select(Usage.job_name))
         assert names

@@ -6,7 +6,9 @@ import json
 import re
 from typing import Any
 
-from tests.house import House
+import httpx2
+
+from tests.house import House, open_house
 from tests.service_run import tiny
 
 
@@ -49,7 +51,7 @@ def test_refusals_are_audited_with_the_reason(house):
 def test_reads_of_admins_are_audited_and_those_of_members_are_not(house):
     mine = house.ask("GET", f"/v1/jobs/{house.job['id']}", "ours").headers["x-request-id"]
     read = house.ask("GET", f"/v1/jobs/{house.job['id']}", "admin").headers["x-request-id"]
-    events = {line["id"]: line["event"] for line in lines(house, "audit.log")}
+    events = {line["id"]: line["event"] for line in lines(house, "admin.log")}
     assert mine not in events
     assert events[read] == "admin read"
 
@@ -76,3 +78,15 @@ def test_queue_age_disk_and_reward_failures_are_told(house):
     assert told['motet_rollouts_total{tenant="them"}'] == 8
     assert told['motet_reward_failures_total{tenant="them"}'] == 3
     assert 0 < told["motet_disk_free_bytes"] < told["motet_disk_bytes"]
+
+
+def test_a_defect_is_counted_as_a_failure_of_the_service(tmp_path):
+    def broken() -> None:
+        raise RuntimeError("a defect")
+
+    with open_house(tmp_path) as house:
+        house.app.add_api_route("/broken", broken)
+        answer = httpx2.get(f"{house.http.base_url}/broken", trust_env=False)  # the server breaks its connection off
+        line = next(line for line in lines(house, "access.log") if line["id"] == answer.headers["x-request-id"])
+        assert (answer.status_code, line["status"]) == (500, 500)
+        assert figures(house)['motet_http_seconds_count{method="GET",route="/broken",status="5xx"}'] == 1

@@ -159,6 +159,6 @@ def test_another_password_is_no_other_job(tmp_path: Path) -> None:
     old = yaml.safe_load((directory.path / "job.yaml").read_text())
     old["job"]["rewards"][0]["args"]["headers"] = {"Authorization": "first"}
     (directory.path / "job.yaml").write_text(yaml.safe_dump(old))
-    open_job(directory, identity("second"))
+    assert not open_job(directory, identity("second")), "and nothing is told of the old one"
     with pytest.raises(RunError, match=r"another\.example"):
         open_job(directory, identity("second", "https://another.example"))

@@ -102,7 +102,7 @@ class Assignments:
         """A host is ready, with the jobs that the service before gave it; it learns what holds for tenants."""
         for held in jobs:
             claim = Claim(held.job, held.tenant, slots=held.slots, base=host.base)
-            self._jobs.setdefault(held.job, Assigned(claim, host, held.state))
+            self._jobs.setdefault(held.job, Assigned(claim, host, held.state, had_slot=True))
             self.held[held.job] = held
         host.send(*(m.SetRule(tenant, rule) for tenant, rule in self.rules.items()))
 
@@ -137,6 +137,12 @@ class Assignments:
             return False
         del self._jobs[job]
         return True
+
+    def set_rule(self, message: m.SetRule) -> bool:
+        """Take in what holds for a tenant; gives whether that may place more jobs. Room for storage does not."""
+        before, rule = self.rules.get(message.tenant), message.rule
+        self.rules[message.tenant] = rule
+        return before is None or replace(before, room=None) != replace(rule, room=None)
 
     def has_to_wait(self, job: Assigned) -> bool:
         """Whether a paused job cannot go on, because its tenant has as many out as may run."""

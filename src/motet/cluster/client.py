@@ -90,25 +90,23 @@ class EngineClient:
 
     def look(self, claim: Claim | None = None) -> None:
         """Read the open jobs again: there are others, or, as soon as a host takes it, one with a claim. From any thread."""
+        if self._loop is not None:  # else all are read at the start
+            self._loop.call_soon_threadsafe(self._note, claim)
+
+    def _note(self, claim: Claim | None) -> None:
         self._unplaced = self._unplaced or claim is None
         self.jobs.refused.update([] if claim is None else [(claim, True)])
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._look.set)
+        self._look.set()
 
     def take_back(self, job: str) -> bool:
-        """Whether no host has a job; then none is given it until the open jobs are read again. From any other thread.
+        """Whether no host has a job, also none of the service before; then none is given it before open jobs are read again."""
+        if self._loop is None:
+            return not self.has(job)
+        return asyncio.run_coroutine_threadsafe(self._taken_back(job), self._loop).result()
 
-        False too before each host has said which jobs it has of the service before.
-        """
-
-        async def back() -> bool:
-            self._asked.add(job)
-            known = all(host.ready or host.failure or host.starts > 1 for host in self.hosts)
-            return known and not self.has(job)
-
-        return (
-            not self.has(job) if self._loop is None else asyncio.run_coroutine_threadsafe(back(), self._loop).result()
-        )
+    async def _taken_back(self, job: str) -> bool:
+        self._asked.add(job)
+        return all(host.ready or host.failure or host.starts > 1 for host in self.hosts) and not self.has(job)
 
     def adopt(self, engine: Engine) -> None:
         """Have a process that was started already (`start_engine`) as the first host's; before `start`."""
@@ -171,7 +169,7 @@ class EngineClient:
         for message in messages:
             match message:
                 case m.SetRule():
-                    self.jobs.rules[message.tenant], self._unplaced = message.rule, True
+                    self._unplaced = self.jobs.set_rule(message) or self._unplaced
                     self._to_all(message)
                 case m.ForgetJob():
                     self.jobs.forget(message.job)
@@ -194,8 +192,7 @@ class EngineClient:
         job = self.jobs.get(message.job)
         self._asked.add(message.job)  # also where a host has it: that may let it go before what was read is placed
         if job is None:
-            self._unplaced = True
-            self._look.set()
+            self._note(None)
         elif isinstance(message, m.SteerJob) and message.action == "resume" and self.jobs.has_to_wait(job):
             self._route(m.ForgetJob(message.job))
             self._unplaced = True
@@ -241,8 +238,7 @@ class EngineClient:
             except Exception:  # the database is away
                 _log.exception("the jobs that wait for a host could not be read")
                 await asyncio.sleep(_RETRY_SECONDS)
-                self._unplaced = True
-                self._look.set()
+                self._note(None)
 
     async def _place_open(self, handlers: EngineHandlers) -> None:
         if not any(host.ready for host in self.hosts):
@@ -258,9 +254,10 @@ class EngineClient:
             self.jobs.refused.clear()
             messages = await asyncio.get_running_loop().run_in_executor(self._handling, handlers.open_jobs)
             loads = self.jobs.loads()  # hosts came and went meanwhile
-            for message in messages:
-                if str(message.job["name"]) not in self._asked:  # else what was read may be old: it is read again
-                    self._place(message, loads)
+            fresh = [one for one in messages if str(one.job["name"]) not in self._asked]  # others are read again
+            placed = [self._place(message, loads) for message in fresh]
+            if placed and all(placed):  # there may be more than were read
+                self._note(None)
         for host, job in self.jobs.moves():
             host.send(m.ReleaseJob(job))
 
@@ -269,16 +266,19 @@ class EngineClient:
         self._asked.clear()
         held, loop = list(self.jobs.held.values()), asyncio.get_running_loop()
         asked = await loop.run_in_executor(self._handling, handlers.reconcile, held)
-        self.jobs.held = {one.job: one for one in held if one.job in self._asked and self.has(one.job)}
+        answered = {one.job for one in held} - self._asked
+        self.jobs.held = {job: one for job, one in self.jobs.held.items() if job not in answered and self.has(job)}
         self._route(*(message for job in set(asked) - self._asked for message in asked[job]))
         self._look.set()
 
-    def _place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> None:
-        """Give a job to a host of its base, unless one has it or none can take it."""
+    def _place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> bool:
+        """Give a job to a host of its base, unless one has it or none can take it; gives whether one has it now."""
         if not self._settled:
             self.jobs.rules[message.tenant] = message.rule
         elif (host := self.jobs.place(message, loads)) is not None:
             host.send(message)
+            return True
+        return False
 
 
 def longest_sequence(engine: EngineClient, *bases: str) -> int:

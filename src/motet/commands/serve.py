@@ -138,7 +138,7 @@ async def _run(
             raise
     if heard:
         if engine is not None:
-            await engine.kill()
+            engine.close_input()
         return
     client = app.state.parts[EngineClient]
     if engine is not None:

@@ -43,8 +43,8 @@ class Copied:
     files: dict[str, str] = field(default_factory=dict)
     """sha256 by path within the backup."""
     bytes: int = 0
-    linked: dict[tuple[int, int], Path] = field(default_factory=dict)
-    """Copies of files that have several names, by device and inode."""
+    linked: dict[tuple[int, int, int, int], Path] = field(default_factory=dict)
+    """Copies of files that have several names, by device, inode, time of change and size."""
 
 
 def back_up(directory: Path, target: Path, database: str, progress: Progress) -> Copied:
@@ -178,7 +178,9 @@ def _copy(source: Path, target: Path, draft: Path, copied: Copied) -> bool:
         there.parent.mkdir(parents=True, exist_ok=True)
         try:
             status = path.stat()
-            twin = copied.linked.get((status.st_dev, status.st_ino))
+            # its number alone is not enough: a file that was deleted meanwhile may have given it to another
+            identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+            twin = copied.linked.get(identity) if status.st_nlink > 1 else None
             if twin is not None and twin.exists():
                 os.link(twin, there)
             else:
@@ -188,7 +190,7 @@ def _copy(source: Path, target: Path, draft: Path, copied: Copied) -> bool:
             whole = False
             continue
         if status.st_nlink > 1:
-            copied.linked[status.st_dev, status.st_ino] = there
+            copied.linked[identity] = there
         _note(copied, there.relative_to(draft).as_posix(), there)
     return whole and source.exists()
 

@@ -70,8 +70,12 @@ def handle_errors(app: FastAPI, without_places: Callable[[str], str]) -> None:
     """Give every error one shape, with words for a person, `without_places` of this machine."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
-        asked_of(request.scope).reason = str(error)
-        return _answer(request, error, without_places)
+        asked = asked_of(request.scope)
+        asked.reason = str(error)
+        answer = _answer(request, error, without_places)
+        if answer.status_code == 500:  # past the middleware that adds it
+            answer.headers["x-request-id"] = asked.id
+        return answer
 
     for kind in (
         Refusal,

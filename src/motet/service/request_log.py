@@ -1,4 +1,4 @@
-"""Every request as a line of `access.log`, refusals and admins' reads also in `audit.log`, and their latency for Prometheus."""
+"""A line of `access.log` for each request, of `audit.log` for refusals, of `admin.log` for admins' reads; their latency."""
 
 from __future__ import annotations
 
@@ -95,15 +95,17 @@ class _Rotated(RotatingFileHandler):
 
 
 class RequestFiles:
-    """`access.log` and `audit.log` of a directory."""
+    """`access.log`, `audit.log` and `admin.log` of a directory."""
 
     def __init__(self, directory: Path) -> None:
         self.access, self.audit = _Lines(directory / "access.log"), _Lines(directory / "audit.log")
+        self.reads = _Lines(directory / "admin.log")  # apart: strangers fill the other two
 
     def close(self) -> None:
         """Close the files."""
         self.access.close()
         self.audit.close()
+        self.reads.close()
 
 
 class RequestLog:
@@ -133,6 +135,9 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, sent)
+        except Exception:  # answered outside of all middleware
+            asked.status = asked.status or 500
+            raise
         finally:
             self._write(scope, asked)
 
@@ -154,7 +159,7 @@ class RequestLog:
         if status in REFUSED:
             self._files.audit.write({**line, "event": "refused", "reason": asked.reason[:_LONGEST]})
         elif asked.admin and scope["method"] in ("GET", "HEAD") and status < 400:
-            self._files.audit.write({**line, "event": "admin read"})
+            self._files.reads.write({**line, "event": "admin read"})
 
 
 def _method(scope: Scope) -> str:

@@ -96,14 +96,14 @@ class Secrets:
 
     def seal_stored(self, store: Store, storage: Storage) -> None:
         """Seal what a release kept that did not encrypt, and take it out of the files of jobs."""
-        changed = []
+        job_ids = []
         with store.transaction() as session:
             for job in session.scalars(select(StoredJob).where(cast(StoredJob.spec, Text).like('%"headers"%'))):
                 rewards = [with_headers(one, self.seal) for one in job.spec.get("rewards", ())]
                 if rewards != job.spec.get("rewards"):
                     job.spec = {**job.spec, "rewards": rewards}
-                    changed.append(job.id)
-        for job_id in changed:
+                job_ids.append(job.id)
+        for job_id in job_ids:
             mask_headers(storage.job(job_id))
 
 
@@ -136,11 +136,11 @@ def load_secrets(directory: Path, file: str, store: Store, storage: Storage) -> 
         _write(path, secrets)
     elif not given:
         path.chmod(0o600)
+    if proof is None:  # before the proof is kept: after a crash it is done again
+        secrets.seal_stored(store, storage)
     with store.transaction() as session:
         own = update(ServiceStart).where(ServiceStart.token == store.presence.token)
         session.execute(own.values(proof=secrets.seal("motet")))
-    if proof is None:
-        secrets.seal_stored(store, storage)
     return secrets
 
 

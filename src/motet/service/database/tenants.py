@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import and_, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from motet.errors import StoreError
 from motet.service.database.tables import Key, Tenant, new_id, now
 
 Role = Literal["reader", "member", "tenant-admin", "admin"]
@@ -102,6 +103,10 @@ class Tenants:
         """
         owner, text = self.made(tenant), PREFIX + secrets.token_urlsafe(32)
         with self._transaction() as session:
+            if made_by is not None:
+                maker = session.get(Key, made_by, with_for_update=True)
+                if maker is None or maker.revoked is not None:
+                    raise StoreError("the key that asks was revoked meanwhile")
             key = Key(
                 id=new_id("key"), tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires,
                 scope=None if scope is None else sorted(scope), made_by=made_by,
@@ -127,7 +132,7 @@ class Tenants:
     def revoke_key(self, key_id: str) -> bool:
         """End a key, and those that were made with it; False where there is none."""
         with self._transaction() as session:
-            if session.get(Key, key_id) is None:
+            if session.get(Key, key_id, with_for_update=True) is None:
                 return False
             ending = [key_id]
             for one in ending:  # which grows
@@ -135,14 +140,18 @@ class Tenants:
             session.execute(update(Key).where(Key.id.in_(ending), Key.revoked.is_(None)).values(revoked=now()))
             return True
 
-    def rotate_key(self, key_id: str) -> tuple[Key, str] | None:
-        """Another text for a key, under another id; the old one ends. None where there is none that is good."""
+    def rotate_key(self, key_id: str, made_by: str | None = None) -> tuple[Key, str] | None:
+        """Another text for a key, under another id; the old one ends. None where there is none that is good.
+
+        The new one ends with the key `made_by`, where that is given.
+        """
         text = PREFIX + secrets.token_urlsafe(32)
         with self._transaction() as session:
             old = session.get(Key, key_id)
             if old is None or old.revoked is not None or (old.expires is not None and old.expires <= now()):
                 return None
             kept = {name: getattr(old, name) for name in ("tenant_id", "name", "role", "expires", "scope", "made_by")}
+            kept |= {} if made_by is None else {"made_by": made_by}
             key = Key(id=new_id("key"), digest=digest(text), **kept)
             session.add(key)
             session.execute(update(Key).where(Key.made_by == key_id).values(made_by=key.id))
@@ -150,10 +159,11 @@ class Tenants:
         return key, text
 
     def ended_keys(self, key_ids: Collection[str]) -> set[str]:
-        """Which of some keys, by their ids, were revoked or have expired."""
-        ended = or_(Key.revoked.is_not(None), Key.expires <= now())
+        """Which of some keys, by their ids, were revoked or erased, or have expired."""
+        good = and_(Key.revoked.is_(None), or_(Key.expires.is_(None), Key.expires > now()))
         with self._transaction() as session:
-            return set(session.scalars(select(Key.id).where(Key.id.in_(key_ids), ended)))
+            left = set(session.scalars(select(Key.id).where(Key.id.in_(key_ids), good)))
+        return {one for one in key_ids if one.startswith("key-") and one not in left}
 
     def who(self, text: str) -> Principal | None:
         """Whose key this is; None where it is unknown, revoked or expired."""

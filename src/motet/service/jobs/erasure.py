@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 
 from sqlalchemy import delete, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -52,8 +53,9 @@ class Erasure:
         for adapter in self._store.scalars(select(UploadedAdapter).where(UploadedAdapter.tenant_id == tenant_id)):
             self._adapters.remove(adapter)
         for file in self._store.scalars(select(StoredFile).where(StoredFile.tenant_id == tenant_id)):
-            self._store.delete_file(file.id)
             self._storage.upload(file.id, file.filename).unlink(missing_ok=True)
+            self._store.delete_file(file.id)
+        shutil.rmtree(self._storage.samples(tenant_id), ignore_errors=True)
         try:
             with self._store.transaction() as session:
                 session.execute(update(Usage).where(Usage.tenant_id == tenant_id).values(job_name=""))

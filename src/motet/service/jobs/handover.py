@@ -115,7 +115,7 @@ class Handover:
             return [ReleaseJob(held.job)]  # it is not known here, or not any more
         rule, spec = self._enforcer.rule_with_job(job), job.spec
         messages: list[ToEngine] = [SetRule(job.tenant_id, rule), ChangeJob(job.id, spec["budget"], spec["priority"])]
-        if job.wanted != held.wanted:
+        if job.wanted != held.wanted or (job.wanted == "run" and held.state is JobState.PAUSED):
             messages.append(SteerJob(job.id, _ACTIONS[job.wanted]))
         return [*messages, Nudge(job.id)]
 

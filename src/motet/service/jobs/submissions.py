@@ -197,6 +197,6 @@ class Submissions:
             raise StoreError(f"job {job.name!r} has not ended; cancel it first")
         self._engine.send(ForgetJob(job.id))
         self._adapters.forget_shares(job.id)
+        self._storage.job(job.id).delete()  # first: after a crash the job is there to be deleted again
         self._store.delete_job(job.id)
-        self._storage.job(job.id).delete()
         self._quotas.stored.forget(job.id)

@@ -53,7 +53,9 @@ def list_keys(who: Asker, store: StoreDep) -> Keys:
 def rotate(who: Asker, store: StoreDep, key: str) -> NewKey:
     """End a key and make another with the same name, rights and end. The new key is shown this once."""
     tenant = _visible(store, who, key)
-    made = existing(store.tenants.rotate_key(key), f"the key {key!r} was revoked or has expired; make another")
+    theirs = {one.id for one, _ in store.tenants.keys_of(who) if one.made_by == who.key_id} | {who.key_id}
+    made_by = None if who.admin or key in theirs else who.key_id
+    made = existing(store.tenants.rotate_key(key, made_by), f"the key {key!r} was revoked or has expired; make another")
     store.audit(who, "rotate key", key)
     return NewKey(**_shown(made[0], tenant).model_dump(), key=made[1])
 
@@ -61,7 +63,7 @@ def rotate(who: Asker, store: StoreDep, key: str) -> NewKey:
 @router.delete("/keys/{key}", status_code=204, tags=["keys"])
 def revoke(who: Asker, store: StoreDep, key: str) -> None:
     """End a key, and those that were made with it; they are refused from now on."""
-    _visible(store, who, key)
+    _visible(store, who, key, ends=True)
     store.tenants.revoke_key(key)
     store.audit(who, "revoke key", key)
 
@@ -179,8 +181,8 @@ def _table(lines: list[UsageLine]) -> str:
     return text.getvalue()
 
 
-def _visible(store: Store, who: Principal, key_id: str) -> str:
-    """The name of the tenant whose key it is.
+def _visible(store: Store, who: Principal, key_id: str, *, ends: bool = False) -> str:
+    """The name of the tenant whose key it is; a key that only `ends` may have a later end than the asker's.
 
     Raises:
         Refusal: there is none that the asker may see, or its role is higher than theirs.
@@ -188,7 +190,7 @@ def _visible(store: Store, who: Principal, key_id: str) -> str:
     known = [one for one in store.tenants.keys_of(who) if one[0].id == key_id]
     key, tenant = existing(known[0] if known else None, f"there is no key {key_id!r}")
     if not who.admin:
-        check_new(who, key.role, key.expires)
+        check_new(who, key.role, who.expires if ends else key.expires)
     return tenant
 
 

@@ -230,9 +230,9 @@ class Futures:
             self._shrink(sample, len(answer))
             return answer
         except ConfigError as error:
-            return {"error": str(error), "category": "user"}
+            return {"error": self._storage.without_places(str(error)), "category": "user"}
         except EngineError as error:
-            return {"error": str(error), "category": "server"}
+            return {"error": self._storage.without_places(str(error)), "category": "server"}
         finally:
             self._shrink(sample, 0)
 
@@ -257,7 +257,8 @@ class Futures:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        sample = self._samples.pop(name)
+        if (sample := self._samples.pop(name, None)) is None:  # its key ended meanwhile
+            return
         self._room.give_back(sample.tenant_id, sample.size)
         sample.size = 0
         (self._storage.samples(sample.tenant_id) / name).unlink(missing_ok=True)

@@ -212,6 +212,7 @@ class Models:
         with self._admitting:
             waiting = self._promised[job.tenant_id] = self._still_waiting(job.tenant_id)
             if not journal.known(number):
+                waiting.pop((job.id, number), None)  # it is asked again
                 try:
                     self._quotas.check_work(job.tenant_id, work, sum(waiting.values()))
                 except LimitError as error:
