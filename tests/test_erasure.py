@@ -19,7 +19,8 @@ def test_an_erased_tenant_is_gone_with_all_that_it_had_once_its_jobs_have_ended(
         house.recorder.record_step(opened["id"], {"step": 0, "loss": 0.1, "reward": 0.5, "tokens_sampled": 5})
         file = house.storage.upload(house.file["id"], "rows.jsonl")
         (mine,) = (key.id for key, tenant in house.store.tenants.all_keys() if tenant == "us" and key.name == "ours")
-        sample = house.storage.samples(house.store.job_by_id(opened["id"]).tenant_id) / "sample-1"
+        (us,) = house.store.scalars(select(Tenant.id).where(Tenant.name == "us"))
+        sample = house.storage.samples(us) / "sample-1"
         sample.parent.mkdir(parents=True, exist_ok=True)
         sample.write_text("a prompt")
         assert file.is_file()

@@ -14,6 +14,7 @@ from motet.errors import ServiceError
 from tests.commands import Motet, job_file, rows_in
 from tests.house import House
 from tests.service_run import tiny
+from tests.together import at_once
 
 
 @pytest.fixture
@@ -101,3 +102,11 @@ def test_files_are_read_before_any_is_uploaded(ours: motet.Client, tmp_path: Pat
     assert err.startswith("motet: job bad: ")
     assert "row 1 has no column named prompt" in err
     assert len(ours.files()) == before
+
+
+def test_requests_with_one_key_at_once_make_one_job(house: House) -> None:
+    job, headers = tiny("at-once"), {"Idempotency-Key": "at-once"}
+    found = at_once(lambda _: house.ask("POST", "/v1/jobs", json=job, headers=headers).json()["id"], 8)
+    assert found == [found[0]] * 8
+    other = house.ask("POST", "/v1/jobs", json=tiny("another"), headers=headers)
+    assert other.json()["id"] == found[0]

@@ -224,8 +224,10 @@ class EngineClient:
 
     async def _keep_placed(self, handlers: EngineHandlers) -> None:
         """Give jobs that no host has to hosts, and even them out, whenever something has changed, and now and then."""
-        await _gathered(self.hosts, self._look)
+        if not self._settled:
+            await _gathered(self.hosts, self._look)
         self._settled = True
+        self._look.set()
         while True:
             try:
                 async with asyncio.timeout(self._look_seconds):
@@ -254,8 +256,7 @@ class EngineClient:
             self.jobs.refused.clear()
             messages = await asyncio.get_running_loop().run_in_executor(self._handling, handlers.open_jobs)
             loads = self.jobs.loads()  # hosts came and went meanwhile
-            fresh = [one for one in messages if str(one.job["name"]) not in self._asked]  # others are read again
-            placed = [self._place(message, loads) for message in fresh]
+            placed = [self._place(one, loads) for one in messages if str(one.job["name"]) not in self._asked]
             if placed and all(placed):  # there may be more than were read
                 self._note(None)
         for host, job in self.jobs.moves():
@@ -289,8 +290,7 @@ def longest_sequence(engine: EngineClient, *bases: str) -> int:
 
 async def _gathered(hosts: Sequence[Host], look: asyncio.Event) -> None:
     """Wait for the hosts that start, where there are several: jobs that are given to the first alone would have to move."""
-    deadline, loop = None, asyncio.get_running_loop()
-    settled = len(hosts) == 1
+    deadline, loop, settled = None, asyncio.get_running_loop(), False
     while not settled:
         await look.wait()
         look.clear()
@@ -299,4 +299,3 @@ async def _gathered(hosts: Sequence[Host], look: asyncio.Event) -> None:
             loop.call_at(deadline, look.set)
         starting = [host for host in hosts if not (host.ready or host.failure or host.starts > 1)]
         settled = deadline is not None and (not starting or loop.time() >= deadline)
-    look.set()

@@ -168,6 +168,8 @@ class _Connected(Child[m.FromEngine]):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGKILL)
         await _ended(process)
+        if self.child is not None:
+            await self.child.wait()  # asyncio lets go of it then
         for path in self._files:
             path.unlink(missing_ok=True)
 
