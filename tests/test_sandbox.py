@@ -18,6 +18,7 @@ from motet.tasks.reward_pool import RewardPool, Scored
 from motet.tasks.reward_walls import Walls
 from motet.tasks.sandbox import Sandbox
 from motet.types import Message, Problem
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="walls are made of Landlock and seccomp")
 ADDS = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
@@ -115,7 +116,6 @@ def test_limits_of_memory_and_of_what_is_written_hold():
 
 WRITES = """
 import os
-from tests.waiting import wait_until
 held = []
 for number in range({files}):
     path = f"{{number}}.bin"
