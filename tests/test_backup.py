@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -181,6 +182,7 @@ def test_a_copy_of_a_busy_service_ends_its_jobs_with_the_same_bytes(tmp_path):
     subprocess.run(
         [sys.executable, "-m", "motet", "restore", str(tmp_path / "copy"), "--directory", str(again)], check=True
     )
+    shutil.copy(tmp_path / "served" / "secret.key", again)
     assert JobDirectory(next((again / "run").glob("job-*"))).steps()[-1] < 12
     with serving(again) as service:
         assert service.ended("sort") == "succeeded", service.job("sort")["message"]

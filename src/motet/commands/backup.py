@@ -36,7 +36,8 @@ def restore(
     """Make a service's directory from a backup. Jobs that had not ended continue when it is served."""
     from motet.service import backup as copies
 
-    done = f"restored; start it: motet serve --directory {directory}{' --database …' if database else ''}"
+    start = f"motet serve --directory {directory}{' --database …' if database else ''}"
+    done = f"restored; put the service's secret.key into {directory}, then start it: {start}"
     _with_progress(lambda progress: copies.restore(backup, directory, database or "", progress), done)
 
 
