@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from motet.runtime.source_sums import SHOWN, Sources, of_project, statement_sums
+from motet.runtime.source_sums import SHOWN, CodeSums, of_project, statement_sums
 
 _MOST_OBJECTS, _SHORT, _LONG = 2000, 60, 200
 _NAMED = (
@@ -39,9 +39,9 @@ _PLAIN = (
 
 
 class FunctionSums:
-    """Adds to `Sources` what functions consist of."""
+    """Adds to `CodeSums` what functions consist of."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: CodeSums) -> None:
         self._sources = sources
         self._seen: dict[int, Any] = {}  # the objects too: the id of one that is gone comes back
         self._waiting = deque[tuple[str, Any]]()

@@ -14,7 +14,7 @@ from typing import Any
 from motet.checksums import hash_of
 from motet.config import GIVEN_ROWS, JobConfig
 from motet.runtime.function_sums import FunctionSums
-from motet.runtime.source_sums import SHOWN, Sources
+from motet.runtime.source_sums import SHOWN, CodeSums
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_elsewhere import masked
 from motet.types import ADAPTER_WEIGHTS
@@ -50,9 +50,9 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
     }
 
 
-def _sources(config: JobConfig, installed: Mapping[str, str]) -> Sources:
+def _sources(config: JobConfig, installed: Mapping[str, str]) -> CodeSums:
     """The project's own code that makes rewards, environment and algorithm."""
-    sources = Sources()
+    sources = CodeSums()
     functions = FunctionSums(sources)
     for reward in config.rewards:
         if reward.function is not None:

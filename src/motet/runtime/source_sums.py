@@ -60,7 +60,7 @@ def _canonical(node: Any, *, head: bool = False) -> str:
 
 
 @dataclass
-class Sources:
+class CodeSums:
     """The project's files that some code consists of."""
 
     code: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -191,7 +191,7 @@ def of_project(path: Path) -> bool:
 
 
 def code_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Where two records of `Sources.code` differ, by file and line."""
+    """Where two records of `CodeSums.code` differ, by file and line."""
     for label in [*before, *(label for label in now if label not in before)]:
         old, new = before.get(label), now.get(label)
         if label in before and not isinstance(old, Mapping):  # somebody wrote something else there

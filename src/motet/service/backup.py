@@ -63,11 +63,8 @@ def back_up(directory: Path, target: Path, database: str, progress: Progress) ->
         raise RunError(f"{directory} has no motet.db: name the directory of a service, or its --database")
     if target.exists() or target.resolve().is_relative_to(directory.resolve()):
         raise RunError(f"{target} exists or is inside {directory}; name a new directory elsewhere")
-    draft = target.with_name(f".part-{target.name}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(mode=0o700, parents=True)
     copied = Copied()
-    try:
+    with _draft_of(target) as draft:
         progress("database")
         _dump(directory, database, draft)
         for name in (_SQLITE, _POSTGRES):
@@ -86,9 +83,6 @@ def back_up(directory: Path, target: Path, database: str, progress: Progress) ->
         sync(draft / MANIFEST)
         draft.rename(target)
         sync(target.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     return copied
 
 
@@ -107,11 +101,8 @@ def restore(backup: Path, directory: Path, database: str, progress: Progress) ->
         raise RunError(f"{backup} has a copy of {kind}")
     if directory.exists() and any(directory.iterdir()):
         raise RunError(f"{directory} is not empty; restore to a new directory")
-    draft = directory.with_name(f".part-{directory.name}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(mode=0o700, parents=True)
     copied = Copied()
-    try:
+    with _draft_of(directory) as draft:
         for name, expected in sums.items():
             progress(name)
             source = backup / name
@@ -128,10 +119,20 @@ def restore(backup: Path, directory: Path, database: str, progress: Progress) ->
         if directory.exists():
             directory.rmdir()
         draft.rename(directory)
+    return copied
+
+
+@contextlib.contextmanager
+def _draft_of(target: Path) -> Iterator[Path]:
+    """A new directory beside another, which goes where the block fails."""
+    draft = target.with_name(f".part-{target.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(mode=0o700, parents=True)
+    try:
+        yield draft
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return copied
 
 
 def _left_out(path: Path) -> bool:

@@ -126,7 +126,8 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 asked.status = message["status"]
                 message.setdefault("headers", [])
-                message["headers"] = [*message["headers"], (b"x-request-id", asked.id.encode())]
+                others = [one for one in message["headers"] if one[0] != b"x-request-id"]
+                message["headers"] = [*others, (b"x-request-id", asked.id.encode())]
             else:
                 asked.sent += len(message.get("body", b""))
                 if not message.get("more_body"):  # first the line: whoever has the answer finds it
