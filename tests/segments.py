@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from motet.algorithms import Reinforce
-from motet.algorithms.losses import Loss
-from motet.batch import AdamW, Batch, Sample, Segment
+from motet.batch import AdamW, Batch, Loss, Sample, Segment
 from motet.config import AdapterConfig
 from motet.model.distribution import Distribution, draw
 from motet.model.lora_model import LoraModel

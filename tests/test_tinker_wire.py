@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from motet.algorithms.client import CLIENT_LOSSES, ClientLoss
-from motet.algorithms.losses import LossInputs
+from motet.batch import LossInputs
 from motet.runtime.journal import (
     Datum,
     Done,

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
 from motet.types import BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
-    from motet.algorithms.losses import Loss
+    from torch import Tensor
+
+TokenLosses: TypeAlias = "tuple[Tensor, Tensor]"
+"""Loss of each token [N], and whether the clip touched it [N] bool."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,37 @@ class AdamW:
     weight_decay: float = 0.0
     clip_norm: float = 1.0
     """Largest norm of the gradient; larger ones are scaled down to it."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss sees; float32 on one device. Logprobs are `log_softmax(fp32 logits / temperature)` of the token."""
+
+    logprobs_N: Tensor  # [N]
+    """Of the policy; the one tensor with a gradient."""
+    entropy_N: Tensor  # [N]
+    """Of the policy's whole distribution; a metric only."""
+    sampler_logprobs_N: Tensor  # [N]
+    advantages_N: Tensor  # [N]
+    weights_N: Tensor  # [N]
+    """Factor of each token in the sum (`normalisation`, spread over the sample's tokens)."""
+    sample_N: Tensor  # [N] int64
+    """Which sample the token belongs to, from 0 to n_samples − 1."""
+    n_samples: int
+    reference_logprobs_N: Tensor | None = None  # [N]
+    """Of the base; needed for a KL penalty, and then also a metric."""
+    proximal_logprobs_N: Tensor | None = None  # [N]
+    """Of the policy at the start of the step; `correct_sampler` uses it."""
+    ratio_mask_N: Tensor | None = None  # [N]
+    """1 where a token counts in the ratio of its sequence, else 0; a client's `gspo` uses it."""
+
+
+class Loss(Protocol):
+    """What a segment minimises. Every algorithm is one."""
+
+    def token_losses(self, inputs: LossInputs) -> TokenLosses:
+        """Losses that are weighted, summed and divided by the segment's denominator; may look at one segment only."""
+        ...
 
 
 @dataclass(frozen=True)

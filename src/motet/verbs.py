@@ -10,22 +10,19 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
 from motet import budgets, seeds
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.client import ClientLoss
-from motet.batch import AdamW, Batch, OptimStats, Sample, Segment, Trained
+from motet.batch import AdamW, Batch, Loss, OptimStats, Sample, Segment, Trained
 from motet.config import AdapterConfig, EngineConfig
 from motet.launch import build, load
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.episode import extended
 from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
-
-if TYPE_CHECKING:
-    from motet.algorithms.losses import Loss
 
 Result = TypeVar("Result")
 _LONGEST = 1024

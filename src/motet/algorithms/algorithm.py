@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from motet.algorithms.packing import cut
-from motet.batch import Sample, Segment
+from motet.batch import Loss, LossInputs, Sample, Segment, TokenLosses
 from motet.section import Config
 from motet.types import FloatArray
-
-if TYPE_CHECKING:
-    from motet.algorithms.losses import Loss, LossInputs, TokenLosses
 
 
 def is_address(name: str) -> bool:

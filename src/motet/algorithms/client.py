@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.algorithms.algorithm import Algorithm
-from motet.batch import Sample
+from motet.batch import LossInputs, Sample, TokenLosses
 from motet.errors import ConfigError
 from motet.types import FloatArray
-
-if TYPE_CHECKING:
-    from motet.algorithms.losses import LossInputs, TokenLosses
 
 
 class ClientDriven(Algorithm):

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from motet.algorithms.algorithm import StepBatch
-from motet.batch import Sample
+from motet.batch import LossInputs, Sample, TokenLosses
 from motet.section import Config
 from motet.types import FloatArray
-
-if TYPE_CHECKING:
-    from motet.algorithms.losses import LossInputs, TokenLosses
 
 Values = NDArray[np.float64]
 

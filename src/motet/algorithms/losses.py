@@ -11,64 +11,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from motet.batch import LossStats, Sample
+from motet.batch import Loss, LossInputs, LossStats, Sample, TokenLosses
 from motet.types import FloatArray
-
-if TYPE_CHECKING:
-    from motet.algorithms.policy_gradient import PolicyGradient
 
 
 @dataclass(frozen=True)
-class LossInputs:
-    """What a loss sees; float32 on one device. Logprobs are `log_softmax(fp32 logits / temperature)` of the token."""
+class PolicyLoss:
+    """Settings of `policy_losses`; `PolicyGradient` says what they mean."""
 
-    logprobs_N: Tensor  # [N]
-    """Of the policy; the one tensor with a gradient."""
-    entropy_N: Tensor  # [N]
-    """Of the policy's whole distribution; a metric only."""
-    sampler_logprobs_N: Tensor  # [N]
-    advantages_N: Tensor  # [N]
-    weights_N: Tensor  # [N]
-    """Factor of each token in the sum (`normalisation`, spread over the sample's tokens)."""
-    sample_N: Tensor  # [N] int64
-    """Which sample the token belongs to, from 0 to n_samples − 1."""
-    n_samples: int
-    reference_logprobs_N: Tensor | None = None  # [N]
-    """Of the base; needed for a KL penalty, and then also a metric."""
-    proximal_logprobs_N: Tensor | None = None  # [N]
-    """Of the policy at the start of the step; `correct_sampler` uses it."""
-    ratio_mask_N: Tensor | None = None  # [N]
-    """1 where a token counts in the ratio of its sequence, else 0; a client's `gspo` uses it."""
+    name: str
+    """A key of `LOSSES`."""
+    clip_low: float
+    clip_high: float
+    importance_cap: float
+    correct_sampler: bool
+    kl_coef: float
+    kl_type: str
+    """A key of `KL_ESTIMATORS`."""
 
 
-TokenLosses = tuple[Tensor, Tensor]
-"""Loss of each token [N], and whether the clip touched it [N] bool."""
-
-
-class Loss(Protocol):
-    """What a segment minimises. Every algorithm is one."""
-
-    def token_losses(self, inputs: LossInputs) -> TokenLosses:
-        """Losses that are weighted, summed and divided by the segment's denominator; may look at one segment only."""
-        ...
-
-
-def ppo_clip(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
-    """−min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), ρ = π / old.
+def ppo_clip(low: float, high: float, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+    """−min(ρ·A, clip(ρ, low, high)·A), ρ = π / old.
 
     Source: PPO (Schulman et al. 2017, arXiv 1707.06347), eq. 7; two bounds after DAPO (arXiv 2503.14476), eq. 10.
     """
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     return _clipped_surrogate(low, high, torch.exp(log_ratio_N), inputs.advantages_N)
 
 
-def gspo(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+def gspo(low: float, high: float, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
     """PPO's clip on the ratio of the sequence, s = exp(mean over its tokens of log π / old), with gradient through s.
 
     Each token carries its sample's loss, so that reduction `sequence` gives the paper's mean over sequences.
@@ -76,7 +51,6 @@ def gspo(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> 
     Source: GSPO (Zheng et al. 2025, arXiv 2507.18071), eq. 5 to 7.
     """
     means_N = _means_of_sequences(inputs, log_ratio_N, torch.ones_like(log_ratio_N))
-    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     return _clipped_surrogate(low, high, torch.exp(means_N), inputs.advantages_N)
 
 
@@ -95,36 +69,36 @@ def _clipped_surrogate(low: float, high: float, ratio_N: Tensor, advantages_N: T
     return -surrogate_N, clipped_N
 
 
-def cispo(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
-    """−sg(min(ρ, importance_cap)) · A · log π: the weight is capped, no token loses its gradient.
+def cispo(low: float, high: float, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+    """−sg(clip(ρ, low, high)) · A · log π: the weight is capped, no token loses its gradient.
 
-    Source: MiniMax-M1 (2025, arXiv 2506.13585), eq. 4 and 5; no lower bound, as there. `clipped` counts capped tokens.
+    Source: MiniMax-M1 (2025, arXiv 2506.13585), eq. 4 and 5. `clipped` counts capped tokens.
     """
     ratio_N = torch.exp(log_ratio_N.detach())
-    loss_N = -ratio_N.clamp(max=algorithm.importance_cap) * inputs.advantages_N * inputs.logprobs_N
-    return loss_N, ratio_N > algorithm.importance_cap
+    loss_N = -ratio_N.clamp(low, high) * inputs.advantages_N * inputs.logprobs_N
+    return loss_N, (ratio_N < low) | (ratio_N > high)
 
 
-def importance_sampling(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+def importance_sampling(inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
     """−ρ·A, without a bound. Source: Tinker's `importance_sampling`; TRPO's surrogate (arXiv 1502.05477), eq. 14."""
     return -torch.exp(log_ratio_N) * inputs.advantages_N, _nowhere(log_ratio_N)
 
 
-def reinforce(algorithm: PolicyGradient, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
+def reinforce(inputs: LossInputs) -> TokenLosses:
     """−A·log π. Source: Williams 1992. No ratio: off-policy data are corrected only by `correct_sampler`."""
-    return -inputs.advantages_N * inputs.logprobs_N, _nowhere(log_ratio_N)
+    return -inputs.advantages_N * inputs.logprobs_N, _nowhere(inputs.logprobs_N)
 
 
 def _nowhere(like_N: Tensor) -> Tensor:
     return torch.zeros_like(like_N, dtype=torch.bool)
 
 
-LOSSES: dict[str, Callable[[PolicyGradient, LossInputs, Tensor], TokenLosses]] = {
-    "ppo_clip": ppo_clip,
-    "importance_sampling": importance_sampling,
-    "cispo": cispo,
-    "gspo": gspo,
-    "reinforce": reinforce,
+LOSSES: dict[str, Callable[[PolicyLoss, LossInputs, Tensor], TokenLosses]] = {
+    "ppo_clip": lambda own, inputs, log_ratio_N: ppo_clip(1 - own.clip_low, 1 + own.clip_high, inputs, log_ratio_N),
+    "importance_sampling": lambda _, inputs, log_ratio_N: importance_sampling(inputs, log_ratio_N),
+    "cispo": lambda own, inputs, log_ratio_N: cispo(0.0, own.importance_cap, inputs, log_ratio_N),
+    "gspo": lambda own, inputs, log_ratio_N: gspo(1 - own.clip_low, 1 + own.clip_high, inputs, log_ratio_N),
+    "reinforce": lambda _, inputs, __: reinforce(inputs),
 }
 
 
@@ -148,8 +122,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2
 for the gradients Tang and Munos 2025 (arXiv 2506.09477)."""
 
 
-def policy_losses(algorithm: PolicyGradient, inputs: LossInputs) -> TokenLosses:
-    """W · policy loss + kl.coef · KL(π ‖ base), per token.
+def policy_losses(settings: PolicyLoss, inputs: LossInputs) -> TokenLosses:
+    """W · policy loss + kl_coef · KL(π ‖ base), per token.
 
     w is 1, or with `correct_sampler` the truncated importance weight sg(min(proximal / sampler, importance_cap)); the
     ratio of the policy loss is then π / proximal. Sources: decoupled PPO (Hilton et al. 2022, arXiv 2110.00641);
@@ -159,12 +133,12 @@ def policy_losses(algorithm: PolicyGradient, inputs: LossInputs) -> TokenLosses:
     Raises:
         ValueError: a KL penalty without reference logprobs.
     """
-    log_ratio_N = inputs.logprobs_N - _old_logprobs(algorithm, inputs)
-    loss_N, clipped_N = LOSSES[algorithm.loss](algorithm, inputs, log_ratio_N)
-    if algorithm.correct_sampler:
-        loss_N = loss_N * _sampler_weights(algorithm, inputs)
-    if algorithm.kl.coef > 0:
-        loss_N = loss_N + algorithm.kl.coef * _kl_to_base(algorithm, inputs)
+    log_ratio_N = inputs.logprobs_N - _old_logprobs(settings, inputs)
+    loss_N, clipped_N = LOSSES[settings.name](settings, inputs, log_ratio_N)
+    if settings.correct_sampler:
+        loss_N = loss_N * _sampler_weights(settings, inputs)
+    if settings.kl_coef > 0:
+        loss_N = loss_N + settings.kl_coef * _kl_to_base(settings, inputs)
     return loss_N, clipped_N
 
 
@@ -195,15 +169,14 @@ def client_losses(name: str, settings: Mapping[str, float], inputs: LossInputs) 
     if name == "dro":
         return 0.5 * settings["beta"] * log_ratio_N**2 - logprobs_N * advantages_N, _nowhere(logprobs_N)
     if name == "importance_sampling":
-        return -torch.exp(log_ratio_N) * advantages_N, _nowhere(logprobs_N)
+        return importance_sampling(inputs, log_ratio_N)
     low, high = settings["clip_low_threshold"], settings["clip_high_threshold"]
     if name == "cispo":
-        ratio_N = torch.exp(log_ratio_N.detach())
-        return -ratio_N.clamp(low, high) * advantages_N * logprobs_N, (ratio_N < low) | (ratio_N > high)
+        return cispo(low, high, inputs, log_ratio_N)
     if name == "gspo":
         mask_N = torch.ones_like(log_ratio_N) if inputs.ratio_mask_N is None else inputs.ratio_mask_N
         log_ratio_N = _means_of_sequences(inputs, log_ratio_N.detach(), mask_N) + logprobs_N - logprobs_N.detach()
-    return _clipped_surrogate(low, high, torch.exp(log_ratio_N), advantages_N)
+    return ppo_clip(low, high, inputs, log_ratio_N)
 
 
 @torch.no_grad()
@@ -252,24 +225,24 @@ def loss_and_stats(loss: Loss, denominator: float, inputs: LossInputs) -> tuple[
     return weighted_N.sum() / denominator, _stats(denominator, inputs, weighted_N.detach(), clipped_N)
 
 
-def _old_logprobs(algorithm: PolicyGradient, inputs: LossInputs) -> Tensor:
-    if algorithm.correct_sampler and inputs.proximal_logprobs_N is not None:
+def _old_logprobs(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
+    if settings.correct_sampler and inputs.proximal_logprobs_N is not None:
         return inputs.proximal_logprobs_N
     return inputs.sampler_logprobs_N
 
 
-def _sampler_weights(algorithm: PolicyGradient, inputs: LossInputs) -> Tensor:
+def _sampler_weights(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
     return (
-        torch.exp(_old_logprobs(algorithm, inputs) - inputs.sampler_logprobs_N)
-        .clamp(max=algorithm.importance_cap)
+        torch.exp(_old_logprobs(settings, inputs) - inputs.sampler_logprobs_N)
+        .clamp(max=settings.importance_cap)
         .detach()
     )
 
 
-def _kl_to_base(algorithm: PolicyGradient, inputs: LossInputs) -> Tensor:
+def _kl_to_base(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
     if inputs.reference_logprobs_N is None:
         raise ValueError("a KL penalty needs the base's logprobs: run Trainer.forward(base=True) on the samples first")
-    return KL_ESTIMATORS[algorithm.kl.type](inputs.reference_logprobs_N - inputs.logprobs_N)
+    return KL_ESTIMATORS[settings.kl_type](inputs.reference_logprobs_N - inputs.logprobs_N)
 
 
 @torch.no_grad()

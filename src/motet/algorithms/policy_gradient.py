@@ -11,13 +11,12 @@ from pydantic import Field, model_validator
 from motet.algorithms.advantages import AdvantageKind, Reduction, advantages, normalisation, select_groups
 from motet.algorithms.algorithm import Algorithm, StepBatch
 from motet.algorithms.credit import placed, turn_advantages
-from motet.batch import Sample
+from motet.batch import LossInputs, Sample, TokenLosses
 from motet.section import Config
 from motet.types import Branch, FloatArray, Group, Rollout
 
 if TYPE_CHECKING:
     from motet.algorithms.critic import CriticConfig
-    from motet.algorithms.losses import LossInputs, TokenLosses
 
 LossName = Literal["ppo_clip", "importance_sampling", "cispo", "gspo", "reinforce"]
 
@@ -163,9 +162,18 @@ class PolicyGradient(Algorithm):
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
         """Loss of each trainable token of a segment [N], and whether the clip touched it [N]; runs where torch is."""
-        from motet.algorithms.losses import policy_losses
+        from motet.algorithms.losses import PolicyLoss, policy_losses
 
-        return policy_losses(self, inputs)
+        settings = PolicyLoss(
+            name=self.loss,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            importance_cap=self.importance_cap,
+            correct_sampler=self.correct_sampler,
+            kl_coef=self.kl.coef,
+            kl_type=self.kl.type,
+        )
+        return policy_losses(settings, inputs)
 
     def batch(self, groups: Sequence[Group], max_tokens: int) -> StepBatch:
         """Samples of a step's groups, whole: advantages, weights, denominator.

@@ -10,19 +10,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from motet.algorithms.algorithm import Algorithm, StepBatch, is_address
-from motet.batch import Example, Row, Sample
+from motet.batch import Example, LossInputs, Row, Sample, TokenLosses
 from motet.types import FloatArray
-
-if TYPE_CHECKING:
-    from motet.algorithms.losses import LossInputs, TokenLosses
-
 
 Figures = NDArray[np.float64]
 

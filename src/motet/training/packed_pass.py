@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from motet.algorithms.losses import LossInputs, loss_and_stats
-from motet.batch import Batch, LossStats, Sample, Segment, Trained
+from motet.algorithms.losses import loss_and_stats
+from motet.batch import Batch, LossInputs, LossStats, Sample, Segment, Trained
 from motet.model.attention import Prefix
 from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
