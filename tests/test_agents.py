@@ -24,7 +24,7 @@ from motet.errors import EngineError, EnvironmentFault, EpisodeRefusal
 from motet.jobfile import load_jobs
 from motet.running import run_config
 from motet.runtime.metrics import rollout_records
-from motet.runtime.sampling import SampledStep
+from motet.runtime.steps import SampledStep
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
 from motet.tasks.tool_calls import tool_calls

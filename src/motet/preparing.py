@@ -11,13 +11,13 @@ from typing import Any
 
 from motet import budgets
 from motet.algorithms.rows import RowAlgorithm
-from motet.algorithms.schedule import auto_learning_rate
 from motet.config import DataConfig, JobConfig, RunConfig
 from motet.config.chain import chains
 from motet.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.model_info import ModelInfo
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
+from motet.runtime.learning_rate import auto_learning_rate
 from motet.runtime.progress import JobProgress
 from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory

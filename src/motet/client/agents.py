@@ -10,20 +10,18 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from motet.agents.processes import AgentProcesses
+from motet.client.connection import Connection
 from motet.client.leases import Asked, LeaseWorker, Running
 from motet.errors import EnvironmentFault
 from motet.service.schemas import Job
 from motet.service.schemas.workers import EpisodeLease, EpisodeWork
 from motet.tasks.reward_elsewhere import MOST_LETTERS
 from motet.types import Problem
-
-if TYPE_CHECKING:
-    from motet.client import AsyncClient
 
 _SECRETS = ("MOTET_API_KEY",)
 
@@ -33,7 +31,7 @@ class AgentWorker(LeaseWorker[EpisodeWork]):
 
     kind = "episodes"
 
-    def __init__(self, client: AsyncClient, agent: str, concurrency: int) -> None:
+    def __init__(self, client: Connection, agent: str, concurrency: int) -> None:
         """Nothing is asked yet.
 
         Args:

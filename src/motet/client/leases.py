@@ -9,16 +9,13 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from motet.client.connection import path_of, worker_name
+from motet.client.connection import Connection, path_of, worker_name
 from motet.errors import ServiceError
 from motet.service.schemas import Job
 from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeWork, Lease, ScoringWork
 from motet.types import JobState
-
-if TYPE_CHECKING:
-    from motet.client import AsyncClient
 
 Work = TypeVar("Work", EpisodeWork, ScoringWork)
 Asked = dict[str, Any]
@@ -34,7 +31,7 @@ class LeaseWorker(ABC, Generic[Work]):
     kind: str
     """The last part of a job's path: `scoring` or `episodes`."""
 
-    def __init__(self, client: AsyncClient, at_once: int) -> None:
+    def __init__(self, client: Connection, at_once: int) -> None:
         """Nothing is asked yet; of each job `at_once` pieces of work are done at a time."""
         self._client, self._at_once, self.name = client, at_once, worker_name()
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from motet.client.connection import Connection
 from motet.client.leases import Asked, LeaseWorker, Running
 from motet.client.reward_files import RewardFiles
 from motet.config import RewardConfig
@@ -18,9 +19,6 @@ from motet.service.schemas import Job
 from motet.service.schemas.workers import Lease, ScoringWork
 from motet.tasks.reward_elsewhere import WorkerArgs, to_wire
 from motet.tasks.reward_pool import RewardPool
-
-if TYPE_CHECKING:
-    from motet.client import AsyncClient
 
 _AT_ONCE = 16
 
@@ -30,7 +28,7 @@ class RewardWorker(LeaseWorker[ScoringWork]):
 
     kind = "scoring"
 
-    def __init__(self, client: AsyncClient, files: RewardFiles, processes: int = 2) -> None:
+    def __init__(self, client: Connection, files: RewardFiles, processes: int = 2) -> None:
         """Nothing is asked yet.
 
         Args:

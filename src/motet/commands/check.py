@@ -36,8 +36,9 @@ from motet.runtime.metrics import group_metrics
 from motet.runtime.opening import check_identity
 from motet.runtime.progress import LOG_LIKELIHOOD
 from motet.runtime.rundir import RunDirectory
-from motet.runtime.sampling import JobSampler, SampledStep
+from motet.runtime.sampling import JobSampler
 from motet.runtime.signs import no_signal
+from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
 from motet.tasks.rows import row_of

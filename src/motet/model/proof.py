@@ -8,6 +8,7 @@ and by how much), and a backward pass through an adapter on every layer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -80,7 +81,7 @@ def prove(
         if shards is None:
             watch.fuse(base, base.decoder)
         else:
-            shards.settle(base, watch.fuse)
+            shards.settle(base.model, base.decoder, functools.partial(watch.fuse, base))
             base.shards = shards
         base.compute_with(base.arithmetic)  # of the fused weights too
         if pack and shards is None:

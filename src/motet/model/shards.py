@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
-    from motet.model.lora_model import LoraModel
-
 
 class Shards:
     """The ranks that a base lies over, this process being one of them."""
@@ -28,18 +26,19 @@ class Shards:
         self._mesh = mesh
         self._model: FSDPModule | None = None
 
-    def settle(self, base: LoraModel, fuse: Callable[[LoraModel, nn.Module], None]) -> None:
+    def settle(self, model: nn.Module, decoder: nn.Module, fuse: Callable[[nn.Module], None]) -> None:
         """Keep this rank's part of every weight, one layer after another, so that no more than a layer is whole at a time.
 
         Args:
-            base: as it was loaded; what it has of files is not read into memory of its own before its turn comes.
+            model: as it was loaded; what it has of files is not read into memory of its own before its turn comes.
+            decoder: the part of it that has the layers.
             fuse: makes one product of the linear layers inside a module that read the same input.
         """
-        for layer in _layers(base.decoder):
-            fuse(base, layer)
+        for layer in _layers(decoder):
+            fuse(layer)
             self._shard(layer)
-        fuse(base, base.decoder)
-        self._model = self._shard(base.model)  # what lies outside the layers: embeddings, the last norm and the head
+        fuse(decoder)
+        self._model = self._shard(model)  # what lies outside the layers: embeddings, the last norm and the head
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -69,7 +68,7 @@ def _layers(decoder: nn.Module) -> list[nn.Module]:
     return list(layers.children())
 
 
-def own_bytes(base: LoraModel) -> int:
+def own_bytes(model: nn.Module) -> int:
     """Bytes of weights that lie on this rank."""
-    parts = (getattr(parameter, "_local_tensor", parameter) for parameter in base.model.parameters())
+    parts = (getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters())
     return sum(part.numel() * part.element_size() for part in parts if isinstance(part, torch.Tensor))

@@ -25,9 +25,9 @@ from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.job import CommandObeyed, Executed, Job, Services
 from motet.runtime.learner import unheard
-from motet.runtime.learning import LearnedStep
 from motet.runtime.metrics import trained_record
 from motet.runtime.session import FinishedStep
+from motet.runtime.steps import LearnedStep
 
 ABOUT = "checkpoint.json"
 """What is known of a checkpoint, beside its adapter."""

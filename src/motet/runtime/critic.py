@@ -8,9 +8,9 @@ from pathlib import Path
 from motet import seeds
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.critic import CriticConfig, ValueLoss
-from motet.algorithms.schedule import adamw
 from motet.batch import OptimStats, Segment
 from motet.config import AdapterConfig
+from motet.runtime.learning_rate import adamw
 from motet.runtime.session import Session, Slot
 from motet.types import FloatArray
 

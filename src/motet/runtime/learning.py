@@ -7,37 +7,12 @@ from dataclasses import dataclass
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.critic import credited
-from motet.algorithms.schedule import adamw
-from motet.batch import LossStats, OptimStats, Segment, Trained
+from motet.batch import LossStats, Segment, Trained
 from motet.runtime.critic import Critic
+from motet.runtime.learning_rate import adamw
 from motet.runtime.reference import Reference
-from motet.runtime.sampling import SampledStep
 from motet.runtime.session import Session
-
-
-@dataclass(frozen=True)
-class Valued:
-    """What a critic learned in a step."""
-
-    loss: float
-    """Before the first update."""
-    explained: float
-    """Share of the returns' variance that its values explained."""
-
-
-@dataclass(frozen=True)
-class LearnedStep:
-    """What a step trained and what came of it."""
-
-    batch: StepBatch
-    stats: LossStats
-    """Of the first update."""
-    optim: OptimStats | None
-    """Of the last update; None where nothing was trainable."""
-    tokens: int
-    """Tokens that were run through the trainer."""
-    valued: Valued | None = None
-    """Where there is a critic."""
+from motet.runtime.steps import LearnedStep, SampledStep, Valued
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from motet.batch import LossStats, OptimStats
 from motet.device import BusyTime
-from motet.runtime.sampling import SampledStep
+from motet.runtime.steps import LearnedStep, SampledStep
 from motet.types import Group, Rollout
-
-if TYPE_CHECKING:
-    from motet.runtime.learning import LearnedStep
 
 _REASONS, _REASON = 3, 300
 """How many reasons of failed rewards a step keeps, and their characters."""

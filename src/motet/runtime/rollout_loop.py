@@ -16,8 +16,9 @@ from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import learn
 from motet.runtime.metrics import errors_of, evaluation_record, rollout_records, step_record
-from motet.runtime.sampling import JobSampler, SampledStep, Supply
+from motet.runtime.sampling import JobSampler, Supply
 from motet.runtime.session import Evaluated, FinishedStep
+from motet.runtime.steps import SampledStep
 from motet.types import Group
 
 

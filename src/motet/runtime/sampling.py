@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from motet import seeds
@@ -22,6 +22,7 @@ from motet.errors import EngineError, ScorerAway
 from motet.runtime.generation import Generation, PutAside, Result, ended
 from motet.runtime.job import Job, Services
 from motet.runtime.own_environment import own_environment
+from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
 from motet.tasks.environments import EnvironmentWorkers
@@ -35,38 +36,6 @@ if TYPE_CHECKING:
 
 _BEGUN_AT_ONCE = 16
 """Groups whose prompts are read before others have the event loop."""
-
-
-@dataclass
-class SampledStep:
-    """All groups of one step, in data order, and what they cost."""
-
-    step: int
-    version: int
-    groups: list[Group]
-    seconds: float
-    reward_seconds: float
-    tokens: int
-    """Tokens that were sampled."""
-    positions: tuple[int, ...] = ()
-    """The groups' positions in the sequence of problems, where they are not a window of it."""
-
-    def with_more(self, more: SampledStep) -> SampledStep:
-        """The step with groups that were sampled after these."""
-        return replace(
-            self,
-            groups=self.groups + more.groups,
-            seconds=self.seconds + more.seconds,
-            reward_seconds=self.reward_seconds + more.reward_seconds,
-            tokens=self.tokens + more.tokens,
-        )
-
-    @property
-    def oldest(self) -> int:
-        """The oldest version that sampled a token."""
-        branches = (branch for group in self.groups for rollout in group.rollouts for branch in rollout.branches)
-        sampled = (branch.versions[branch.loss_mask] for branch in branches if branch.sampled)
-        return min((int(versions.min()) for versions in sampled), default=self.version)
 
 
 @dataclass

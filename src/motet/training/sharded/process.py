@@ -74,7 +74,7 @@ def joined(trainer: RankTrainer) -> m.Joined:
     info = trainer.base.info
     facts = asdict(replace(info, tokenizer=None))  # type: ignore[arg-type]
     del facts["tokenizer"]
-    return m.Joined(facts, trainer.base.fingerprint(), own_bytes(trainer.base))
+    return m.Joined(facts, trainer.base.fingerprint(), own_bytes(trainer.base.model))
 
 
 def answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
