@@ -89,8 +89,8 @@ format: $(VENV)/.installed-dev  ## format, and fix what ruff can fix
 	$(BIN)/ruff format
 
 .PHONY: faults
-faults: $(VENV)/.installed-dev  ## plant each known fault in a copy and see its test turn red (hours)
-	$(BIN)/python scripts/plant_faults.py --write
+faults: $(VENV)/.installed-dev  ## plant each known fault in a copy and see its test turn red (half an hour)
+	$(BIN)/python scripts/plant_faults.py
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev smollm2  ## Motet and its peers on the same work: docs/benchmarks.md (QUICK=1: rough, a few minutes)

@@ -1,6 +1,6 @@
 """Plant each fault of `tests/faults.toml` in a copy of the sources and see its test turn red.
 
-A test that stays green under its fault does not guard what it says. Run by `make faults`; the table goes to docs/testing.md.
+A test that stays green under its fault does not guard what it says. Run by `make faults`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "testing.md"
-BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 
 
 @dataclass(frozen=True)
@@ -67,44 +64,22 @@ def plant(fault: Fault) -> tuple[bool, str]:
         return done.returncode == 1, lines[-1] if lines else done.stderr[-200:]
 
 
-def row(fault: Fault, red: bool) -> str:
-    """A line of the table."""
-    name = fault.test.rpartition("::")[2]
-    return f"| {fault.invariant} | {fault.what} (`{fault.file}`) | `{name}`{'' if red else ' **STAYED GREEN**'} |"
-
-
-def table(results: Mapping[Fault, bool], before: Container[str]) -> str:
-    """The results as a Markdown table; a fault that was not planted this time keeps the row that it had, if any."""
-    rows = ["| invariant | planted fault | test that turns red |", "|---|---|---|"]
-    for fault in FAULTS:
-        if fault in results:
-            rows.append(row(fault, results[fault]))
-        else:
-            rows.extend(line for line in (row(fault, True), row(fault, False)) if line in before)
-    return "\n".join(rows)
-
-
 def main() -> None:
     """Plant all faults (or those whose description contains a word) and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only faults whose invariant or description contains one of these")
-    parser.add_argument("--write", action="store_true", help="write the table to docs/testing.md")
     options = parser.parse_args()
     chosen = [
         fault
         for fault in FAULTS
         if not options.words or any(word in fault.invariant + fault.what for word in options.words)
     ]
-    results = {}
+    results = []
     with ThreadPoolExecutor(2) as pool:
         for fault, (red, line) in zip(chosen, pool.map(plant, chosen), strict=True):
             print(f"{'red  ' if red else 'GREEN'}  {fault.invariant}: {fault.what}\n       {line}", flush=True)
-            results[fault] = red
-    if options.write:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        old, _, tail = rest.partition(END)
-        PAGE.write_text(f"{head}{BEGIN}\n{table(results, old.splitlines())}\n{END}{tail}")
-    sys.exit(0 if all(results.values()) else 1)
+            results.append(red)
+    sys.exit(0 if all(results) else 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The invariants of the house, on real bases: each test is named after the one it guards.
 
-`docs/testing.md` lists the fault that was planted to see each of them red; `make faults` plants them again.
+`tests/faults.toml` has the faults that turn them red; `make faults` plants them.
 """
 
 from __future__ import annotations
