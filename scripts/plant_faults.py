@@ -57,9 +57,12 @@ def plant(fault: Fault) -> tuple[bool, str]:
             "soak or not soak",
             fault.test,
         ]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
-        )
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return False, "no end after ten minutes"
         lines = [line for line in done.stdout.splitlines() if line.strip()]
         return done.returncode == 1, lines[-1] if lines else done.stderr[-200:]
 
