@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from motet.batch import Batch, Trained
 from motet.config import AdapterConfig, JobConfig
-from motet.rollout.fake import FakeSync
+from motet.rollout.fake import FakeEngine, FakeSync
 from motet.training.fake import FakeTrainer
-from motet.types import AdapterRef, JobState, Problem
+from motet.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
 from tests.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, vowels, weights
 from tests.waiting import until
 
@@ -233,10 +236,24 @@ def test_the_lag_is_exact(lag: int, tmp_path: Path) -> None:
 
 
 def test_sampling_runs_ahead_of_training(tmp_path: Path) -> None:
-    """With a lag of one, step 1 is sampled before version 1 is there."""
-    run = run_jobs(tmp_path, [job("a", algorithm={"max_off_policy_steps": 1})])
-    order = [request.id.split("/")[2] for request in run.engine.requests if "/train/" in request.id]
-    assert order[:6] == ["0", "0", "0", "1", "1", "1"]
+    """With a lag of one, step 1 is sampled before version 1 is there: step 0 is not trained before somebody asks for it."""
+    asked = threading.Event()
+
+    class AskedEngine(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            if "/train/1/" in request.id:
+                asked.set()
+            async for chunk in super().generate(request):
+                yield chunk
+
+    class WaitingTrainer(FakeTrainer):
+        def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
+            assert asked.wait(30), "step 1 waits for version 1"
+            return super().forward_backward(batch)
+
+    setting = Setting(engine=AskedEngine, trainer=WaitingTrainer)
+    run = run_jobs(tmp_path, [job("a", algorithm={"max_off_policy_steps": 1})], setting)
+    assert run.state("a") is JobState.SUCCEEDED
 
 
 @pytest.mark.parametrize("every", [1, 3])
