@@ -16,7 +16,6 @@ from motet.config import DataConfig, JobConfig, RunConfig
 from motet.config.chain import chains
 from motet.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.model_info import ModelInfo
-from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.runtime.reference import shape_of
@@ -224,10 +223,8 @@ def left_out(jobs: Sequence[Job]) -> list[str]:
     ]
 
 
-def identity(
-    job: Job, info: ModelInfo, config: RunConfig, installed: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Everything that the job's bytes depend on; goes to job.yaml. `installed` are the functions of an operator's rewards."""
+def identity(job: Job, info: ModelInfo, config: RunConfig, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that the job's bytes depend on; goes to job.yaml. `known` is what `of_config` says of the job."""
     engine = config.engine
     return {
         "base": Path(info.name).name if Path(info.name).exists() else info.name,
@@ -241,5 +238,5 @@ def identity(
         "micro_batch_tokens": engine.micro_batch_tokens,
         "learning_rate": job.base_rate,
         "seed": job.seed,
-        **of_config(job.config, installed),
+        **known,
     }
