@@ -187,7 +187,11 @@ def test_what_a_job_is_said_to_be_made_of_is_what_was_read(here: Path) -> None:
         {"base": "small", "run": "runs/x", "jobs": [{**TINY, "name": "a", "data": {"source": "rows.jsonl"}}]}, "test"
     )
     read = hash_of(rows).hexdigest()
-    assert run_config(config, loading=lambda: rows.write_text('{"prompt": "no", "answer": "no"}\n' * 9) and None).ok
+
+    def change() -> None:
+        rows.write_text('{"prompt": "no", "answer": "no"}\n' * 9)
+
+    assert run_config(config, loading=change).ok
     (said,) = yaml.safe_load((here / "runs" / "x" / "a" / "job.yaml").read_text())["contents"].values()
     assert read.startswith(said)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from motet.before_loading import Checked, as_begun, check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import assemble, open_base, services
+from motet.model_info import ModelInfo
 from motet.preparing import identity, left_out, prepare_all
 from motet.results import JobResult, RunResult
 from motet.runtime import rundir
@@ -24,6 +25,7 @@ from motet.runtime.job import Job, Services
 from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
+from motet.runtime.settings import setting_of
 from motet.types import HostNow, JobState
 from motet.workshop import Workshop
 
@@ -73,8 +75,7 @@ def run_config(
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources)
         jobs = [job for job, _ in prepared]
         for job in jobs:
-            described = identity(job, opened.info, config, checked.identities[job.name])
-            _open(job, described, accept_changes=accept_changes)
+            _open(job, opened.info, config, checked, accept_changes=accept_changes)
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
@@ -114,7 +115,8 @@ def _run_on_hosts(
             jobs = []
             for one in config.jobs:
                 at = directory.job(one.name)
-                job = HostedJob(one, at, JobProgress(one.name, one.steps))
+                setting = setting_of(checked.identities[one.name])
+                job = HostedJob(one, at, JobProgress(one.name, one.steps, setting=setting))
                 job.lines.update(_take_up(at, job.progress))
                 jobs.append(job)
             notes = _notes(checked, [job.progress for job in jobs])
@@ -139,7 +141,10 @@ def _notes(checked: Checked, jobs: Sequence[JobProgress]) -> list[str]:
     ]
 
 
-def _open(job: Job, described: Mapping[str, Any], *, accept_changes: bool) -> None:
+def _open(job: Job, info: ModelInfo, config: RunConfig, checked: Checked, *, accept_changes: bool) -> None:
+    known = checked.identities[job.name]
+    job.progress.setting = setting_of(known)
+    described = identity(job, info, config, known)
     for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
         job.note_inexact(why)
     _take_up(job.directory, job.progress)
@@ -213,6 +218,7 @@ def _result(directory: JobDirectory, progress: JobProgress, inexact: Sequence[st
         message=progress.message,
         inexact=tuple(inexact),
         spent=progress.spent,
+        setting=progress.setting,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from motet.errors import RunError
+from motet.runtime.settings import Setting, setting_of, settings
 from motet.runtime.signs import Signs
 
 Line = Mapping[str, Any]
@@ -70,6 +71,8 @@ class JobRecord:
     inexact: tuple[str, ...]
     config_text: str
     """job.yaml as it is."""
+    config: Mapping[str, Any]
+    """The same as values; empty where it cannot be read."""
     base: str
     planned: int | None
     """Steps asked for, if job.yaml says so."""
@@ -116,12 +119,10 @@ class JobRecord:
 
     @property
     def best_version(self) -> int | None:
-        """The version with the highest evaluation; the earlier one among equals."""
-        held_out = self.evaluations
-        if not held_out.xs:
-            return None
-        best = max(range(len(held_out.ys)), key=lambda index: (held_out.ys[index], -index))
-        return int(held_out.xs[best])
+        """The version on disk with the highest evaluation, the earlier one among equals; of all where none is on disk."""
+        points = [(y, -int(x)) for x, y in zip(self.evaluations.xs, self.evaluations.ys, strict=True)]
+        kept = [one for one in points if -one[1] in self.versions]
+        return -max(kept or points)[1] if points else None
 
     def used(self, start: float) -> Series:
         """Tokens sampled and trained so far, over minutes since `start`."""
@@ -147,6 +148,11 @@ class RunRecord:
         return self.path.resolve().name
 
     @property
+    def settings(self) -> list[Setting]:
+        """The jobs by setting: those that differ only in their seed are one."""
+        return settings((job.name, setting_of(job.config), _points(job.evaluations)) for job in self.jobs)
+
+    @property
     def start(self) -> float:
         """When the first step of all ended."""
         return min((_time(line) for line in self._timings), default=0.0)
@@ -169,6 +175,10 @@ class RunRecord:
             for name, value in (("decode", decode), ("train", train), ("idle", idle), ("occupancy", occupancy)):
                 shares[name].append(value)
         return {name: _over_time(self._timings, self.start, values) for name, values in shares.items()}
+
+
+def _points(curve: Series) -> list[tuple[int, float]]:
+    return [(int(x), y) for x, y in zip(curve.xs, curve.ys, strict=True)]
 
 
 def read_run(path: Path) -> RunRecord:
@@ -205,6 +215,7 @@ def read_job(path: Path) -> JobRecord:
         message=str(status.get("message") or ""),
         inexact=tuple(str(reason) for reason in inexact) if isinstance(inexact, list) else (),
         config_text=config_text,
+        config=config,
         base=str(_find(config, "base") or ""),
         planned=int(planned) if planned is not None else None,
         steps=steps,

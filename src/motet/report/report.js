@@ -73,6 +73,17 @@ function summary() {
   return el("section", {class: "card"}, el("table", {class: "jobs"}, el("thead", {}, el("tr", {}, headings.map(text => el("th", {scope: "col"}, text)))), el("tbody", {}, rows)));
 }
 
+/** What the seeds of each setting came to. */
+function seeds() {
+  const several = run.settings;
+  const cell = (label, ...children) => el("td", {data: {label}, class: "number"}, children);
+  const rows = several.map(one => el("tr", {}, el("td", {class: "name"}, el("b", {}, one.name)), cell("place", one.place ? `${one.place}.` : "–"),
+    cell("seeds", one.seeds === one.jobs ? `${one.jobs}` : `${one.seeds} of ${one.jobs}`),
+    cell("held-out", one.mean === null ? "–" : [gain([one.before, one.mean]), one.half === null ? null : ` ± ${one.half.toFixed(3)}`])));
+  return several.length && el("section", {}, el("h2", {}, "Settings"), el("p", {class: "soft"}, `Jobs that differ only in their seed. Held-out: ${run.seeds}.`),
+    el("div", {class: "card"}, el("table", {class: "jobs"}, el("thead", {}, el("tr", {}, ["setting", "place", "seeds", "held-out before → after"].map(text => el("th", {scope: "col"}, text)))), el("tbody", {}, rows))));
+}
+
 /** What the device did, by the clock; it is shared, so that all jobs tell of one device. */
 function deviceCharts() {
   const time = {xTitle: "minutes", share: true}, parts = Object.entries(DEVICE).filter(([name]) => run.device[name].x.length);
@@ -111,7 +122,7 @@ function configurations() {
 
 const learning = jobCurves(), device = deviceCharts();
 const draw = () => { for (const charts of [learning, device]) charts.update(jobs.filter(job => !hidden.has(job))); };
-add(document.querySelector("main"), header(), summary(), legend(draw), el("section", {}, el("h2", {}, "Learning"), learning.node),
+add(document.querySelector("main"), header(), summary(), seeds() || null, legend(draw), el("section", {}, el("h2", {}, "Learning"), learning.node),
   el("section", {}, el("h2", {}, "Device"), el("p", {class: "soft"}, "One device serves all jobs of the run."), device.node), samples() || null, configurations() || null,
   el("footer", {class: "small faint"}, "Made by Motet from the files of the run. This page loads nothing from the network."));
 draw();

@@ -61,6 +61,8 @@ class JobProgress:
     """Why the job failed, or what a person should know."""
     spent: bool = False
     """Whether it is paused because its budget is spent."""
+    setting: str = ""
+    """The same for jobs that differ only in their seed; empty where it is unknown."""
 
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Take in what an earlier process recorded."""
