@@ -397,6 +397,15 @@ def test_summary_table(width: int, tmp_path: Path) -> None:
     assert "/<job>/versions/<version>" in "".join(line.strip() for line in lines)
 
 
+def test_a_best_version_that_is_not_kept_is_said_to_be_gone(tmp_path: Path) -> None:
+    for version in (0, 39, 40):
+        (tmp_path / "add" / "versions" / f"v{version}").mkdir(parents=True)
+    console = terminal(160)
+    jobs = [job("add", JobState.SUCCEEDED, 40, evaluations=[(0, 0.3), (20, 0.95), (40, 0.2)])]
+    console.print(summary_table(jobs, tmp_path, width=160))
+    assert "v0 (newest v40, v20 was best, not kept)" in written(console)
+
+
 def summary(jobs: Sequence[JobProgress], width: int) -> list[str]:
     console = terminal(width)
     console.print(summary_table(jobs, width=width))

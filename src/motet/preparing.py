@@ -128,7 +128,7 @@ def prepare(
         base_rate=config.optimizer.lr_multiplier
         * (auto_learning_rate(info.hidden_size, info.model_type) if isinstance(rate, str) else rate),
         stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
-        progress=JobProgress(config.name, config.steps),
+        progress=JobProgress.of(config),
         inexact=[info.inexact] if info.inexact else [],
     )
     if kind is not None:

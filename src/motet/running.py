@@ -116,7 +116,7 @@ def _run_on_hosts(
             for one in config.jobs:
                 at = directory.job(one.name)
                 setting = setting_of(checked.identities[one.name])
-                job = HostedJob(one, at, JobProgress(one.name, one.steps, setting=setting))
+                job = HostedJob(one, at, JobProgress.of(one, setting))
                 job.lines.update(_take_up(at, job.progress))
                 jobs.append(job)
             notes = _notes(checked, [job.progress for job in jobs])

@@ -97,7 +97,8 @@ def _job(job: JobRecord, start: float) -> dict[str, Any]:
         "planned": job.planned,
         "done": job.done,
         "tokens": job.tokens,
-        "best": job.best_version,
+        "best": job.best and job.best[0],
+        "best_figure": job.best and _short(job.best[1]),
         "adapter": _adapter(job),
         "evaluations": job.evaluations.ys,
         "series": {field: _series(points) for field, points in job.columns.items()},
@@ -119,7 +120,7 @@ def _adapter(job: JobRecord) -> str:
     """The best version that is there."""
     if not job.versions:
         return "none yet"
-    best = job.best_version if job.best_version in job.versions else job.versions[-1]
+    best = job.best[0] if job.best and job.best[0] in job.versions else job.versions[-1]
     return f"{job.name}/versions/v{best}"
 
 

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
+from motet.config import RewardConfig
 from motet.errors import RunError
 from motet.runtime.settings import Setting, setting_of, settings
 from motet.runtime.signs import Signs
+from motet.tasks.reward_elsewhere import monitors_of
 
 Line = Mapping[str, Any]
 MAX_POINTS = 600
@@ -88,7 +91,10 @@ class JobRecord:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What the metrics warn of."""
-        signs, errors = Signs(), {number(line.get("step")): line.get("errors") for line in self.timings}
+        signs, errors = (
+            Signs(_monitors(self.config)),
+            {number(line.get("step")): line.get("errors") for line in self.timings},
+        )
         for line in self.steps:
             step = number(line.get("step"))
             signs.see({**line, "errors": errors.get(step)})
@@ -118,11 +124,12 @@ class JobRecord:
         return self.columns.get("eval/reward", Series(nll.xs, tuple(-value for value in nll.ys))).known
 
     @property
-    def best_version(self) -> int | None:
-        """The version on disk with the highest evaluation, the earlier one among equals; of all where none is on disk."""
+    def best(self) -> tuple[int, float] | None:
+        """The version on disk with the highest evaluation, the earlier among equals, and that; any where none is on disk."""
         points = [(y, -int(x)) for x, y in zip(self.evaluations.xs, self.evaluations.ys, strict=True)]
         kept = [one for one in points if -one[1] in self.versions]
-        return -max(kept or points)[1] if points else None
+        value, version = max(kept or points, default=(0.0, 0))
+        return (-version, value) if points else None
 
     def used(self, start: float) -> Series:
         """Tokens sampled and trained so far, over minutes since `start`."""
@@ -310,6 +317,16 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _monitors(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The rewards of weight 0 of a job; none where what the file says cannot be read."""
+    job = config.get("job")
+    try:
+        rewards = [RewardConfig.model_validate(reward) for reward in job["rewards"]] if isinstance(job, Mapping) else []
+    except (KeyError, TypeError, ValidationError):
+        return ()
+    return monitors_of(rewards)
 
 
 def _object(text: str) -> dict[str, Any]:
