@@ -30,6 +30,13 @@ expect.set_options(timeout=PATIENCE)
 
 LONG = 400
 """Steps of jobs that something happens to meanwhile."""
+COVERED = """() => [...document.querySelectorAll('figure')].flatMap(figure => {
+    const boxes = query => [...figure.querySelectorAll(query)].map(one => one.getBoundingClientRect());
+    const marks = boxes('.points path');
+    return boxes('.ytick text, .xtick text').filter(text => marks.some(mark =>
+        mark.left < text.right && text.left < mark.right && mark.top < text.bottom && text.top < mark.bottom));
+}).length"""
+"""How many numbers of axes a mark covers."""
 HOSTILE = '<img src=x onerror="window.hacked=1"><b>bold</b>'
 LOST = (
     "ERR_CONNECTION_REFUSED",
@@ -342,6 +349,7 @@ def test_every_chart_of_a_job_is_drawn(page: Page) -> None:
     assert len(drawn) == 16
     assert "0" not in drawn
     assert points(page, "Held-out reward") == 3
+    assert page.evaluate(COVERED) == 0
 
 
 def test_what_a_step_did_not_measure_is_a_gap(service: Keyed, page: Page) -> None:

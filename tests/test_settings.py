@@ -120,9 +120,9 @@ def test_a_result_in_a_notebook_has_settings(tmp_path: Path) -> None:
     assert [(one.name, len(one.jobs)) for one in result.settings] == [("add-lr=0.1", 3), ("add-lr=0.2", 3)]
     title, heading, first, _ = repr(result).splitlines()[-4:]
     assert (title, heading.split()) == (
-        "Settings: mean over the seeds, ± half of its 95 % interval (Student's t)", ["setting", "seeds", "held-out"]
+        "Settings: mean over the seeds, ± half of its 95 % interval (Student's t)", ["place", "setting", "seeds", "held-out"]
     )  # fmt: skip
-    assert first.split() == ["add-lr=0.1", "3", "0.10", "→", "0.50", "±", "0.25"]
+    assert first.split() == ["1.", "add-lr=0.2", "3", "0.10", "→", "0.70", "±", "0.00"]
     assert result._repr_html_().count("<table>") == 2
     one = motet.RunResult(tmp_path, dict([next(iter(jobs.items()))]), None)
     assert "Settings" not in repr(one) + one._repr_html_()

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from motet.runtime.settings import OVER_SEEDS, Setting, settings
 from motet.types import JobState
+from motet.view.names import ranks, task_of
 
-_SETTING = ("setting", "seeds", "held-out")
+_SETTING = ("place", "setting", "seeds", "held-out")
 _COLUMNS = ("job", "state", "steps", "reward", "held-out", "best version", "")
 
 
@@ -74,9 +75,13 @@ class RunResult:
     def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
         """Each table's title and rows, the headings first."""
         jobs = [_COLUMNS, *(_cells(job) for job in self.jobs.values())]
-        several = [one for one in self.settings if len(one.jobs) > 1]
-        by_setting = [(f"Settings: {OVER_SEEDS}", [_SETTING, *map(_setting_cells, several)])] if several else []
-        return [(self._where, jobs), *by_setting]
+        groups = self.settings
+        if all(len(one.jobs) < 2 for one in groups):
+            return [(self._where, jobs)]
+        places = ranks((one.name, one.held_out.mean if one.held_out else None) for one in groups)
+        ordered = sorted(groups, key=lambda one: (task_of(one.name), places.get(one.name, len(groups))))
+        rows = [(f"{places[one.name]}." if one.name in places else "", *_setting_cells(one)) for one in ordered]
+        return [(self._where, jobs), (f"Settings: {OVER_SEEDS}", [_SETTING, *rows])]
 
     @property
     def _where(self) -> str:
@@ -90,7 +95,7 @@ def _html_table(title: str, columns: tuple[str, ...], *rows: tuple[str, ...]) ->
 
 
 def _setting_cells(setting: Setting) -> tuple[str, ...]:
-    """A setting's row, below `_SETTING`."""
+    """A setting's row, below `_SETTING`, without its place."""
     if setting.before is None or setting.held_out is None:
         return setting.name, f"0 of {len(setting.jobs)}", ""
     change = _change([setting.before.mean, setting.held_out.mean])

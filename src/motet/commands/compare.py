@@ -113,7 +113,9 @@ def _figure(value: float) -> str:
 
 def _explained(differences: Sequence[Difference], sides: int) -> list[str]:
     """What the intervals are of, and what to know before believing them."""
-    over = "pairs of jobs" if any(one.jobs > 1 for one in differences) else "held-out problems"
+    kinds = {"pairs of jobs" if one.jobs > 1 else "held-out problems" for one in differences}
+    over = "pairs of jobs" + (", or over held-out problems where there is one pair" if len(kinds) > 1 else "")
+    over = over if "pairs of jobs" in kinds else "held-out problems"
     together = f", for all {len(differences)} differences together" if sides > 2 else ""
     notes = [f"{one.second} − {one.first}: {note}" for one in differences for note in one.notes]
     return [f"[…]: 95 % interval by Student's t over {over}{together}", *notes]

@@ -13,7 +13,7 @@ from typing import Any
 from motet.report.read import JobRecord, Line, RunRecord, Series, number
 from motet.report.svg import escaped, printable
 from motet.runtime.settings import OVER_SEEDS, Setting
-from motet.view.names import ranks, take_apart
+from motet.view.names import ranks, task_of
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _SCRIPTS = ("palette.js", "dom.js", "words.js", "charts.js", "curves.js", "tokens.js")
@@ -81,7 +81,7 @@ def _settings(groups: Sequence[Setting]) -> list[dict[str, Any]]:
             "mean": one.held_out and _short(one.held_out.mean),
             "half": one.held_out and _short(one.held_out.half),
         }
-        for one in sorted(groups, key=lambda one: (take_apart([one.name]).stems[one.name], places.get(one.name, 0)))
+        for one in sorted(groups, key=lambda one: (task_of(one.name), places.get(one.name, len(groups))))
     ]
 
 

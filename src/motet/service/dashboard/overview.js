@@ -107,7 +107,7 @@ function makeRow(board, hidden, changed) {
     if (board.admin && !row.tenant.parentNode) row.node.append(row.tenant);
     say(row.tenant, job.tenant || "");
     row.warnings = notes(job);
-    row.reason.className = job.state === "failed" ? "bad" : "warm";
+    row.reason.className = {failed: "bad", running: "warm", succeeded: "warm"}[job.state] || "soft";
     say(row.reason, row.warnings);
   };
   return row;
