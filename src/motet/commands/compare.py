@@ -48,14 +48,9 @@ def compare_places(places: Sequence[str], svg: Path | None, url: str | None, key
         raise RunError(f"{places[0]} has one setting only; name another run or job to compare it with")
     differences = compare(sides, best_first=alone)
     say(_means(sides))
-    say(
-        table(
-            map(_row, differences),
-            "compared,pairs of jobs,>problems,>difference,verdict",
-            empty="",
-            folds=("compared",),
-        )
-    )
+    say(f"against {differences[0].first}:")
+    headings = "side,>pairs of jobs,>problems,>difference,verdict"
+    say(table(map(_row, differences), headings, empty="", folds=("side",)))
     for line in _explained(differences, len(sides)):
         say(line)
     if svg is not None:
@@ -98,13 +93,13 @@ def _means(sides: Sequence[Side]) -> str | Table:
         for side in sorted(sides, key=lambda side: -side.mean())
     ]
     headings = ["held-out", *(f">{task.replace(',', ';')}" for task in shown), ">mean", ">jobs"]
-    return table(rows, ",".join(headings), empty="")
+    return table(rows, ",".join(headings), empty="", folds=("held-out",))
 
 
 def _row(one: Difference) -> list[str]:
     more, low, high = one.more.mean, one.more.mean - one.more.half, one.more.mean + one.more.half
     within = "" if math.isnan(one.more.half) else f" [{low:+.3f}, {high:+.3f}]"
-    return [f"{one.second} − {one.first}", str(one.jobs), str(one.problems or ""), f"{more:+.3f}{within}", one.verdict]
+    return [one.second, str(one.jobs), str(one.problems or ""), f"{more:+.3f}{within}", one.verdict]
 
 
 def _figure(value: float) -> str:
@@ -117,5 +112,5 @@ def _explained(differences: Sequence[Difference], sides: int) -> list[str]:
     over = "pairs of jobs" + (", or over held-out problems where there is one pair" if len(kinds) > 1 else "")
     over = over if "pairs of jobs" in kinds else "held-out problems"
     together = f", for all {len(differences)} differences together" if sides > 2 else ""
-    notes = [f"{one.second} − {one.first}: {note}" for one in differences for note in one.notes]
+    notes = [f"{one.second}: {note}" for one in differences for note in one.notes]
     return [f"[…]: 95 % interval by Student's t over {over}{together}", *notes]

@@ -68,13 +68,13 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """Which side is better, or why that cannot be said."""
+        """Whether the second side is better than the first, or why that cannot be said."""
         low, high = self.more.mean - self.more.half, self.more.mean + self.more.half
         if math.isnan(self.more.half):
             return "cannot tell from one pair"
         if low <= 0 <= high:
             return "cannot tell"
-        return f"{self.second if low > 0 else self.first} is better"
+        return "better" if low > 0 else "worse"
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
