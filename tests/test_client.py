@@ -349,3 +349,19 @@ def test_a_command_to_type_speaks_to_the_same_service_and_tells_no_key(monkeypat
     for key in ([], ["--key", "secret"], ["--key=secret"]):
         monkeypatch.setattr(sys, "argv", ["/bin/motet", *typed[:2], *key, *typed[2:]])
         assert same_command() == "motet agent jobs.yaml --concurrency 3 --url http://there:1"
+
+
+def test_jobs_of_a_service_are_compared_on_their_held_out_problems(service: Service, says: Motet) -> None:
+    for name in ("one", "other"):
+        service.submit(tiny(name, 1))
+    assert [service.ended(name) for name in ("one", "other")] == ["succeeded"] * 2
+    code, out, err = says("compare", "one", "other")
+    assert (code, err) == (0, "")
+    (row,) = (line.split() for line in out.splitlines() if line.strip().startswith("other  ") and "[" in line)
+    assert row[1:3] == ["1", "4"]
+    with motet.Client() as client:
+        held_out = [client.job(name).held_out for name in ("one", "other")]
+    assert all(one is not None and one.version == 1 for one in held_out)
+    difference = held_out[1].value - held_out[0].value  # type: ignore[union-attr]
+    assert float(row[3]) == pytest.approx(difference, abs=0.001)
+    assert says("compare", "one", "nobody")[0] == 2

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Iterator
@@ -27,6 +30,13 @@ expect.set_options(timeout=PATIENCE)
 
 LONG = 400
 """Steps of jobs that something happens to meanwhile."""
+COVERED = """() => [...document.querySelectorAll('figure')].flatMap(figure => {
+    const boxes = query => [...figure.querySelectorAll(query)].map(one => one.getBoundingClientRect());
+    const marks = boxes('.points path');
+    return boxes('.ytick text, .xtick text').filter(text => marks.some(mark =>
+        mark.left < text.right && text.left < mark.right && mark.top < text.bottom && text.top < mark.bottom));
+}).length"""
+"""How many numbers of axes a mark covers."""
 HOSTILE = '<img src=x onerror="window.hacked=1"><b>bold</b>'
 LOST = (
     "ERR_CONNECTION_REFUSED",
@@ -251,6 +261,64 @@ def test_the_overview_shows_jobs_as_they_learn(service: Keyed, page: Page) -> No
     assert points(page, "Training reward") < before
 
 
+def test_what_a_job_came_to_on_held_out_problems_is_on_both_pages(service: Keyed, page: Page) -> None:
+    lines = service.ask("GET", "/v1/jobs/ended/steps")["data"]
+    held_out = {line["step"]: line["eval"]["reward"] for line in lines if "eval" in line}
+    best = max(held_out, key=lambda version: (held_out[version], -version))
+    row = page.get_by_role("row", name="ended")
+    number = r"[\d.]+"
+    expect(row.locator("[data-label=held-out]")).to_have_text(re.compile(rf"^{number}$"))
+    assert float(row.locator("[data-label=held-out]").inner_text()) == pytest.approx(held_out[6], abs=0.005)
+    expect(row.locator("[data-label=best]")).to_have_text(re.compile(rf"^v{best} · {number}$"))
+    open_job(page, "ended")
+    expect(page.locator(".facts")).to_contain_text(re.compile(rf"held-out {number} \(v6\).*· training reward {number}"))
+
+
+def test_curves_of_several_jobs_have_a_legend(service: Keyed, page: Page) -> None:
+    service.submit(tiny("beside", 2))
+    assert service.ended("beside") == "succeeded"
+    keys = chart(page, "Training reward").locator(".keys span")
+    expect(keys.filter(has_text="beside")).to_be_visible()
+    expect(keys.filter(has_text="ended")).to_be_visible()
+
+
+def test_a_warning_is_seen_on_both_pages(service: Keyed, page: Page) -> None:
+    service.submit(
+        tiny(
+            "warned",
+            LONG,
+            reward={"name": "code"},
+            algorithm={"group_size": 2, "groups_per_step": 2, "max_failed_fraction": 1},
+        )
+    )
+    warning = re.compile(r"\d+ of \d+ rollouts have no reward, commonest: reward code: the row has no tests")
+    expect(page.locator(".jobs tr.why", has_text=warning)).to_be_visible()
+    open_job(page, "warned")
+    expect(page.locator(".note")).to_contain_text(warning)
+    service.steer("warned", "cancel")
+
+
+def test_what_is_copied_asks_the_adapter(service: Keyed, browser: Browser) -> None:
+    with watched(browser, service.url, permissions=["clipboard-read", "clipboard-write"]) as page:
+        log_in(page, service)
+        open_job(page, "ended", "Use it")
+        best = next(one["version"] for one in service.ask("GET", "/v1/jobs/ended/versions")["data"] if one["best"])
+        expect(page.get_by_label("Version")).to_have_value(str(best))
+        for client in ("curl", "python"):
+            page.get_by_role("button", name=f"Copy {client}").click()
+            expect(page.get_by_role("button", name=f"Copy {client}")).to_have_text("Copied")
+            copied = str(page.evaluate("navigator.clipboard.readText()"))
+            assert f"ended@{best}" in copied
+            assert service.keys["us"] not in copied
+            command = ["sh", "-c", f"{copied} --silent"] if client == "curl" else [sys.executable, "-c", copied]
+            environment = {**os.environ, "MOTET_API_KEY": service.keys["us"]}
+            answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+            assert "error" not in answer.stdout
+            assert answer.stdout.strip()
+        page.get_by_label("Version").select_option("6")
+        expect(page.get_by_role("tabpanel")).to_contain_text("ended@6")
+
+
 def test_an_adapter_is_taken_home_and_its_job_forgotten(service: Keyed, page: Page, tmp_path: Path) -> None:
     service.submit(tiny("taken", 2))
     assert service.ended("taken") == "succeeded"
@@ -281,6 +349,7 @@ def test_every_chart_of_a_job_is_drawn(page: Page) -> None:
     assert len(drawn) == 16
     assert "0" not in drawn
     assert points(page, "Held-out reward") == 3
+    assert page.evaluate(COVERED) == 0
 
 
 def test_what_a_step_did_not_measure_is_a_gap(service: Keyed, page: Page) -> None:
@@ -430,7 +499,7 @@ def test_a_phone_has_nothing_to_scroll_sideways(service: Keyed, browser: Browser
         wide = "document.documentElement.scrollWidth"
         assert page.evaluate(wide) == 360
         open_job(page, "ended")
-        for tab in ("Curves", "Rollouts", "Chat", "Configuration", "Events"):
+        for tab in ("Curves", "Rollouts", "Chat", "Use it", "Configuration", "Events"):
             page.get_by_role("tab", name=tab).click()
             page.get_by_role("tabpanel").locator("> *").first.wait_for()
             page.wait_for_timeout(150)

@@ -16,6 +16,7 @@ from motet.jobfile import parse_jobs
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED, of_config
 from motet.runtime.opening import check_identity, open_job
+from motet.runtime.source_sums import sum_of_code
 
 FILES = {
     "rewards.py": '''
@@ -156,6 +157,17 @@ def test_a_run_of_an_earlier_version_is_compared_by_bytes(project: Path) -> None
     assert changes(before, now, project) == ""
     edit(project / "rewards.py", "Judge it.", "Judge them.")
     assert "\n  rewards.py was edited" in changes(before, identity(project), project / "again")
+
+
+def test_a_short_sum_of_code_is_of_what_it_does(project: Path) -> None:
+    name = str(project / "rewards.py")
+    before = sum_of_code(name)
+    assert before == sum_of_code(f"{name}:score") != ""
+    (project / "rewards.py").write_text("# a comment\n\n" + (project / "rewards.py").read_text())
+    assert sum_of_code(name) == before
+    (project / "util.py").write_text("def judge(text):\n    return 7\n")
+    assert sum_of_code(name) != before
+    assert sum_of_code("math:sqrt", str(project / "nowhere.py")) == ""
 
 
 # --- functions of Python --------------------------------------------------------------------------------------------------

@@ -167,6 +167,20 @@ def test_samples_compare_the_same_problems(page: Page, run: Path) -> None:
         assert [pair[side]["reward"] for pair in found["pairs"]] == [line["reward"] for line in lines]
 
 
+def test_the_best_version_is_one_that_is_kept(tmp_path: Path) -> None:
+    """Versions between are pruned; the adapter that is named is the one whose figure is told."""
+    directory = write_job(tmp_path, "add", done=20, steps=20, top=0.5, state="succeeded", every=5)
+    values = {0: 0.2, 5: 0.9, 10: 0.1, 15: 0.3, 20: 0.25}
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    for line in lines:
+        if "eval" in line:
+            line["eval"]["reward"] = values[line["step"]]
+    directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory.path / "versions" / "v15").mkdir()
+    found = Page(write_report(tmp_path).read_text()).job("add")
+    assert (found["best"], found["best_figure"], found["adapter"]) == (15, 0.3, "add/versions/v15")
+
+
 def test_page_is_deterministic(run: Path) -> None:
     assert write_report(run).read_bytes() == write_report(run).read_bytes()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -69,7 +70,7 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
-        assert context.get_current_revision() == "0005"
+        assert context.get_current_revision() == "0007"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
     engine.dispose()
 
@@ -98,6 +99,7 @@ def before_usage_by_base(connection: Connection) -> None:
     """Make the tables what they were, with a line of the only job and one of completions."""
     number, count = ("INTEGER", "INTEGER") if connection.dialect.name == "sqlite" else ("BIGSERIAL", "BIGINT")
     for statement in (
+        "ALTER TABLE jobs DROP COLUMN held_out",
         "ALTER TABLE keys DROP COLUMN scope",
         "ALTER TABLE keys DROP COLUMN made_by",
         "DROP TABLE starts",
@@ -131,6 +133,26 @@ def test_a_database_that_cannot_be_brought_up_to_date_stays_as_it_was(url: str) 
         assert not inspect(connection).has_table("bases")
         connection.execute(text("ALTER TABLE elsewhere RENAME TO usage"))
     Store(url).close()
+    engine.dispose()
+
+
+def test_what_jobs_of_an_older_release_came_to_is_taken_from_their_events(url: str) -> None:
+    store = Store(url)
+    job, fresh = (queued(store, person(store, "us"), name, {}, 9, None) for name in ("elder", "fresh"))
+    for step, reward in ((0, 0.25), (1, None), (4, 0.75), (8, 0.5), (9, float("nan"))):
+        evaluation = {} if reward is None else {"eval": {"reward": None if math.isnan(reward) else reward}}
+        store.add_event(job.id, "step", str(step), {"step": step, **evaluation})
+    store.close()
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        before_usage_by_base(connection)
+    store = Store(url)
+    elder, none = (store.job_by_id(one.id) for one in (job, fresh))
+    assert elder is not None
+    assert elder.held_out == {"version": 8, "value": 0.5, "best_version": 4, "best": 0.75}
+    assert none is not None
+    assert none.held_out is None
+    store.close()
     engine.dispose()
 
 

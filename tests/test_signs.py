@@ -107,6 +107,57 @@ def test_a_version_that_got_worse_beyond_chance_is_told(last: float, error: floa
         assert signs.warnings["worse"] == "v10 is worse on held-out problems than v5 (0.50 against 0.90): take v5"
 
 
+RISING = [0.1 + 0.04 * step for step in range(2 * RECENT)]
+
+
+def gamed(monitors: tuple[str, ...] = (), ends: tuple[float, float] = (0.5, 0.5), **fields: Any) -> str:
+    """What is said of a job whose reward rises; `ends` are its first and its last held-out reward."""
+    signs = Signs(monitors)
+    for step, reward in enumerate(RISING):
+        line = {"reward": reward, "reward_std": 0.3, "no_signal": 0.2, "distinct": 0.8, "step": step}
+        signs.see(line | {name: values[step] for name, values in fields.items()})
+    for version, held_out in ((0, ends[0]), (2 * RECENT, ends[1])):
+        signs.see_evaluation(version, {"reward": held_out, "reward_stderr": 0.05})
+    return signs.warnings.get("gamed", "")
+
+
+def parts(*values: float) -> list[dict[str, float]]:
+    """Of a reward that is trained on, which falls, and of a monitor: a little noise around each value, one a step."""
+    return [{"mine": -step, "exact": values[step * len(values) // 20] + 0.01 * (step % 3)} for step in range(20)]
+
+
+def test_a_reward_that_rises_while_a_monitor_falls_is_told() -> None:
+    said = gamed(("exact",), reward_parts=parts(0.5, 0.4, 0.2, 0.1))
+    assert said.startswith("the reward rises while exact falls (0.51 to 0.11): it may measure something else")
+    assert said.endswith("read the rollouts with the highest reward")
+    assert gamed(("exact",), reward_parts=parts(0.5, 0.7)) == ""
+    assert gamed(("exact",), reward_parts=parts(0.5)) == "", "noise is no fall"
+    assert gamed((), reward_parts=parts(0.5, 0.1)) == "", "a part that is trained on may be traded for another"
+    assert gamed(("exact",), reward_parts=[{}] * 20) == ""
+
+
+def test_a_reward_that_rises_while_held_out_falls_is_told() -> None:
+    assert gamed(ends=(0.5, 0.2)).startswith("the reward rises while held-out reward falls (0.5 to 0.2): ")
+    assert gamed(ends=(0.5, 0.45)) == "", "chance explains it"
+    assert gamed(ends=(0.2, 0.5)) == ""
+
+
+def test_a_reward_that_rises_with_answers_that_never_end_is_told() -> None:
+    longer, cut = [20.0 + 3 * step for step in range(20)], [0.05 * step for step in range(20)]
+    assert gamed(length=longer, truncated=cut).startswith(
+        "the reward rises while 85% of the answers end at max_tokens: "
+    )
+    assert gamed(length=longer, truncated=[0.1] * 20) == "", "long answers may be good ones"
+    assert gamed(length=[40.0] * 20, truncated=[0.9] * 20) == "", "they did from the first step on"
+    assert gamed(("exact",), (0.5, 0.2), reward_parts=parts(0.5, 0.1)).startswith(
+        "the reward rises while exact falls (0.51 to 0.11) and held-out reward falls (0.5 to 0.2)"
+    )
+
+
+def test_where_no_answer_has_a_reward_the_problems_are_not_blamed() -> None:
+    assert warnings(reward=None, reward_std=None, no_signal=1.0) == ()
+
+
 def test_numbers_that_are_missing_warn_of_nothing() -> None:
     assert warnings(reward=None, reward_std=None, no_signal=None, distinct=None) == ()
     assert no_signal(float("nan"), float("nan")) == ""

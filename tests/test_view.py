@@ -109,7 +109,7 @@ def test_wide_terminals_show_rates_and_narrow_ones_drop_columns_in_order() -> No
 def test_columns_are_dropped_whole_before_names_become_unreadable(width: int) -> None:
     for jobs in (some_jobs(), some_jobs()[:1]):
         add, *_ = (line for line in draw(jobs, width) if " add" in line)
-        assert re.search(r"(0\.38 → 0\.51|4m40s)$", add)
+        assert re.search(r"(0\.38 → 0\.51|4m\d\ds)$", add)
         names = [line.split()[1] for line in draw(jobs, width) if line[:1] == "●"]
         assert min(len(name) for name in names[1:] or ["the only name"]) >= (12 if width > 50 else 8)
 
@@ -395,6 +395,15 @@ def test_summary_table(width: int, tmp_path: Path) -> None:
     text = " ".join(" ".join(lines).split())
     assert "math failed: 97 of 128 rollouts have no reward. The commonest: [red]ValueError[/red] no number" in text
     assert "/<job>/versions/<version>" in "".join(line.strip() for line in lines)
+
+
+def test_a_best_version_that_is_not_kept_is_said_to_be_gone(tmp_path: Path) -> None:
+    for version in (0, 39, 40):
+        (tmp_path / "add" / "versions" / f"v{version}").mkdir(parents=True)
+    console = terminal(160)
+    jobs = [job("add", JobState.SUCCEEDED, 40, evaluations=[(0, 0.3), (20, 0.95), (40, 0.2)])]
+    console.print(summary_table(jobs, tmp_path, width=160))
+    assert "v0 (newest v40, v20 was best, not kept)" in written(console)
 
 
 def summary(jobs: Sequence[JobProgress], width: int) -> list[str]:

@@ -9,11 +9,13 @@ import os
 from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.config.chain import chains
+from motet.config.data import HELD_OUT
 from motet.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
 from motet.launch import check_directories
 from motet.model.find import find_adapter, find_base
@@ -22,7 +24,7 @@ from motet.preparing import Sources, check_reference
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.interrupt import Interrupt
-from motet.runtime.opening import check_identity
+from motet.runtime.opening import check_identity, held_out_by_default
 from motet.runtime.own_environment import check_environment
 from motet.tasks import reward_elsewhere
 from motet.tasks.dataset import Dataset
@@ -85,8 +87,32 @@ def _named(jobs: Sequence[str]) -> str:
     return f"job {names[0]}: " if len(names) == 1 else f"jobs {', '.join(names[:MOST_NAMED])}{more}: "
 
 
-def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loaded: bool = False) -> Sources:
-    """Look at everything that can be looked at without the base; gives the data that was read.
+@dataclass
+class Checked:
+    """What was read of the jobs of a run."""
+
+    sources: Sources = field(default_factory=Sources)
+    """Their data."""
+    identities: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What each job is (`of_config`), by its name."""
+    changed: set[str] = field(default_factory=set)
+    """Names of the jobs that differ from what their directories were made with, where that is accepted."""
+
+
+def as_begun(config: RunConfig) -> RunConfig:
+    """The jobs, those with `data.holdout: auto` with 64 where an earlier version of Motet began them: that was its default."""
+
+    def begun(job: JobConfig) -> JobConfig:
+        directory = JobDirectory(Path(config.run) / job.name)
+        if job.data.holdout != "auto" or not held_out_by_default(directory):
+            return job
+        return job.model_copy(update={"data": job.data.model_copy(update={"holdout": HELD_OUT})})
+
+    return config.model_copy(update={"jobs": [begun(job) for job in config.jobs]})
+
+
+def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loaded: bool = False) -> Checked:
+    """Look at everything that can be looked at without the base; gives what was read.
 
     Args:
         config: the jobs.
@@ -96,7 +122,7 @@ def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loa
     Raises:
         ConfigError, RunError: every mistake that was found, a line each; nothing was written.
     """
-    refusals, sources = _Refusals(), Sources()
+    refusals, checked = _Refusals(), Checked()
     here = config.cluster.launcher != "ray"  # files and devices of a cluster are the nodes'
     if here and not loaded:
         with refusals.of():
@@ -112,7 +138,9 @@ def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loa
     for job in config.jobs:
         directory = JobDirectory(Path(config.run) / job.name)
         with refusals.of(job.name):
-            check_identity(directory, of_config(job), accept_changes=accept_changes)
+            known = checked.identities[job.name] = of_config(job)
+            if check_identity(directory, known, accept_changes=accept_changes):
+                checked.changed.add(job.name)
         with refusals.of(job.name):
             _check_driven(job)
         data = None
@@ -122,7 +150,7 @@ def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loa
             with refusals.of(job.name):
                 _check_start(job, made_by_others, names)
             with refusals.of(job.name):
-                data = check_data(job, sources)
+                data = check_data(job, checked.sources)
         if not _has_ended(directory, job.steps):
             with refusals.of(job.name):
                 for key, load in _own_code(job, data, pool).items():
@@ -130,7 +158,7 @@ def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loa
     if here and code:
         Interrupt().run(lambda: _load_all(list(code.values()), refusals))
     refusals.check()
-    return sources
+    return checked
 
 
 def _check_devices(engine: EngineConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from motet import __version__
-from motet.commands import backup, demo, jobs, sharing, tenants, workers
+from motet.commands import backup, comparing, demo, jobs, sharing, tenants, workers
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 from motet.errors import MotetError
 
@@ -367,7 +367,7 @@ def node_agent(
     listen(server, engine, host=host, port=port, directory=directory, key_env=key_env, command=command or ())
 
 
-for part in (demo.app, backup.app, jobs.app, sharing.app, tenants.app, workers.app, tenants.key_app):
+for part in (demo.app, comparing.app, backup.app, jobs.app, sharing.app, tenants.app, workers.app, tenants.key_app):
     app.add_typer(part)
 
 

@@ -15,7 +15,6 @@ from motet.config import DataConfig, JobConfig, RunConfig
 from motet.config.chain import chains
 from motet.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.model_info import ModelInfo
-from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.learning_rate import auto_learning_rate
 from motet.runtime.progress import JobProgress
@@ -129,7 +128,7 @@ def prepare(
         base_rate=config.optimizer.lr_multiplier
         * (auto_learning_rate(info.hidden_size, info.model_type) if isinstance(rate, str) else rate),
         stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
-        progress=JobProgress(config.name, config.steps),
+        progress=JobProgress.of(config),
         inexact=[info.inexact] if info.inexact else [],
     )
     if kind is not None:
@@ -224,10 +223,8 @@ def left_out(jobs: Sequence[Job]) -> list[str]:
     ]
 
 
-def identity(
-    job: Job, info: ModelInfo, config: RunConfig, installed: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Everything that the job's bytes depend on; goes to job.yaml. `installed` are the functions of an operator's rewards."""
+def identity(job: Job, info: ModelInfo, config: RunConfig, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that the job's bytes depend on; goes to job.yaml. `known` is what `of_config` says of the job."""
     engine = config.engine
     return {
         "base": Path(info.name).name if Path(info.name).exists() else info.name,
@@ -241,5 +238,5 @@ def identity(
         "micro_batch_tokens": engine.micro_batch_tokens,
         "learning_rate": job.base_rate,
         "seed": job.seed,
-        **of_config(job.config, installed),
+        **known,
     }

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from motet.runtime.settings import OVER_SEEDS, Setting, settings
 from motet.types import JobState
+from motet.view.names import ranks, task_of
 
+_SETTING = ("place", "setting", "seeds", "held-out")
 _COLUMNS = ("job", "state", "steps", "reward", "held-out", "best version", "")
 
 
@@ -32,6 +35,8 @@ class JobResult:
     """Why the job's bytes may depend on more than itself; empty when they do not."""
     spent: bool = False
     """Whether the job is paused because its budget is spent."""
+    setting: str = ""
+    """The same for jobs that differ only in their seed; empty where it is unknown."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +55,53 @@ class RunResult:
         """Whether every job succeeded."""
         return all(job.state is JobState.SUCCEEDED for job in self.jobs.values())
 
+    @property
+    def settings(self) -> list[Setting]:
+        """The jobs by setting: those that differ only in their seed are one, with a mean and its interval."""
+        return settings((job.name, job.setting, job.evaluations) for job in self.jobs.values())
+
     def __repr__(self) -> str:
-        """A line for each job, as a prompt of Python shows it."""
-        rows = [_COLUMNS, *(_cells(job) for job in self.jobs.values())]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([f"RunResult: {self._where}", *lines])
+        """A line for each job, as a prompt of Python shows it; then one for each setting, where one has several seeds."""
+        lines = []
+        for title, rows in self._tables():
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            lines += [title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)]
+        return "\n".join([f"RunResult: {lines[0]}", *lines[1:]])
 
     def _repr_html_(self) -> str:
-        """The same as a table, as a notebook shows it."""
-        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(job))}</tr>" for job in self.jobs.values()
-        )
-        caption = escape(self._where)
-        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        """The same as tables, as a notebook shows it."""
+        return "".join(_html_table(title, *rows) for title, rows in self._tables())
+
+    def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
+        """Each table's title and rows, the headings first."""
+        jobs = [_COLUMNS, *(_cells(job) for job in self.jobs.values())]
+        groups = self.settings
+        if all(len(one.jobs) < 2 for one in groups):
+            return [(self._where, jobs)]
+        places = ranks((one.name, one.held_out.mean if one.held_out else None) for one in groups)
+        ordered = sorted(groups, key=lambda one: (task_of(one.name), places.get(one.name, len(groups))))
+        rows = [(f"{places[one.name]}." if one.name in places else "", *_setting_cells(one)) for one in ordered]
+        return [(self._where, jobs), (f"Settings: {OVER_SEEDS}", [_SETTING, *rows])]
 
     @property
     def _where(self) -> str:
         return f"{self.directory}, report: {self.report or 'not written'}"
+
+
+def _html_table(title: str, columns: tuple[str, ...], *rows: tuple[str, ...]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _setting_cells(setting: Setting) -> tuple[str, ...]:
+    """A setting's row, below `_SETTING`, without its place."""
+    if setting.before is None or setting.held_out is None:
+        return setting.name, f"0 of {len(setting.jobs)}", ""
+    change = _change([setting.before.mean, setting.held_out.mean])
+    seeds, n = setting.held_out.n, len(setting.jobs)
+    half = "" if math.isnan(setting.held_out.half) else f" ± {setting.held_out.half:.2f}"
+    return setting.name, str(n) if seeds == n else f"{seeds} of {n}", change + half
 
 
 def _cells(job: JobResult) -> tuple[str, ...]:

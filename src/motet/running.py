@@ -6,25 +6,26 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.before_loading import check_before_loading
+from motet.before_loading import Checked, as_begun, check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import assemble, open_base, services
 from motet.model_info import ModelInfo
 from motet.preparing import identity, left_out, prepare_all
 from motet.results import JobResult, RunResult
+from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.identity import NOT_FOLLOWED, of_config
+from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
-from motet.runtime.opening import check_identity, open_job
+from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
-from motet.runtime.rundir import RunDirectory
+from motet.runtime.settings import setting_of
 from motet.types import HostNow, JobState
 from motet.workshop import Workshop
 
@@ -60,25 +61,25 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
+    config = as_begun(config)
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
         return _run_on_hosts(
             config, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
         )
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(contextlib.closing(RunDirectory(Path(config.run))))
-        sources = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None)
-        known, changed = _compared(directory, config.jobs, accept_changes=accept_changes)
+        directory = stack.enter_context(rundir.opened(Path(config.run)))
+        checked = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None)
         loading()
         opened = base or open_base(config, directory, stack)
-        prepared = prepare_all(config.jobs, opened.info, directory, sources)
+        prepared = prepare_all(config.jobs, opened.info, directory, checked.sources)
         jobs = [job for job, _ in prepared]
         for job in jobs:
-            _open(job, opened.info, config, accept_changes=accept_changes)
+            _open(job, opened.info, config, checked, accept_changes=accept_changes)
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
-        workshop.notes += [*left_out(jobs), *_notes(known, changed, [job.progress for job in jobs])]
+        workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
         for reason in workshop.inexact:
             for job in jobs:
                 job.note_inexact(reason)
@@ -108,17 +109,17 @@ def _run_on_hosts(
     log, notices = logging.getLogger("motet.cluster"), NoticesTo(notify or (lambda line: None))
     log.addHandler(notices)
     try:
-        with contextlib.closing(RunDirectory(Path(config.run), "run")) as directory:
-            check_before_loading(config, accept_changes=accept_changes)
-            known, changed = _compared(directory, config.jobs, accept_changes=accept_changes)
+        with rundir.opened(Path(config.run), "run") as directory:
+            checked = check_before_loading(config, accept_changes=accept_changes)
             loading()
             jobs = []
             for one in config.jobs:
                 at = directory.job(one.name)
-                job = HostedJob(one, at, JobProgress(one.name, one.steps))
+                setting = setting_of(checked.identities[one.name])
+                job = HostedJob(one, at, JobProgress.of(one, setting))
                 job.lines.update(_take_up(at, job.progress))
                 jobs.append(job)
-            notes = _notes(known, changed, [job.progress for job in jobs])
+            notes = _notes(checked, [job.progress for job in jobs])
             launch = launcher(config.cluster, (config.engine, config.rollout))
             run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes)
             if watch is not None:
@@ -131,32 +132,19 @@ def _run_on_hosts(
         log.removeHandler(notices)
 
 
-def _compared(
-    directory: RunDirectory, jobs: Sequence[JobConfig], *, accept_changes: bool
-) -> tuple[dict[str, dict[str, Any]], set[str]]:
-    """What jobs are, and the names of those that differ from what was begun, where that is accepted.
-
-    Raises:
-        RunError: a job differs, and it is not accepted.
-    """
-    known = {one.name: of_config(one) for one in jobs}
-    compared = ((name, directory.job(name), one) for name, one in known.items())
-    return known, {name for name, at, one in compared if check_identity(at, one, accept_changes=accept_changes)}
-
-
-def _notes(
-    identities: Mapping[str, Mapping[str, Any]], changed: Collection[str], jobs: Sequence[JobProgress]
-) -> list[str]:
+def _notes(checked: Checked, jobs: Sequence[JobProgress]) -> list[str]:
     """Which jobs have ended although they were changed, and why a change of the jobs' code may go unnoticed."""
-    ended = [job.name for job in jobs if job.name in changed and job.state.final]
+    ended = [job.name for job in jobs if job.name in checked.changed and job.state.final]
     return [
         *(f"job {name}: it has ended, so your changes do not apply to it; train it in another --run" for name in ended),
-        *(f"job {name}: {why}" for name, one in identities.items() for why in one.get(NOT_FOLLOWED, ())),
+        *(f"job {name}: {why}" for name, one in checked.identities.items() for why in one.get(NOT_FOLLOWED, ())),
     ]
 
 
-def _open(job: Job, info: ModelInfo, config: RunConfig, *, accept_changes: bool) -> None:
-    described = identity(job, info, config)
+def _open(job: Job, info: ModelInfo, config: RunConfig, checked: Checked, *, accept_changes: bool) -> None:
+    known = checked.identities[job.name]
+    job.progress.setting = setting_of(known)
+    described = identity(job, info, config, known)
     for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
         job.note_inexact(why)
     _take_up(job.directory, job.progress)
@@ -230,6 +218,7 @@ def _result(directory: JobDirectory, progress: JobProgress, inexact: Sequence[st
         message=progress.message,
         inexact=tuple(inexact),
         spent=progress.spent,
+        setting=progress.setting,
     )
 
 

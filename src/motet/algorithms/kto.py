@@ -17,8 +17,8 @@ from motet.types import FloatArray
 class Kto(Preference):
     """Learning from thumbs: `completion` and whether it was liked, `label`.
 
-    The reference point is the paper's: how much likelier than the reference the policy finds answers to other prompts of the
-    step. They follow the answers as further samples, which are scored and not learned.
+    The reference point is the paper's: pair each prompt of the step with the answer to another one, and take how much likelier
+    the policy finds these answers than the reference does. These pairs come after the step's answers; they are only scored.
     """
 
     rows: ClassVar[str] = "thumb"

@@ -19,7 +19,7 @@ from rich.table import Table
 from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
-from motet.before_loading import check_before_loading
+from motet.before_loading import Checked, as_begun, check_before_loading
 from motet.commands.answers import print_table
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, RunConfig
@@ -29,7 +29,6 @@ from motet.launch import assemble, open_base, services
 from motet.preparing import left_out, prepare_all
 from motet.running import config_of
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.identity import of_config
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import group_metrics
@@ -81,16 +80,16 @@ def check(
 
 
 def _check(config: RunConfig, rollouts: int) -> bool:
-    console, failing = Console(emoji=False), list[str]()
+    config, console, failing = as_begun(config), Console(emoji=False), list[str]()
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
         directory = RunDirectory(Path(scratch))
-        sources = check_before_loading(config, accept_changes=True)
-        refused = _print_changes(console, config)
+        checked = check_before_loading(config, accept_changes=True)
+        refused = _print_changes(console, config, checked)
         console.print(f"loading {config.base} …")
         base = open_base(config, directory, stack)
         for note in base.info.notes:
             console.print(f"note: {note}")
-        prepared = prepare_all(config.jobs, base.info, directory, sources)
+        prepared = prepare_all(config.jobs, base.info, directory, checked.sources)
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
         workshop = assemble(base, alone, [need for _, need in prepared], directory)
         for note in [*workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:
@@ -112,12 +111,13 @@ def _check(config: RunConfig, rollouts: int) -> bool:
     return not failing and not refused
 
 
-def _print_changes(console: Console, config: RunConfig) -> bool:
+def _print_changes(console: Console, config: RunConfig, checked: Checked) -> bool:
     """Say which jobs `motet run` would not go on with; gives whether there are any."""
     refused = False
     for job in config.jobs:
         try:
-            check_identity(JobDirectory(Path(config.run) / job.name), of_config(job), accept_changes=False)
+            directory = JobDirectory(Path(config.run) / job.name)
+            check_identity(directory, checked.identities[job.name], accept_changes=False)
         except RunError as error:
             refused = True
             console.print(f"motet run refuses this: {error}", style="red", markup=False, soft_wrap=True)

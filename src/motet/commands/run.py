@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +21,7 @@ from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.tensorboard import TensorBoardExport
 from motet.types import HostNow, JobState
-from motet.view import glyphs_of, make_view, summary_table
+from motet.view import glyphs_of, make_view, settings_table, summary_table
 from motet.workshop import Workshop
 
 
@@ -78,8 +78,18 @@ def run_file(
         finally:
             view.stop()
     _print_notes(console, result.notes, printed)
-    print_table(console, summary_table(last, Path(config.run), view.seconds, glyphs_of(console), width_of(console)))
+    _print_tables(console, last, Path(config.run), view.seconds)
     return _farewell(console, result)
+
+
+def _print_tables(console: Console, jobs: Sequence[JobProgress], run: Path, seconds: Mapping[str, float]) -> None:
+    """What became of jobs, and of settings where some were trained with several seeds."""
+    glyphs, width = glyphs_of(console), width_of(console)
+    print_table(console, summary_table(jobs, run, seconds, glyphs, width))
+    if (seeds := settings_table(jobs, glyphs, width)) is not None:
+        print_table(console, seeds)
+        if seeds.row_count > 1:
+            console.print(f"compare settings: motet compare {run}", soft_wrap=True, markup=False)
 
 
 def print_rates(console: Console, jobs: Sequence[Job]) -> None:

@@ -31,8 +31,16 @@ def score(
 
     with motet.Client(url, key) as client:
         asked = [client.job(name) for name in jobs]
-    say(f"scoring {', '.join(f'{job.name} ({job.state})' for job in asked)} here; Ctrl-C ends it")
+    say(f"scoring {', '.join(f'{job.name} ({job.state})' for job in asked)} here{_code(*reward)}; Ctrl-C stops it")
     raise typer.Exit(served_jobs.follow(url, key, asked, served_jobs.scoring(reward, processes), same_command()))
+
+
+def _code(*names: str) -> str:
+    """The sum of the code that is called: a service cannot see it, so a person compares it with that of the last start."""
+    from motet.runtime.source_sums import sum_of_code
+
+    digest = sum_of_code(*names)
+    return f" (code {digest})" if digest else ""
 
 
 @app.command(epilog="Example: motet rewards")
@@ -81,6 +89,7 @@ def agent(
             raise ConfigError("name the function with your agent: --agent agent.py:run")
         else:
             wanted, function = [client.job(name) for name in jobs], agent
-    say(f"running {function} for {', '.join(f'{job.name} ({job.state})' for job in wanted)} here; Ctrl-C ends it")
+    jobs_here = ", ".join(f"{job.name} ({job.state})" for job in wanted)
+    say(f"running {function}{_code(function)} for {jobs_here} here; Ctrl-C stops it")
     work = agent_jobs.running(function, concurrency)
     raise typer.Exit(served_jobs.follow(url, key, wanted, work, same_command()))

@@ -27,8 +27,8 @@ class EngineConfig(Config):
     """Processes that sample besides this one, each with a copy of the base and one core; `auto` takes one for each further
     core where memory allows, and none on a GPU."""
     base_format: Literal["auto", "unpacked", "packed"] = "auto"
-    """A quantised base (a .gguf file, fp8 with scales for blocks, MXFP4, nf4) read as numbers (`unpacked`), or left as it is
-    stored (`packed`): the same bits with half to a quarter of the memory, and slower; `auto` unpacks it while memory lasts."""
+    """How a quantised base (a .gguf file, fp8 with scales for blocks, MXFP4, nf4) is kept. `unpacked`: as numbers. `packed`: as
+    it is stored, in half to a quarter of the memory, slower, with the same bits. `auto` unpacks while memory lasts."""
     pack_weights: bool = True
     """On CPU in bfloat16, keep a second copy of the base in the layout that its kernels want: the same bits, sooner."""
     slots: int = Field(16, ge=1, le=10**5)

@@ -27,6 +27,7 @@ from motet.hosting.turns import Turns
 from motet.launch import assemble, open_base, services
 from motet.preparing import Sources, identity, prepare
 from motet.protocols import RolloutEngine
+from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
 from motet.runtime.opening import open_job
@@ -246,7 +247,8 @@ class EngineServer:
         job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, sources)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         installed = {name: str(one["target"]) for name, one in start.rewards.items()}
-        otherwise = open_job(job.directory, identity(job, info, self._config, installed), **accepts)
+        described = identity(job, info, self._config, of_config(job.config, installed))
+        otherwise = open_job(job.directory, described, **accepts)
         for why in (*otherwise, *self.workshop.inexact):
             job.note_inexact(why)
         if (committed := job.directory.newest()) is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from motet.checksums import replace_file
 from motet.report.page import page
 from motet.report.read import read_run
-from motet.report.svg import draw_curves
+from motet.report.svg import curves_of, draw_curves
 
 __all__ = ["curves_svg", "write_report"]
 
@@ -23,7 +23,7 @@ def write_report(run_directory: Path) -> Path:
         RunError: there is no run there, or the disk is full.
     """
     run = read_run(run_directory)
-    picture = draw_curves(run)
+    picture = draw_curves(curves_of(run))
     replace_file(run_directory / "report.svg", picture.encode("utf-8", "replace"))
     path = run_directory / "report.html"
     replace_file(path, page(run, picture).encode("utf-8", "replace"))
@@ -36,4 +36,4 @@ def curves_svg(run_directory: Path) -> str:
     Raises:
         RunError: there is no run there.
     """
-    return draw_curves(read_run(run_directory))
+    return draw_curves(curves_of(read_run(run_directory)))

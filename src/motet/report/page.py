@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from motet.report.read import JobRecord, Line, RunRecord, Series, number
 from motet.report.svg import escaped, printable
+from motet.runtime.settings import OVER_SEEDS, Setting
+from motet.view.names import ranks, task_of
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 _SCRIPTS = ("palette.js", "dom.js", "words.js", "charts.js", "curves.js", "tokens.js")
@@ -59,7 +62,27 @@ def _json(data: Any) -> str:
 
 def _run(run: RunRecord) -> dict[str, Any]:
     device = {name: _series(points) for name, points in run.device().items()}
-    return {"name": run.name, "device": device, "jobs": [_job(job, run.start) for job in run.jobs]}
+    jobs = [_job(job, run.start) for job in run.jobs]
+    return {"name": run.name, "device": device, "jobs": jobs, "settings": _settings(run.settings), "seeds": OVER_SEEDS}
+
+
+def _settings(groups: Sequence[Setting]) -> list[dict[str, Any]]:
+    """What the seeds of each setting came to, with its place among those of its task; nothing where none has several."""
+    if all(len(one.jobs) < 2 for one in groups):
+        return []
+    places = ranks((one.name, one.held_out.mean if one.held_out else None) for one in groups)
+    return [
+        {
+            "name": one.name,
+            "place": places.get(one.name),
+            "jobs": len(one.jobs),
+            "seeds": one.held_out.n if one.held_out else 0,
+            "before": one.before and _short(one.before.mean),
+            "mean": one.held_out and _short(one.held_out.mean),
+            "half": one.held_out and _short(one.held_out.half),
+        }
+        for one in sorted(groups, key=lambda one: (task_of(one.name), places.get(one.name, len(groups))))
+    ]
 
 
 def _job(job: JobRecord, start: float) -> dict[str, Any]:
@@ -74,7 +97,8 @@ def _job(job: JobRecord, start: float) -> dict[str, Any]:
         "planned": job.planned,
         "done": job.done,
         "tokens": job.tokens,
-        "best": job.best_version,
+        "best": job.best and job.best[0],
+        "best_figure": job.best and _short(job.best[1]),
         "adapter": _adapter(job),
         "evaluations": job.evaluations.ys,
         "series": {field: _series(points) for field, points in job.columns.items()},
@@ -96,7 +120,7 @@ def _adapter(job: JobRecord) -> str:
     """The best version that is there."""
     if not job.versions:
         return "none yet"
-    best = job.best_version if job.best_version in job.versions else job.versions[-1]
+    best = job.best[0] if job.best and job.best[0] in job.versions else job.versions[-1]
     return f"{job.name}/versions/v{best}"
 
 

@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
+from motet.config import RewardConfig
 from motet.errors import RunError
+from motet.runtime.settings import Setting, setting_of, settings
 from motet.runtime.signs import Signs
+from motet.tasks.reward_elsewhere import monitors_of
 
 Line = Mapping[str, Any]
 MAX_POINTS = 600
@@ -70,6 +74,8 @@ class JobRecord:
     inexact: tuple[str, ...]
     config_text: str
     """job.yaml as it is."""
+    config: Mapping[str, Any]
+    """The same as values; empty where it cannot be read."""
     base: str
     planned: int | None
     """Steps asked for, if job.yaml says so."""
@@ -85,7 +91,10 @@ class JobRecord:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What the metrics warn of."""
-        signs, errors = Signs(), {number(line.get("step")): line.get("errors") for line in self.timings}
+        signs, errors = (
+            Signs(_monitors(self.config)),
+            {number(line.get("step")): line.get("errors") for line in self.timings},
+        )
         for line in self.steps:
             step = number(line.get("step"))
             signs.see({**line, "errors": errors.get(step)})
@@ -115,13 +124,12 @@ class JobRecord:
         return self.columns.get("eval/reward", Series(nll.xs, tuple(-value for value in nll.ys))).known
 
     @property
-    def best_version(self) -> int | None:
-        """The version with the highest evaluation; the earlier one among equals."""
-        held_out = self.evaluations
-        if not held_out.xs:
-            return None
-        best = max(range(len(held_out.ys)), key=lambda index: (held_out.ys[index], -index))
-        return int(held_out.xs[best])
+    def best(self) -> tuple[int, float] | None:
+        """The version on disk with the highest evaluation, the earlier among equals, and that; any where none is on disk."""
+        points = [(y, -int(x)) for x, y in zip(self.evaluations.xs, self.evaluations.ys, strict=True)]
+        kept = [one for one in points if -one[1] in self.versions]
+        value, version = max(kept or points, default=(0.0, 0))
+        return (-version, value) if points else None
 
     def used(self, start: float) -> Series:
         """Tokens sampled and trained so far, over minutes since `start`."""
@@ -147,6 +155,11 @@ class RunRecord:
         return self.path.resolve().name
 
     @property
+    def settings(self) -> list[Setting]:
+        """The jobs by setting: those that differ only in their seed are one."""
+        return settings((job.name, setting_of(job.config), _points(job.evaluations)) for job in self.jobs)
+
+    @property
     def start(self) -> float:
         """When the first step of all ended."""
         return min((_time(line) for line in self._timings), default=0.0)
@@ -169,6 +182,10 @@ class RunRecord:
             for name, value in (("decode", decode), ("train", train), ("idle", idle), ("occupancy", occupancy)):
                 shares[name].append(value)
         return {name: _over_time(self._timings, self.start, values) for name, values in shares.items()}
+
+
+def _points(curve: Series) -> list[tuple[int, float]]:
+    return [(int(x), y) for x, y in zip(curve.xs, curve.ys, strict=True)]
 
 
 def read_run(path: Path) -> RunRecord:
@@ -205,6 +222,7 @@ def read_job(path: Path) -> JobRecord:
         message=str(status.get("message") or ""),
         inexact=tuple(str(reason) for reason in inexact) if isinstance(inexact, list) else (),
         config_text=config_text,
+        config=config,
         base=str(_find(config, "base") or ""),
         planned=int(planned) if planned is not None else None,
         steps=steps,
@@ -299,6 +317,16 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _monitors(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The rewards of weight 0 of a job; none where what the file says cannot be read."""
+    job = config.get("job")
+    try:
+        rewards = [RewardConfig.model_validate(reward) for reward in job["rewards"]] if isinstance(job, Mapping) else []
+    except (KeyError, TypeError, ValidationError):
+        return ()
+    return monitors_of(rewards)
 
 
 def _object(text: str) -> dict[str, Any]:

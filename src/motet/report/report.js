@@ -51,10 +51,10 @@ function change(job, low, high) {
   return made;
 }
 
-function gain(values) {
+function gain(values, half = null) {
   if (values.length < 2) return values.length ? values[0].toFixed(3) : "–";
   const first = values[0], last = values.at(-1), text = `${last > first ? "+" : ""}${(last - first).toFixed(3)}`.replace("-", "−");
-  return [`${first.toFixed(3)} → `, el("b", {}, last.toFixed(3)), " ", el("span", {class: last > first ? "good" : last < first ? "bad" : "soft"}, text)];
+  return [`${first.toFixed(3)} → `, el("b", {}, last.toFixed(3)), half === null ? " " : ` ± ${half.toFixed(3)} `, el("span", {class: last > first ? "good" : last < first ? "bad" : "soft"}, text)];
 }
 
 function summary() {
@@ -66,11 +66,24 @@ function summary() {
     return [el("tr", {}, el("td", {class: "name"}, el("span", {class: "who"}, mark(job), el("b", {}, job.name))),
       el("td", {class: "is"}, el("span", {class: `state ${job.state}`}, job.state)), cell("steps", job.planned === null ? `${job.done}` : `${job.done}/${job.planned}`),
       cell("held-out", gain(job.evaluations)), el("td", {class: "wide"}, job.evaluations.length ? change(job, low, high) : null),
-      cell("best", job.best === null ? "–" : `v${job.best}`), el("td", {class: "mono small soft path"}, job.adapter)),
+      cell("best", job.best === null ? "–" : `v${job.best} · ${job.best_figure.toFixed(3)}`), el("td", {class: "mono small soft path"}, job.adapter)),
     notes.some(Boolean) ? el("tr", {class: "why"}, el("td", {colspan: 7}, notes)) : null];
   });
   const headings = ["job", "state", "steps", "held-out before → after", "", "best version", "its adapter"];
-  return el("section", {class: "card"}, el("table", {class: "jobs"}, el("thead", {}, el("tr", {}, headings.map(text => el("th", {scope: "col"}, text)))), el("tbody", {}, rows)));
+  const kept = jobs.find(job => job.best !== null && job.adapter.includes("/"));
+  const ask = kept && el("p", {class: "small soft"}, "Ask an adapter, from the directory of the run: ", el("code", {}, `motet chat ${kept.base || "BASE"} --adapter ${kept.adapter}`));
+  return el("section", {class: "card"}, el("table", {class: "jobs"}, el("thead", {}, el("tr", {}, headings.map(text => el("th", {scope: "col"}, text)))), el("tbody", {}, rows)), ask);
+}
+
+/** What the seeds of each setting came to. */
+function seeds() {
+  const several = run.settings;
+  const cell = (label, ...children) => el("td", {data: {label}, class: "number"}, children);
+  const rows = several.map(one => el("tr", {}, el("td", {class: "name"}, el("b", {}, one.name)), cell("place", one.place ? `${one.place}.` : "–"),
+    cell("seeds", one.seeds === one.jobs ? `${one.jobs}` : `${one.seeds} of ${one.jobs}`),
+    cell("held-out", one.mean === null ? "–" : gain([one.before, one.mean], one.half))));
+  return several.length && el("section", {}, el("h2", {}, "Settings"), el("p", {class: "soft"}, `Jobs that differ only in their seed. Held-out: ${run.seeds}.`),
+    el("div", {class: "card"}, el("table", {class: "jobs"}, el("thead", {}, el("tr", {}, ["setting", "place", "seeds", "held-out before → after"].map(text => el("th", {scope: "col"}, text)))), el("tbody", {}, rows))));
 }
 
 /** What the device did, by the clock; it is shared, so that all jobs tell of one device. */
@@ -111,7 +124,7 @@ function configurations() {
 
 const learning = jobCurves(), device = deviceCharts();
 const draw = () => { for (const charts of [learning, device]) charts.update(jobs.filter(job => !hidden.has(job))); };
-add(document.querySelector("main"), header(), summary(), legend(draw), el("section", {}, el("h2", {}, "Learning"), learning.node),
+add(document.querySelector("main"), header(), summary(), seeds() || null, legend(draw), el("section", {}, el("h2", {}, "Learning"), learning.node),
   el("section", {}, el("h2", {}, "Device"), el("p", {class: "soft"}, "One device serves all jobs of the run."), device.node), samples() || null, configurations() || null,
   el("footer", {class: "small faint"}, "Made by Motet from the files of the run. This page loads nothing from the network."));
 draw();

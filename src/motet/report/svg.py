@@ -6,6 +6,7 @@ import html
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from itertools import groupby
 
@@ -38,13 +39,26 @@ def escaped(text: str) -> str:
     return html.escape(printable(text))
 
 
-def draw_curves(run: RunRecord) -> str:
-    """Two panels, reward and held-out evaluation, with one legend below."""
-    legend, legend_height = _legend([job.name for job in run.jobs], _TOP + _PANEL_HEIGHT + 52)
+@dataclass(frozen=True)
+class Curves:
+    """What is drawn in one colour."""
+
+    name: str
+    rewards: Series
+    held_out: Series
+
+
+def curves_of(run: RunRecord) -> list[Curves]:
+    """Those of each job."""
+    return [Curves(job.name, job.columns.get("reward", Series()), job.evaluations) for job in run.jobs]
+
+
+def draw_curves(curves: Sequence[Curves], what: str = "jobs") -> str:
+    """Two panels, reward and held-out evaluation, with one legend below; `what` the curves are of, for the title."""
+    legend, legend_height = _legend([one.name for one in curves], _TOP + _PANEL_HEIGHT + 52)
     height = _TOP + _PANEL_HEIGHT + 42 + legend_height
-    rewards = [job.columns.get("reward", Series()) for job in run.jobs]
-    held_out = [job.evaluations for job in run.jobs]
-    name = escaped(f"Training reward and held-out reward of {len(run.jobs)} jobs")
+    rewards, held_out = [one.rewards for one in curves], [one.held_out for one in curves]
+    name = escaped(f"Training reward and held-out reward of {len(curves)} {what}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" '
         f'aria-label="{name}" {_FONT} font-size="12" fill="{_TEXT}"><title>{name}</title>'

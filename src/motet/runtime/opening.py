@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from motet.checksums import SUMS, Damage, compare, hash_of, replace_file, version_damage
+from motet.config.data import HELD_OUT
 from motet.errors import RunError
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
@@ -126,9 +127,14 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     compared = now.keys() - {"code", NOT_FOLLOWED} - (set() if early else {"functions"})
     then = {key: contents if key == "contents" else before.get(key) for key in now if key in compared}
     lines += differences(then, {key: now[key] for key in then})
-    if early:  # 64 was the default, and with 256 rows or more `auto` is 64
-        lines = [line for line in lines if line != "job.data.holdout: was 64, is 'auto'"]
     return [line for line in lines if not (line.startswith("job.steps:") and _more_steps(before, now))]
+
+
+def held_out_by_default(directory: JobDirectory) -> bool:
+    """Whether an earlier version of Motet began the job with 64 rows held out, as it did unless another number was set."""
+    before = (_read_identity(directory.path / "job.yaml") or {}) if directory.steps() else {}
+    data = (before.get("job") or {}).get("data")
+    return "code" not in before and isinstance(data, dict) and data.get("holdout") == HELD_OUT
 
 
 def _known(before: Any, now: Any) -> Any:

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from motet.config import JobConfig
 from motet.runtime.signs import Signs
+from motet.tasks.reward_elsewhere import monitors_of
 from motet.types import JobState
 
 _EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_trained", "errors"}
@@ -61,6 +63,13 @@ class JobProgress:
     """Why the job failed, or what a person should know."""
     spent: bool = False
     """Whether it is paused because its budget is spent."""
+    setting: str = ""
+    """The same for jobs that differ only in their seed; empty where it is unknown."""
+
+    @classmethod
+    def of(cls, config: JobConfig, setting: str = "") -> JobProgress:
+        """Of a job that is not begun."""
+        return cls(config.name, config.steps, signs=Signs(monitors_of(config.rewards)), setting=setting)
 
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Take in what an earlier process recorded."""

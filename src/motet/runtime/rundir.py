@@ -27,6 +27,7 @@ class RunDirectory:
     def __init__(self, path: Path, part: str = "") -> None:
         """Open it for this process alone, or, with `part`, beside others that are other parts of one run."""
         self.path, self.part = path, part
+        self._made = [one for one in (path, *path.parents) if not one.exists()]
         with contextlib.ExitStack() as locks:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -47,6 +48,17 @@ class RunDirectory:
     def close(self) -> None:
         """Release the locks."""
         self._locks.close()
+
+    def discard(self) -> None:
+        """Close it, and remove the directories that opening it made; one in which more was written stays."""
+        own = {".lock", ".lock.count", "run.json", *([f".lock.{self.part}"] if self.part else [])}
+        with contextlib.suppress(OSError):
+            if self._made and {one.name for one in self.path.iterdir()} <= own:
+                for name in own:
+                    (self.path / name).unlink()
+                for one in self._made:
+                    one.rmdir()
+        self.close()
 
     @contextlib.contextmanager
     def _locked(self, name: str, *, shared: bool = False) -> Iterator[None]:
@@ -79,6 +91,19 @@ class RunDirectory:
             run_id, attempt = secrets.token_hex(4), 0
         replace_file(path, json.dumps({"attempt": attempt, "run_id": run_id}, sort_keys=True).encode())
         return run_id, attempt
+
+
+@contextlib.contextmanager
+def opened(path: Path, part: str = "") -> Iterator[RunDirectory]:
+    """A run directory while the block runs; where the block raises before anything was written, nothing stays."""
+    directory = RunDirectory(path, part)
+    try:
+        yield directory
+    except BaseException:
+        directory.discard()
+        raise
+    finally:
+        directory.close()
 
 
 def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, str]]:

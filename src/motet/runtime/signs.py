@@ -1,6 +1,7 @@
 """Warnings from the lines of metrics.jsonl.
 
-Rewards that fail, signal that is missing or lost, answers that grow alike, a policy far from the base, versions that got worse.
+Rewards that fail, signal that is missing or lost, answers that grow alike, a policy far from the base, versions that got worse,
+rewards that rise while something else says that the answers are no better.
 
 signs = Signs()
 for line in lines:
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 Line = Mapping[str, Any]
@@ -26,6 +27,8 @@ NO_SIGNAL = 0.75
 """Share of groups without signal from which on there is a warning, unless the reward has risen."""
 FAR = 1.0
 """KL to the base in nats per token from which on there is a warning."""
+CUT_OFF = 0.5
+"""The share of answers that end at `max_tokens` from which on there is a warning, where the reward rises with the length."""
 ALIKE = 0.5
 """The share of distinct answers, as a part of the share at first, at which there is a warning unless the reward has risen."""
 
@@ -42,6 +45,8 @@ class _Evaluation:
 class Signs:
     """The first and the newest steps of one job."""
 
+    monitors: Collection[str] = ()
+    """Rewards of weight 0, by the names of their parts: they are measured and not trained on."""
     first: list[Line] = field(default_factory=list)
     recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     kl: float | None = None
@@ -54,6 +59,7 @@ class Signs:
     """Rollouts by the reason why they have no reward, where it is known."""
     peak: tuple[int, float] | None = None
     """The step with the highest mean reward of those with signal, and that reward."""
+    earliest: _Evaluation | None = None
     best: _Evaluation | None = None
     last: _Evaluation | None = None
 
@@ -79,6 +85,7 @@ class Signs:
         if math.isfinite(reward):
             error = _mean([evaluation], "reward_stderr")
             self.last = _Evaluation(version, reward, error if math.isfinite(error) else math.inf)
+            self.earliest = self.earliest or self.last
             if self.best is None or reward > self.best.reward:
                 self.best = self.last
 
@@ -87,6 +94,8 @@ class Signs:
         """What a person should look at: a sentence for each kind of trouble (`failed`, `lost`, `no signal`, `alike`, …)."""
         warnings = {"failed": self._failed(), "worse": self._worse()}
         risen = _risen(self.first, self.recent)
+        if risen and len(self.recent) == RECENT:
+            warnings["gamed"] = self._gamed()
         if len(self.recent) >= LEAST and not risen:
             warnings["lost"] = self._lost()
             if not warnings["lost"]:
@@ -117,6 +126,29 @@ class Signs:
             f"rate is too high; lower optimizer.lr{rate} and begin again"
         )
 
+    def _gamed(self) -> str:
+        """What speaks against a reward that rises: a monitor or held-out rewards that fall, or answers that never end."""
+        last, reasons = list(self.recent)[-LEAST:], []
+        for name in self.monitors:
+            before, now = (list(_numbers(map(_parts, lines), name)) for lines in (self.first, last))
+            if len(before) > 1 and len(now) > 1 and fmean(before) - fmean(now) > 2 * _error(before, now):
+                reasons.append(f"{name} falls ({fmean(before):.2g} to {fmean(now):.2g})")
+        if (
+            self.earliest
+            and self.last
+            and self.earliest.reward - self.last.reward > 2 * math.hypot(self.earliest.error, self.last.error)
+        ):
+            reasons.append(f"held-out reward falls ({self.earliest.reward:.2g} to {self.last.reward:.2g})")
+        longer, cut = _mean(last, "length") > 2 * _mean(self.first, "length"), _mean(last, "truncated")
+        if longer and cut >= CUT_OFF > _mean(self.first, "truncated"):
+            reasons.append(f"{cut:.0%} of the answers end at max_tokens")
+        if not reasons:
+            return ""
+        return (
+            f"the reward rises while {' and '.join(reasons)}: it may measure something else than you want; read the "
+            "rollouts with the highest reward"
+        )
+
     def _worse(self) -> str:
         """Where the newest version is worse on held-out problems by more than chance explains."""
         best, last = self.best, self.last
@@ -135,7 +167,7 @@ def no_signal(share: float, reward: float) -> str:
         share: of the groups whose rewards are all equal.
         reward: mean reward.
     """
-    if not share >= NO_SIGNAL:
+    if not share >= NO_SIGNAL or math.isnan(reward):  # where no answer has a reward, that is the trouble
         return ""
     return (
         f"no signal in {share:.0%} of the groups (mean reward {reward:.2g}): too hard or too easy for this base; take other "
@@ -150,6 +182,16 @@ def _alike(before: float, now: float) -> str:
         f"answers grow alike, and not better: {now:.0%} of a group's are distinct, at first {before:.0%}; lower "
         "optimizer.lr, or raise sampling.temperature"
     )
+
+
+def _parts(line: Line) -> Line:
+    parts = line.get("reward_parts")
+    return parts if isinstance(parts, Mapping) else {}
+
+
+def _error(*samples: Sequence[float]) -> float:
+    """Standard error of the difference between the means of two samples."""
+    return math.sqrt(sum(variance(sample) / len(sample) for sample in samples))
 
 
 def _risen(first: Sequence[Line], recent: Iterable[Line]) -> bool:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
 import site
 import sys
@@ -57,6 +58,22 @@ def _canonical(node: Any, *, head: bool = False) -> str:
         if value is not None and value != [] and not (head and name in _BLOCKS and isinstance(value, list))
     )
     return f"{type(node).__name__}({', '.join(fields)})"
+
+
+def sum_of_code(*names: str) -> str:
+    """A short sum of all the project's code behind `file.py:name`, `file.py` or `module:name`; comments do not count.
+
+    Empty where there is no such code, as behind a function object.
+    """
+    sums = CodeSums()
+    for name in names:
+        sums.add(name if ":" in name else f"{name}:")
+    parts = [[label, _without_lines(entry.get("statements")) or entry["sha256"]] for label, entry in sums.code.items()]
+    return hashlib.sha256(json.dumps(sorted(parts)).encode()).hexdigest()[:8] if parts else ""
+
+
+def _without_lines(statements: str | None) -> list[str]:
+    return [one.partition(":")[2] for one in (statements or "").split()]
 
 
 @dataclass

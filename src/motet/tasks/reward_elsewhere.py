@@ -161,6 +161,21 @@ def label_of(reward: RewardConfig) -> str:
     return f"{Path(file).name}:{function}" if file.endswith(".py") else name
 
 
+def labels_of(rewards: Sequence[RewardConfig]) -> list[str]:
+    """What each reward of a job is called in metrics; a second one of a name is `name#2`."""
+    labels: list[str] = []
+    for reward in rewards:
+        label = label_of(reward)
+        before = sum(label == label_of(other) for other in rewards[: len(labels)])
+        labels.append(f"{label}#{before + 1}" if before else label)
+    return labels
+
+
+def monitors_of(rewards: Sequence[RewardConfig]) -> tuple[str, ...]:
+    """The labels of the rewards of weight 0, which are measured and not trained on."""
+    return tuple(label for label, reward in zip(labels_of(rewards), rewards, strict=True) if reward.weight == 0)
+
+
 def number(value: Any) -> ScoreOrReason:
     """What a JSON value is worth: a finite number, or the reason why it is none."""
     if value is None:

@@ -36,6 +36,7 @@ from motet.tasks.reward_elsewhere import (
     Elsewhere,
     ScoreOrReason,
     Transcripts,
+    labels_of,
 )
 from motet.tasks.reward_installed import Installed, without_folder
 from motet.tasks.reward_walls import Walls
@@ -141,7 +142,7 @@ class RewardPool:
             own = {index: rewards[index] for index in here if walled[index] is side}
             request = load_request([self._located(reward) for reward in own.values()], scorer, side)
             groups.append(WorkerGroup(request, log, own, self._may_start_another))
-        self._jobs[job] = _Job(job, tuple(rewards), _labels(rewards), groups)
+        self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups)
         try:
             for group in groups:
                 await group.open()
@@ -381,12 +382,3 @@ def _sum(job: _Job, parts: Sequence[_Part]) -> Scored:
         failed = [f"the weighted sum of the rewards is {total}: give smaller weights"]
     clock_limited = any(part.clock_limited for part in parts)
     return Scored(math.nan if failed else total, good, "; ".join(failed), clock_limited)
-
-
-def _labels(rewards: Sequence[RewardConfig]) -> list[str]:
-    labels: list[str] = []
-    for reward in rewards:
-        label = reward_elsewhere.label_of(reward)
-        before = sum(label == reward_elsewhere.label_of(other) for other in rewards[: len(labels)])
-        labels.append(f"{label}#{before + 1}" if before else label)
-    return labels

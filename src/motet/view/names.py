@@ -57,17 +57,33 @@ def short_value(value: str, glyphs: Glyphs) -> str:
     return shorten(glyphs.plain(value), _MAX_VALUE, glyphs)
 
 
+def task_of(name: str) -> str:
+    """What a swept name says of the task: the name in the job file, and the task where a sweep varies it."""
+    stem, values = _apart(name)
+    return "-".join([stem, *(f"{field}={values[field]}" for field in _TASK if field in values)])
+
+
+def variant_of(name: str) -> str:
+    """What a swept name says besides task and seed; empty where no sweep varies more."""
+    _, values = _apart(name)
+    return ", ".join(f"{field}={value}" for field, value in values.items() if field not in (*_TASK, "seed"))
+
+
+def seed_of(name: str) -> str:
+    """The seed that a sweep wrote into a name; empty where it wrote none."""
+    return _apart(name)[1].get("seed", "")
+
+
 def ranks(jobs: Iterable[tuple[str, float | None]]) -> dict[str, int]:
     """Places, from 1 on, among the variants of one task; who has no figure, or no sibling, has no place.
 
     Args:
         jobs: the name and the figure of each, higher is better.
     """
-    tasks: dict[tuple[str, ...], dict[str, float]] = {}
+    tasks: dict[str, dict[str, float]] = {}
     for name, value in jobs:
         if value is not None and math.isfinite(value):
-            stem, values = _apart(name)
-            tasks.setdefault((stem, *(values.get(field, "") for field in _TASK)), {})[name] = value
+            tasks.setdefault(task_of(name), {})[name] = value
     return {
         name: 1 + sum(other > value for other in siblings.values())
         for siblings in tasks.values()

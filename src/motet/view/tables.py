@@ -15,6 +15,7 @@ from rich.text import Text
 
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.progress import JobProgress
+from motet.runtime.settings import OVER_SEEDS, Setting, settings
 from motet.types import JobState
 from motet.view.names import ranks, short_value, take_apart
 from motet.view.text import (
@@ -138,7 +139,7 @@ def summary_table(
     glyphs: Glyphs = UNICODE,
     width: int = 120,
 ) -> Table:
-    """What became of each job; variants of a sweep in the order of their last evaluation.
+    """What became of each job; variants of a sweep in the order of their last evaluation, unless these are seeds.
 
     Args:
         jobs: how they stand.
@@ -150,7 +151,9 @@ def summary_table(
     names = take_apart([job.name for job in jobs])
     name_width = 20 if width >= 100 else 12
     shown = names.shown(name_width, glyphs) if names.fields else {job.name: glyphs.plain(job.name) for job in jobs}
-    places = ranks((job.name, job.evaluations[-1][1] if job.evaluations else None) for job in jobs)
+    seeds = any(len(one.jobs) > 1 for one in _settings(jobs))
+    last = ((job.name, job.evaluations[-1][1] if job.evaluations else None) for job in jobs)
+    places = {} if seeds else ranks(last)  # settings have places, seeds have none
     stems = list(dict.fromkeys(names.stems.values()))
     ordered = sorted(jobs, key=lambda job: (stems.index(names.stems[job.name]), places.get(job.name, len(jobs))))
     least = min(max((cell_len(name) for name in shown.values()), default=0), name_width)
@@ -176,6 +179,48 @@ def summary_table(
         table.title = Text(f"Adapters: {run}/<job>/versions/<version>", style="bold", overflow="fold")
     table.caption = _caption(jobs, glyphs)
     return table
+
+
+def settings_table(jobs: Sequence[JobProgress], glyphs: Glyphs = UNICODE, width: int = 120) -> Table | None:
+    """What the seeds of each setting came to, the best of a task first; None where no setting has several seeds."""
+    groups = _settings(jobs)
+    if all(len(one.jobs) < 2 for one in groups):
+        return None
+    names = take_apart([one.name for one in groups])
+    places = ranks((one.name, one.held_out.mean if one.held_out else None) for one in groups)
+    stems = list(dict.fromkeys(names.stems.values()))
+    ordered = sorted(groups, key=lambda one: (stems.index(names.stems[one.name]), places.get(one.name, len(groups))))
+    shown = names.shown(20 if width >= 100 else 12, glyphs)
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left"
+    )
+    for heading in (*(["place"] if places else []), "setting", *names.fields, "seeds", "held-out", "gain"):
+        table.add_column(
+            heading, justify="right" if heading in ("seeds", *_RIGHT, "held-out") else "left", no_wrap=True
+        )
+    for one in ordered:
+        place = [f"{places[one.name]}." if one.name in places else ""] if places else []
+        values = [short_value(value, glyphs) for value in names.values[one.name]]
+        stem = Text(shown[one.name], style="bold")
+        table.add_row(*place, stem, *values, *_over_seeds(one, glyphs))
+    table.title = Text("Settings: jobs that differ only in their seed", style="bold")
+    what = glyphs.plain(OVER_SEEDS.replace("±", glyphs.plus_minus))
+    table.caption = Text(f"held-out: {what}", style="not italic bright_black")
+    return table
+
+
+def _over_seeds(setting: Setting, glyphs: Glyphs) -> tuple[str | Text, ...]:
+    """How many seeds there are, their held-out figure and its gain."""
+    n = len(setting.jobs)
+    if setting.before is None or setting.held_out is None:
+        return f"0 of {n}", "", ""
+    ends, counted, half = [setting.before.mean, setting.held_out.mean], setting.held_out.n, setting.held_out.half
+    held_out = _change(ends, glyphs).append(f" {glyphs.plus_minus}{half:.2f}" if finite([half]) else "")
+    return str(n) if counted == n else f"{counted} of {n}", held_out, _gain(ends)
+
+
+def _settings(jobs: Sequence[JobProgress]) -> list[Setting]:
+    return settings((job.name, job.setting, job.evaluations) for job in jobs)
 
 
 def _caption(jobs: Sequence[JobProgress], glyphs: Glyphs) -> Text | None:
@@ -236,10 +281,13 @@ def _gain(values: Sequence[float]) -> Text:
 
 
 def _version(job: JobProgress, run: Path) -> str:
-    """The best version on disk by evaluation; says which one is the newest if it is another."""
+    """The best version on disk by evaluation; says which one is the newest, and which was better, if they are others."""
     saved = JobDirectory(run / job.name).versions()
     if not saved:
         return ""
-    known = [(value, version) for version, value in job.evaluations if version in saved and finite([value])]
-    best = max(known, key=lambda item: (item[0], -item[1]))[1] if known else max(saved)
-    return f"v{best}" if best == max(saved) else f"v{best} (newest v{max(saved)})"
+    known = [(value, -version) for version, value in job.evaluations if finite([value])]
+    best = -max(known)[1] if known else max(saved)
+    kept = -max([one for one in known if -one[1] in saved], default=(0.0, -max(saved)))[1]
+    newest = f"newest v{max(saved)}" if kept != max(saved) else ""
+    gone = f"v{best} was best, not kept" if kept != best else ""
+    return f"v{kept} ({', '.join(filter(None, (newest, gone)))})" if newest or gone else f"v{kept}"

@@ -10,7 +10,7 @@ const top = document.getElementById("top"), main = document.getElementById("main
 const connection = document.getElementById("connection");
 const live = new Live(), board = new Board(live);
 const engine = el("div", {class: "engine"}, el("span", {}, "…"));
-const context = {board, live, base: "", draft: ""};
+const context = {board, live, base: "", draft: "", keys: false};
 const links = {};
 let shown = null, asking = null;
 
@@ -101,6 +101,7 @@ function leave(message) {
 }
 
 async function enter(keys) {
+  context.keys = keys;
   session.locked = message => { if (shown) leave(message); };
   live.lost = lost => say(connection, lost ? "Connection lost, trying again…" : "");
   await live.start();

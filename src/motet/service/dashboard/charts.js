@@ -79,7 +79,7 @@ export class Chart {
     dark.addEventListener("change", this.turned);
   }
 
-  /** Show these traces, soon. `keys` are [colour, name] pairs where more than one thing is drawn. */
+  /** Show these traces, soon. `keys` are [colour, name] or [colour, name, dash] where more than one thing is drawn. */
   draw(traces, keys = []) {
     this.traces = traces;
     const points = traces.reduce((sum, trace) => sum + (trace.hoverinfo === "skip" ? 0 : trace.y.filter(known).length), 0);
@@ -90,7 +90,7 @@ export class Chart {
     if (this.latest) say(this.latest, latest);
     this.keys.hidden = keys.length < 2;
     const drawn = JSON.stringify(keys);
-    if (this.keys.dataset.drawn !== drawn) fill(this.keys, keys.map(([colour, name]) => el("span", {}, dot(colour), name)));
+    if (this.keys.dataset.drawn !== drawn) fill(this.keys, keys.map(([colour, name, dash]) => el("span", {}, dash ? stroke(colour, dash) : dot(colour), name)));
     this.keys.dataset.drawn = drawn;
     this.soon();
   }
@@ -121,6 +121,7 @@ export class Chart {
     const axis = {
       color: soft, gridcolor: css("--grid"), zeroline: false, linecolor: css("--line"), tickfont: {size: 11},
       fixedrange: touch.matches, automargin: true, nticks: large ? 7 : 5,
+      ticklabelstandoff: 5, // a mark at zero does not cover a number
     };
     return {
       margin: {l: 42, r: 8, t: 12, b: 34}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -147,6 +148,13 @@ export class Chart {
     clearTimeout(this.due);
     if (this.drawn) window.Plotly.purge(this.plot);
   }
+}
+
+/** A piece of a curve beside a name. */
+function stroke(colour, dash) {
+  const made = el("i", {class: "stroke", "aria-hidden": "true"});
+  made.style.borderTop = `3px ${{dash: "dashed", dot: "dotted", dashdot: "dashed"}[dash] || "solid"} ${colour}`;
+  return made;
 }
 
 /** A spot of colour beside a name. */

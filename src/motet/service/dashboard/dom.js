@@ -66,6 +66,19 @@ export function choice(label, options, chosen, changed) {
   return group;
 }
 
+/** A button that copies the text of an element; where pages may not write to the clipboard (http), its text is selected first. */
+export function copyOf(element, label = "Copy") {
+  const button = el("button", {type: "button", "aria-label": label, onclick: async () => {
+    const selection = getSelection();
+    selection.selectAllChildren(element);
+    const copied = await (navigator.clipboard?.writeText(element.textContent) ?? Promise.reject()).then(() => true, () => document.execCommand("copy"));
+    if (copied) selection.removeAllRanges();
+    say(button, copied ? "Copied" : "Selected: press Ctrl+C");
+    setTimeout(() => say(button, "Copy"), 2000);
+  }}, "Copy");
+  return button;
+}
+
 /** Ask before something that cannot be taken back; resolves to whether to do it. */
 export function sure(title, text, action) {
   return new Promise(resolve => {

@@ -2,12 +2,13 @@
 import {ask, jobPath, request} from "./api.js";
 import {chatTab} from "./chat.js";
 import {columns, jobCurves} from "./curves.js";
-import {add, el, fill, say, sure} from "./dom.js";
+import {add, copyOf, el, fill, say, sure} from "./dom.js";
 import {rolloutsTab} from "./rollouts.js";
-import {age, bytes, clock, count, FINAL, measured, span} from "./words.js";
+import {useTab} from "./use.js";
+import {age, bytes, clock, count, FINAL, measured, notes, span} from "./words.js";
 
 const POINTS = 600;
-const TABS = [["curves", "Curves"], ["rollouts", "Rollouts"], ["chat", "Chat"], ["configuration", "Configuration"], ["events", "Events"]];
+const TABS = [["curves", "Curves"], ["rollouts", "Rollouts"], ["chat", "Chat"], ["use", "Use it"], ["configuration", "Configuration"], ["events", "Events"]];
 const MOST_EVENTS = 300;
 
 /** A line of the list of events. */
@@ -52,9 +53,8 @@ function configurationTab(context, job) {
     context.draft = JSON.stringify({...(job.base ? {base: job.base} : {}), ...job.spec, name: `${job.name}-2`}, null, 2);
     location.hash = "#/new";
   }}, "Submit a variation");
-  const copy = navigator.clipboard && el("button", {type: "button", onclick: () => navigator.clipboard.writeText(text).then(() => say(copy, "Copied"))}, "Copy");
-  return {node: el("div", {class: "card"}, el("div", {class: "head"}, el("h2", {}, "As it was validated"), el("div", {class: "row"}, copy, again)),
-    el("pre", {class: "text", tabindex: 0}, text)), begin() {}, update() {}, stop() {}};
+  const shown = el("pre", {class: "text", tabindex: 0}, text);
+  return {node: el("div", {class: "card"}, el("div", {class: "head"}, el("h2", {}, "As it was validated"), el("div", {class: "row"}, copyOf(shown), again)), shown), begin() {}, update() {}, stop() {}};
 }
 
 /** Offer the saved versions, as archives of PEFT directories. */
@@ -123,16 +123,17 @@ function makeHead(context, refreshed, complain, leaving) {
     state.className = `state ${job.state}`;
     say(state, job.state);
     if (waits && waits[0] !== job.state) waits = null;
-    const progress = job.state === "running" ? job.progress : null, reward = job.reward;
+    const progress = job.state === "running" ? job.progress : null, held = job.held_out;
+    const best = held && held.best_version !== held.version ? `, best ${measured(held.best)} (v${held.best_version})` : "";
     say(detail, [`step ${count(job.step)} of ${count(job.steps)}`, waits ? waits[1] : progress?.phase, job.base && `base ${job.base}`, Number.isInteger(progress?.host) && `host ${progress.host}`,
       progress && `${count(progress.tokens_per_second)} tokens/s`, Number.isFinite(progress?.seconds_left) && `${span(progress.seconds_left)} to go`,
-      Number.isFinite(reward) && `reward ${measured(reward)}`, job.tenant, `${age(job.created)} old`].filter(Boolean).join(" · "));
+      held && `held-out ${measured(held.value)} (v${held.version})${best}`, Number.isFinite(job.reward) && `training reward ${measured(job.reward)}`, job.tenant, `${age(job.created)} old`].filter(Boolean).join(" · "));
     bar.className = `progress ${job.state}`;
     done.style.width = `${100 * Math.min(1, job.step / Math.max(job.steps, 1))}%`;
-    const notes = [job.message, ...(progress?.warnings || [])].filter(Boolean);
-    note.hidden = !notes.length;
+    const text = notes(job);
+    note.hidden = !text;
     note.className = `note ${job.state}`;
-    say(note, notes.join(" · "));
+    say(note, text);
     const ended = FINAL.includes(job.state);
     buttons.pause.hidden = !["running", "queued"].includes(job.state);
     buttons.resume.hidden = !["paused", "failed"].includes(job.state);
@@ -199,7 +200,7 @@ export function jobPage(context, id, tab) {
 
   function open(key, panel) {
     current = key;
-    tabs[key] ||= {curves: () => jobCurves(), rollouts: () => rolloutsTab(job), chat: () => chatTab(context, job),
+    tabs[key] ||= {curves: () => jobCurves(), rollouts: () => rolloutsTab(job), chat: () => chatTab(context, job), use: () => useTab(context, job),
       configuration: () => configurationTab(context, job), events: () => eventsTab(job, context.live)}[key]();
     fill(panel, tabs[key].node);
     if (key === "curves") drawCurves();

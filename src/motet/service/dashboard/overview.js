@@ -2,7 +2,7 @@
 import {ask, jobPath} from "./api.js";
 import {Chart, curves, dot, look} from "./charts.js";
 import {add, arrange, choice, el, fill, say} from "./dom.js";
-import {age, count, measured, span} from "./words.js";
+import {age, count, measured, notes, span} from "./words.js";
 
 const STATES = ["running", "queued", "paused", "succeeded", "failed", "cancelled"];
 const AT_MOST = 24; // curves
@@ -67,7 +67,7 @@ class Rewards {
 
 /** A row of the table, which stays the same element for as long as the job is there. */
 function makeRow(board, hidden, changed) {
-  const row = {node: el("tr"), why: el("tr", {class: "why"}), reason: el("td", {colspan: 9})};
+  const row = {node: el("tr"), why: el("tr", {class: "why"}), reason: el("td", {colspan: 11})};
   row.why.append(row.reason);
   row.swatch = el("button", {type: "button", class: "swatch", onclick: () => {
     if (!hidden.delete(row.id)) hidden.add(row.id);
@@ -81,9 +81,9 @@ function makeRow(board, hidden, changed) {
   row.done = el("i");
   row.bar = el("span", {class: "progress", "aria-hidden": "true"}, row.done);
   const number = label => el("td", {class: "right number", data: {label}});
-  Object.assign(row, {reward: number("reward"), rate: number("tokens/s"), age: number("age")});
+  Object.assign(row, {reward: number("reward"), held: number("held-out"), best: number("best"), rate: number("tokens/s"), age: number("age")});
   add(row.node, el("td", {class: "name"}, el("span", {class: "who"}, row.swatch, row.name)), el("td", {class: "is"}, row.state),
-    el("td", {class: "steps"}, row.steps, row.bar), row.reward, row.rate, row.age);
+    el("td", {class: "steps"}, row.steps, row.bar), row.reward, row.held, row.best, row.rate, row.age);
   row.update = (job, reward) => {
     row.id = job.id;
     const place = look(board.places.get(job.id) ?? 0);
@@ -98,14 +98,17 @@ function makeRow(board, hidden, changed) {
     row.bar.className = `progress ${job.state}`;
     row.done.style.width = `${100 * Math.min(1, job.step / Math.max(job.steps, 1))}%`;
     say(row.reward, measured(reward ?? job.reward));
+    say(row.held, measured(job.held_out?.value));
+    say(row.best, job.held_out ? `v${job.held_out.best_version} · ${measured(job.held_out.best)}` : "–");
     say(row.rate, job.progress ? count(job.progress.tokens_per_second) : "–");
     say(row.age, age(job.created));
     if (job.base && !row.base.parentNode) row.age.after(row.base);
     say(row.base, job.base || "");
     if (board.admin && !row.tenant.parentNode) row.node.append(row.tenant);
     say(row.tenant, job.tenant || "");
-    row.reason.className = job.state === "failed" ? "bad" : "soft";
-    say(row.reason, job.message || "");
+    row.warnings = notes(job);
+    row.reason.className = {failed: "bad", running: "warm", succeeded: "warm"}[job.state] || "soft";
+    say(row.reason, row.warnings);
   };
   return row;
 }
@@ -118,7 +121,7 @@ function empty(base) {
 }
 
 function headings(bases, admin) {
-  const names = ["job", "state", "steps", ">reward", ">tokens/s", ">age", ...(bases ? ["base"] : []), ...(admin ? ["tenant"] : [])];
+  const names = ["job", "state", "steps", ">reward", ">held-out", ">best", ">tokens/s", ">age", ...(bases ? ["base"] : []), ...(admin ? ["tenant"] : [])];
   return el("tr", {}, names.map(name => el("th", {scope: "col", class: name.startsWith(">") && "right"}, name.replace(">", ""))));
 }
 
@@ -205,7 +208,7 @@ export function overview({board, base}) {
       if (!rows.has(job.id)) rows.set(job.id, makeRow(board, hidden, update));
       const row = rows.get(job.id);
       row.update(job, rewards.last(job.id));
-      return job.message ? [row.node, row.why] : [row.node];
+      return row.warnings ? [row.node, row.why] : [row.node];
     }));
     none.hidden = listed.length > 0;
     older.hidden = board.older === null;
@@ -214,10 +217,11 @@ export function overview({board, base}) {
 
   function draw(jobs) {
     const drawn = jobs.slice(0, AT_MOST).reverse();
+    const place = job => look(board.places.get(job.id) ?? 0);
     chart.draw(drawn.flatMap(job => {
       const {x, y} = rewards.series.get(job.id);
-      return curves({name: job.name, x: [...x], y: [...y], crowd: drawn.length, ...look(board.places.get(job.id) ?? 0)});
-    }));
+      return curves({name: job.name, x: [...x], y: [...y], crowd: drawn.length, ...place(job)});
+    }), drawn.map(job => [place(job).colour, job.name, place(job).dash]).reverse());
   }
 
   const deaf = board.listen(update);

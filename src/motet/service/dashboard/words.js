@@ -18,6 +18,12 @@ export function count(value) {
   return value === null || value === undefined ? DASH : Math.round(value).toLocaleString("en");
 }
 
+/** Why a job failed, or what a person should look at: its message, and what the metrics of a running one warn of. */
+export function notes(job) {
+  const warnings = job.state === "running" ? job.progress?.warnings || [] : [];
+  return [job.message, ...warnings].filter(Boolean).join(" · ");
+}
+
 /** A stretch of time. */
 export function span(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return DASH;

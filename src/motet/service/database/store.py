@@ -28,6 +28,7 @@ from motet.service.database.tables import (
     StoredJob,
     Tenant,
     new_id,
+    newer_evaluation,
 )
 from motet.service.database.tenants import Principal, Tenants
 from motet.types import JobState
@@ -249,6 +250,12 @@ class Store:
         except IntegrityError:
             return None
         return entry.id
+
+    def keep_evaluation(self, session: Session, job_id: str, version: int, value: float) -> None:
+        """Set what a job was evaluated to, as part of a transaction."""
+        before = session.scalar(select(StoredJob.held_out).where(StoredJob.id == job_id))
+        held_out = newer_evaluation(before, version, value)
+        session.execute(update(StoredJob).where(StoredJob.id == job_id).values(held_out=held_out))
 
     def _wait_for_earlier_events(self, session: Session) -> None:
         """Have events committed in the order of their ids, or who reads after the newest would pass over one that came late.

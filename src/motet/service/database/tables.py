@@ -22,6 +22,13 @@ def new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(8)}"
 
 
+def newer_evaluation(before: dict[str, Any] | None, version: int, value: float) -> dict[str, Any]:
+    """What a job's `held_out` is after the evaluation of one more version; of equal ones the earlier is the best."""
+    best = (before["best_version"], before["best"]) if before is not None else (version, value)
+    best = (version, value) if value > best[1] else best
+    return {"version": version, "value": value, "best_version": best[0], "best": best[1]}
+
+
 class Table(DeclarativeBase):
     """Base of all tables."""
 
@@ -76,6 +83,8 @@ class StoredJob(Table):
     ended: Mapped[float | None]
     reward: Mapped[float | None]
     """Mean reward of the newest step."""
+    held_out: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """The newest and the best held-out figure, as `newer_evaluation` makes it."""
     after: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     """Ids of the jobs that have to succeed before this one starts."""
     start_at: Mapped[float | None]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
+from sqlalchemy.orm import Session
 
 from motet.cluster.messages import JobChanged, JobStepped, JobWorked, Usage
 from motet.runtime.journal import Journal
+from motet.runtime.progress import figure_of
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import now
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
@@ -54,10 +57,16 @@ class EventRecorder:
         row |= {"reward": line.get("reward")} if "loss" in line else {}
         if errors := line.get("errors"):  # what a reward raised may name its file
             line = {**line, "errors": {self._storage.without_places(_storable(why)): n for why, n in errors.items()}}
-        counts = self._ledger.step(job_id, line)
+        counts, evaluation = self._ledger.step(job_id, line), line.get("eval")
+        held_out = figure_of(evaluation)[1] if evaluation else math.nan
+
+        def also(session: Session) -> None:
+            counts(session)
+            if math.isfinite(held_out):
+                self._store.keep_evaluation(session, job_id, int(line["step"]), held_out)
 
         def keep() -> None:
-            if self._store.add_event(job_id, "step", f"{line['step']}", line, counts, **row) is not None:
+            if self._store.add_event(job_id, "step", f"{line['step']}", line, also, **row) is not None:
                 self._count_rollouts(job_id, line)
 
         self._write(keep)

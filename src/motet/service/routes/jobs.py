@@ -33,7 +33,7 @@ from motet.service.http.depends import (
 from motet.service.jobs.queue import StartCondition
 from motet.service.jobs.submissions import GivenJob
 from motet.service.jobs.validation import LONGEST_TEXT, jobs_in
-from motet.service.schemas import Asked, CheckedJobs, Job, Jobs, JobsToSubmit, Rollouts, SubmittedJobs
+from motet.service.schemas import Asked, CheckedJobs, HeldOut, Job, Jobs, JobsToSubmit, Rollouts, SubmittedJobs
 from motet.service.schemas.usage import JobChange
 from motet.tasks.reward_elsewhere import masked
 from motet.types import JobState
@@ -68,7 +68,7 @@ class JobAnswers:
             id=job.id, name=job.name, tenant=self._store.tenants.name_of(job.tenant_id) if self._who.admin else None,
             state=job.state, message=job.message,
             step=job.step, steps=job.steps, created=job.created, ended=job.ended, spec=_masked(job.spec),
-            reward=job.reward, after=job.after or [], at=job.start_at,
+            reward=job.reward, held_out=job.held_out and HeldOut(**job.held_out), after=job.after or [], at=job.start_at,
             progress=self._progress(job.id), base=self._bases.shown(job.base),
         )  # fmt: skip
 

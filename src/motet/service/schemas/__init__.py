@@ -19,6 +19,17 @@ class Asked(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
+class HeldOut(Answer):
+    """What a job's adapter came to on held-out problems: its mean reward; where nothing is rewarded, its log-likelihood."""
+
+    version: int
+    """The version that was evaluated last."""
+    value: float
+    best_version: int
+    """The version with the highest figure."""
+    best: float
+
+
 class Job(Answer):
     """A job and where it stands."""
 
@@ -38,6 +49,8 @@ class Job(Answer):
     ended: float | None
     reward: float | None = None
     """Mean reward of the newest step."""
+    held_out: HeldOut | None = None
+    """Its newest and its best evaluation; null before the first."""
     base: str | None = None
     """The name of the base that it trains on, where the service has several."""
     after: list[str] = []

@@ -1,0 +1,116 @@
+"""`motet compare`: which of some runs, jobs or settings is better on the same held-out problems."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+import motet
+from motet.checksums import replace_file
+from motet.commands.answers import say, table
+from motet.errors import ConfigError, RunError
+from motet.report.comparison import (
+    Difference,
+    Evaluated,
+    Side,
+    compare,
+    evaluated,
+    mean_curves,
+    read_evaluated,
+    side_of_job,
+    side_of_run,
+    sides_of_run,
+)
+from motet.report.read import JobRecord, read_run
+from motet.report.svg import draw_curves
+from motet.runtime.progress import REWARD
+
+_MOST_TASKS = 6
+"""Tasks that have a column."""
+MOST_ROLLOUTS = 1000
+"""Rollouts of an evaluation that a service gives."""
+
+
+def compare_places(places: Sequence[str], svg: Path | None, url: str | None, key: str | None) -> None:
+    """Print how the sides compare; `svg` is where their mean curves are drawn.
+
+    Raises:
+        RunError: they cannot be compared.
+    """
+    alone = len(places) == 1
+    if alone and not Path(places[0]).is_dir():
+        raise ConfigError(f"{places[0]} is one job: name a second one, or the directory of a run")
+    sides = sides_of_run(read_run(Path(places[0]))) if alone else _sides(places, url, key)
+    if len(sides) < 2:
+        raise RunError(f"{places[0]} has one setting only; name another run or job to compare it with")
+    differences = compare(sides, best_first=alone)
+    say(_means(sides))
+    say(f"against {differences[0].first}:")
+    headings = "side,>pairs of jobs,>problems,>difference,verdict"
+    say(table(map(_row, differences), headings, empty="", folds=("side",)))
+    for line in _explained(differences, len(sides)):
+        say(line)
+    if svg is not None:
+        replace_file(svg, draw_curves([mean_curves(side) for side in sides], "settings").encode("utf-8", "replace"))
+        say(f"curves: {svg}")
+
+
+def _sides(places: Sequence[str], url: str | None, key: str | None) -> list[Side]:
+    runs = [place for place in places if Path(place).is_dir() and not (Path(place) / "metrics.jsonl").is_file()]
+    if runs and len(runs) < len(places):
+        raise ConfigError(f"{runs[0]} is a run, and not all others are: compare runs with runs, or jobs with jobs")
+    if runs:
+        return [side_of_run(Path(place)) for place in places]
+    return [side_of_job(place, _job(place, url, key)) for place in places]
+
+
+def _job(place: str, url: str | None, key: str | None) -> Evaluated:
+    """A job's directory, or a job of a service."""
+    if Path(place).is_dir():
+        return read_evaluated(Path(place))
+    with motet.Client(url, key) as client:
+        job, lines = client.job(place), client.steps(place)
+        record = JobRecord(
+            name=job.name, state=job.state, message=job.message, inexact=(), config_text="", config={"job": job.spec},
+            base=job.base or "", planned=job.steps, steps=tuple(lines), timings=(), pairs=(), pair_versions=None,
+            versions=(),
+        )  # fmt: skip
+        sampled = any(REWARD in line.get("eval", {}) for line in lines)
+        newest = int(record.evaluations.xs[-1]) if sampled else 0
+        rollouts = client.rollouts(place, newest, limit=MOST_ROLLOUTS, purpose="eval").data if sampled else []
+        return evaluated(record, rollouts)
+
+
+def _means(sides: Sequence[Side]) -> str | Table:
+    """The held-out figure of each side, the best first; by task where there are several."""
+    tasks = list(dict.fromkeys(key[0] for side in sides for key in side.jobs))
+    shown = tasks if 1 < len(tasks) <= _MOST_TASKS else []
+    rows = [
+        [side.name, *(_figure(side.mean(task)) for task in shown), _figure(side.mean()), str(len(side.jobs))]
+        for side in sorted(sides, key=lambda side: -side.mean())
+    ]
+    headings = ["held-out", *(f">{task.replace(',', ';')}" for task in shown), ">mean", ">jobs"]
+    return table(rows, ",".join(headings), empty="", folds=("held-out",))
+
+
+def _row(one: Difference) -> list[str]:
+    more, low, high = one.more.mean, one.more.mean - one.more.half, one.more.mean + one.more.half
+    within = "" if math.isnan(one.more.half) else f" [{low:+.3f}, {high:+.3f}]"
+    return [one.second, str(one.jobs), str(one.problems or ""), f"{more:+.3f}{within}", one.verdict]
+
+
+def _figure(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.3f}"
+
+
+def _explained(differences: Sequence[Difference], sides: int) -> list[str]:
+    """What the intervals are of, and what to know before believing them."""
+    kinds = {"pairs of jobs" if one.jobs > 1 else "held-out problems" for one in differences}
+    over = "pairs of jobs" + (", or over held-out problems where there is one pair" if len(kinds) > 1 else "")
+    over = over if "pairs of jobs" in kinds else "held-out problems"
+    together = f", for all {len(differences)} differences together" if sides > 2 else ""
+    notes = [f"{one.second}: {note}" for one in differences for note in one.notes]
+    return [f"[…]: 95 % interval by Student's t over {over}{together}", *notes]

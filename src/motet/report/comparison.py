@@ -1,0 +1,208 @@
+"""Compare runs, or jobs, on the held-out problems that they share: paired differences, with intervals.
+
+sides = sides_of_run(read_run(path))          # the settings of one run, or a `Side` for each run or job
+for one in compare(sides): ...
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from motet.errors import RunError
+from motet.report.read import JobRecord, Line, RunRecord, Series, number, read_job, read_lines, read_run, series
+from motet.report.svg import Curves
+from motet.runtime.settings import Mean, common_name, setting_of
+from motet.view.names import seed_of, task_of, variant_of
+
+Key = tuple[str, str]
+"""A task and a seed: jobs of two sides with the same key are a pair."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A job and its newest evaluation."""
+
+    record: JobRecord
+    version: int
+    figure: float
+    """Held-out reward, or log-likelihood."""
+    problems: Mapping[str, float]
+    """Mean reward of each held-out problem, by its prompt and reference answer; empty where none was sampled."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is compared with another: a job, a run, or a setting of a run."""
+
+    name: str
+    jobs: Mapping[Key, Evaluated]
+
+    def mean(self, task: str | None = None) -> float:
+        """Held-out figure of a task, or the mean over all tasks; NaN where there is none."""
+        tasks = [task] if task is not None else sorted({key[0] for key in self.jobs})
+        figures = [[job.figure for key, job in self.jobs.items() if key[0] == one] for one in tasks]
+        return fmean([fmean(some) for some in figures if some] or [math.nan])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a second side has more than a first one."""
+
+    first: str
+    second: str
+    jobs: int
+    """Pairs of jobs."""
+    problems: int
+    """Held-out problems that were paired, the least of any pair of jobs; 0 where the jobs sample none."""
+    more: Mean
+    """Over pairs of jobs, or over problems where there is one pair."""
+    notes: tuple[str, ...]
+    """What a person should know before believing it."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the second side is better than the first, or why that cannot be said."""
+        low, high = self.more.mean - self.more.half, self.more.mean + self.more.half
+        if math.isnan(self.more.half):
+            return "cannot tell from one pair"
+        if low <= 0 <= high:
+            return "cannot tell"
+        return "better" if low > 0 else "worse"
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def evaluated(record: JobRecord, rollouts: Iterable[Line]) -> Evaluated:
+    """A job with the rollouts of its newest evaluation.
+
+    Raises:
+        RunError: nothing was evaluated.
+    """
+    curve = record.evaluations
+    if not curve.xs:
+        raise RunError(f"job {record.name} has no held-out evaluation to compare; set eval.every, or data.holdout")
+    rewards: dict[str, list[float]] = {}
+    for line in rollouts:
+        if (reward := number(line.get("reward"))) is not None:
+            problem = json.dumps([line.get("prompt"), line.get("answer")], sort_keys=True, default=str)
+            rewards.setdefault(problem, []).append(reward)
+    return Evaluated(record, int(curve.xs[-1]), curve.ys[-1], {one: fmean(some) for one, some in rewards.items()})
+
+
+def read_evaluated(path: Path) -> Evaluated:
+    """A job's directory."""
+    record = read_job(path)
+    version = int(record.evaluations.xs[-1]) if record.evaluations.xs else 0
+    return evaluated(record, read_lines(path / "rollouts" / f"eval-{version}.jsonl"))
+
+
+def side_of_job(name: str, job: Evaluated) -> Side:
+    """A job by itself."""
+    return Side(name, {("", ""): job})
+
+
+def side_of_run(path: Path) -> Side:
+    """All jobs of a run, paired with those of another by their names."""
+    return Side(str(path), {(job.name, ""): read_evaluated(path / job.name) for job in read_run(path).jobs})
+
+
+def sides_of_run(run: RunRecord) -> list[Side]:
+    """The settings of a run: what its sweeps vary besides task and seed, or jobs that differ in more than their seed."""
+    swept = any(variant_of(job.name) for job in run.jobs)
+    groups: dict[str, list[JobRecord]] = {}
+    for job in run.jobs:
+        groups.setdefault(variant_of(job.name) if swept else setting_of(job.config) or job.name, []).append(job)
+    sides = []
+    for name, jobs in groups.items():
+        keyed: dict[Key, Evaluated] = {}
+        for job in jobs:
+            task = task_of(job.name) if swept else ""
+            nth = sum(key[0] == task for key in keyed)
+            keyed[task, seed_of(job.name) or f"#{nth}"] = read_evaluated(run.path / job.name)
+        sides.append(Side(name if swept else common_name([job.name for job in jobs]), keyed))
+    return sides
+
+
+# --- comparing ---------------------------------------------------------------------------------------------------
+
+
+def compare(sides: Sequence[Side], *, best_first: bool) -> list[Difference]:
+    """What each side has more than the first, or less than the best.
+
+    The intervals hold together with 95 % (Bonferroni), so that of many sides one does not seem better by chance.
+
+    Args:
+        sides: at least two.
+        best_first: compare with the best side, which the figures choose: then all pairs count.
+
+    Raises:
+        RunError: two sides have nothing in common.
+    """
+    first = max(sides, key=lambda side: (side.mean(), side.name)) if best_first else sides[0]
+    n = math.comb(len(sides), 2) if best_first else len(sides) - 1
+    return [_difference(first, side, 1 - 0.05 / n) for side in sides if side is not first]
+
+
+def _difference(first: Side, second: Side, level: float) -> Difference:
+    pairs = [(job, second.jobs[key]) for key, job in first.jobs.items() if key in second.jobs]
+    if len(first.jobs) == len(second.jobs) == 1:
+        pairs = list(zip(first.jobs.values(), second.jobs.values(), strict=True))
+    if not pairs:
+        raise RunError(f"{first.name} and {second.name} have no job of the same name and seed to compare")
+    differences = [_of_pair(*pair) for pair in pairs]
+    alone = len(pairs) == 1
+    figures = differences[0] if alone else [fmean(some) for some in differences]
+    problems = min(len(job.problems.keys() & other.problems.keys()) for job, other in pairs)
+    notes = list(dict.fromkeys(itertools.chain.from_iterable(_notes(*pair) for pair in pairs)))
+    if alone:
+        notes.append("one job a side: another seed may come out differently")
+    if left := len(first.jobs) + len(second.jobs) - 2 * len(pairs):
+        notes.append(f"{left} job{'' if left == 1 else 's'} without a partner left out")
+    return Difference(first.name, second.name, len(pairs), problems, Mean.of(figures, level), tuple(notes))
+
+
+def _of_pair(job: Evaluated, other: Evaluated) -> list[float]:
+    """The difference on each held-out problem of both; of the figures where one of them samples none."""
+    if not job.problems or not other.problems:
+        return [other.figure - job.figure]
+    same = [problem for problem in job.problems if problem in other.problems]
+    if not same:
+        raise RunError(f"{job.record.name} and {other.record.name} have no held-out problem in common")
+    return [other.problems[problem] - job.problems[problem] for problem in same]
+
+
+def _notes(job: Evaluated, other: Evaluated) -> Iterable[str]:
+    mine, others = job.problems.keys(), other.problems.keys()
+    if mine != others and mine and others:
+        yield f"{len(mine & others)} of {max(len(mine), len(others))} held-out problems are in both, and count"
+    if job.version != other.version:
+        yield f"compared at different versions, v{job.version} and v{other.version}"
+    rewards = [_section(one.record.config, "rewards") for one in (job, other)]
+    if rewards[0] != rewards[1]:
+        yield "their rewards differ: each is measured by its own"
+
+
+def _section(config: Mapping[str, Any], name: str) -> Any:
+    job = config.get("job")
+    return job.get(name) if isinstance(job, Mapping) else None
+
+
+def mean_curves(side: Side) -> Curves:
+    """The mean curves of a side's jobs, where all of them have a value."""
+    jobs = [job.record for job in side.jobs.values()]
+    rewards, held_out = [job.columns.get("reward", Series()) for job in jobs], [job.evaluations for job in jobs]
+    return Curves(side.name, _mean_series(rewards), _mean_series(held_out))
+
+
+def _mean_series(curves: Sequence[Series]) -> Series:
+    tables = [dict(zip(curve.xs, curve.ys, strict=True)) for curve in curves]
+    shared = sorted(set.intersection(*(set(table) for table in tables)))
+    return series((x, fmean(table[x] for table in tables)) for x in shared)
