@@ -305,7 +305,8 @@ WORK = {
         "POST /v1/jobs/{job}/scoring/lease", "POST /v1/jobs/{job}/scoring/results",
         "DELETE /v1/jobs/{job}/scoring/workers/{worker}", "POST /v1/jobs/{job}/episodes/lease",
         "POST /v1/jobs/{job}/episodes/results", "DELETE /v1/jobs/{job}/episodes/workers/{worker}",
-        f"POST {TINKER}/retrieve_future",
+        f"POST {TINKER}/retrieve_future", "GET /login", "GET /login/callback", "GET /v1/login", "POST /v1/login/device",
+        "POST /v1/login/device/key",
     ),
     THREAD: (
         "GET /v1/jobs", "GET /v1/jobs/{job}", "POST /v1/jobs/{job}/{word}", "PATCH /v1/jobs/{job}",
@@ -313,6 +314,7 @@ WORK = {
         "GET /v1/jobs/{job}/versions", "GET /v1/adapters", "GET /v1/adapters/{adapter}",
         "DELETE /v1/adapters/{adapter}", "POST /v1/shares", "GET /v1/shares", "DELETE /v1/shares/{share}",
         "GET /v1/files", "GET /v1/files/{file}", "GET /v1/files/{file}/content", "DELETE /v1/files/{file}",
+        "GET /v1/me", "POST /v1/login/key", "DELETE /v1/login",
         "POST /v1/keys", "GET /v1/keys", "DELETE /v1/keys/{key}", "POST /v1/keys/{key}/rotate",
         "DELETE /v1/tenants/{tenant}", "GET /v1/audit", "GET /v1/tenants",
         "PUT /v1/tenants/{tenant}/limits", "GET /v1/limits", "GET /v1/usage", "GET /v1/models",

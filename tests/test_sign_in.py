@@ -20,54 +20,19 @@ import pytest
 
 from motet.rollout.server_process import free_port
 from tests.house import House, error_of, open_house
-from tests.oidc_provider import PASSWORD, SECRET
+from tests.oidc_provider import PASSWORD
+from tests.oidc_run import Provider
 from tests.service_run import Json
 
 pytest.importorskip("oauth2_provider", reason="needs django-oauth-toolkit: pip install 'motet[dev]'")
 
-ROLES = {"ml-admins": "admin", "ml-leads": "tenant-admin", "ml": "member", "ml-readers": "reader"}
 PAGE = {"x-motet-page": "1"}
-
-
-class Provider:
-    """The process of a provider, and what a service has to know of it."""
-
-    def __init__(self, directory: Path) -> None:
-        self.port, self.service_port = free_port(), free_port()
-        self.issuer, self.url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.service_port}"
-        script = str(Path(__file__).with_name("oidc_provider.py"))
-        with (directory / "provider.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, script, str(directory), str(self.port), f"{self.url}/login/callback"],
-                stdout=log, stderr=log,
-            )  # fmt: skip
-        deadline = time.monotonic() + 120
-        while not self._answers():
-            assert self.process.poll() is None, (directory / "provider.log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-    def _answers(self) -> bool:
-        with contextlib.suppress(httpx2.TransportError):
-            return httpx2.get(f"{self.issuer}/.well-known/jwks.json", trust_env=False).is_success
-        return False
-
-    def config(self, **fields: Any) -> Json:
-        """The section `oidc` of a service."""
-        return {
-            "issuer": self.issuer, "client_id": "motet", "client_secret": SECRET, "tenant_claim": "team", "roles": ROLES,
-            "per_minute": 10_000, **fields,
-        }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def provider(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provider]:
-    found = Provider(tmp_path_factory.mktemp("provider"))
-    try:
+    with Provider.running(tmp_path_factory.mktemp("provider")) as found:
         yield found
-    finally:
-        found.process.kill()
-        found.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +254,38 @@ def test_claims_that_an_id_token_lacks_come_from_the_userinfo_endpoint(
         assert answer.status_code == 303, said(answer)
         (key, _), *_ = [one for one in house.store.tenants.all_keys() if one[0].person is not None]
         assert (key.name, key.role) == ("tina", "tenant-admin")
+
+
+def test_sign_ins_of_an_address_are_limited_and_an_outage_is_said(provider: Provider, tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    oidc = provider.config(issuer=f"http://127.0.0.1:{free_port()}", per_minute=3)
+    with open_house(tmp_path, port=port, public_url=url, oidc=oidc) as house:
+        answers = [house.ask(method, path, "none") for method, path in [
+            ("GET", "/login"), ("POST", "/v1/login/device"), ("GET", "/login"), ("GET", "/login"), ("POST", "/v1/login/device"),
+        ]]  # fmt: skip
+        assert [one.status_code for one in answers] == [503, 503, 503, 429, 429]
+        assert "cannot be used now" in said(answers[0])
+        assert "too many sign-ins from this address" in said(answers[3])
+        assert int(answers[3].headers["retry-after"]) <= 20
+        polls = [house.ask("POST", "/v1/login/device/key", "none", json={"handle": "x"}) for _ in range(40)]
+        assert {one.status_code for one in polls} == {401, 429}
+        assert house.ask("GET", "/v1/jobs").is_success  # who brings a key needs no provider
+
+
+def test_a_service_without_sign_in_says_so(house: House, tmp_path: Path) -> None:
+    for method, path in (("GET", "/v1/login"), ("POST", "/v1/login/device")):
+        assert "has no sign-in" in house.refused(404, method, path, "none")["message"]
+    assert "has no sign-in" in said(house.ask("GET", "/login", "none"))
+    me = house.ask("GET", "/v1/me").json()
+    assert (me["tenant"], me["role"], me["signed_in"]) == ("us", "member", False)
+    state = house.ask("GET", "/dashboard/service.json", "none").json()
+    assert state == {"keys": True, "sign_in": "", "signed_in": False}
+    env = {**os.environ, "MOTET_URL": str(house.http.base_url), "XDG_CONFIG_HOME": str(tmp_path)}
+    told = subprocess.run(
+        [sys.executable, "-m", "motet", "login"], check=False, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (told.returncode, "has no sign-in" in told.stderr) == (2, True)
 
 
 # --- from the command line --------------------------------------------------------------------------------------------------

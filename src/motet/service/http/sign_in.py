@@ -84,7 +84,7 @@ def person_of(config: OidcConfig, claims: Mapping[str, Any]) -> Person:
             f"`_`, `.` and `-`; {_ASK}",
         )
     groups = claims.get(config.groups_claim)
-    theirs = {"*", *([groups] if isinstance(groups, str) else groups if isinstance(groups, list) else ())}
+    theirs = ["*", *([groups] if isinstance(groups, str) else groups if isinstance(groups, list) else ())]
     roles = {role for group, role in config.roles.items() if group in theirs}
     if not roles:
         raise Refusal(403, f"none of your groups has a role here; {_ASK} to let one in")

@@ -25,7 +25,7 @@ _HEADERS = {**HEADERS, "Cache-Control": "no-store"}
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Sign in · Motet</title>
 <link rel="stylesheet" href="/dashboard/base.css"><link rel="icon" href="/dashboard/favicon.svg">
 <main><div class="login"><h1>You are not signed in</h1><p class="problem" role="alert">{}</p>
-<p><a href="/">Back to the dashboard</a></p></div></main></html>"""
+<p class="way"><a href="/">Back to the dashboard</a></p></div></main></html>"""
 
 
 @router.get("/login", include_in_schema=False)
@@ -139,7 +139,7 @@ def _key(request: Request, sign_ins: SignIns, person: Person) -> NewKey:
     asked.key, asked.tenant = key.id, person.tenant
     return NewKey(
         id=key.id, tenant=person.tenant, name=key.name, role=key.role, created=key.created, expires=key.expires,
-        revoked=None, key=text,
+        revoked=None, signed_in=True, key=text,
     )  # fmt: skip
 
 

@@ -204,6 +204,8 @@ class ApiKey(Answer):
     revoked: float | None
     scope: list[str] | None = None
     """What it may do of what its role may; all where there is none."""
+    signed_in: bool = False
+    """Whether a sign-in made it."""
 
 
 class NewKey(ApiKey):
