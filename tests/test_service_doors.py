@@ -23,7 +23,7 @@ from motet.cluster.client import EngineClient
 from motet.config.service import HttpConfig
 from motet.service.app import ROUTES
 from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, OpenBytes, _limit
-from motet.service.http.connections import Connections, Seldom, _address
+from motet.service.http.connections import Connections, Seldom, network_of
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
 from tests.house import House, open_house
@@ -219,8 +219,8 @@ def test_connections_leave_files_for_the_rest() -> None:
     assert Connections(HttpConfig(connections=10**6), 1024).most == 768
     assert Connections(HttpConfig(connections=100), 1024).most == 100
     assert Connections(HttpConfig(), 1024).backlog <= 128
-    assert _address(("::ffff:10.0.0.1", 1, 0, 0)) == "10.0.0.1"
-    assert _address(("2001:db8::1", 1)) == _address(("2001:db8::2", 1)) != _address(("2001:db8:1::1", 1))
+    assert network_of(("::ffff:10.0.0.1", 1, 0, 0)) == "10.0.0.1"
+    assert network_of(("2001:db8::1", 1)) == network_of(("2001:db8::2", 1)) != network_of(("2001:db8:1::1", 1))
 
 
 def test_a_log_line_that_strangers_cause_comes_seldom() -> None:

@@ -69,7 +69,7 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
-        assert context.get_current_revision() == "0005"
+        assert context.get_current_revision() == "0006"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
     engine.dispose()
 
@@ -98,6 +98,8 @@ def before_usage_by_base(connection: Connection) -> None:
     """Make the tables what they were, with a line of the only job and one of completions."""
     number, count = ("INTEGER", "INTEGER") if connection.dialect.name == "sqlite" else ("BIGSERIAL", "BIGINT")
     for statement in (
+        "DROP INDEX ix_keys_person",
+        "ALTER TABLE keys DROP COLUMN person",
         "ALTER TABLE keys DROP COLUMN scope",
         "ALTER TABLE keys DROP COLUMN made_by",
         "DROP TABLE starts",

@@ -95,10 +95,8 @@ def serve(
             _greet(app, f"http://{host}:{port}")
         return app
 
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(make, config, directory, sockets))
-    except KeyboardInterrupt:
-        return
 
 
 def _public(url: str | None, no_keys: bool, config: ServiceConfig) -> str:

@@ -71,10 +71,10 @@ class Secrets:
     def unpack(self, purpose: str, text: str, seconds: int) -> dict[str, Any] | None:
         """The fields of such a text; None if it is no such text, for another purpose, or older."""
         try:
-            found, fields = json.loads(self._fernet.decrypt(text.encode(), seconds))
+            sealed_for, fields = json.loads(self._fernet.decrypt(text.encode(), seconds))
         except InvalidToken:
             return None
-        return fields if found == purpose else None
+        return fields if sealed_for == purpose else None
 
     # --- jobs -----------------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,6 @@ class Device(BaseModel):
     device_code: str
     user_code: str
     verification_uri: str
-    verification_uri_complete: str | None = None
     expires_in: float
     interval: float = 5.0
 
@@ -283,14 +282,14 @@ class Provider:
                     body += part
                     if len(body) > _MOST_BYTES:
                         raise Unusable(f"{url} answers with more than {_MOST_BYTES} bytes")
-                found = json.loads(body)
+                content = json.loads(body)
         except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
             raise Unusable(f"{url} does not answer: {error or type(error).__name__}") from error
         except ValueError as error:
             raise Unusable(f"{url} answers {answer.status_code} without JSON") from error
-        if not isinstance(found, dict) or not (answer.is_success or "error" in found):
+        if not isinstance(content, dict) or not (answer.is_success or "error" in content):
             raise Unusable(f"{url} answers {answer.status_code} without what was asked for")
-        return found
+        return content
 
 
 def _away(detail: str = "") -> Refusal:

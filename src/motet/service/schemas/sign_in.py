@@ -51,8 +51,6 @@ class DeviceLogin(Answer):
     """What the person types."""
     verification_uri: str
     """Where they type it."""
-    verification_uri_complete: str | None
-    """The same with the code in it."""
     expires_in: float
     """Seconds."""
     interval: float
