@@ -183,7 +183,7 @@ def test_documents_are_kept_and_asked_for_again_within_limits(documents: Documen
 
     async def sign_ins(number: int) -> list[Any]:
         asking = [provider.claims_of_code("c", "http://127.0.0.1/", "v", "n") for _ in range(number)]
-        return await asyncio.gather(*asking, return_exceptions=True)
+        return [*await asyncio.gather(*asking, return_exceptions=True)]
 
     async def story() -> None:
         documents.gives(documents.token())

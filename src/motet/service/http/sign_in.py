@@ -32,7 +32,8 @@ BEGUN_SECONDS = 600
 _CODE_SECONDS = 60
 """For a command line to fetch its key."""
 _NAMES = ("preferred_username", "email", "name", "sub")
-_POLLS = RateConfig(requests_per_second=2.0, burst=20)
+_FINISHING = RateConfig(requests_per_second=4.0, burst=40)
+"""Of one address: each may be a request to the provider."""
 _ASK = "ask whoever runs the service"
 
 
@@ -104,7 +105,7 @@ class SignIns:
         if config is not None:
             self._provider = Provider(config, os.environ.get(SECRET_VARIABLE) or config.client_secret)
             rate = RateConfig(requests_per_second=config.per_minute / 60, burst=max(1, int(config.per_minute)))
-            self._begun, self._polled = RateLimit(rate), RateLimit(_POLLS)
+            self._begun, self._finished = RateLimit(rate), RateLimit(_FINISHING)
 
     @property
     def page(self) -> str:
@@ -124,15 +125,15 @@ class SignIns:
             )
         return self._config
 
-    def provider(self, request: Request, kind: Literal["begin", "poll"] | None = None) -> Provider:
-        """The provider; a request that begins a sign-in or asks for its end is counted by its address.
+    def provider(self, request: Request, kind: Literal["begin", "finish"] | None = None) -> Provider:
+        """The provider; a request that begins or finishes a sign-in is counted by its address.
 
         Raises:
             Refusal: there is none, or the address asks too often.
         """
         assert self.config is not None
         address = network_of(tuple(request.client) if request.client else None)
-        limit = {"begin": self._begun, "poll": self._polled}.get(kind or "")
+        limit = {"begin": self._begun, "finish": self._finished}.get(kind or "")
         if limit is not None and (seconds := limit.wait(address)):
             words = f"too many sign-ins from this address; try again in {seconds} s"
             raise Refusal(429, words, headers={"Retry-After": str(seconds)})
@@ -154,7 +155,7 @@ class SignIns:
         Raises:
             Refusal: this browser did not begin the sign-in, the provider does not accept it, or the person has no role.
         """
-        config, provider = self.config, self.provider(request)
+        config, provider = self.config, self.provider(request, "finish")
         begun = self._sealing.unpack("begun", kept, BEGUN_SECONDS)
         if begun is None or not hmac.compare_digest(begun["state"].encode(), state.encode()):
             raise Refusal(401, "this sign-in was begun in another browser or tab, or too long ago; begin again")
@@ -195,7 +196,7 @@ class SignIns:
 
     async def finish_device(self, request: Request, handle: str) -> Person | Pending:
         """The person, once they have finished; raises as `finish`."""
-        provider = self.provider(request, "poll")
+        provider = self.provider(request, "finish")
         fields = self._sealing.unpack("device", handle, 3 * BEGUN_SECONDS)
         if fields is None:
             raise Refusal(401, "this sign-in was begun too long ago; `motet login` begins again")

@@ -89,7 +89,7 @@ async def ways(request: Request, sign_ins: SignInsDep) -> LoginWays:
 @router.post("/v1/login/key", status_code=201, tags=["sign-in"])
 def exchange(request: Request, sign_ins: SignInsDep, wanted: LoginCode) -> NewKey:
     """Exchange the code that a browser handed to a command line for a key, which is shown this once."""
-    sign_ins.provider(request, "poll")
+    sign_ins.provider(request, "finish")
     return _key(request, sign_ins, sign_ins.person_by(wanted.code, wanted.verifier))
 
 
