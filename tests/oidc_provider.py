@@ -3,8 +3,7 @@
     python tests/oidc_provider.py DIRECTORY PORT CALLBACK
 
 People are in `PEOPLE`, their password is `PASSWORD`. The client `thin` gets ID tokens that lack groups and team, as some
-providers send them; `other` is somebody else's client. The toolkit does not announce its device flow, and gives no ID token
-there; the classes below add both.
+providers send them. The toolkit does not announce its device flow, and gives no ID token there; the classes below add both.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 PASSWORD = "correct horse"
+ABROAD = "https://motet.example.org"
+"""A service that the provider knows too."""
 SECRET = "a secret / with + signs"
 PEOPLE: dict[str, tuple[str, list[str]]] = {
     "ada": ("team-a", ["ml-admins", "everyone"]),
@@ -69,10 +70,11 @@ def main(directory: Path, port: int, callback: str) -> None:
     for name, (team, groups) in PEOPLE.items():
         user = User.objects.create_user(name, f"{name}@example.org", PASSWORD, last_name=team)
         user.groups.set(Group.objects.get_or_create(name=group)[0] for group in groups)
-    for client in ("motet", "thin", "other"):
+    for client in ("motet", "thin"):
         Application.objects.create(
-            client_id=client, client_secret=SECRET, client_type="confidential", redirect_uris=callback,
-            authorization_grant_type="authorization-code", algorithm="RS256", skip_authorization=client == "thin",
+            client_id=client, client_secret=SECRET, client_type="confidential", algorithm="RS256",
+            redirect_uris=f"{callback} {ABROAD}/login/callback", authorization_grant_type="authorization-code",
+            skip_authorization=client == "thin",
         )  # fmt: skip
     define()
     from django.contrib.staticfiles.handlers import StaticFilesHandler

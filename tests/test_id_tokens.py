@@ -122,21 +122,23 @@ def signed_with_the_public_key(documents: Documents) -> str:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda one: one.token(iss="https://evil.example"), "issuer"),
-        (lambda one: one.token(aud="another"), "udience"),
-        (lambda one: one.token(aud=["motet", "another"], azp="another"), "for another client"),
-        (lambda one: one.token(exp=int(time.time()) - 120), "expired"),
-        (lambda one: one.token(iat=int(time.time()) + 600), "not yet valid"),
-        (lambda one: one.token(exp=None), "exp"),
-        (lambda one: one.token(sub=None), "sub"),
-        (lambda one: one.token(nonce="m"), "not of this sign-in"),
-        (lambda one: one.token(nonce=None), "not of this sign-in"),
-        (lambda one: one.token(OTHER), "ignature"),
-        (lambda one: one.token(kid="two"), "does not publish the key"),
-        (lambda one: one.token()[:-8] + "AAAAAAAA", "ignature"),
-        (lambda one: "no token", "not good"),
-        (unsigned, "alg value"),
-        (signed_with_the_public_key, "alg value"),
+        pytest.param(lambda one: one.token(iss="https://evil.example"), "issuer", id="another issuer"),
+        pytest.param(lambda one: one.token(aud="another"), "udience", id="another audience"),
+        pytest.param(
+            lambda one: one.token(aud=["motet", "another"], azp="another"), "for another client", id="another client"
+        ),
+        pytest.param(lambda one: one.token(exp=int(time.time()) - 120), "expired", id="expired"),
+        pytest.param(lambda one: one.token(iat=int(time.time()) + 600), "not yet valid", id="not yet valid"),
+        pytest.param(lambda one: one.token(exp=None), "exp", id="no end"),
+        pytest.param(lambda one: one.token(sub=None), "sub", id="no subject"),
+        pytest.param(lambda one: one.token(nonce="m"), "not of this sign-in", id="another nonce"),
+        pytest.param(lambda one: one.token(nonce=None), "not of this sign-in", id="no nonce"),
+        pytest.param(lambda one: one.token(OTHER), "ignature", id="another key"),
+        pytest.param(lambda one: one.token(kid="two"), "does not publish the key", id="unknown key"),
+        pytest.param(lambda one: one.token()[:-8] + "AAAAAAAA", "ignature", id="changed signature"),
+        pytest.param(lambda one: "no token", "not good", id="no token"),
+        pytest.param(unsigned, "alg value", id="unsigned"),
+        pytest.param(signed_with_the_public_key, "alg value", id="signed with the public key"),
     ],
 )
 def test_a_token_that_is_not_for_this_sign_in_is_refused(

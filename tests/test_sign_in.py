@@ -20,7 +20,7 @@ import pytest
 
 from motet.rollout.server_process import free_port
 from tests.house import House, error_of, open_house
-from tests.oidc_provider import PASSWORD
+from tests.oidc_provider import ABROAD, PASSWORD
 from tests.oidc_run import Provider
 from tests.service_run import Json
 
@@ -254,6 +254,29 @@ def test_claims_that_an_id_token_lacks_come_from_the_userinfo_endpoint(
         assert answer.status_code == 303, said(answer)
         (key, _), *_ = [one for one in house.store.tenants.all_keys() if one[0].person is not None]
         assert (key.name, key.role) == ("tina", "tenant-admin")
+
+
+def test_cookies_of_a_service_with_tls_stay_on_its_host(provider: Provider, visit: Visit, tmp_path: Path) -> None:
+    """As a proxy sees it that speaks TLS for a service."""
+    with open_house(tmp_path, public_url=ABROAD, oidc=provider.config()) as house:
+        begun = house.ask("GET", "/login", "none")
+        name, _, kept = begun.headers["set-cookie"].partition(";")[0].partition("=")
+        back = visit().back_from_provider(begun.headers["location"])
+        assert back.startswith(f"{ABROAD}/login/callback?")
+        answer = house.ask("GET", back.removeprefix(ABROAD), "none", headers={"Cookie": f"{name}={kept}"})
+        assert answer.headers["location"] == f"{ABROAD}/"
+        session, forgotten = answer.headers.get_list("set-cookie")
+        for cookie, start, same_site in (
+            (session, "__Host-motet=mk-", "strict"),
+            (forgotten, '__Host-motet-login="', "lax"),
+        ):
+            parts = [part.strip().lower() for part in cookie.split(";")]
+            assert cookie.startswith(start)
+            assert {"secure", "httponly", "path=/", f"samesite={same_site}"} <= set(parts)
+            assert not any(part.startswith("domain") for part in parts)
+        key = session.partition(";")[0].partition("=")[2]
+        for cookie, status in ((f"__Host-motet={key}", 200), (f"motet={key}", 401)):
+            assert house.ask("GET", "/v1/me", "none", headers={"Cookie": cookie, **PAGE}).status_code == status
 
 
 def test_sign_ins_of_an_address_are_limited_and_an_outage_is_said(provider: Provider, tmp_path: Path) -> None:
