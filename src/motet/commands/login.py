@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import motet
-from motet.commands.answers import day, print_answer, say
+from motet.commands.answers import minute, print_answer, say
 from motet.commands.options import AsJson, Url
 from motet.errors import ServiceError
 
@@ -37,11 +37,9 @@ def login(
     with motet.Client(url, "") as client:
         made = client.sign_in(show, browser, port)
         keep_key(client.url, made)
-    until = "" if made.expires is None else f" until {day(made.expires)}"
+    until = "" if made.expires is None else f", until {minute(made.expires)}"
     shown = made.model_copy(update={"key": ""})
-    print_answer(
-        shown, as_json, f"signed in as {made.name}, {made.role} of {made.tenant},{until}; kept in {key_file()}"
-    )
+    print_answer(shown, as_json, f"signed in as {made.name}, {made.role} of {made.tenant}{until}; kept in {key_file()}")
 
 
 @app.command(epilog="Example: motet logout")

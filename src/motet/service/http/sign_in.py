@@ -32,8 +32,8 @@ BEGUN_SECONDS = 600
 _CODE_SECONDS = 60
 """For a command line to fetch its key."""
 _NAMES = ("preferred_username", "email", "name", "sub")
-_FINISHING = RateConfig(requests_per_second=4.0, burst=40)
-"""Of one address: each may be a request to the provider."""
+_ATTEMPTS = 12
+"""To finish a sign-in, for each that may begin: a command that waits for a person asks every few seconds."""
 _ASK = "ask whoever runs the service"
 
 
@@ -101,11 +101,13 @@ class SignIns:
         """`sealing` makes the texts that a browser keeps between two requests."""
         self.public_url, self.cookie = settings.public_url, session_cookie(settings.public_url)
         self._config, self._store, self._sealing = settings.config.oidc, store, sealing
-        config = self._config
-        if config is not None:
+        self._provider: Provider | None = None
+        self._limits: dict[str, RateLimit] = {}
+        if (config := self._config) is not None:
             self._provider = Provider(config, os.environ.get(SECRET_VARIABLE) or config.client_secret)
-            rate = RateConfig(requests_per_second=config.per_minute / 60, burst=max(1, int(config.per_minute)))
-            self._begun, self._finished = RateLimit(rate), RateLimit(_FINISHING)
+            for kind, times in (("begin", 1), ("finish", _ATTEMPTS)):
+                rate = config.per_minute * times / 60
+                self._limits[kind] = RateLimit(RateConfig(requests_per_second=rate, burst=max(1, int(30 * rate))))
 
     @property
     def page(self) -> str:
@@ -120,9 +122,7 @@ class SignIns:
             Refusal: this service has no sign-in.
         """
         if self._config is None:
-            raise Refusal(
-                404, "this service has no sign-in; give an API key, which an admin makes with `motet keys create`"
-            )
+            raise _none()
         return self._config
 
     def provider(self, request: Request, kind: Literal["begin", "finish"] | None = None) -> Provider:
@@ -131,10 +131,10 @@ class SignIns:
         Raises:
             Refusal: there is none, or the address asks too often.
         """
-        assert self.config is not None
+        if self._provider is None:
+            raise _none()
         address = network_of(tuple(request.client) if request.client else None)
-        limit = {"begin": self._begun, "finish": self._finished}.get(kind or "")
-        if limit is not None and (seconds := limit.wait(address)):
+        if kind is not None and (seconds := self._limits[kind].wait(address)):
             words = f"too many sign-ins from this address; try again in {seconds} s"
             raise Refusal(429, words, headers={"Retry-After": str(seconds)})
         return self._provider
@@ -197,7 +197,7 @@ class SignIns:
     async def finish_device(self, request: Request, handle: str) -> Person | Pending:
         """The person, once they have finished; raises as `finish`."""
         provider = self.provider(request, "finish")
-        fields = self._sealing.unpack("device", handle, 3 * BEGUN_SECONDS)
+        fields = self._sealing.unpack("device", handle, BEGUN_SECONDS)
         if fields is None:
             raise Refusal(401, "this sign-in was begun too long ago; `motet login` begins again")
         claims = await provider.claims_of_device(fields["code"], fields["interval"])
@@ -213,3 +213,7 @@ class SignIns:
         assert who is not None
         self._store.audit(who, "sign in", key.id)
         return key, text
+
+
+def _none() -> Refusal:
+    return Refusal(404, "this service has no sign-in; give an API key, which an admin makes with `motet keys create`")
