@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs
 
 import jwt
 import pytest
@@ -33,6 +34,8 @@ class Documents:
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
+        self.form: dict[str, list[str]] = {}
+        self.authorization: str | None = None
         documents = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -45,7 +48,8 @@ class Documents:
                 self.wfile.write(body)
 
             def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
+                documents.form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+                documents.authorization = self.headers["Authorization"]
                 self.do_GET()
 
             def log_message(self, format: str, *args: Any) -> None:
@@ -55,7 +59,7 @@ class Documents:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         about = {"issuer": self.url, "authorization_endpoint": f"{self.url}/page", "token_endpoint": f"{self.url}/token",
                  "jwks_uri": f"{self.url}/keys", "device_authorization_endpoint": f"{self.url}/device"}  # fmt: skip
-        self.about = about
+        self.about: dict[str, Any] = about
         public = json.loads(RSAAlgorithm.to_jwk(KEY.public_key()))
         self.answers = {
             "/.well-known/openid-configuration": json.dumps(about).encode(),
@@ -101,6 +105,28 @@ def claims(documents: Documents) -> Any:
 def test_a_good_token_is_taken(documents: Documents) -> None:
     documents.gives(documents.token(aud=["motet", "another"], azp="motet"))
     assert claims(documents)["sub"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("methods", "secret", "authorization", "posted"),
+    [
+        (None, "a b:%", "Basic bW90ZXQ6YStiJTNBJTI1", None),  # motet:a+b%3A%25
+        (["client_secret_post", "client_secret_basic"], "s", "Basic bW90ZXQ6cw==", None),
+        (["client_secret_post"], "s", None, ["s"]),
+        (["none"], "", None, None),
+    ],
+)
+def test_the_client_proves_itself_as_the_provider_asks(
+    documents: Documents, methods: list[str] | None, secret: str, authorization: str | None, posted: list[str] | None
+) -> None:
+    about = documents.about | ({} if methods is None else {"token_endpoint_auth_methods_supported": methods})
+    documents.answers["/.well-known/openid-configuration"] = json.dumps(about).encode()
+    documents.gives(documents.token())
+    asyncio.run(Provider(config(documents), secret).claims_of_code("c", "http://127.0.0.1/", "v", "n"))
+    assert (documents.authorization, documents.form.get("client_secret")) == (authorization, posted)
+    assert {name: documents.form[name] for name in ("code", "code_verifier", "client_id")} == {
+        "code": ["c"], "code_verifier": ["v"], "client_id": ["motet"],
+    }  # fmt: skip
 
 
 def unsigned(documents: Documents) -> str:

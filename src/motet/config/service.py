@@ -107,7 +107,7 @@ class OidcConfig(Config):
     """URL of the provider, exactly as its tokens name it. It has to be https unless it is on this machine."""
     client_id: str = Field(min_length=1, max_length=500)
     """The id of this service at the provider."""
-    client_secret: str = Field("", max_length=2000)
+    client_secret: str = Field("", max_length=2000, repr=False)
     """Its secret; empty for a public client. The environment variable MOTET_OIDC_SECRET goes before it."""
     scopes: list[str] = ["openid", "profile", "email"]
     """What is asked of the provider. Some providers send groups only with a scope of their own."""
