@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Provider:
         self._config, self._secret = config, secret
         self._about, self._keys = _Kept(self._discover, clock), _Kept(self._load_keys, clock)
         self._turn = asyncio.Semaphore(_AT_ONCE)
+        self._trust: ssl.SSLContext | None = None
 
     async def has_device_flow(self) -> bool:
         """Whether `begin_device` works."""
@@ -268,13 +270,17 @@ class Provider:
         Raises:
             Unusable: it does not answer in time, or with something else.
         """
-        headers = {"Accept": "application/json", **request.pop("headers", {})}
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity", **request.pop("headers", {})}
         here = is_loopback(urlsplit(url).hostname or "")
+        if self._trust is None:  # takes a while to make
+            self._trust = await asyncio.to_thread(httpx2.create_ssl_context)
         try:
             async with (
                 asyncio.timeout(_SECONDS),
                 self._turn,
-                httpx2.AsyncClient(trust_env=not here, follow_redirects=False, timeout=_SECONDS) as http,
+                httpx2.AsyncClient(
+                    verify=self._trust, trust_env=not here, follow_redirects=False, timeout=_SECONDS
+                ) as http,
                 http.stream(method, url, headers=headers, **request) as answer,
             ):
                 body = bytearray()
