@@ -187,6 +187,7 @@ def test_a_token_that_is_not_for_this_sign_in_is_refused(
         ("/keys", b'{"keys": 7}'),
         ("/token", b'{"access_token": "a"}'),
         ("/token", b"x" * 2**21),
+        ("/token", b"[" * 10**5),
     ],
 )
 def test_a_provider_that_answers_nonsense_is_an_outage(documents: Documents, path: str, body: bytes) -> None:

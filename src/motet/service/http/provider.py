@@ -209,7 +209,7 @@ class Provider:
                 token, key, ALGORITHMS, issuer=self._config.issuer, audience=self._config.client_id,
                 leeway=_LEEWAY_SECONDS, options={"require": ["iss", "sub", "aud", "exp", "iat"]},
             )  # fmt: skip
-        except (jwt.PyJWTError, TypeError, ValueError) as error:
+        except (jwt.PyJWTError, TypeError, ValueError, RecursionError) as error:
             _log.warning("an ID token of the OpenID Connect provider is refused: %s", error)
             raise Refusal(401, f"the provider's ID token is not good ({error}); begin again") from error
         if claims.get("azp", self._config.client_id) != self._config.client_id:
@@ -291,7 +291,7 @@ class Provider:
                 content = json.loads(body)
         except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
             raise Unusable(f"{url} does not answer: {error or type(error).__name__}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Unusable(f"{url} answers {answer.status_code} without JSON") from error
         if not isinstance(content, dict) or not (answer.is_success or "error" in content):
             raise Unusable(f"{url} answers {answer.status_code} without what was asked for")
