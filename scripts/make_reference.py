@@ -27,7 +27,15 @@ from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
 from motet.config import Config, EngineConfig, RunConfig
-from motet.config.service import HttpConfig, InstalledReward, LimitsConfig, RateConfig, ServedBase, ServiceConfig
+from motet.config.service import (
+    HttpConfig,
+    InstalledReward,
+    LimitsConfig,
+    OidcConfig,
+    RateConfig,
+    ServedBase,
+    ServiceConfig,
+)
 from motet.config.simulation import HostCosts, HostsConfig, JobsConfig, SimulationConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -39,6 +47,7 @@ OF_A_SERVICE: tuple[tuple[str, str, type[Config]], ...] = (
     ("limits", "limits", LimitsConfig),
     ("rate", "rate", RateConfig),
     ("http", "http", HttpConfig),
+    ("oidc", "oidc", OidcConfig),
     ("installed rewards", "rewards.NAME", InstalledReward),
 )
 """Of the file of `motet serve --config`; what it has as a job file does is not repeated."""

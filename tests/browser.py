@@ -25,12 +25,15 @@ def browsing() -> Iterator[Browser]:
 
 
 @contextlib.contextmanager
-def watched(browser: Browser, url: str, *, expected: tuple[str, ...] = (), **settings: Any) -> Iterator[Page]:
+def watched(
+    browser: Browser, url: str, *, expected: tuple[str, ...] = (), also: str = "blob:", **settings: Any
+) -> Iterator[Page]:
     """A page of its own session; afterwards it must have told no error and asked no other host.
 
     Args:
         browser: where it opens.
         url: the service; everything that is asked for has to be there.
+        also: the beginning of other URLs that may be asked for.
         expected: words of console errors that belong to the test, such as the 401 of a wrong key.
         settings: of the browser's context: viewport, color_scheme, …
     """
@@ -46,7 +49,9 @@ def watched(browser: Browser, url: str, *, expected: tuple[str, ...] = (), **set
 
     page.on("console", console)
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("request", lambda asked: None if asked.url.startswith((url, "blob:")) else elsewhere.append(asked.url))
+    page.on(
+        "request", lambda asked: None if asked.url.startswith((url, "blob:", also)) else elsewhere.append(asked.url)
+    )
     try:
         yield page
         assert not errors, errors

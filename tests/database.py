@@ -18,10 +18,11 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
+from motet.config.service import Role
 from motet.rollout.server_process import free_port
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
-from motet.service.database.tenants import Principal, Role
+from motet.service.database.tenants import Principal
 from tests.conftest import IN_CI
 
 

@@ -116,9 +116,10 @@ class _Server(uvicorn.Server):
 @contextlib.contextmanager
 def open_house(directory: Path, **settings: Any) -> Iterator[House]:
     """A service in this process, while the block runs."""
-    own = {name: settings.pop(name) for name in ("open_to_all", "hub", "rewards") if name in settings}
+    own = {name: settings.pop(name) for name in ("open_to_all", "hub", "rewards", "public_url") if name in settings}
+    port = settings.pop("port", None) or free_port()
     app = create_app(Settings("small", directory, config=ServiceConfig(max_upload_mb=0.01, **settings), **own))
-    store, port = app.state.parts[Store], free_port()
+    store = app.state.parts[Store]
     keys = {"none": "", "wrong": "mk-nobody"}
     for name, tenant, role, expires in (
         ("admin", "staff", "admin", None),

@@ -209,8 +209,8 @@ def test_keys_of_two_tenants(house: House, says: Motet, monkeypatch: pytest.Monk
     assert says("keys", "revoke", laptop["id"])[:2] == (0, f"{laptop['id']} is refused from now on\n")
     assert says("ls", "--key", key)[0] == 2
     monkeypatch.delenv("MOTET_API_KEY")
-    assert says("ls")[::2] == (2, "motet: this service needs an API key: set MOTET_API_KEY, or give --key (from "
-                               "Python: key=…)\n")  # fmt: skip
+    told = "motet: this service needs an API key: `motet login`, or set MOTET_API_KEY, or give --key (from Python: key=…)\n"
+    assert says("ls")[::2] == (2, told)
 
 
 # --- following ----------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(service: Keyed, browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """A page on which `us` has logged in; a parameter is a status that the test expects to see refused."""
+    """A page on which `us` has signed in; a parameter is a status that the test expects to see refused."""
     with watched(browser, service.url, expected=(getattr(request, "param", "nothing"),)) as found:
         log_in(found, service)
         yield found
@@ -95,7 +95,7 @@ def page(service: Keyed, browser: Browser, request: pytest.FixtureRequest) -> It
 def log_in(page: Page, service: Keyed, who: str = "us") -> None:
     page.goto(service.url)
     page.get_by_label("API key").fill(service.keys[who])
-    page.get_by_role("button", name="Log in").click()
+    page.get_by_role("button", name="Sign in with this key").click()
     page.get_by_role("heading", name="Jobs").first.wait_for(state="attached")
 
 
@@ -132,7 +132,7 @@ def test_a_wrong_key_is_told_and_a_good_one_stays_in_the_tab(service: Keyed, bro
     with watched(browser, service.url, expected=("401",)) as page:
         page.goto(service.url)
         page.get_by_label("API key").fill("mk-wrong")
-        page.get_by_role("button", name="Log in").click()
+        page.get_by_role("button", name="Sign in with this key").click()
         expect(page.get_by_role("alert")).to_contain_text("unknown, revoked or expired")
         expect(page.get_by_label("API key")).to_be_focused()
         log_in(page, service)
@@ -141,7 +141,7 @@ def test_a_wrong_key_is_told_and_a_good_one_stays_in_the_tab(service: Keyed, bro
         assert "mk-" not in page.url
         kept = page.evaluate("[Object.values({...sessionStorage}), Object.keys(localStorage), document.cookie]")
         assert kept == [[service.keys["us"]], [], ""]
-        page.get_by_role("button", name="Log out").click()
+        page.get_by_role("button", name="Sign out").click()
         expect(page.get_by_label("API key")).to_have_value("")
         assert page.evaluate("Object.keys(sessionStorage)") == []
         page.reload()

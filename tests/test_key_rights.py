@@ -16,7 +16,16 @@ from motet.service.http.rights import ROLES, needed
 from tests.house import House, error_of
 from tests.service_run import Json
 
-OPEN = ("/healthz", "/readyz", "/dashboard", "/episodes/", "/tinker/api/v1/healthz", "/tinker/api/v1/downloads/")
+OPEN = (
+    "/healthz",
+    "/readyz",
+    "/dashboard",
+    "/episodes/",
+    "/tinker/api/v1/healthz",
+    "/tinker/api/v1/downloads/",
+    "/login",
+    "/v1/login",
+)
 EXPECTED = {
     "completions": {"/v1/chat/completions", "/v1/completions", "/tinker/api/v1/asample"},
     "files": {"/v1/files", "/v1/adapters", "/v1/shares"},

@@ -46,6 +46,24 @@ def test_a_directory_in_use_is_refused(says: Motet, tmp_path: Path, monkeypatch:
     assert (code, err.startswith(f"motet: {tmp_path / NOBODY} cannot be written: ")) == (2, True)
 
 
+def test_an_address_for_sign_in_that_cannot_be_used_is_refused(says: Motet, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("oidc: {issuer: https://idp.example.org, client_id: m, tenant: t, roles: {a: member}}\n")
+    command = ("serve", "--base", "small", "--directory", tmp_path / "served", "--config", file)
+    for words, told in (
+        ((), "`oidc` needs --public-url"),
+        (("--no-keys", "--public-url", "https://motet.example.org"), "leave one of the two out"),
+        (("--public-url", "http://motet.example.org"), "must begin with https://"),
+        (("--public-url", "https://motet.example.org/motet"), "a scheme and a host alone"),
+        (("--public-url", "motet.example.org"), "must begin with http"),
+    ):
+        code, _, err = says(*command, *words)
+        assert (code, told in err) == (2, True), err
+    assert not (tmp_path / "served").exists()
+    code, _, err = says("serve", "--base", "small", "--public-url", "https://motet.example.org")
+    assert (code, "--public-url is for sign-in" in err) == (2, True), err
+
+
 def test_an_address_that_the_kernel_has_no_protocol_for_is_passed_over() -> None:
     """`localhost` has ::1 in /etc/hosts also where the kernel has no IPv6."""
     here = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))

@@ -447,7 +447,7 @@ def test_the_dashboard_tells_the_base_of_jobs_and_of_device_time(tmp_path: Path)
         with browsing() as browser, watched(browser, url, expected=("503",)) as page:  # no engine is started
             page.goto(url)
             page.get_by_label("API key").fill(house.keys["admin"])
-            page.get_by_role("button", name="Log in").click()
+            page.get_by_role("button", name="Sign in with this key").click()
             row = page.get_by_role("row", name="sums")
             row.wait_for()
             assert row.locator("td[data-label=base]").inner_text() == "math"

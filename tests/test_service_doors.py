@@ -23,7 +23,7 @@ from motet.cluster.client import EngineClient
 from motet.config.service import HttpConfig
 from motet.service.app import ROUTES
 from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, OpenBytes, _limit
-from motet.service.http.connections import Connections, Seldom, _address
+from motet.service.http.connections import Connections, Seldom, network_of
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
 from tests.house import House, open_house
@@ -219,8 +219,8 @@ def test_connections_leave_files_for_the_rest() -> None:
     assert Connections(HttpConfig(connections=10**6), 1024).most == 768
     assert Connections(HttpConfig(connections=100), 1024).most == 100
     assert Connections(HttpConfig(), 1024).backlog <= 128
-    assert _address(("::ffff:10.0.0.1", 1, 0, 0)) == "10.0.0.1"
-    assert _address(("2001:db8::1", 1)) == _address(("2001:db8::2", 1)) != _address(("2001:db8:1::1", 1))
+    assert network_of(("::ffff:10.0.0.1", 1, 0, 0)) == "10.0.0.1"
+    assert network_of(("2001:db8::1", 1)) == network_of(("2001:db8::2", 1)) != network_of(("2001:db8:1::1", 1))
 
 
 def test_a_log_line_that_strangers_cause_comes_seldom() -> None:
@@ -305,7 +305,8 @@ WORK = {
         "POST /v1/jobs/{job}/scoring/lease", "POST /v1/jobs/{job}/scoring/results",
         "DELETE /v1/jobs/{job}/scoring/workers/{worker}", "POST /v1/jobs/{job}/episodes/lease",
         "POST /v1/jobs/{job}/episodes/results", "DELETE /v1/jobs/{job}/episodes/workers/{worker}",
-        f"POST {TINKER}/retrieve_future",
+        f"POST {TINKER}/retrieve_future", "GET /login", "GET /login/callback", "GET /v1/login", "POST /v1/login/device",
+        "POST /v1/login/device/key",
     ),
     THREAD: (
         "GET /v1/jobs", "GET /v1/jobs/{job}", "POST /v1/jobs/{job}/{word}", "PATCH /v1/jobs/{job}",
@@ -313,6 +314,7 @@ WORK = {
         "GET /v1/jobs/{job}/versions", "GET /v1/adapters", "GET /v1/adapters/{adapter}",
         "DELETE /v1/adapters/{adapter}", "POST /v1/shares", "GET /v1/shares", "DELETE /v1/shares/{share}",
         "GET /v1/files", "GET /v1/files/{file}", "GET /v1/files/{file}/content", "DELETE /v1/files/{file}",
+        "GET /v1/me", "POST /v1/login/key", "DELETE /v1/login",
         "POST /v1/keys", "GET /v1/keys", "DELETE /v1/keys/{key}", "POST /v1/keys/{key}/rotate",
         "DELETE /v1/tenants/{tenant}", "GET /v1/audit", "GET /v1/tenants",
         "PUT /v1/tenants/{tenant}/limits", "GET /v1/limits", "GET /v1/usage", "GET /v1/models",

@@ -100,6 +100,8 @@ def before_usage_by_base(connection: Connection) -> None:
     number, count = ("INTEGER", "INTEGER") if connection.dialect.name == "sqlite" else ("BIGSERIAL", "BIGINT")
     for statement in (
         "ALTER TABLE jobs DROP COLUMN held_out",
+        "DROP INDEX ix_keys_person",
+        "ALTER TABLE keys DROP COLUMN person",
         "ALTER TABLE keys DROP COLUMN scope",
         "ALTER TABLE keys DROP COLUMN made_by",
         "DROP TABLE starts",

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from motet import __version__
-from motet.commands import backup, comparing, demo, jobs, sharing, tenants, workers
+from motet.commands import backup, comparing, demo, jobs, login, sharing, tenants, workers
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 from motet.errors import MotetError
 
@@ -290,7 +290,7 @@ def serve(
         str | None, typer.Option(help="postgresql://… or sqlite:///… [default: a file in the directory].")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML with `engine`, `bases`, `rollout`, `limits`, `rate`, `http`.")
+        Path | None, typer.Option(help="YAML with `engine`, `bases`, `rollout`, `limits`, `rate`, `http`, `oidc`.")
     ] = None,
     hosts: Annotated[
         int | None, typer.Option(min=1, help="Processes that each have the base and train a part of the jobs.")
@@ -306,6 +306,9 @@ def serve(
     hub: Annotated[bool, typer.Option("--hub", help="Let jobs read data from the hub.")] = False,
     rewards: Annotated[
         Path | None, typer.Option(metavar="FILE.py", help="Let jobs use the reward functions of this file by name.")
+    ] = None,
+    public_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="The address that browsers open; sign-in (`oidc`) returns to it.")
     ] = None,
 ) -> None:
     """Serve a base, or several, to a team: its people submit jobs over HTTP and take adapters home."""
@@ -325,6 +328,7 @@ def serve(
         hub=hub,
         config=load_service(config, hosts, ray),
         rewards=rewards,
+        public_url=public_url,
     )
 
 
@@ -367,7 +371,17 @@ def node_agent(
     listen(server, engine, host=host, port=port, directory=directory, key_env=key_env, command=command or ())
 
 
-for part in (demo.app, comparing.app, backup.app, jobs.app, sharing.app, tenants.app, workers.app, tenants.key_app):
+for part in (
+    demo.app,
+    comparing.app,
+    backup.app,
+    jobs.app,
+    sharing.app,
+    tenants.app,
+    workers.app,
+    tenants.key_app,
+    login.app,
+):
     app.add_typer(part)
 
 

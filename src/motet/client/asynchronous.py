@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from motet.client.adapters import AdapterMethods
 from motet.client.connection import Following, path_of
+from motet.client.sign_in import SignInMethods
 from motet.client.tenants import TenantMethods
 from motet.errors import ConfigError, DataError, ServiceError
 from motet.service.schemas import (
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from motet.config import JobConfig
 
 
-class AsyncClient(AdapterMethods, TenantMethods):
+class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
     """A service, asked many things at a time. The methods are those of `Client`."""
 
     async def __aenter__(self) -> Self:

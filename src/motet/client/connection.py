@@ -16,6 +16,7 @@ from urllib.parse import quote
 import httpx2
 from pydantic import BaseModel, ValidationError
 
+from motet.client.kept_keys import kept_key
 from motet.config.urls import parse_url
 from motet.errors import ConfigError, ServiceError
 from motet.service.schemas import Error, JobEvent
@@ -55,14 +56,14 @@ class Connection:
 
         Args:
             url: of the service; `$MOTET_URL`, or http://127.0.0.1:8420, unless given.
-            key: an API key; `$MOTET_API_KEY` unless given. A service with --no-keys needs none.
+            key: an API key; `$MOTET_API_KEY`, or the key of `motet login`, unless given. A service with --no-keys needs none.
 
         Raises:
             ConfigError: this cannot be an address, or not a key.
         """
         given = url or os.environ.get("MOTET_URL") or DEFAULT_URL
         self.url = given.rstrip("/")
-        key = (key or os.environ.get("MOTET_API_KEY") or "").strip()
+        key = (key or os.environ.get("MOTET_API_KEY") or kept_key(self.url)).strip()
         try:
             host = parse_url(given).hostname
         except ValueError as error:
@@ -183,7 +184,9 @@ def _refusal(response: httpx2.Response) -> ServiceError:
     except ValidationError:
         message = f"{response.url} answered {response.status_code}: {response.text[:200]}".rstrip(": ")
     if response.status_code == 401 and "authorization" not in response.request.headers:
-        message = "this service needs an API key: set MOTET_API_KEY, or give --key (from Python: key=…)"
+        message = (
+            "this service needs an API key: `motet login`, or set MOTET_API_KEY, or give --key (from Python: key=…)"
+        )
     return ServiceError(message, response.status_code)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -58,11 +57,3 @@ def url_of(sockets: Sequence[socket.socket]) -> str:
     one = min(sockets, key=lambda one: one.family != socket.AF_INET)
     host, port = one.getsockname()[:2]
     return f"http://[{host}]:{port}" if one.family == socket.AF_INET6 else f"http://{host}:{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this machine alone reaches what listens there."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from motet.commands.listening import bound, is_loopback, url_of
-from motet.config.urls import parse_url
+from motet.commands.listening import bound, url_of
+from motet.config.urls import is_loopback, parse_url
 from motet.errors import ConfigError
 from motet.rollout.dialects import DIALECTS
 from motet.servers import MEMORY

@@ -22,8 +22,9 @@ from motet.cluster.client import EngineClient
 from motet.cluster.host import Engine, start_engine
 from motet.cluster.local_hosts import LocalHosts, lasting
 from motet.commands.answers import say
-from motet.commands.listening import bound, is_loopback
+from motet.commands.listening import bound
 from motet.config.service import RateConfig, ServiceConfig
+from motet.config.urls import check_safe_url, is_loopback
 from motet.errors import BaseModelError, ConfigError, RunError
 from motet.launch import check_directories
 from motet.model.find import find_base
@@ -48,6 +49,7 @@ def serve(
     hub: bool,
     config: ServiceConfig,
     rewards: Path | None = None,
+    public_url: str | None = None,
 ) -> None:
     """Serve until stopped.
 
@@ -64,6 +66,7 @@ def serve(
         raise ConfigError(
             f"--no-keys is for a service that this machine alone can reach, not for {host}; leave one of the two out"
         )
+    public = _public(public_url, no_keys, config)
     if config.rate is None and not no_keys:
         config = config.model_copy(update={"rate": RateConfig()})
     if config.cluster.launcher == "local":
@@ -84,17 +87,42 @@ def serve(
         from motet.service.app import create_app
         from motet.service.settings import Settings
 
-        app = create_app(
-            Settings(base or "", directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions)
-        )
+        settings = Settings(
+            base or "", directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions, public_url=public
+        )  # fmt: skip
+        app = create_app(settings)
         if not heard:
             _greet(app, f"http://{host}:{port}")
         return app
 
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(make, config, directory, sockets))
-    except KeyboardInterrupt:
-        return
+
+
+def _public(url: str | None, no_keys: bool, config: ServiceConfig) -> str:
+    """Where browsers reach the service: an origin without a path; empty where it has no sign-in.
+
+    Raises:
+        ConfigError: it is missing, or cannot be used.
+    """
+    if config.oidc is None:
+        if url:
+            raise ConfigError("--public-url is for sign-in: add `oidc` to the file of --config, or leave it out")
+        return ""
+    if no_keys:
+        raise ConfigError("--no-keys lets everybody in, and `oidc` asks who they are: leave one of the two out")
+    if not url:
+        raise ConfigError(
+            "`oidc` needs --public-url, the address that browsers open, such as https://motet.example.org; register "
+            "https://motet.example.org/login/callback at the provider"
+        )
+    try:
+        parts = check_safe_url(url)
+    except ValueError as error:
+        raise ConfigError(f"--public-url: {error}") from error
+    if parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ConfigError(f"--public-url {url!r} must be a scheme and a host alone, such as https://motet.example.org")
+    return f"{parts.scheme}://{parts.netloc}".lower()
 
 
 def _check_bases(base: str | None, config: ServiceConfig) -> None:
@@ -192,6 +220,7 @@ def _noted() -> Iterator[list[int]]:
 def _greet(app: FastAPI, address: str) -> None:
     """Say where the service is, and the first key, which nobody can ask for later."""
     from motet.service.database.store import Store
+    from motet.service.http.sign_in import CALLBACK
     from motet.service.settings import Settings
 
     console, parts = Console(emoji=False), app.state.parts
@@ -206,6 +235,11 @@ def _greet(app: FastAPI, address: str) -> None:
         f"engine log: {settings.directory / 'engine.log'}",
         soft_wrap=True,
     )
+    if settings.config.oidc is not None:
+        console.print(
+            f"people sign in at {settings.public_url} through {settings.config.oidc.issuer}; the redirect URI to register "
+            f"there is {settings.public_url}{CALLBACK}", soft_wrap=True, highlight=False,
+        )  # fmt: skip
     console.print(_limits(settings.config), soft_wrap=True, highlight=False)
 
 

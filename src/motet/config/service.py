@@ -12,7 +12,11 @@ from pydantic import Field, field_validator, model_validator
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.job import PRIORITIES
 from motet.config.rollout import OF_SAMPLING, VERSIONS_BESIDES, RolloutConfig, check_effect
+from motet.config.urls import check_safe_url
 from motet.section import Config, named
+
+Role = Literal["reader", "member", "tenant-admin", "admin"]
+TENANT_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]*"
 
 
 class LimitsConfig(Config):
@@ -96,6 +100,54 @@ class HttpConfig(Config):
     """Memory that each of these processes may take."""
 
 
+class OidcConfig(Config):
+    """How people sign in through an OpenID Connect provider. Each sign-in makes a key that expires; see `roles`."""
+
+    issuer: str
+    """URL of the provider, exactly as its tokens name it. It has to be https unless it is on this machine."""
+    client_id: str = Field(min_length=1, max_length=500)
+    """The id of this service at the provider."""
+    client_secret: str = Field("", max_length=2000, repr=False)
+    """Its secret; empty for a public client. The environment variable MOTET_OIDC_SECRET goes before it."""
+    scopes: list[str] = ["openid", "profile", "email"]
+    """What is asked of the provider. Some providers send groups only with a scope of their own."""
+    tenant: str = Field("", max_length=100, pattern=f"^({TENANT_NAME})?$")
+    """The tenant of everybody who signs in. Give either this or `tenant_claim`."""
+    tenant_claim: str = Field("", max_length=200)
+    """The claim that names a person's tenant. Take one that people cannot change themselves."""
+    groups_claim: str = Field("groups", max_length=200)
+    """The claim that lists a person's groups."""
+    name_claim: str = Field("", max_length=200)
+    """The claim that names the person in key lists and audit entries; `preferred_username`, `email`, `name` or `sub` unless
+    given."""
+    roles: dict[str, Role] = Field(min_length=1, max_length=1000)
+    """Role by group: `reader`, `member`, `tenant-admin` or `admin`. A person has the highest role of all their groups, and
+    is refused without one. The group `*` is everybody."""
+    hours: float = Field(12.0, gt=0, le=24 * 31, allow_inf_nan=False)
+    """How long a sign-in lasts."""
+    per_minute: float = Field(20.0, gt=0, le=10**4, allow_inf_nan=False)
+    """Sign-ins that one address may begin in a minute."""
+
+    @field_validator("issuer")
+    @classmethod
+    def _is_reached_safely(cls, issuer: str) -> str:
+        check_safe_url(issuer)
+        return issuer
+
+    @field_validator("scopes")
+    @classmethod
+    def _ask_for_an_identity(cls, scopes: list[str]) -> list[str]:
+        if "openid" not in scopes:
+            raise ValueError("must include `openid`")
+        return scopes
+
+    @model_validator(mode="after")
+    def _names_one_tenant(self) -> OidcConfig:
+        if bool(self.tenant) == bool(self.tenant_claim):
+            raise ValueError("give either `tenant`, one for everybody, or `tenant_claim`, the claim that names it")
+        return self
+
+
 class InstalledReward(Config):
     """A function of the operator's that jobs may name. A plain string is the function."""
 
@@ -165,6 +217,8 @@ class ServiceConfig(Config):
     """How often a key may ask; a service without keys has no such limit unless this is given."""
     http: HttpConfig = HttpConfig()
     """Connections, open requests and the work of the HTTP process."""
+    oidc: OidcConfig | None = None
+    """Sign-in through an OpenID Connect provider, besides keys; `motet serve` then needs --public-url."""
     rewards: dict[str, Annotated[InstalledReward, named("function")]] = {}
     """Functions that jobs may use as rewards, by the names that jobs give them."""
     unwalled: list[Literal["scorer", "math"]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from urllib.parse import SplitResult, urlsplit
 
 
@@ -25,4 +26,26 @@ def parse_url(url: str) -> SplitResult:
             fault = "it has a blank or a letter that cannot be seen"
     if fault:
         raise ValueError(f"{url!r} is not the address of a server: {fault}; one looks like http://host:8000")
+    return parts
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this machine alone reaches what listens there."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_safe_url(url: str) -> SplitResult:
+    """The parts of an https URL; http is allowed on this machine alone.
+
+    Raises:
+        ValueError: it is neither, and what is wrong with it.
+    """
+    parts = parse_url(url)
+    if parts.scheme.lower() != "https" and not is_loopback(parts.hostname or ""):
+        raise ValueError(
+            f"{url!r} must begin with https://, because secrets are sent there; http is for this machine alone"
+        )
     return parts

@@ -26,6 +26,7 @@ from motet.service.http.bodies import Bodies, OpenBytes
 from motet.service.http.depends import Parts
 from motet.service.http.opened import EndsWithKey, KeyWatch
 from motet.service.http.origins import Origins
+from motet.service.http.sign_in import SignIns
 from motet.service.jobs.erasure import Erasure
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.handover import Handover
@@ -48,6 +49,7 @@ from motet.service.routes import (
     health,
     jobs,
     rewards,
+    sign_in,
     tenants,
 )
 from motet.service.schemas import Error
@@ -68,7 +70,7 @@ from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import HttpRewards
 
 ROUTES = (
-    jobs, events, adapters, files, tenants, completions, fine_tuning, dashboard, rewards, episodes, health,
+    jobs, events, adapters, files, tenants, sign_in, completions, fine_tuning, dashboard, rewards, episodes, health,
     sessions, training, runs,
 )  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -157,6 +159,7 @@ def create_app(settings: Settings) -> FastAPI:
         summary="Submit a job, watch it learn, take its adapter home.",
     )  # fmt: skip
     app.state.parts, app.state.lifecycle = parts, lifecycle
+    app.state.session_cookie = parts[SignIns].cookie
     handle_errors(app, parts[Storage].without_places)
 
     def payer(request: Request) -> str:
@@ -234,7 +237,8 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
         Erasure(store, storage, adapters, submissions),
         settings, bases, store, storage, stored, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
         scoring, recorder, handover, queue, submissions, checks, reads, apart, room, handlers,
-        FineTunings(store, storage, adapters), Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
+        FineTunings(store, storage, adapters), SignIns(settings, store, secrets),
+        Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
     )  # fmt: skip
 
 

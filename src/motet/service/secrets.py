@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 from sqlalchemy import Text, cast, select, update
@@ -61,6 +63,18 @@ class Secrets:
     def signed(self, text: str, signature: str) -> bool:
         """Whether a signature is that of a text, by any of the keys."""
         return any(hmac.compare_digest(_signature(key, text), signature) for key in self._keys)
+
+    def pack(self, purpose: str, fields: Mapping[str, Any]) -> str:
+        """Fields as a text that this service alone can make and read, for a client to keep."""
+        return self._fernet.encrypt(json.dumps([purpose, fields]).encode()).decode()
+
+    def unpack(self, purpose: str, text: str, seconds: int) -> dict[str, Any] | None:
+        """The fields of such a text; None if it is no such text, for another purpose, or older."""
+        try:
+            sealed_for, fields = json.loads(self._fernet.decrypt(text.encode(), seconds))
+        except InvalidToken:
+            return None
+        return fields if sealed_for == purpose else None
 
     # --- jobs -----------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ class Settings:
     config: ServiceConfig = field(default_factory=ServiceConfig)
     open_to_all: bool = False
     """No key is needed: only for a service that this machine alone can reach."""
+    public_url: str = ""
+    """Where browsers reach the service, a scheme and a host; needed with `config.oidc`."""
     hub: bool = False
     """Whether jobs may read data from the hub."""
     rewards: Mapping[str, Installed] = field(default_factory=dict)

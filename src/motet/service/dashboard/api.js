@@ -1,4 +1,5 @@
-// What is asked of the service. The key stands in the header of requests and in this tab's storage, nowhere else.
+// What is asked of the service. A key is in the header of requests and in this tab's storage, nowhere else; the key of a
+// sign-in is in a cookie that no script reads, and that counts only beside the header X-Motet-Page.
 
 const KEY = "motet.key";
 const QUIET = 40000; // milliseconds; the service says something every fifteen seconds
@@ -32,15 +33,15 @@ export async function request(method, path, options = {}) {
   }
 }
 
-/** Any response, with the key. */
+/** Any response, with the key or the cookie. */
 export async function send(method, path, {body, headers = {}, signal}) {
-  const sent = {...headers};
+  const sent = {...headers, "X-Motet-Page": "1"};
   if (session.key) sent.Authorization = `Bearer ${session.key}`;
   if (body !== undefined) sent["Content-Type"] = "application/json";
   try {
     return await fetch(path, {
       method, headers: sent, signal, body: body === undefined ? undefined : JSON.stringify(body),
-      cache: "no-store", credentials: "omit", redirect: "error",
+      cache: "no-store", credentials: "same-origin", redirect: "error",
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;

@@ -3,6 +3,7 @@ import {ask, Live, request, send, session} from "./api.js";
 import {Board} from "./board.js";
 import {el, fill, say} from "./dom.js";
 import {jobPage} from "./job.js";
+import {keysPage} from "./keys.js";
 import {overview} from "./overview.js";
 import {submitPage} from "./submit.js";
 
@@ -10,11 +11,12 @@ const top = document.getElementById("top"), main = document.getElementById("main
 const connection = document.getElementById("connection");
 const live = new Live(), board = new Board(live);
 const engine = el("div", {class: "engine"}, el("span", {}, "…"));
-const context = {board, live, base: "", draft: "", keys: false};
+const context = {board, live, base: "", draft: "", keys: false, me: null, may: right => context.me.rights.includes(right)};
+const BACK = "motet.back"; // the page that a sign-in returns to
 const links = {};
-let shown = null, asking = null;
+let shown = null, asking = null, signIn = "";
 
-/** #/ · #/job/ID · #/job/ID/TAB · #/new */
+/** #/ · #/job/ID · #/job/ID/TAB · #/new · #/keys */
 function route() {
   const [, page = "", ...rest] = location.hash.split("/").map(part => { try { return decodeURIComponent(part); } catch { return part; } });
   return {page, rest};
@@ -24,24 +26,32 @@ function show() {
   const {page, rest} = route();
   if (shown?.stays?.(page, rest)) return;
   shown?.stop();
-  shown = page === "job" && rest[0] ? jobPage(context, rest[0], rest[1]) : page === "new" ? submitPage(context) : overview(context);
+  shown = page === "job" && rest[0] ? jobPage(context, rest[0], rest[1])
+    : page === "new" && context.may("jobs") ? submitPage(context)
+    : page === "keys" && context.may("keys") ? keysPage(context) : overview(context);
   document.title = `${shown.title} · Motet`;
   fill(main, shown.node);
   for (const [name, link] of Object.entries(links)) {
-    if ((name === "new") === (page === "new")) link.setAttribute("aria-current", "page");
+    if (name === (["new", "keys"].includes(page) ? page : "jobs")) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   window.scrollTo(0, 0);
 }
 
+/** The pages that the asker may use, who that is, and how to leave. */
 function head(keys) {
+  const {me, may} = context;
+  for (const name of Object.keys(links)) delete links[name];
   links.jobs = el("a", {href: "#/"}, "Jobs");
-  links.new = el("a", {href: "#/new"}, "New job");
+  if (may("jobs")) links.new = el("a", {href: "#/new"}, "New job");
+  if (keys && may("keys")) links.keys = el("a", {href: "#/keys"}, "Keys");
+  const who = keys && el("span", {class: "asker", title: `${me.signed_in ? "Signed in as" : "With the key"} ${me.name || me.id}: ${me.role} of the tenant ${me.tenant}`},
+    el("b", {}, me.name || me.id), el("span", {class: "soft"}, `${me.role} of ${me.tenant}`));
   const skip = el("a", {href: "#main", class: "skip button", onclick: event => { event.preventDefault(); main.focus(); }}, "Skip to content");
   fill(top, el("div", {class: "bar"}, skip,
     el("a", {href: "#/", class: "brand"}, el("img", {src: "dashboard/favicon.svg", alt: ""}), el("b", {}, "Motet"), el("span", {class: "unseen"}, "Overview")),
-    el("nav", {"aria-label": "Pages"}, links.jobs, links.new),
-    el("div", {class: "end"}, engine, keys ? el("button", {class: "plain", type: "button", onclick: () => leave("")}, "Log out") : null)));
+    el("nav", {"aria-label": "Pages"}, Object.values(links)),
+    el("div", {class: "end"}, engine, who, keys ? el("button", {class: "plain", type: "button", onclick: signOut}, "Sign out") : null)));
 }
 
 async function lookAtEngine() {
@@ -59,19 +69,25 @@ async function lookAtEngine() {
   say(engine.firstChild, text);
 }
 
+/** The key of a sign-in ends; one that somebody typed is only forgotten here. */
+async function signOut() {
+  const ended = context.me.signed_in && !session.key ? request("DELETE", "v1/login") : Promise.resolve();
+  await ended.then(() => leave(""), error => { if (shown) say(connection, error.message); });
+}
+
 function login(message) {
   fill(top);
-  document.title = "Log in · Motet";
+  document.title = "Sign in · Motet";
   const key = el("input", {type: "password", id: "key", autocomplete: "off", spellcheck: "false", required: true, "aria-describedby": "why"});
   const why = el("p", {class: "problem", id: "why", role: "alert"}, message);
-  const button = el("button", {class: "primary"}, "Log in");
+  const button = el("button", {class: signIn ? "" : "primary"}, "Sign in with this key");
+  const provider = signIn && el("a", {class: "button primary", href: signIn, onclick: () => sessionStorage.setItem(BACK, location.hash)}, "Sign in");
   const form = el("form", {onsubmit: async event => {
     event.preventDefault();
     button.disabled = true;
     say(why, "");
     session.key = key.value.trim();
     try {
-      await request("GET", "v1/jobs?limit=1");
       await enter(true);
     } catch (error) {
       session.key = "";
@@ -83,8 +99,10 @@ function login(message) {
   }}, el("div", {class: "field"}, el("label", {for: "key"}, "API key"), key), why, button);
   fill(main, el("div", {class: "login"},
     el("img", {src: "dashboard/favicon.svg", alt: ""}), el("h1", {}, "Motet"),
-    el("p", {class: "soft"}, "Your key stays in this tab and is forgotten when you close it. An admin makes keys: ", el("code", {}, "motet keys create NAME")), form));
-  key.focus();
+    provider && el("p", {class: "way"}, provider, el("span", {class: "small soft"}, "with your organisation’s account")),
+    el("p", {class: "soft"}, signIn ? "Or use an API key. It" : "Your key", " stays in this tab and is forgotten when you close it. An admin makes keys: ",
+      el("code", {}, "motet keys create NAME")), form));
+  (provider || key).focus();
 }
 
 function leave(message) {
@@ -102,6 +120,7 @@ function leave(message) {
 
 async function enter(keys) {
   context.keys = keys;
+  context.me = await ask("GET", "v1/me");
   session.locked = message => { if (shown) leave(message); };
   live.lost = lost => say(connection, lost ? "Connection lost, trying again…" : "");
   await live.start();
@@ -113,9 +132,13 @@ async function enter(keys) {
 }
 
 async function begin() {
-  const {keys} = await ask("GET", "dashboard/service.json");
+  const {keys, sign_in, signed_in} = await ask("GET", "dashboard/service.json");
+  signIn = sign_in;
   if (!keys) return enter(false);
-  if (!session.key) return login("");
+  if (!session.key && !signed_in) return login("");
+  const back = sessionStorage.getItem(BACK);
+  if (back && !location.hash) history.replaceState(null, "", back);
+  sessionStorage.removeItem(BACK);
   return enter(true).catch(error => leave(error.status === 401 ? error.message : ""));
 }
 

@@ -49,7 +49,7 @@ function eventsTab(job, live) {
 
 function configurationTab(context, job) {
   const text = JSON.stringify(job.spec, null, 2);
-  const again = el("button", {type: "button", onclick: () => {
+  const again = context.may("jobs") && el("button", {type: "button", onclick: () => {
     context.draft = JSON.stringify({...(job.base ? {base: job.base} : {}), ...job.spec, name: `${job.name}-2`}, null, 2);
     location.hash = "#/new";
   }}, "Submit a variation");
@@ -134,19 +134,20 @@ function makeHead(context, refreshed, complain, leaving) {
     note.hidden = !text;
     note.className = `note ${job.state}`;
     say(note, text);
-    const ended = FINAL.includes(job.state);
-    buttons.pause.hidden = !["running", "queued"].includes(job.state);
-    buttons.resume.hidden = !["paused", "failed"].includes(job.state);
-    buttons.cancel.hidden = ended;
-    buttons.remove.hidden = !ended;
+    const ended = FINAL.includes(job.state), steers = context.may("jobs");
+    buttons.pause.hidden = !steers || !["running", "queued"].includes(job.state);
+    buttons.resume.hidden = !steers || !["paused", "failed"].includes(job.state);
+    buttons.cancel.hidden = !steers || ended;
+    buttons.remove.hidden = !steers || !ended;
     buttons.download.hidden = job.step === 0;
   }};
 }
 
 /** Tabs after the pattern that screen readers know: arrow keys move, one tab stop. */
-function makeTabs(job, chosen, opened) {
+function makeTabs(context, job, chosen, opened) {
+  const offered = TABS.filter(([key]) => key !== "chat" || context.may("completions"));
   const list = el("div", {role: "tablist", "aria-label": "What to see of the job"}), panel = el("div", {role: "tabpanel", id: "panel", "aria-labelledby": "", tabindex: -1});
-  const tabs = TABS.map(([key, text]) => el("button", {type: "button", role: "tab", id: `tab-${key}`, "aria-controls": "panel", onclick: () => open(key)}, text));
+  const tabs = offered.map(([key, text]) => el("button", {type: "button", role: "tab", id: `tab-${key}`, "aria-controls": "panel", onclick: () => open(key)}, text));
   list.addEventListener("keydown", event => {
     const step = {ArrowRight: 1, ArrowLeft: -1}[event.key], place = tabs.indexOf(document.activeElement);
     if (!step || place < 0) return;
@@ -156,7 +157,7 @@ function makeTabs(job, chosen, opened) {
   });
   add(list, tabs);
   function open(key) {
-    TABS.forEach(([name], place) => {
+    offered.forEach(([name], place) => {
       tabs[place].setAttribute("aria-selected", String(name === key));
       tabs[place].tabIndex = name === key ? 0 : -1;
     });
@@ -164,7 +165,7 @@ function makeTabs(job, chosen, opened) {
     history.replaceState(null, "", `#/job/${encodeURIComponent(job)}${key === "curves" ? "" : `/${key}`}`);
     opened(key);
   }
-  return {list, panel, open: () => open(TABS.some(([key]) => key === chosen) ? chosen : "curves")};
+  return {list, panel, open: () => open(offered.some(([key]) => key === chosen) ? chosen : "curves")};
 }
 
 /** The page. */
@@ -211,7 +212,7 @@ export function jobPage(context, id, tab) {
     job = await ask("GET", jobPath(id));
     page.title = job.name;
     document.title = `${job.name} · Motet`;
-    const {list, panel, open: first} = makeTabs(job.id, tab, key => open(key, panel));
+    const {list, panel, open: first} = makeTabs(context, job.id, tab, key => open(key, panel));
     fill(node, head.node, problem, list, panel);
     take(job);
     first();

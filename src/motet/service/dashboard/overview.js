@@ -113,10 +113,11 @@ function makeRow(board, hidden, changed) {
   return row;
 }
 
-function empty(base) {
+function empty(base, submits) {
   return el("div", {class: "card empty"}, el("h2", {}, "No jobs yet"),
-    el("p", {}, "Submit one from the command line, or write it here."),
-    el("pre", {class: "text"}, "motet submit jobs.yaml"), el("div", {}, el("a", {href: "#/new", class: "button primary"}, "New job")),
+    submits ? [el("p", {}, "Submit one from the command line, or write it here."),
+      el("pre", {class: "text"}, "motet submit jobs.yaml"), el("div", {}, el("a", {href: "#/new", class: "button primary"}, "New job"))]
+      : el("p", {}, "Jobs of your tenant appear here. Your role lets you look at them, not submit any."),
     base ? el("p", {class: "small faint"}, `This service trains adapters of ${base}.`) : null);
 }
 
@@ -178,7 +179,7 @@ function makeDevice(board) {
 }
 
 /** The page. */
-export function overview({board, base}) {
+export function overview({board, base, may}) {
   const hidden = new Set(), rows = new Map();
   let filter = "all";
   const chart = new Chart("Training reward", "mean of each step’s rollouts, thin; smoothed, thick", {size: "wide", latest: false, empty: "curves appear with the first steps"});
@@ -189,7 +190,7 @@ export function overview({board, base}) {
   const older = el("button", {type: "button", hidden: true, onclick: () => board.more().catch(() => {})}, "Show older jobs");
   const full = el("div", {class: "stack"}, el("h1", {class: "unseen"}, "Jobs"), el("div", {}, stats.node, chart.node), device.node,
     el("section", {class: "card"}, el("div", {class: "head"}, el("h2", {}, "Jobs"), states), el("table", {class: "jobs"}, headRow, body), none, older));
-  const nothing = empty(base), node = el("div");
+  const nothing = empty(base, may("jobs")), node = el("div");
 
   function update() {
     const jobs = board.jobs;

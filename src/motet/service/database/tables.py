@@ -58,6 +58,8 @@ class Key(Table):
     """The rights that it has of those of its role; all where there is none."""
     made_by: Mapped[str | None] = mapped_column(String(40))
     """The key, by its id, that a member made it with; it ends with that."""
+    person: Mapped[str | None] = mapped_column(String(64), index=True)
+    """Of a sign-in: a digest that names the person at the provider. None for a key that was made by hand."""
 
 
 class StoredJob(Table):

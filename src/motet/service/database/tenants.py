@@ -8,16 +8,17 @@ import secrets
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
 
 from sqlalchemy import and_, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from motet.config.service import Role
 from motet.errors import StoreError
 from motet.service.database.tables import Key, Tenant, new_id, now
 
-Role = Literal["reader", "member", "tenant-admin", "admin"]
+MOST_SIGN_INS = 20
+"""Of one person at a time."""
 PREFIX = "mk-"
 """What API keys begin with."""
 
@@ -34,6 +35,10 @@ class Principal:
     """The rights that the key has of those of its role; None is all."""
     expires: float | None = None
     """When the key ends, in Unix seconds."""
+    name: str = ""
+    """Of the key; for a sign-in, the person's."""
+    signed_in: bool = False
+    """Whether the key was made by a sign-in."""
 
     @classmethod
     def member_of(cls, tenant_id: str) -> Principal:
@@ -96,6 +101,7 @@ class Tenants:
         expires: float | None = None,
         scope: Collection[str] | None = None,
         made_by: str | None = None,
+        person: str | None = None,
     ) -> tuple[Key, str]:
         """A new key of a tenant, which is made where there is none, and the key's text, which is shown once.
 
@@ -109,14 +115,26 @@ class Tenants:
                     raise StoreError("the key that asks was revoked meanwhile")
             key = Key(
                 id=new_id("key"), tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires,
-                scope=None if scope is None else sorted(scope), made_by=made_by,
+                scope=None if scope is None else sorted(scope), made_by=made_by, person=person,
             )  # fmt: skip
             session.add(key)
         return key, text
 
+    def sign_in(self, tenant: str, name: str, role: Role, expires: float, person: str) -> tuple[Key, str]:
+        """The key of a person who signed in, and its text. Of more than `MOST_SIGN_INS` that are open, the oldest end."""
+        made = self.create_key(tenant, name, role, expires, person=person)
+        with self._transaction() as session:
+            still_open = select(Key.id).where(Key.person == person, Key.revoked.is_(None), Key.expires > now())
+            oldest = list(session.scalars(still_open.order_by(Key.created.desc(), Key.id).offset(MOST_SIGN_INS)))
+        for key_id in oldest:
+            self.revoke_key(key_id)
+        return made
+
     def all_keys(self) -> list[tuple[Key, str]]:
-        """All keys and the names of their tenants, oldest first."""
-        query = select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).order_by(Key.created, Key.id)
+        """All keys and the names of their tenants, oldest first; sign-ins that have ended are left out."""
+        listed = or_(Key.person.is_(None), and_(Key.revoked.is_(None), Key.expires > now()))
+        query = select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).where(listed)
+        query = query.order_by(Key.created, Key.id)
         with self._transaction() as session:
             return [(key, tenant) for key, tenant in session.execute(query).all()]
 
@@ -150,7 +168,10 @@ class Tenants:
             old = session.get(Key, key_id)
             if old is None or old.revoked is not None or (old.expires is not None and old.expires <= now()):
                 return None
-            kept = {name: getattr(old, name) for name in ("tenant_id", "name", "role", "expires", "scope", "made_by")}
+            kept = {
+                name: getattr(old, name)
+                for name in ("tenant_id", "name", "role", "expires", "scope", "made_by", "person")
+            }
             kept |= {} if made_by is None else {"made_by": made_by}
             key = Key(id=new_id("key"), digest=digest(text), **kept)
             session.add(key)
@@ -177,4 +198,5 @@ class Tenants:
         if key.revoked is not None or (key.expires is not None and key.expires <= now()):
             return None
         scope = None if key.scope is None else frozenset(key.scope)
-        return Principal(key.tenant_id, tenant, key.id, key.role, scope, key.expires)
+        signed_in = key.person is not None
+        return Principal(key.tenant_id, tenant, key.id, key.role, scope, key.expires, key.name, signed_in)

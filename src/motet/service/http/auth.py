@@ -25,12 +25,18 @@ OF_TINKER = "tml-"
 """The `tinker` package sends only keys that begin so: a key of Motet's comes after it."""
 
 
+PAGE_HEADER = "x-motet-page"
+"""The dashboard's own scripts send it. A page of another site cannot, so its requests never use the browser's session."""
+
+
 def bearer(request: Request) -> str:
-    """The key that a request brings, as a bearer or as the `tinker` package does; empty where it brings none."""
+    """The key that a request brings: as a bearer, as the `tinker` package does, or in the dashboard's cookie; or empty."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip()
-    return request.headers.get("x-api-key", "").strip().removeprefix(OF_TINKER)
+    if key := request.headers.get("x-api-key", "").strip():
+        return key.removeprefix(OF_TINKER)
+    return request.cookies.get(request.app.state.session_cookie, "") if PAGE_HEADER in request.headers else ""
 
 
 def episode_key(request: Request) -> str:
@@ -119,7 +125,7 @@ class Access:
                 return who
             if not self.open_to_all:  # else any key will do: clients such as openai's always send one
                 self.count_unknown(request)
-                raise Refusal(401, "this key is unknown, revoked or expired; `motet keys create` makes one")
+                raise Refusal(401, "this key is unknown, revoked or expired; sign in again, or make another key")
         if self.open_to_all:
             self.count("none")
             return Principal(self._tenants.made("local").id, "local", "none", "admin")

@@ -142,7 +142,7 @@ class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
     def connection_made(self, transport: Any) -> None:
         """Count it, or refuse it."""
         super().connection_made(transport)
-        self.address = _address(transport.get_extra_info("peername"))
+        self.address = network_of(transport.get_extra_info("peername"))
         self._counted = self._all.enter(self)
         if not self._counted:
             self._close(b"503 Service Unavailable")
@@ -223,8 +223,8 @@ class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
             self._timer = None
 
 
-def _address(peer: Any) -> str:
-    """Where a connection comes from; of IPv6 the network, of which one machine has all addresses."""
+def network_of(peer: Any) -> str:
+    """The address of a connection's other end; of IPv6 the network, because one machine has all of its addresses."""
     try:
         address = ipaddress.ip_address(peer[0])
     except (TypeError, ValueError, IndexError):

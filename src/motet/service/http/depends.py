@@ -18,6 +18,7 @@ from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
 from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import Access, CheckThreads, ReadThreads
+from motet.service.http.sign_in import SignIns
 from motet.service.jobs.erasure import Erasure
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.recorder import EventRecorder
@@ -72,6 +73,7 @@ ReadThreadsDep = Annotated[ReadThreads, part(ReadThreads)]
 RecorderDep = Annotated[EventRecorder, part(EventRecorder)]
 RequestMetricsDep = Annotated[RequestMetrics, part(RequestMetrics)]
 SettingsDep = Annotated[Settings, part(Settings)]
+SignInsDep = Annotated[SignIns, part(SignIns)]
 StorageDep = Annotated[Storage, part(Storage)]
 StoreDep = Annotated[Store, part(Store)]
 SubmissionsDep = Annotated[Submissions, part(Submissions)]

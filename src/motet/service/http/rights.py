@@ -28,6 +28,7 @@ _RULES: tuple[tuple[Right, Collection[str], tuple[str, ...]], ...] = (
     ("service", (), ("/v1/audit", "/v1/tenants", "/metrics")),
     ("read", ("GET", "HEAD"), ("/",)),
     ("read", ("POST",), _LOOKS),
+    ("read", ("DELETE",), ("/v1/login",)),
     ("completions", ("POST",), (
         "/v1/chat/", "/v1/completions", "/v1/fine_tuning/alpha/", f"{_TINKER}/asample", f"{_TINKER}/cancel_future",
         f"{_TINKER}/create_sampling_session",

@@ -1,6 +1,6 @@
 """The dashboard: a page, its scripts and styles, and plotly.js, all from this service. None of it holds anybody's data.
 
-The page asks the same routes as everybody else, with the key that a person gives it.
+The page asks the same routes as everybody else, with the key that a person gives it or that their sign-in made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from motet.service.errors import Refusal
-from motet.service.http.depends import SettingsDep
+from motet.service.http.depends import AccessDep, SettingsDep, SignInsDep
 
 router = APIRouter(include_in_schema=False)
 _FOLDER = "dashboard"
@@ -26,7 +26,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS = {
+HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -43,9 +43,11 @@ def page(request: Request) -> Response:
 
 
 @router.get("/dashboard/service.json")
-def service(settings: SettingsDep) -> JSONResponse:
-    """Whether the page has to ask for a key."""
-    return JSONResponse({"keys": not settings.open_to_all}, headers={**_HEADERS, "Cache-Control": "no-store"})
+def service(request: Request, settings: SettingsDep, access: AccessDep, sign_ins: SignInsDep) -> JSONResponse:
+    """Whether the page has to ask for a key, where people sign in, and whether this browser has."""
+    keys = not settings.open_to_all
+    state = {"keys": keys, "sign_in": sign_ins.page, "signed_in": keys and access.allows(request)}
+    return JSONResponse(state, headers={**HEADERS, "Cache-Control": "no-store"})
 
 
 @router.get("/dashboard/{name}")
@@ -58,7 +60,7 @@ def _answer(request: Request, name: str) -> Response:
     if name != _PLOTLY and name not in _names():
         raise Refusal(404, f"there is no {name!r} here")
     content, packed, tag = _read(name)
-    headers = {**_HEADERS, "ETag": tag}
+    headers = {**HEADERS, "ETag": tag}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     if packed and "gzip" in request.headers.get("accept-encoding", ""):

@@ -197,5 +197,5 @@ def _visible(store: Store, who: Principal, key_id: str, *, ends: bool = False) -
 def _shown(key: Key, tenant: str) -> ApiKey:
     return ApiKey(
         id=key.id, tenant=tenant, name=key.name, role=key.role, created=key.created, expires=key.expires, revoked=key.revoked,
-        scope=key.scope,
+        scope=key.scope, signed_in=key.person is not None,
     )  # fmt: skip

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
+from motet.config.service import TENANT_NAME
+
 
 class Answer(BaseModel):
     """Base of all answers; made of fields, or of an object that has attributes of the same names."""
@@ -215,6 +217,8 @@ class ApiKey(Answer):
     revoked: float | None
     scope: list[str] | None = None
     """What it may do of what its role may; all where there is none."""
+    signed_in: bool = False
+    """Whether a sign-in made it."""
 
 
 class NewKey(ApiKey):
@@ -239,7 +243,7 @@ def _printable(text: str) -> str:
 class KeyRequest(Asked):
     """A key to make."""
 
-    tenant: str | None = Field(None, min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    tenant: str | None = Field(None, min_length=1, max_length=100, pattern=f"^{TENANT_NAME}$")
     """Whose it is; the asker's own tenant without one. Only an admin names another."""
     name: Annotated[str, Field(max_length=100), AfterValidator(_printable)] = ""
     role: Literal["reader", "member", "tenant-admin", "admin"] = "member"

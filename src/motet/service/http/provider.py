@@ -1,0 +1,304 @@
+"""An OpenID Connect provider: what it publishes about itself, and the ID tokens that it gives out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote_plus, urlencode, urlsplit
+
+import httpx2
+import jwt
+from pydantic import BaseModel, ValidationError, model_validator
+
+from motet.config.service import OidcConfig
+from motet.config.urls import check_safe_url, is_loopback
+from motet.service.errors import Refusal
+
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+"""Of signatures: those with a public key."""
+_DEVICE_GRANT = "urn:ietf:params:oauth:grant-type:device_code"
+_MOST_BYTES = 2**20
+"""Of an answer of the provider."""
+_SECONDS = 10.0
+"""For an answer of the provider."""
+_AT_ONCE = 8
+"""Requests to the provider."""
+_KEPT_SECONDS = 3600.0
+_AGAIN_SECONDS = 30.0
+"""Between two attempts to load a document that failed or lacks a key."""
+_LEEWAY_SECONDS = 60
+"""Between the provider's clock and this one."""
+_LONGEST_INTERVAL = 60.0
+_ERROR = re.compile(r"[a-z_]{1,60}")
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class About(BaseModel):
+    """What a provider publishes about itself, as far as it is used."""
+
+    issuer: str
+    authorization_endpoint: str
+    token_endpoint: str
+    jwks_uri: str
+    userinfo_endpoint: str | None = None
+    device_authorization_endpoint: str | None = None
+    token_endpoint_auth_methods_supported: list[str] = ["client_secret_basic"]
+
+    @model_validator(mode="after")
+    def _is_reached_safely(self) -> About:
+        for name, url in self:
+            if name.endswith(("_endpoint", "_uri")) and url is not None:
+                check_safe_url(url)
+        return self
+
+
+class Device(BaseModel):
+    """The answer to a device authorization request (RFC 8628)."""
+
+    device_code: str
+    user_code: str
+    verification_uri: str
+    expires_in: float
+    interval: float = 5.0
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The person has not finished a device sign-in."""
+
+    interval: float
+    """Seconds until the next question."""
+
+
+class Unusable(Exception):
+    """The provider does not answer, or not as OpenID Connect says."""
+
+
+class _Kept(Generic[T]):
+    """A document of the provider: loaded by one request at a time, kept for an hour, and longer while a reload fails."""
+
+    def __init__(self, load: Callable[[], Awaitable[T]], clock: Callable[[], float]) -> None:
+        self._load, self._clock = load, clock
+        self._value: T | None = None
+        self._loaded = self._tried = -float("inf")
+        self._lock = asyncio.Lock()
+
+    async def get(self, *, reload: bool = False) -> T:
+        """The document; with `reload` a newer one, unless one was loaded a moment ago."""
+        async with self._lock:
+            now = self._clock()
+            stale = reload or now - self._loaded > _KEPT_SECONDS
+            if stale and now - self._tried > _AGAIN_SECONDS:
+                self._tried = now
+                try:
+                    self._value, self._loaded = await self._load(), now
+                except Unusable as error:
+                    _log.error("the OpenID Connect provider cannot be used: %s", error)
+            if self._value is None:
+                raise _away()
+            return self._value
+
+
+class Provider:
+    """Asks one provider on behalf of one client."""
+
+    def __init__(self, config: OidcConfig, secret: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing is asked yet. `secret` is the client's; empty for a public client."""
+        self._config, self._secret = config, secret
+        self._about, self._keys = _Kept(self._discover, clock), _Kept(self._load_keys, clock)
+        self._turn = asyncio.Semaphore(_AT_ONCE)
+        self._trust: ssl.SSLContext | None = None
+
+    async def has_device_flow(self) -> bool:
+        """Whether `begin_device` works."""
+        return (await self._about.get()).device_authorization_endpoint is not None
+
+    async def page(self, redirect: str, state: str, nonce: str, challenge: str) -> str:
+        """The URL where a person signs in; `challenge` is that of PKCE."""
+        about = await self._about.get()
+        query = {
+            "response_type": "code", "client_id": self._config.client_id, "redirect_uri": redirect,
+            "scope": " ".join(self._config.scopes), "state": state, "nonce": nonce, "code_challenge": challenge,
+            "code_challenge_method": "S256",
+        }  # fmt: skip
+        joint = "&" if urlsplit(about.authorization_endpoint).query else "?"
+        return f"{about.authorization_endpoint}{joint}{urlencode(query)}"
+
+    async def claims_of_code(self, code: str, redirect: str, verifier: str, nonce: str) -> Mapping[str, Any]:
+        """What the provider says of the person whose sign-in gave this authorization code.
+
+        Raises:
+            Refusal: the provider does not accept the code, or its ID token is not good.
+        """
+        answer = await self._token(
+            grant_type="authorization_code", code=code, redirect_uri=redirect, code_verifier=verifier
+        )
+        if "error" in answer:
+            raise self._refused(answer["error"])
+        return await self._claims(answer, nonce)
+
+    async def begin_device(self) -> Device:
+        """Begin the device flow.
+
+        Raises:
+            Refusal: the provider has none, or refuses.
+        """
+        about = await self._about.get()
+        if about.device_authorization_endpoint is None:
+            raise Refusal(409, "the provider has no device flow; sign in with a browser on this machine")
+        scope = " ".join(self._config.scopes)
+        answer = await self._post(about, about.device_authorization_endpoint, {"scope": scope})
+        if "error" in answer:
+            raise self._refused(answer["error"])
+        try:
+            return Device.model_validate(answer)
+        except ValidationError as error:
+            raise _away(f"its answer to a device request lacks {error.errors()[0]['loc']}") from error
+
+    async def claims_of_device(self, device_code: str, interval: float) -> Mapping[str, Any] | Pending:
+        """What the provider says of the person, once they have finished the device flow; raises as `claims_of_code`."""
+        answer = await self._token(grant_type=_DEVICE_GRANT, device_code=device_code)
+        match answer.get("error"):
+            case None:
+                return await self._claims(answer, None)
+            case "authorization_pending":
+                return Pending(interval)
+            case "slow_down":
+                return Pending(min(interval + 5.0, _LONGEST_INTERVAL))
+            case error:
+                raise self._refused(error)
+
+    def _refused(self, error: object) -> Refusal:
+        text = error if isinstance(error, str) and _ERROR.fullmatch(error) else "an unknown error"
+        if text in ("invalid_client", "unauthorized_client"):
+            _log.error("the OpenID Connect provider answers %s: look at client_id and client_secret", text)
+        return Refusal(401, f"the provider does not accept this sign-in ({text}); begin again")
+
+    # --- tokens ---------------------------------------------------------------------------------------------------------
+
+    async def _claims(self, answer: Mapping[str, Any], nonce: str | None) -> Mapping[str, Any]:
+        """The claims of an answer with tokens; those that the ID token lacks come from the userinfo endpoint."""
+        claims = await self._verified(answer.get("id_token"), nonce)
+        config, about = self._config, await self._about.get()
+        wanted = {config.groups_claim, config.tenant_claim, config.name_claim} - {""}
+        access = answer.get("access_token")
+        if wanted <= claims.keys() or about.userinfo_endpoint is None or not isinstance(access, str):
+            return claims
+        try:
+            more = await self._ask("GET", about.userinfo_endpoint, headers={"Authorization": f"Bearer {access}"})
+        except Unusable as error:
+            raise _away(str(error)) from error
+        return {**more, **claims} if more.get("sub") == claims["sub"] else claims
+
+    async def _verified(self, token: object, nonce: str | None) -> Mapping[str, Any]:
+        """The claims of an ID token: signed by the provider, for this client, in time, and for this sign-in."""
+        if not isinstance(token, str):
+            raise _away("its answer has no id_token; `scopes` must include openid")
+        try:
+            header = jwt.get_unverified_header(token)
+            key = await self._key(header.get("kid"))
+            claims: dict[str, Any] = jwt.decode(
+                token, key, ALGORITHMS, issuer=self._config.issuer, audience=self._config.client_id,
+                leeway=_LEEWAY_SECONDS, options={"require": ["iss", "sub", "aud", "exp", "iat"]},
+            )  # fmt: skip
+        except (jwt.PyJWTError, TypeError, ValueError, RecursionError) as error:
+            _log.warning("an ID token of the OpenID Connect provider is refused: %s", error)
+            raise Refusal(401, f"the provider's ID token is not good ({error}); begin again") from error
+        if claims.get("azp", self._config.client_id) != self._config.client_id:
+            raise Refusal(401, "the provider's ID token is for another client; begin again")
+        if nonce is not None and claims.get("nonce") != nonce:
+            raise Refusal(401, "the provider's ID token is not of this sign-in; begin again")
+        return claims
+
+    async def _key(self, kid: object) -> Any:
+        """The public key that has this id; without an id the only one."""
+        for reload in (False, True):
+            keys = await self._keys.get(reload=reload)
+            known = [one for one in keys if one.key_id == kid or (kid is None and len(keys) == 1)]
+            if known:
+                return known[0].key
+        raise jwt.InvalidKeyError("the provider does not publish the key that signed it")
+
+    # --- requests -------------------------------------------------------------------------------------------------------
+
+    async def _discover(self) -> About:
+        url = f"{self._config.issuer.rstrip('/')}/.well-known/openid-configuration"
+        answer = await self._ask("GET", url)
+        try:
+            about = About.model_validate(answer)
+        except ValidationError as error:
+            raise Unusable(f"{url} is not a description of a provider: {error.errors()[0]['msg']}") from error
+        if about.issuer != self._config.issuer:
+            raise Unusable(f"{url} says that the issuer is {about.issuer!r}; `issuer` must be exactly that")
+        return about
+
+    async def _load_keys(self) -> list[jwt.PyJWK]:
+        url = (await self._about.get()).jwks_uri
+        try:
+            return list(jwt.PyJWKSet.from_dict(await self._ask("GET", url)).keys)
+        except (jwt.PyJWTError, ValueError, TypeError, AttributeError) as error:
+            raise Unusable(f"{url} holds no keys that can be used: {error}") from error
+
+    async def _token(self, **form: str) -> dict[str, Any]:
+        about = await self._about.get()
+        return await self._post(about, about.token_endpoint, form)
+
+    async def _post(self, about: About, url: str, form: dict[str, str]) -> dict[str, Any]:
+        """The answer to a form of this client, which may be an error with its word under `error`."""
+        name, auth = self._config.client_id, None
+        methods = about.token_endpoint_auth_methods_supported
+        if self._secret and "client_secret_basic" not in methods and "client_secret_post" in methods:
+            form = {**form, "client_secret": self._secret}
+        elif self._secret:
+            auth = (quote_plus(name), quote_plus(self._secret))  # RFC 6749, 2.3.1
+        try:
+            return await self._ask("POST", url, data={**form, "client_id": name}, auth=auth)
+        except Unusable as error:
+            raise _away(str(error)) from error
+
+    async def _ask(self, method: str, url: str, **request: Any) -> dict[str, Any]:
+        """A JSON object of the provider: of a success, or of an OAuth error.
+
+        Raises:
+            Unusable: it does not answer in time, or with something else.
+        """
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity", **request.pop("headers", {})}
+        here = is_loopback(urlsplit(url).hostname or "")
+        if self._trust is None:  # takes a while to make
+            self._trust = await asyncio.to_thread(httpx2.create_ssl_context)
+        try:
+            async with (
+                asyncio.timeout(_SECONDS),
+                self._turn,
+                httpx2.AsyncClient(
+                    verify=self._trust, trust_env=not here, follow_redirects=False, timeout=_SECONDS
+                ) as http,
+                http.stream(method, url, headers=headers, **request) as answer,
+            ):
+                body = bytearray()
+                async for part in answer.aiter_bytes():
+                    body += part
+                    if len(body) > _MOST_BYTES:
+                        raise Unusable(f"{url} answers with more than {_MOST_BYTES} bytes")
+                content = json.loads(body)
+        except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
+            raise Unusable(f"{url} does not answer: {error or type(error).__name__}") from error
+        except (ValueError, RecursionError) as error:
+            raise Unusable(f"{url} answers {answer.status_code} without JSON") from error
+        if not isinstance(content, dict) or not (answer.is_success or "error" in content):
+            raise Unusable(f"{url} answers {answer.status_code} without what was asked for")
+        return content
+
+
+def _away(detail: str = "") -> Refusal:
+    if detail:
+        _log.error("the OpenID Connect provider cannot be used: %s", detail)
+    return Refusal(503, "the sign-in provider cannot be used now; try again in a minute", headers={"Retry-After": "30"})

@@ -1,0 +1,150 @@
+"""Sign-in through the operator's OpenID Connect provider: of the dashboard, and of the command line."""
+
+from __future__ import annotations
+
+import html
+from typing import Annotated
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, RedirectResponse
+
+from motet.service.errors import Refusal
+from motet.service.http.depends import Asker, SignInsDep, StoreDep
+from motet.service.http.provider import Pending
+from motet.service.http.rights import rights
+from motet.service.http.sign_in import BEGUN_SECONDS, CALLBACK, Loopback, Person, SignIns
+from motet.service.request_log import asked_of
+from motet.service.routes.dashboard import HEADERS
+from motet.service.schemas import NewKey
+from motet.service.schemas.sign_in import DeviceHandle, DeviceLogin, DevicePending, LoginCode, LoginWays, Me
+
+router = APIRouter()
+_HEADERS = {**HEADERS, "Cache-Control": "no-store"}
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Sign in · Motet</title>
+<link rel="stylesheet" href="/dashboard/base.css"><link rel="icon" href="/dashboard/favicon.svg">
+<main><div class="login"><h1>You are not signed in</h1><p class="problem" role="alert">{}</p>
+<p class="way"><a href="/">Back to the dashboard</a></p></div></main></html>"""
+
+
+@router.get("/login", include_in_schema=False)
+async def begin(
+    request: Request,
+    sign_ins: SignInsDep,
+    port: Annotated[int | None, Query(ge=1, le=65535)] = None,
+    challenge: Annotated[str | None, Query(pattern="^[A-Za-z0-9_-]{43}$")] = None,
+) -> Response:
+    """Send the browser to the provider; `port` and `challenge` are of a command line that waits on the person's machine."""
+    try:
+        if (port is None) != (challenge is None):
+            raise Refusal(422, "give `port` and `challenge` together; `motet login` does")
+        loopback = None if port is None or challenge is None else Loopback(port, challenge)
+        page, kept = await sign_ins.begin(request, loopback)
+    except Refusal as refusal:
+        return _failed(request, refusal)
+    response = RedirectResponse(page, 303, headers=_HEADERS)
+    sign_ins.set_cookie(response, f"{sign_ins.cookie}-login", kept, BEGUN_SECONDS, "lax")
+    return response
+
+
+@router.get(CALLBACK, include_in_schema=False)
+async def finish(
+    request: Request,
+    sign_ins: SignInsDep,
+    state: Annotated[str, Query(max_length=200)] = "",
+    code: Annotated[str, Query(max_length=4096)] = "",
+    error: Annotated[str, Query(max_length=200)] = "",
+    iss: Annotated[str | None, Query(max_length=2000)] = None,
+) -> Response:
+    """Take the browser back from the provider, and let it in; the only addresses that it is sent to are fixed."""
+    kept = f"{sign_ins.cookie}-login"
+    try:
+        if iss not in (None, sign_ins.config.issuer):
+            raise Refusal(401, "another provider answers than the one that was asked; begin again")
+        if error or not code:
+            words = f" ({error})" if error.replace("_", "").isalnum() else ""
+            raise Refusal(401, f"the provider has not signed you in{words}; begin again")
+        person, loopback = await sign_ins.finish(request, request.cookies.get(kept, ""), state, code)
+        if loopback is None:
+            made = await run_in_threadpool(_key, request, sign_ins, person)
+            response: Response = RedirectResponse(f"{sign_ins.public_url}/", 303, headers=_HEADERS)
+            sign_ins.set_cookie(response, sign_ins.cookie, made.key, sign_ins.config.hours * 3600, "strict")
+        else:
+            query = urlencode({"code": sign_ins.code_for(person, loopback)})
+            response = RedirectResponse(f"http://127.0.0.1:{loopback.port}/?{query}", 303, headers=_HEADERS)
+    except Refusal as refusal:
+        response = _failed(request, refusal)
+    sign_ins.set_cookie(response, kept, "", 0, "lax")
+    return response
+
+
+@router.get("/v1/login", tags=["sign-in"])
+async def ways(request: Request, sign_ins: SignInsDep) -> LoginWays:
+    """How people sign in; 404 where they need keys. No key is asked for."""
+    provider = sign_ins.provider(request)
+    return LoginWays(issuer=sign_ins.config.issuer, url=sign_ins.page, device=await provider.has_device_flow())
+
+
+@router.post("/v1/login/key", status_code=201, tags=["sign-in"])
+def exchange(request: Request, sign_ins: SignInsDep, wanted: LoginCode) -> NewKey:
+    """Exchange the code that a browser handed to a command line for a key, which is shown this once."""
+    sign_ins.provider(request, "finish")
+    return _key(request, sign_ins, sign_ins.person_by(wanted.code, wanted.verifier))
+
+
+@router.post("/v1/login/device", status_code=201, tags=["sign-in"])
+async def begin_device(request: Request, sign_ins: SignInsDep) -> DeviceLogin:
+    """Begin the device flow: a person types a code in a browser anywhere. 409 where the provider has none."""
+    device, handle = await sign_ins.begin_device(request)
+    return DeviceLogin(handle=handle, **device.model_dump(exclude={"device_code"}))
+
+
+@router.post(
+    "/v1/login/device/key", status_code=201, response_model=NewKey, tags=["sign-in"],
+    responses={202: {"model": DevicePending, "description": "The person has not finished."}},
+)  # fmt: skip
+async def finish_device(
+    request: Request, response: Response, sign_ins: SignInsDep, wanted: DeviceHandle
+) -> NewKey | Response:
+    """Ask for the key of a device sign-in; 202 until the person has finished. The key is shown this once."""
+    person = await sign_ins.finish_device(request, wanted.handle)
+    if isinstance(person, Pending):
+        return Response(DevicePending(interval=person.interval).model_dump_json(), 202, media_type="application/json")
+    return await run_in_threadpool(_key, request, sign_ins, person)
+
+
+@router.delete("/v1/login", status_code=204, tags=["sign-in"])
+def sign_out(who: Asker, store: StoreDep, sign_ins: SignInsDep, response: Response) -> None:
+    """End the sign-in whose key asks, and the keys that were made with it."""
+    if not who.signed_in:
+        raise Refusal(409, "this key was not made by a sign-in; `motet keys revoke` ends it")
+    store.tenants.revoke_key(who.key_id)
+    store.audit(who, "sign out", who.key_id)
+    sign_ins.set_cookie(response, sign_ins.cookie, "", 0, "strict")
+
+
+@router.get("/v1/me", tags=["sign-in"])
+def me(who: Asker) -> Me:
+    """Who asks, and what they may do."""
+    return Me(
+        id=who.key_id, tenant=who.tenant, name=who.name, role=who.role, rights=sorted(rights(who)), expires=who.expires,
+        signed_in=who.signed_in,
+    )  # fmt: skip
+
+
+def _key(request: Request, sign_ins: SignIns, person: Person) -> NewKey:
+    key, text = sign_ins.key_of(person)
+    asked = asked_of(request.scope)
+    asked.key, asked.tenant = key.id, person.tenant
+    return NewKey(
+        id=key.id, tenant=person.tenant, name=key.name, role=key.role, created=key.created, expires=key.expires,
+        revoked=None, signed_in=True, key=text,
+    )  # fmt: skip
+
+
+def _failed(request: Request, refusal: Refusal) -> HTMLResponse:
+    """A refusal as a page."""
+    asked_of(request.scope).reason = refusal.message
+    headers = {**_HEADERS, **(refusal.headers or {})}
+    return HTMLResponse(_PAGE.format(html.escape(refusal.message)), refusal.status, headers=headers)
