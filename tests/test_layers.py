@@ -33,6 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "plain_yaml",
             "own_code",
             "near",
+            "tenant_turns",
         }
     ),
     frozenset({"protocols", "channel", "apart", "jobfile", "device", "budgets", "allocator", "mkl", "stops"}),

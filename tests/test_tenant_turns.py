@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from motet.rollout.tenant_turns import TenantTurns
-from motet.types import GenerateRequest, SamplingParams
+from motet.tenant_turns import Payer, TenantTurns
 
 
-def request(tenant: str, share: float = 1.0) -> GenerateRequest:
-    prompt = np.zeros(1, np.int32)
-    return GenerateRequest(
-        tenant, f"job of {tenant}", prompt, None, SamplingParams(1.0, 8), (), tenant=tenant, share=share
-    )
+def payer(tenant: str, share: float = 1.0) -> Payer:
+    return Payer(f"job of {tenant}", tenant, share)
 
 
 def ticked(turns: TenantTurns, rows: dict[str, int], shares: dict[str, float], seconds: float) -> dict[str, int]:
@@ -23,7 +18,7 @@ def ticked(turns: TenantTurns, rows: dict[str, int], shares: dict[str, float], s
         turns.come(rows)
         due = turns.due(rows)
         cost = 0.002 + 0.0002 * sum(rows[name] for name in due)
-        turns.charge(cost, [(request(name, shares.get(name, 1.0)), rows[name]) for name in due])
+        turns.charge(cost, [(payer(name, shares.get(name, 1.0)), rows[name]) for name in due])
         seconds -= cost
         for name in due:
             had[name] += 1
