@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from motet.tenant_turns import Payer, TenantTurns
+from motet.tenant_turns import Cost, Payer, TenantTurns
 
 
 def payer(tenant: str, share: float = 1.0) -> Payer:
@@ -50,3 +50,44 @@ def test_time_without_rows_is_no_credit() -> None:
     ticked(turns, {"a": 8}, {}, 100.0)
     had = ticked(turns, {"a": 8, "b": 8}, {}, 1.0)
     assert had["a"] >= 0.8 * had["b"]
+
+
+def test_a_tenant_that_calls_and_one_that_decodes_have_one_account() -> None:
+    turns = TenantTurns()
+    turns.come(["caller"], "calls")
+    turns.come(["decoder"], "decodes")
+    turns.charge(1.0, [(payer("caller"), 1)])
+    assert turns.ahead("caller", "decodes") == 1.0
+    turns.come(["new"], "calls")
+    assert turns.ahead("new", "decodes") == 0.0, "whoever comes starts level with the one that had least"
+
+
+def test_company_is_several_tenants_within_seconds() -> None:
+    now = [0.0]
+    turns = TenantTurns(lambda: now[0])
+    turns.come(["a", ""])
+    assert not turns.company, "calls of nobody are no company"
+    turns.come(["a", "b"])
+    assert turns.company
+    now[0] += 1.0
+    turns.come(["a"])
+    assert turns.company, "it comes back for its next step"
+    now[0] += 3.0
+    turns.come(["a"])
+    assert not turns.company
+
+
+@pytest.mark.parametrize(
+    ("same", "each", "most"),
+    [(0.004, 0.0003, 53), (0.0, 0.01, 32), (0.028, 0.00001, 256), (0.001, 0.00001, 256)],
+    ids=["a CPU", "slow", "a device that takes as long for one row", "fast"],
+)
+def test_a_piece_is_as_large_as_it_is_worth(same: float, each: float, most: int) -> None:
+    cost = Cost()
+    for rows in [256, 8, 200, 120, 40, 256, 64] * 6:
+        cost.add(rows, same + each * rows)
+    assert cost.most(256) == pytest.approx(most, rel=0.15)
+
+
+def test_a_piece_of_unknown_cost_is_whole() -> None:
+    assert Cost().most(256) == 256

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,8 @@ _USAGE_SECONDS = 2.0
 _IDLE_SECONDS = 30.0
 """Between two that nobody used it."""
 _AWAY_SECONDS = 60.0
+_THREADS = 32
+"""That write files and wait for disks: with a few, a tenant's commits would wait for those of another's many jobs."""
 _OF_PATIENCE = 0.9
 """A host that starts its servers itself ends before its jobs have waited for one in vain."""
 
@@ -108,6 +111,7 @@ class EngineServer:
     async def serve(self) -> None:
         """Handle messages until the input ends."""
         messages = self._parent.queue()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "motet-files"))
         async with self.workshop.open():
             running, watching = asyncio.create_task(self.pipeline.run()), asyncio.create_task(self._watch())
             for task in (running, watching):  # without them this process is of no use: a new one takes over
