@@ -64,17 +64,12 @@ def test_a_tenant_that_calls_and_one_that_decodes_have_one_account() -> None:
 
 def test_company_is_several_tenants_within_seconds() -> None:
     now = [0.0]
-    turns = TenantTurns(lambda: now[0])
-    turns.come(["a", ""])
-    assert not turns.company, "calls of nobody are no company"
-    turns.come(["a", "b"])
-    assert turns.company
-    now[0] += 1.0
-    turns.come(["a"])
-    assert turns.company, "it comes back for its next step"
-    now[0] += 3.0
-    turns.come(["a"])
-    assert not turns.company
+    turns, found = TenantTurns(lambda: now[0]), []
+    for tenants, seconds in ((["a", ""], 0.0), (["a", "b"], 1.0), (["a"], 3.0), (["a"], 0.0)):
+        turns.come(tenants)
+        found.append(turns.company)
+        now[0] += seconds
+    assert found == [False, True, True, False], "calls of nobody are no company, and one that pauses comes back"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from motet.agents.runner import AgentRunner
 
 
+_BEGUN_AT_ONCE = 16
+"""Groups whose prompts are read before others have the event loop."""
 _WAITING = 64
 """Requests of a job that wait for their turn before more groups begin: thousands of them take the process's time and memory."""
 
@@ -120,9 +122,10 @@ async def _begun(
 ) -> list[asyncio.Task[Result]]:
     """Begin works as tasks while few requests of the job wait; others have the event loop in between."""
     running = []
-    for work in works:
+    for count, work in enumerate(works, 1):
         running.append(tasks.create_task(work))
-        await asyncio.sleep(0)
+        if count % _BEGUN_AT_ONCE == 0:
+            await asyncio.sleep(0)
         await scheduler.few_wait(job, _WAITING)
     return running
 
