@@ -109,3 +109,10 @@ def test_readable_shows_every_token():
     lines = Chat(tokenizer).readable(np.asarray([end, 0], np.int32), np.asarray([False, True])).splitlines()
     assert lines[0].split() == ["0", str(end), "'<|im_end|>'"]
     assert lines[1].split()[:3] == ["1", "*", "0"]
+
+
+def test_the_longest_of_many_prompts_is_the_first_with_the_most_tokens(tokenizer) -> None:
+    chat, lengths = Chat(tokenizer), np.random.default_rng(0).integers(1, 40, 600)
+    problems = [Problem(index, (Message("user", "ä" * int(n)),), "") for index, n in enumerate(lengths)]
+    sizes = [len(chat.prompt_ids(one)) for one in problems]
+    assert chat.longest(problems) == (max(sizes), problems[sizes.index(max(sizes))])

@@ -183,6 +183,27 @@ def test_any_mix_gives_each_request_what_it_gets_alone(asks, more_blocks, max_ro
     assert_as_alone(asks, decoder, dtype, name)
 
 
+def test_short_ticks_beside_other_tenants_change_no_bit() -> None:
+    """Each tick decodes the one row that waits longest, of the tenant that had least."""
+    asks = [Ask(prompt=5 + index, max_tokens=6, adapter=index, seeds=(1, 2), tick=index) for index in range(4)]
+    decoder = make_decoder(max_rows=8)
+    for _ in range(20):
+        decoder._turns._decoding.add(8, 80.0)  # a row takes ten seconds
+        decoder._turns._decoding.add(4, 40.0)
+    running = []
+    for index, ask in enumerate(asks):
+        request = replace(as_request(f"r{index}", ask), job=f"job {index}", tenant=f"tenant {index % 2}")
+        running.append((ask, add(decoder, request, adapters("float32", "llama")[ask.adapter])))
+    ticks = 0
+    while not decoder.idle:
+        decoder.tick()
+        ticks += 1
+    assert ticks > 8 * 5, "a tick decoded more than one row"
+    for ask, chunks in running:
+        for seed, outcome in zip(ask.seeds, outcomes(chunks, 2), strict=True):
+            assert outcome == alone(replace(ask, seeds=(), tick=0), seed, "float32")
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "extra"),
     [*((*base, 0) for base in BASES), *((*base, extra) for base in BASES[:2] for extra in (1, 3))],

@@ -10,7 +10,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from motet.device import Device
+from motet.device import DECODES, Device, used_by
+from motet.tenant_turns import Payer
 
 
 def test_calls_run_in_order_on_one_thread(device: Device) -> None:
@@ -67,6 +68,52 @@ def test_calls_and_ticks_take_turns(call: int, tick: int, wanted: str) -> None:
     finally:
         device.close()
     assert "".join(order).startswith(wanted)
+
+
+def worked(calls: list[tuple[str, int]], tick: int = 0) -> str:
+    """The order of calls of tenants, by their first letters, of so many seconds each; ticks of a tenant `t` beside them."""
+    order: list[str] = []
+    clock = [0]
+    device, gate = Device(clock=lambda: clock[0]), threading.Event()
+
+    def work(name: str, seconds: int) -> bool:
+        order.append(name[0])
+        clock[0] += seconds
+        return True
+
+    def ticked() -> bool:
+        device.turns.come(["t"], DECODES)
+        device.turns.charge(tick, [(Payer("t", "t"), 1)])
+        return work("t", tick)
+
+    try:
+        device.submit(gate.wait)
+        futures = []
+        for name, seconds in calls:
+            with used_by(f"job of {name}", name):
+                futures.append(device.submit(functools.partial(work, name, seconds)))
+        if tick:
+            device.add_tick(ticked)
+            device.wake()
+        gate.set()
+        for future in futures:
+            future.result(timeout=60)
+    finally:
+        device.close()
+    return "".join(order)
+
+
+def test_a_call_waits_for_no_more_than_one_of_a_tenant_with_many() -> None:
+    assert worked([*[("greedy", 1)] * 10, *[("small", 1)] * 3]) == "gsgsgs" + 7 * "g"
+
+
+def test_long_calls_count_as_long_as_they_take() -> None:
+    assert worked([*[("greedy", 3)] * 4, *[("small", 1)] * 6]).startswith("gsssgsss")
+
+
+def test_a_tenants_calls_wait_while_another_that_decodes_has_had_less() -> None:
+    """However long a call takes: the other gets half of the time."""
+    assert "gtttttgtttttg" in worked([("greedy", 5)] * 6, tick=1)
 
 
 def test_ticks_without_work_do_not_spin(device: Device) -> None:

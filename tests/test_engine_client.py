@@ -30,6 +30,8 @@ from motet.cluster.messages import (
     ScoreRequest,
     Start,
     SteerJob,
+    Stop,
+    Stopped,
     ToEngine,
 )
 from motet.config.service import ANY_SIZE
@@ -148,5 +150,73 @@ def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_mean
         played.says.put_nowait(JobChanged("kept", JobState.SUCCEEDED, ""))
         await until(lambda: client.jobs.on(host) == 1)
         await client.kill()
+
+    asyncio.run(go())
+
+
+def _two(tmp_path: Path, gather: float) -> tuple[EngineClient, list[Any]]:
+    """Two hosts of one base that a service takes over, and a job that neither has named yet."""
+    played: list[Any] = [Played(), Played()]
+
+    async def launch(start: Start, log: Path) -> Engine:
+        return cast(Engine, played[start.host or 0])
+
+    starts = [replace(START, host=number, takeover_seconds=60.0) for number in range(2)]
+    client = EngineClient(starts, tmp_path, launch)
+    client.gather_seconds = gather
+    job = AddJob({"name": "kept"}, "run", 0, "us", Rule(), 1, "")
+    client.start(
+        dataclasses.replace(
+            handlers(lambda: [] if client.has("kept") else [job]), reconcile=lambda held: {one.job: [] for one in held}
+        )
+    )
+    return client, played
+
+
+def test_a_host_with_much_to_tell_keeps_its_jobs_though_another_is_ready_long_before(tmp_path: Path) -> None:
+    async def go() -> None:
+        client, (quick, slow) = _two(tmp_path, gather=0.05)
+        host = client.hosts[1]
+        slow.says.put_nowait(JobStepped("kept", {"step": 1}))
+        await until(lambda: host.heard_at > 0)
+        host.heard_at += 3600  # as if it went on, however busy this machine is
+        quick.says.put_nowait(Ready([]))
+        await asyncio.sleep(0.3)
+        slow.says.put_nowait(Ready([], jobs=[Held("kept", "us", 1, JobState.RUNNING, "run")]))
+        await until(lambda: client.jobs.on(host) == 1)
+        assert not [one for one in quick.sent if isinstance(one, AddJob)]
+        await client.kill()
+
+    asyncio.run(go())
+
+
+def test_a_host_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    async def go() -> None:
+        client, (quick, _) = _two(tmp_path, gather=0.2)
+        quick.says.put_nowait(Ready([]))
+        await until(lambda: any(isinstance(one, AddJob) for one in quick.sent))
+        await client.kill()
+
+    asyncio.run(go())
+
+
+def test_a_host_that_is_stopped_while_it_tells_what_it_did_saves_before_it_ends(tmp_path: Path) -> None:
+    async def go() -> None:
+        played: Any = Played()
+
+        async def launch(start: Start, log: Path) -> Engine:
+            return cast(Engine, played)
+
+        client = EngineClient([replace(START, takeover_seconds=60.0)], tmp_path, launch)
+        client.start(handlers(list))
+        played.says.put_nowait(JobStepped("kept", {"step": 1}))
+        await until(lambda: Kept() in played.sent)
+        stopping = asyncio.create_task(client.stop())
+        await until(lambda: Stop() in played.sent)
+        await asyncio.sleep(0.1)
+        assert not stopping.done()
+        assert played.says.empty(), "its input was closed before it had saved"
+        played.says.put_nowait(Stopped())
+        await stopping
 
     asyncio.run(go())

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "motet"
 PEERS = frozenset({"commands", "cli", "__init__", "__main__"})
 # A room imports rooms of earlier lines. Rooms of one line do not know each other, except those of PEERS.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "section", "errors", "seeds", "near"}),
+    frozenset({"types", "section", "errors", "seeds", "near", "tenant_turns"}),
     frozenset({"batch", "model_info", "wall", "checksums", "plain_yaml", "own_code"}),
     frozenset({"algorithms"}),
     frozenset({"config"}),

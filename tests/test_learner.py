@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from motet.model.lora_model import LoraModel
 from motet.protocols import Pieces
 from motet.runtime.learner import Learner
 from motet.runtime.scheduler import FairScheduler
+from motet.tenant_turns import Payer
 from motet.training.head import HEAD_ROWS
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
@@ -139,6 +141,32 @@ def test_what_is_given_up_ends_with_the_piece_under_way_and_is_charged_so_far() 
     trainer = company(base, script, "big", "small")
     assert len(trainer.pieces) <= 4, "of the three passes of eleven pieces"
     assert sum(charged) <= 2 * HEAD_ROWS
+
+
+def test_what_is_cancelled_before_its_turn_is_not_trained_and_harms_nobody() -> None:
+    """Its adapter may be gone: calls of nobody need not wait for the tenant's."""
+    base = tiny.base("llama")
+    done: list[str] = []
+
+    async def script(learner: Learner, scheduler: FairScheduler) -> None:
+        device, gate = learner._device, threading.Event()
+        samples = make_samples(((3, 5),), seed=5)
+        await asyncio.gather(*(learner.train(name, segments(name, samples)) for name in ("gone", "small")))
+        blocked = device.submit(gate.wait)
+        gone, small = (asyncio.create_task(learner.train(name, segments(name, samples))) for name in ("gone", "small"))
+        await asyncio.sleep(0.05)  # both wait in one pass
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        removed = device.submit(lambda: learner._trainer.remove_adapter("gone"))
+        removed.add_done_callback(lambda _: done.append("removed"))
+        device.turns.charge(1.0, [(Payer(name, name), 1) for name in ("gone", "small")])  # so that they come later
+        gate.set()
+        blocked.result()
+        await small
+        done.append("trained")
+
+    company(base, script, "gone", "small")
+    assert done == ["removed", "trained"]
 
 
 def test_a_look_pauses_too_and_gives_the_same_logprobs() -> None:

@@ -404,3 +404,33 @@ def test_a_tenant_that_was_away_comes_back_without_credit_and_a_job_that_trains_
         assert before.consumed / before.weight == after.consumed / after.weight
 
     asyncio.run(main())
+
+
+def test_whoever_begins_thousands_waits_while_many_of_them_wait() -> None:
+    async def go() -> None:
+        scheduler = FairScheduler(1)
+        scheduler.join("job", 1.0)
+        turns, begun = asyncio.Semaphore(0), list[asyncio.Task[None]]()
+
+        async def ask() -> None:
+            async with scheduler.permit("job", 1):
+                await turns.acquire()
+
+        async def begin() -> None:
+            for _ in range(100):
+                begun.append(asyncio.create_task(ask()))
+                await asyncio.sleep(0)
+                await scheduler.few_wait("job", 8)
+
+        beginning = asyncio.create_task(begin())
+        for ended in range(20):
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(begun) == ended + 9  # one has its turn, eight wait
+            turns.release()
+        beginning.cancel()
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(beginning, *begun, return_exceptions=True)
+
+    asyncio.run(go())

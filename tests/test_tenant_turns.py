@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from motet.rollout.tenant_turns import TenantTurns
-from motet.types import GenerateRequest, SamplingParams
+from motet.tenant_turns import Cost, Payer, TenantTurns
 
 
-def request(tenant: str, share: float = 1.0) -> GenerateRequest:
-    prompt = np.zeros(1, np.int32)
-    return GenerateRequest(
-        tenant, f"job of {tenant}", prompt, None, SamplingParams(1.0, 8), (), tenant=tenant, share=share
-    )
+def payer(tenant: str, share: float = 1.0) -> Payer:
+    return Payer(f"job of {tenant}", tenant, share)
 
 
 def ticked(turns: TenantTurns, rows: dict[str, int], shares: dict[str, float], seconds: float) -> dict[str, int]:
@@ -23,7 +18,7 @@ def ticked(turns: TenantTurns, rows: dict[str, int], shares: dict[str, float], s
         turns.come(rows)
         due = turns.due(rows)
         cost = 0.002 + 0.0002 * sum(rows[name] for name in due)
-        turns.charge(cost, [(request(name, shares.get(name, 1.0)), rows[name]) for name in due])
+        turns.charge(cost, [(payer(name, shares.get(name, 1.0)), rows[name]) for name in due])
         seconds -= cost
         for name in due:
             had[name] += 1
@@ -55,3 +50,39 @@ def test_time_without_rows_is_no_credit() -> None:
     ticked(turns, {"a": 8}, {}, 100.0)
     had = ticked(turns, {"a": 8, "b": 8}, {}, 1.0)
     assert had["a"] >= 0.8 * had["b"]
+
+
+def test_a_tenant_that_calls_and_one_that_decodes_have_one_account() -> None:
+    turns = TenantTurns()
+    turns.come(["caller"], "calls")
+    turns.come(["decoder"], "decodes")
+    turns.charge(1.0, [(payer("caller"), 1)])
+    assert turns.ahead("caller", "decodes") == 1.0
+    turns.come(["new"], "calls")
+    assert turns.ahead("new", "decodes") == 0.0, "whoever comes starts level with the one that had least"
+
+
+def test_company_is_several_tenants_within_seconds() -> None:
+    now = [0.0]
+    turns, found = TenantTurns(lambda: now[0]), []
+    for tenants, seconds in ((["a", ""], 0.0), (["a", "b"], 1.0), (["a"], 3.0), (["a"], 0.0)):
+        turns.come(tenants)
+        found.append(turns.company)
+        now[0] += seconds
+    assert found == [False, True, True, False], "calls of nobody are no company, and one that pauses comes back"
+
+
+@pytest.mark.parametrize(
+    ("same", "each", "most"),
+    [(0.004, 0.0003, 53), (0.0, 0.01, 32), (0.028, 0.00001, 256), (0.001, 0.00001, 256)],
+    ids=["a CPU", "slow", "a device that takes as long for one row", "fast"],
+)
+def test_a_piece_is_as_large_as_it_is_worth(same: float, each: float, most: int) -> None:
+    cost = Cost()
+    for rows in [256, 8, 200, 120, 40, 256, 64] * 6:
+        cost.add(rows, same + each * rows)
+    assert cost.most(256) == pytest.approx(most, rel=0.15)
+
+
+def test_a_piece_of_unknown_cost_is_whole() -> None:
+    assert Cost().most(256) == 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker import runs, sessions, training
 from motet.service.tinker.futures import Futures
+from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.samplers import Samplers, path_part, sampler_id
@@ -31,6 +33,7 @@ from tests.house import House, open_house
 from tests.small_disk import small_disk
 from tests.tinker_requests import journal, made, request, saved, sent
 from tests.tinker_run import job_of
+from tests.waiting import until
 
 OPEN = {"/healthz", "/downloads/{token}"}
 """Those that want no key: a link to a file is one itself."""
@@ -223,6 +226,21 @@ def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
     found = asyncio.run_coroutine_threadsafe(asked(), house.app.state.loop).result(20)
     assert (found["queue_state"], found["queue_state_reason"]) == ("paused_capacity", "the engine is starting")
     house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
+
+
+def test_a_sample_that_nobody_fetches_is_forgotten_though_nobody_samples(house: House) -> None:
+    prompt = {"chunks": [{"tokens": [1, 2]}]}
+    name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
+    futures = house.part(Futures)
+    futures._samples[name].task = None
+    futures._samples[name].since = time.monotonic() - 1000.0  # as if it had ended then
+
+    async def watched() -> None:
+        watching = asyncio.create_task(Leases(house.part(Models), futures, house.store).watch(0.01))
+        await until(lambda: name not in futures._samples)
+        watching.cancel()
+
+    asyncio.run_coroutine_threadsafe(watched(), house.app.state.loop).result(20)
 
 
 def test_stops_of_a_sample_are_few(house: House) -> None:

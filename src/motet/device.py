@@ -1,8 +1,8 @@
 """The device as one executor: decode ticks and training calls take turns on one thread.
 
-Engines and trainers own no thread; whoever composes a run makes one `Device` and hands it to both. After a call, ticks have
-as much time as it took, and the other way around, so neither sampling nor training starves; whichever has no work gives its
-turn away.
+Engines and trainers own no thread; whoever composes a run makes one `Device` and hands it to both. Tenants take turns by the
+time that they took. Within a tenant, after a call ticks have as much time as it took, and the other way around, so neither
+sampling nor training starves; whichever has no work gives its turn away.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from motet.tenant_turns import SLACK, Payer, TenantTurns
+
 Result = TypeVar("Result")
 
 
 _NEXT_CALL_SECONDS = 0.005
 """For which ticks wait for the next call of a job that has just made one, while calls are owed time: a step makes several."""
+
+
+_CALLS, DECODES = "calls", "decodes"
+"""Where tenants may have something to do."""
 
 
 @dataclass
@@ -64,17 +70,20 @@ class BusyTime:
             return self.decode, dict(self._decoded), dict(self._spent)
 
 
-_owner: ContextVar[str] = ContextVar("owner of calls of a device", default="")
+_payer: ContextVar[Payer] = ContextVar("payer of calls of a device", default=Payer())  # noqa: B039  # it is frozen
 
 
 @contextlib.contextmanager
-def used_by(owner: str) -> Iterator[None]:
-    """Charge the calls that are made inside to somebody, by the name of a job or of completions."""
-    token = _owner.set(owner)
+def used_by(owner: str, tenant: str = "", share: float = 1.0) -> Iterator[None]:
+    """Charge the calls that are made inside to a job or to completions of a tenant, whose turn they wait for.
+
+    Without a name they only wait: they charge themselves.
+    """
+    token = _payer.set(Payer(owner, tenant, share))
     try:
         yield
     finally:
-        _owner.reset(token)
+        _payer.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +93,7 @@ class _QueuedCall:
     call: Callable[[], Any]
     future: Future[Any]
     light: bool
-    owner: str
+    payer: Payer
 
     def settle(self) -> None:
         """Run it, unless it was cancelled."""
@@ -107,6 +116,8 @@ class Device:
         """`turn` is called in the device's thread: with True before calls run, with False before ticks and light calls do."""
         self._clock = clock
         self.busy = BusyTime()
+        self.turns = TenantTurns()
+        """Used in the device's thread, by whoever decodes too."""
         self._turn = turn
         self._calling: bool | None = None
         self._held = False
@@ -146,15 +157,23 @@ class Device:
             self._wake.notify()
 
     def submit(self, call: Callable[[], Result], *, light: bool = False) -> Future[Result]:
-        """Queue a call; calls run in the order they come. One that is light needs no other core, so no turn is taken for it."""
+        """Queue a call. Calls of one tenant run in the order they come.
+
+        One that is light needs no other core, so the processes that sample go on beside it.
+        """
         future: Future[Result] = Future()
         with self._wake:
             if self._closed:
                 state = "is closed" if self._broken is None else f"broke down: {self._broken!r}"
                 raise RuntimeError(f"the device {state}") from self._broken
-            self._calls.append(_QueuedCall(call, future, light, _owner.get()))
+            self._calls.append(_QueuedCall(call, future, light, _payer.get()))
             self._wake.notify()
         return future
+
+    def charge(self, seconds: float, parts: Mapping[Payer, float]) -> None:
+        """Charge a call to those it was for, by their parts of it; from within the call."""
+        self.busy.called(seconds, {payer.job: part for payer, part in parts.items()})
+        self.turns.charge(seconds, parts.items())
 
     async def run(self, call: Callable[[], Result], *, light: bool = False) -> Result:
         """Run a call on the device and wait for it without blocking the event loop; see `submit`."""
@@ -181,7 +200,7 @@ class Device:
                 if self._closed:
                     return
                 self._woken = False
-                call = self._calls.popleft() if self._calls and (owed <= 0 or not working) else None
+                call = self._next_call(owed, working=working)
                 ticks = list(self._ticks)
             try:
                 if call is not None:
@@ -190,8 +209,8 @@ class Device:
                     call.settle()
                     spent = self._clock() - begun
                     owed += spent
-                    if call.owner:
-                        self.busy.called(spent, {call.owner: 1.0})
+                    if call.payer.job:
+                        self.charge(spent, {call.payer: 1.0})
                     if owed < 0 and working:
                         continue
                 self._turn_to(calling=False)
@@ -202,6 +221,20 @@ class Device:
             except BaseException as error:  # see add_tick
                 self._break_down(error, call)
                 return
+
+    def _next_call(self, owed: float, *, working: bool) -> _QueuedCall | None:
+        """Take the first call of the tenant that had the least time; None where ticks come first."""
+        if not self._calls and not working:
+            return None
+        self.turns.come({one.payer.tenant for one in self._calls}, _CALLS)
+        if not self._calls:
+            return None
+        first = min(self._calls, key=lambda one: self.turns.had(one.payer.tenant))
+        ahead = self.turns.ahead(first.payer.tenant, DECODES)
+        if working and (ahead > SLACK or (owed > 0 and ahead >= -SLACK)):
+            return None
+        self._calls.remove(first)
+        return first
 
     def _turn_to(self, *, calling: bool) -> None:
         if self._turn is not None and calling != self._calling:

@@ -23,8 +23,8 @@ from motet.errors import EngineError, HostGone
 from motet.runtime.slots import Claim
 
 _log = logging.getLogger(__name__)
-_GATHER_SECONDS = 60.0
-"""Seconds that jobs wait for the last host to be ready when the first one is."""
+GATHER_SECONDS = 60.0
+"""Seconds that jobs wait for the last host to be ready when the first one is, or when it said something last."""
 _RETRY_SECONDS = 2.0
 LOOK_SECONDS = 60.0
 """Between two readings of the open jobs while nothing changes: one may have been kept and not handed over, its database being
@@ -56,7 +56,7 @@ class EngineClient:
         """Jobs of which something was asked, or that ended, since jobs were read last: what was read may be old."""
         self._unplaced = True
         """Whether there may be jobs that no host has, and that nobody has looked at since something changed."""
-        self._look, self._look_seconds = asyncio.Event(), look
+        self._look, self._look_seconds, self.gather_seconds = asyncio.Event(), look, GATHER_SECONDS
         self._settled = len(starts) == 1
         """Whether jobs are given out: not before all hosts are there, or too late."""
         self.there = {host.base: asyncio.Event() for host in self.hosts}
@@ -225,7 +225,7 @@ class EngineClient:
     async def _keep_placed(self, handlers: EngineHandlers) -> None:
         """Give jobs that no host has to hosts, and even them out, whenever something has changed, and now and then."""
         if not self._settled:
-            await _gathered(self.hosts, self._look)
+            await _gathered(self.hosts, self._look, self.gather_seconds)
         self._settled = True
         self._look.set()
         while True:
@@ -288,14 +288,21 @@ def longest_sequence(engine: EngineClient, *bases: str) -> int:
     return max(known) if all(known) else 0
 
 
-async def _gathered(hosts: Sequence[Host], look: asyncio.Event) -> None:
-    """Wait for the hosts that start, where there are several: jobs that are given to the first alone would have to move."""
-    deadline, loop, settled = None, asyncio.get_running_loop(), False
-    while not settled:
+async def _gathered(hosts: Sequence[Host], look: asyncio.Event, seconds: float) -> None:
+    """Wait for the hosts that start, where there are several: jobs that are given to the first alone would have to move.
+
+    One that was taken over may have much to tell before it says which jobs it has; given to another, they would run twice.
+    """
+    first, loop = None, asyncio.get_running_loop()
+    while True:
         await look.wait()
         look.clear()
-        if deadline is None and any(host.ready for host in hosts):
-            deadline = loop.time() + _GATHER_SECONDS
-            loop.call_at(deadline, look.set)
+        if first is None and any(host.ready for host in hosts):
+            first = loop.time()
         starting = [host for host in hosts if not (host.ready or host.failure or host.starts > 1)]
-        settled = deadline is not None and (not starting or loop.time() >= deadline)
+        if first is None:
+            continue
+        deadline = max([first, *(host.heard_at for host in starting)]) + seconds
+        if not starting or loop.time() >= deadline:
+            return
+        loop.call_at(deadline, look.set)

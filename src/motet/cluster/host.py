@@ -96,6 +96,8 @@ class Host:
         self._closing = asyncio.Event()
         self._ready_since = math.inf
         self.ready = False
+        self.heard_at = -math.inf
+        """When this process said something last, on the monotonic clock; one that loads says nothing before it is ready."""
         self.failure = ""
         """Why it is not there, for a person."""
         self.away = ""
@@ -175,7 +177,7 @@ class Host:
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the process."""
         self._closing.set()
-        if self.ready:
+        if self.ready or self.heard_at > -math.inf:  # one that was taken over may have much to tell before it is ready
             self.send(m.Stop())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
@@ -228,9 +230,11 @@ class Host:
     async def _run_once(self) -> None:
         self.starts += 1
         self._stopped.clear()
+        self.heard_at = -math.inf
         self._engine, self._adopted = self._adopted or await self._launch(self._start, self.log), None
         self._engine.send(self._start)
         async for message in self._engine.messages():
+            self.heard_at = time.monotonic()
             await self._handle(message)
 
     async def _clean_up(self) -> None:

@@ -23,6 +23,8 @@ from motet.launch import warm_up
 from motet.runtime.rundir import RunDirectory
 
 _LOCK_SECONDS = 60.0
+_SWITCH_SECONDS = 0.0005
+"""After which a thread gives way to the device's: that one asks for the interpreter a hundred times in each step."""
 
 
 def main() -> None:
@@ -32,6 +34,7 @@ def main() -> None:
     if isinstance(parent, Parent):  # while this one loads, the next engine needs the cores and the directory
         parent.on_hang_up(lambda: None if serving.is_set() else os._exit(0))
     warm_up()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     start = parent.first()
     if not isinstance(start, Start):
         return

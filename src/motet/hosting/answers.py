@@ -111,7 +111,7 @@ class Answers:
             passes = 1 + question.prompt_logprobs + bool(question.prompt_top)
             self._scheduler.spend(request.job, passes * len(prompt_ids))
             if question.prompt_logprobs:
-                with used_by(request.job):
+                with used_by(request.job, tenant, share):
                     self._send(await self._scored(question, prompt_ids, ref))
             async for chunk in self._engine.generate(request):
                 self._scheduler.spend(request.job, len(chunk.token_ids))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,8 @@ _USAGE_SECONDS = 2.0
 _IDLE_SECONDS = 30.0
 """Between two that nobody used it."""
 _AWAY_SECONDS = 60.0
+_THREADS = 32
+"""That write files and wait for disks: with a few, a tenant's commits would wait for those of another's many jobs."""
 _OF_PATIENCE = 0.9
 """A host that starts its servers itself ends before its jobs have waited for one in vain."""
 
@@ -75,7 +78,7 @@ class EngineServer:
         shared = services(
             self.workshop, self.directory, None if start.own_jobs else _rewards(config, start, self._scores, self._rest)
         )
-        info = self.base.info
+        info, self._alone = self.base.info, False
         self._shared = replace(
             shared,
             positions=info.max_positions,
@@ -83,8 +86,8 @@ class EngineServer:
             agents=None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes),
         )
         turns = SlotTurns("" if start.host is None else f"{start.host}")
-        slots, max_idle = config.engine.slots, start.patience_seconds
-        self.pipeline = Pipeline([], self._shared, slots, stays=True, max_idle=max_idle, turns=turns)
+        idle = start.patience_seconds
+        self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, max_idle=idle, turns=turns)
         room = min(info.max_positions, self.workshop.kv_tokens or info.max_positions)
         self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,7 +101,6 @@ class EngineServer:
         self._handed_over, self._reports = HandedOver(), JobReports(parent.send, shared.engine_suffix)
         self._resting = set[str]()
         """Jobs that are to rest as soon as nobody is there who scores for them."""
-        self._alone = False
         self._preparing = Turns()
 
     def _rest(self, job: str, wanted: bool) -> None:
@@ -109,6 +111,7 @@ class EngineServer:
     async def serve(self) -> None:
         """Handle messages until the input ends."""
         messages = self._parent.queue()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "motet-files"))
         async with self.workshop.open():
             running, watching = asyncio.create_task(self.pipeline.run()), asyncio.create_task(self._watch())
             for task in (running, watching):  # without them this process is of no use: a new one takes over

@@ -22,8 +22,9 @@ from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import ModelRunner, NewTokens
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.rollout.tenant_turns import TenantTurns
-from motet.types import FinishReason, GenerateRequest
+from motet.rollout.tick_turns import TickTurns
+from motet.tenant_turns import TenantTurns
+from motet.types import FinishReason
 
 
 class Decoder:
@@ -38,6 +39,7 @@ class Decoder:
         prefill_tokens: int,
         kept_blocks: int = 0,
         host_bytes: int = 0,
+        turns: TenantTurns | None = None,
     ) -> None:
         """Between the turns of episodes at most `kept_blocks` stay with their sequences; 0 keeps none.
 
@@ -57,7 +59,7 @@ class Decoder:
         self.preemptions = 0
         self.spent: Counter[str] = Counter()
         """Microseconds by job since somebody took the count away."""
-        self._turns = TenantTurns()
+        self._turns = TickTurns(turns or TenantTurns(), max_rows, prefill_tokens)
         self._waiting: deque[Prompt] = deque()
         self._preempted: deque[SampledSequence] = deque()
         self._running: list[SampledSequence] = []
@@ -111,36 +113,36 @@ class Decoder:
 
     @torch.inference_mode()
     def tick(self) -> None:
-        """Admit and prefill what fits, then decode one token for every running sequence whose tenant's turn it is."""
-        there: tuple[Prompt | SampledSequence, ...] = (*self._waiting, *self._preempted, *self._running)
-        self._turns.come(map(_tenant, there))
-        begun = time.perf_counter()
+        """Admit and prefill what fits, then decode one token for running sequences whose tenant's turn it is.
+
+        While several tenants use the device a tick is short: it does one of the two, and only as much as takes a moment.
+        """
+        self._turns.come((*self._waiting, *self._preempted, *self._running))
+        begun, before = time.perf_counter(), self.prefilled_tokens
         fresh, read = self._admit()
         self._settle(fresh)
-        self.spent += self._turns.charge(time.perf_counter() - begun, read)
+        self.spent += self._turns.read(begun, read, self.prefilled_tokens - before)
+        if self.prefilled_tokens > before and self._turns.company:
+            return
         begun = time.perf_counter()
-        running = self._grow_or_preempt(self._turns.due(_tenant(item) for item in self._running))
+        running = self._grow_or_preempt(self._turns.chosen(self._running))
         if running:
-            inputs = [
-                NewTokens(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks, item.slot)
-                for item in running
-            ]
-            self.runner.sample(running, self.runner.logits(inputs))
+            self.runner.sample(running, self.runner.logits([_next_token(item) for item in running]))
         self._settle(running)
-        self.spent += self._turns.charge(time.perf_counter() - begun, [(item.prompt.request, 1) for item in running])
+        self.spent += self._turns.decoded(begun, running)
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> tuple[list[SampledSequence], list[tuple[GenerateRequest, int]]]:
+    def _admit(self) -> tuple[list[SampledSequence], list[tuple[Prompt, int]]]:
         """Bring in preempted sequences, then new prompts, as far as there is room; sample their first token.
 
         Returns:
-            The sequences, and how many tokens were read for each request.
+            The sequences, and how many tokens were read of each prompt.
         """
-        budget = self.prefill_tokens
+        budget = self._turns.tokens
         inputs: list[NewTokens] = []
         resumed: list[SampledSequence] = []
-        read: list[tuple[GenerateRequest, int]] = []
+        read: list[tuple[Prompt, int]] = []
         if self._preempted:
             self._reclaim_prompts()
         while self._preempted and self._rows_left():
@@ -154,7 +156,7 @@ class Decoder:
                 )
                 budget -= sequence.length
                 resumed.append(sequence)
-                read.append((sequence.prompt.request, sequence.length))
+                read.append((sequence.prompt, sequence.length))
             self._running.append(self._preempted.popleft())  # before anything can fail, so that `fail_all` finds it
         opened = [] if self._preempted else self._open_prompts(inputs, budget)
         if inputs:
@@ -162,11 +164,11 @@ class Decoder:
             self.prefills += len(inputs)
             self.prefilled_tokens += sum(len(new.token_ids) for new in inputs)
             for offset, prompt in enumerate(opened):
-                read.append((prompt.request, len(inputs[len(resumed) + offset].token_ids)))
+                read.append((prompt, len(inputs[len(resumed) + offset].token_ids)))
                 prompt.logits = logits_NV[len(resumed) + offset : len(resumed) + offset + 1].clone()
             self.runner.sample(resumed, logits_NV[: len(resumed)])
         born = [] if self._preempted else self._fork()
-        read.extend((item.prompt.request, 1) for item in born)
+        read.extend((item.prompt, 1) for item in born)
         return [*resumed, *born], read
 
     def _rows_left(self) -> int:
@@ -177,13 +179,12 @@ class Decoder:
         opened = []
         rows = self._rows_left()
         reserved = 0
-        self._waiting = deque(sorted(self._waiting, key=lambda prompt: self._turns.had(_tenant(prompt))))
-        running: tuple[Prompt | SampledSequence, ...] = (*self._running, *itertools.islice(self._waiting, 1))
-        due = self._turns.due(map(_tenant, running))
+        self._waiting = deque(sorted(self._waiting, key=self._turns.had))
+        due = self._turns.due((*self._running, *itertools.islice(self._waiting, 1)))
         for prompt in self._waiting:
             if rows <= 0:
                 break
-            if _tenant(prompt) not in due and not prompt.blocks:
+            if not (prompt.blocks or self._turns.is_due(prompt, due)):
                 continue
             if not prompt.blocks:
                 spare = 1 if inputs or self._running else 0
@@ -226,13 +227,13 @@ class Decoder:
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
-    def _grow_or_preempt(self, tenants: set[str]) -> list[SampledSequence]:
-        """Give every running sequence of some tenants a block for its next token, oldest first; the youngest give way."""
+    def _grow_or_preempt(self, chosen: set[SampledSequence]) -> list[SampledSequence]:
+        """Give some running sequences a block for their next tokens, oldest first; the youngest give way."""
         kept: list[SampledSequence] = []
         queue = deque(self._running)
         while queue:
             sequence = queue.popleft()
-            if _tenant(sequence) not in tenants:
+            if sequence not in chosen:
                 kept.append(sequence)
                 continue
             while not (grown := self.blocks.grow(sequence)) and queue:
@@ -245,7 +246,7 @@ class Decoder:
             else:
                 self._preempt(sequence)
         self._running = kept
-        return sorted((item for item in kept if _tenant(item) in tenants), key=_adapter_order)
+        return sorted((item for item in kept if item in chosen), key=_adapter_order)
 
     def _reclaim_prompts(self) -> None:
         """Take back the blocks of prompts that wait for a row; those that left no copy are prefilled again later."""
@@ -277,8 +278,8 @@ class Decoder:
         sequence.prompt.emit(sequence.chunk(self.runner.text))
 
 
-def _tenant(item: Prompt | SampledSequence) -> str:
-    return (item if isinstance(item, Prompt) else item.prompt).request.tenant
+def _next_token(item: SampledSequence) -> NewTokens:
+    return NewTokens(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks, item.slot)
 
 
 def _named(prompt: Prompt, names: set[str]) -> bool:

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from motet.device import Device
+from motet.device import DECODES, Device
 from motet.errors import DeviceError, EngineError
 from motet.model.distribution import Distribution
 from motet.model.kv_cache import KVCache
@@ -69,6 +69,7 @@ class EmbeddedEngine:
             prefill_tokens=prefill_tokens,
             kept_blocks=kept_tokens // base.block_size,
             host_bytes=host_kv_bytes,
+            turns=device.turns,
         )
         self._grammars = Grammars(base.info)
         self._preparing: dict[str, str] = {}
@@ -240,6 +241,7 @@ class EmbeddedEngine:
             if self._aborts:
                 self.decoder.abort({self._aborts.pop() for _ in range(len(self._aborts))})
             if self.decoder.idle:
+                self._device.turns.come((), DECODES)
                 return False
             full = self.decoder.n_running >= self.decoder.max_rows
             self.decoder.tick()

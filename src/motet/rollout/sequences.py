@@ -54,6 +54,8 @@ class SampledSequence:
     error: str = ""
     grammar: Grammar | None = None
     """Where it stands in it."""
+    tick: int = 0
+    """The last one that it had a token of."""
     sent_tokens: int = 0
     sent_text: int = 0
 

@@ -30,7 +30,8 @@ class Driver:
         job, session, scheduler = self.job, self.session, self.services.scheduler
         scheduler.join(job.name, weight_of(job.config.priority), job.tenant)
         try:
-            await self.begin()
+            async with self.services.beginning(job.tenant):
+                await self.begin()
             await self.reference.open()
             await session.open()
             await self._publish()

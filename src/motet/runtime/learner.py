@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from motet.algorithms.packing import Waiting, merge
 from motet.batch import Batch, Segment, Trained
-from motet.device import Device
+from motet.device import Device, used_by
 from motet.errors import DeviceError
 from motet.protocols import Parking, Pausing, Pieces, Trainer
 from motet.runtime.scheduler import FairScheduler
+from motet.tenant_turns import Cost, Payer
 from motet.types import FloatArray
 
 Executed = Callable[[int], None]
@@ -51,6 +52,8 @@ class _Pass:
     """Once it has begun."""
     charged: int = 0
     """Work of its pieces so far; only a pass of one entry has several turns."""
+    payers: Mapping[str, Payer] = field(default_factory=dict)
+    """By job."""
 
 
 class Learner:
@@ -67,6 +70,7 @@ class Learner:
         """The pass that gave the device back; at most one, because it keeps its memory."""
         self._running: asyncio.Task[None] | None = None
         self._apart = False
+        self._cost = Cost()
         self._parking = trainer if isinstance(trainer, Parking) and trainer.parks else None
 
     async def train(self, job: str, segments: tuple[Segment, ...], executed: Executed = unheard) -> tuple[Trained, ...]:
@@ -108,7 +112,7 @@ class Learner:
                 await self._bring_in(chosen.entries)  # the device samples meanwhile
                 ahead = asyncio.create_task(self._bring_in_next(chosen.entries))
                 try:
-                    results = await self._device.run(lambda chosen=chosen: self._turn(chosen))  # type: ignore[misc]
+                    results = await self._on_device(chosen)
                 finally:
                     await ahead
             except Exception as error:  # whoever waits for these segments has to know
@@ -124,6 +128,13 @@ class Learner:
                 if not entry.done.done():
                     entry.done.set_result(result)
 
+    async def _on_device(self, chosen: _Pass) -> tuple[Any, ...] | None:
+        """Work on a pass in the turn of the tenant that it was chosen for."""
+        chosen.payers = {one.job: Payer(one.job, *self._scheduler.payer(one.job)) for one in chosen.entries}
+        first = chosen.payers[chosen.entries[0].job]
+        with used_by("", first.tenant, first.share):  # the turn says itself whose its time was
+            return await self._device.run(lambda: self._turn(chosen))
+
     async def _give_up(self, paused: _Pass) -> None:
         """End a pass that nobody waits for; what its pieces added up is dropped with its adapter, or never added."""
         self._paused = None
@@ -133,6 +144,8 @@ class Learner:
     def _charge(self, turn: _Pass, *, ended: bool) -> None:
         """Charge the work of a turn, or the rest of a pass that has ended."""
         before, entries = turn.charged, turn.entries
+        if not entries:
+            return
         done = Counter({entry: entry.segment.work for entry in entries})
         if not ended or before:
             turn.charged = entries[0].segment.work if ended else min(before + self._budget, entries[0].segment.work)
@@ -191,10 +204,15 @@ class Learner:
         for offer in offers:
             work[offer.standing.tenant] += offer.tokens
         first = merge(offers, 1)[0]
-        return min(self._budget, len(work) * work[offers[first].standing.tenant])
+        most = self._cost.most(self._budget) if self._device.turns.company else self._budget
+        return min(most, len(work) * work[offers[first].standing.tenant])
 
     def _turn(self, turn: _Pass) -> tuple[Any, ...] | None:
         """Work on a pass; None where there is more to do. In the device's thread."""
+        if turn.pieces is None:  # those that were cancelled may have no adapter any more
+            turn.entries = [entry for entry in turn.entries if not entry.done.cancelled()]
+        if not turn.entries:
+            return ()
         started = time.perf_counter()
         pieces = turn.pieces = turn.pieces or self._pieces(turn.entries)
         done = 0
@@ -206,12 +224,15 @@ class Learner:
             return results
         finally:
             spent = time.perf_counter() - started
-            tokens = Counter[str]()
+            tokens = defaultdict[Payer, float](float)
             for entry in turn.entries:
-                tokens[entry.job] += entry.segment.n_tokens
-            self._device.busy.called(spent, tokens)
+                tokens[turn.payers[entry.job]] += entry.segment.n_tokens
+            whole = sum(tokens.values())
+            self._device.charge(spent, tokens)
             self._device.busy.train += spent
-            self._device.busy.full += spent * (done > 0 or tokens.total() >= 0.5 * self._budget)
+            self._device.busy.full += spent * (done > 0 or whole >= 0.5 * self._budget)
+            if turn.entries[0].learns and not done:
+                self._cost.add(sum(entry.segment.packed_work for entry in turn.entries), spent)
         return None
 
     def _pieces(self, entries: list[_Entry]) -> Pieces[Any]:

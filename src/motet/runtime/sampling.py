@@ -22,6 +22,7 @@ from motet.errors import EngineError, ScorerAway
 from motet.runtime.generation import Generation, PutAside, Result, ended
 from motet.runtime.job import Job, Services
 from motet.runtime.own_environment import own_environment
+from motet.runtime.scheduler import FairScheduler
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 _BEGUN_AT_ONCE = 16
 """Groups whose prompts are read before others have the event loop."""
+_WAITING = 64
+"""Requests of a job that wait for their turn before more groups begin: thousands of them take the process's time and memory."""
 
 
 @dataclass
@@ -83,13 +86,16 @@ class Supply:
     """Begun and not trained."""
 
 
-async def _begun(tasks: asyncio.TaskGroup, works: Iterable[Coroutine[Any, Any, Result]]) -> list[asyncio.Task[Result]]:
-    """Begin works as tasks, some at a time: thousands would keep other jobs from being heard."""
+async def _begun(
+    tasks: asyncio.TaskGroup, works: Iterable[Coroutine[Any, Any, Result]], scheduler: FairScheduler, job: str
+) -> list[asyncio.Task[Result]]:
+    """Begin works as tasks while few requests of the job wait; others have the event loop in between."""
     running = []
     for count, work in enumerate(works, 1):
         running.append(tasks.create_task(work))
         if count % _BEGUN_AT_ONCE == 0:
             await asyncio.sleep(0)
+        await scheduler.few_wait(job, _WAITING)
     return running
 
 
@@ -97,9 +103,7 @@ class JobSampler:
     """Samples the steps and evaluations of one job."""
 
     def __init__(self, job: Job, services: Services, versions: Versions, supply: Supply | None = None) -> None:
-        self._job = job
-        self._services = services
-        self._versions = versions
+        self._job, self._services, self._versions = job, services, versions
         self.supply = supply or Supply()
         self._unfinished = sorted(self.supply.pending)
         """Positions that an earlier process began."""
@@ -190,7 +194,8 @@ class JobSampler:
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
                 wanted = (self._task(problem, place, step, purpose) for place, problem in enumerate(problems, first))
-                running = await _begun(tasks, (self._sample(task, version, purpose, cost) for task in wanted))
+                works = (self._sample(task, version, purpose, cost) for task in wanted)
+                running = await _begun(tasks, works, self._services.scheduler, self._job.name)
         await self._versions.collect()
         groups = [Group(one, step, version, task.result() or ()) for one, task in zip(problems, running, strict=True)]
         return SampledStep(step, version, groups, time.monotonic() - started, cost.reward_seconds, cost.tokens)

@@ -185,6 +185,12 @@ class FairScheduler:
         account = self._accounts.get(job)
         return account is None or account.idle
 
+    async def few_wait(self, job: str, most: int) -> None:
+        """Wait until fewer requests of a job than `most` wait for their turn."""
+        waiting = self._accounts[job].waiting
+        while len(waiting) >= most and not (turn := waiting[-most][1]).done():
+            await asyncio.wait([turn])
+
     def spend(self, job: str, tokens: float) -> None:
         """Charge tokens to a job and its tenant."""
         if (account := self._accounts.get(job)) is not None:

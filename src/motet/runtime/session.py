@@ -246,7 +246,7 @@ class Session:
         services, version = self.services, self.done.step
         started = time.monotonic()
         await self.versions.publish(version)
-        with used_by(self.job.name):
+        with used_by(self.job.name, *services.scheduler.payer(self.job.name)):
             trained = await services.device.run(lambda: self._probe.trained(services.trainer), light=True)
             await self._probe.check(services.engine, self.versions.ref(version), trained)
         self._publish_seconds = time.monotonic() - started

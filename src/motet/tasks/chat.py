@@ -29,6 +29,8 @@ _TOOLS_INTRODUCTION = (
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+_TOGETHER = 256
+"""Prompts that are read together to find the longest."""
 _AROUND = 8
 
 
@@ -145,14 +147,17 @@ class Chat:
 
     def longest(self, problems: Sequence[Problem]) -> tuple[int, Problem]:
         """The tokens of the longest prompt, and whose it is; of equal ones the first."""
-        sizes = [_most_tokens(self.prompt_text(one)) for one in problems]
         most_tokens, longest_index = 0, 0
-        for index in sorted(range(len(problems)), key=lambda index: -sizes[index]):
-            if sizes[index] < most_tokens:
-                break
-            length = len(self.prompt_ids(problems[index]))
-            if length > most_tokens or (length == most_tokens and index < longest_index):
-                most_tokens, longest_index = length, index
+        for first in range(0, len(problems), _TOGETHER):
+            texts = [self.prompt_text(one) for one in problems[first : first + _TOGETHER]]
+            likely = [index for index, text in enumerate(texts) if _most_tokens(text) > most_tokens]
+            if not likely:
+                continue
+            wanted = [texts[index] for index in likely]
+            ids = self.tokenizer(wanted, add_special_tokens=not self.chat_template)["input_ids"]
+            for index, length in zip(likely, map(len, ids), strict=True):
+                if length > most_tokens:
+                    most_tokens, longest_index = length, first + index
         return most_tokens, problems[longest_index]
 
     def follow_up_ids(

@@ -97,7 +97,7 @@ class Futures:
         Raises:
             LimitError: too many of this tenant's are open, or it does not fit into what its tenant may store.
         """
-        self._forget_old()
+        self.forget_old()
         name, count = f"sample-{secrets.token_hex(12)}", self.open(who)
         size = self._taken(who.tenant_id, wanted)
         # counted from now on, for those that come meanwhile
@@ -250,7 +250,8 @@ class Futures:
             self._room.give_back(sample.tenant_id, sample.size - min(size, sample.size))
             sample.size = min(size, sample.size)
 
-    def _forget_old(self) -> None:
+    def forget_old(self) -> None:
+        """Let go of samples that nobody has come back for."""
         now = time.monotonic()
         old = [name for name, one in self._samples.items() if one.since is not None and now - one.since > _KEPT_SECONDS]
         for name in old:

@@ -43,11 +43,12 @@ class Leases:
                     self._models.finish(job)
         self._seen = seen
 
-    async def watch(self) -> None:
-        """Look again and again, until cancelled."""
+    async def watch(self, seconds: float = _LOOK_SECONDS) -> None:
+        """Look again and again, every so many seconds, until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(seconds)
             try:
+                self._futures.forget_old()
                 await asyncio.to_thread(self.end_silent)
             except Exception:  # whatever it is, the next look may succeed
                 _log.exception("the leases of clients could not be looked at")

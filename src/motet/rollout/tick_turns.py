@@ -1,0 +1,80 @@
+"""What a tick of the decoder works on: the tenants whose turn it is, and no more than takes a moment while others are there."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from motet.device import DECODES
+from motet.rollout.sequences import Prompt, SampledSequence
+from motet.tenant_turns import Cost, Payer, TenantTurns
+
+
+class TickTurns:
+    """Tenants' turns in one decoder, and how long its ticks take."""
+
+    def __init__(self, turns: TenantTurns, rows: int, tokens: int) -> None:
+        """`rows` and `tokens` are the most that a tick may decode and prefill."""
+        self._turns, self._rows, self._tokens = turns, rows, tokens
+        self._reading, self._decoding, self._ticks = Cost(), Cost(), 0
+
+    @property
+    def company(self) -> bool:
+        """Whether several tenants use the device."""
+        return self._turns.company
+
+    @property
+    def tokens(self) -> int:
+        """The most to prefill in this tick."""
+        return self._reading.most(self._tokens) if self.company else self._tokens
+
+    def come(self, there: Iterable[Prompt | SampledSequence]) -> None:
+        """Say who has anything to do."""
+        self._turns.come(map(_tenant, there), DECODES)
+
+    def had(self, item: Prompt | SampledSequence) -> float:
+        """What orders the tenants."""
+        return self._turns.had(_tenant(item))
+
+    def due(self, items: Iterable[Prompt | SampledSequence]) -> set[str]:
+        """The tenants of these whose turn it is."""
+        return self._turns.due(map(_tenant, items))
+
+    def is_due(self, item: Prompt, due: set[str]) -> bool:
+        """Whether it is the turn of a prompt's tenant."""
+        return _tenant(item) in due
+
+    def chosen(self, running: Sequence[SampledSequence]) -> set[SampledSequence]:
+        """The sequences that get a token in this tick: of the tenants that had least, those that wait longest."""
+        due = self.due(running)
+        chosen = [item for item in running if _tenant(item) in due]
+        if self.company:
+            chosen.sort(key=lambda item: (self.had(item), item.tick))
+            del chosen[self._decoding.most(self._rows) :]
+        self._ticks += 1
+        for item in chosen:
+            item.tick = self._ticks
+        return set(chosen)
+
+    def read(self, begun: float, parts: Iterable[tuple[Prompt, int]], tokens: int) -> Counter[str]:
+        """Charge a prefill of so many tokens by its parts; microseconds by job."""
+        spent = time.perf_counter() - begun
+        if tokens:
+            self._reading.add(tokens, spent)
+        return self._turns.charge(spent, [(_payer(prompt), part) for prompt, part in parts])
+
+    def decoded(self, begun: float, running: Sequence[SampledSequence]) -> Counter[str]:
+        """Charge one token of some sequences; microseconds by job."""
+        spent = time.perf_counter() - begun
+        if running:
+            self._decoding.add(len(running), spent)
+        return self._turns.charge(spent, [(_payer(item.prompt), 1) for item in running])
+
+
+def _tenant(item: Prompt | SampledSequence) -> str:
+    return (item if isinstance(item, Prompt) else item.prompt).request.tenant
+
+
+def _payer(prompt: Prompt) -> Payer:
+    return Payer(prompt.request.job, prompt.request.tenant, prompt.request.share)
