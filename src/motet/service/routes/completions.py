@@ -17,11 +17,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from msgspec.structs import replace
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from motet.agents.structure import check_grammar, grammar_of
 from motet.apart import Apart
+from motet.chat.structure import check_grammar, grammar_of
 from motet.cluster.client import EngineClient, longest_sequence
 from motet.cluster.messages import Complete, Tokens
-from motet.errors import ConfigError, EngineError, EpisodeRefusal
+from motet.errors import ChatRefusal, ConfigError, EngineError
 from motet.service.adapters.adapters import Answerer, NoModelError
 from motet.service.answers import all_whole, finish_reason, stream, whole
 from motet.service.database.tables import new_id
@@ -220,7 +220,7 @@ class ChatRequest(Sampled):
             grammar = grammar_of(self.response_format, tools=False)
             await check_grammar(grammar, apart, key)
             return grammar
-        except EpisodeRefusal as error:
+        except ChatRefusal as error:
             raise bad_field("response_format", str(error).removeprefix("response_format: ")) from error
 
 
