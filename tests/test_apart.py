@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from motet.chat.structure import check_grammar, grammar_of
 from motet.apart import Apart, Bounds, Turns
+from motet.chat.structure import check_grammar, grammar_of
 from motet.errors import ChatRefusal, LimitError
 from motet.service.bases import Bases
 from motet.service.jobs.validation import jobs_in

@@ -147,9 +147,7 @@ class ChatFormat(Extra):
     @model_validator(mode="before")
     @classmethod
     def _is_small(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > _MOST_FIELDS:  # each could be a mistake, which takes memory too
-            raise ValueError(f"there are {len(value)} fields, and this takes at most {_MOST_FIELDS}")
-        return check_plain(value)
+        return check_plain(few_fields(value))
 
     def conversation(self) -> Conversation:
         """What is asked.
@@ -166,6 +164,17 @@ class ChatFormat(Extra):
     def events(self, reply: Reply) -> AsyncIterator[str]:
         """The answer as server-sent events, as its pieces come."""
         raise NotImplementedError
+
+
+def few_fields(value: Any) -> Any:
+    """Refuse an object with many fields, each of which could be a mistake that takes memory; gives it back.
+
+    Raises:
+        ValueError: it has too many.
+    """
+    if isinstance(value, dict) and len(value) > _MOST_FIELDS:
+        raise ValueError(f"there are {len(value)} fields, and this takes at most {_MOST_FIELDS}")
+    return value
 
 
 def refuse_unsupported(given: ChatFormat, also: Sequence[str] = ()) -> None:
