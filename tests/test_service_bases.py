@@ -178,7 +178,11 @@ def said_alone(base: Any, adapter: Path | None) -> tuple[str, list[float]]:
     shared: Any = SimpleNamespace(engine=engine, scheduler=FairScheduler(1), engine_suffix="x")
     answers = Answers(base, shared, 1024, sent.append)
     where, sampling = None if adapter is None else str(adapter), SamplingParams(max_tokens=12)
-    asyncio.run(answers.answer(Complete("any", where, 1, 7, False, True, sampling, messages=[Message("user", ASKED[0]["content"])])))
+    asyncio.run(
+        answers.answer(
+            Complete("any", where, 1, 7, False, True, sampling, messages=[Message("user", ASKED[0]["content"])])
+        )
+    )
     device.close()
     (answer,) = [message.chunk for message in sent if isinstance(message, Tokens)]
     return answer.text, answer.logprobs.tolist()
