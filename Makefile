@@ -48,7 +48,7 @@ install: $(VENV)/.installed-dev  ## make .venv with Motet and the tools to devel
 
 .PHONY: demo
 demo: $(VENV)/.installed  ## train several adapters on the small base that ships with Motet (no network once installed)
-	HF_HUB_OFFLINE=1 $(BIN)/motet run examples/demo.yaml
+	HF_HUB_OFFLINE=1 $(BIN)/motet demo
 
 .PHONY: smollm2
 smollm2: $(VENV)/.installed-reasoning  ## bring SmolLM2-135M-Instruct into the local cache, and reasoning-gym's tasks

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from motet import __version__
-from motet.commands import backup, jobs, sharing, tenants, workers
+from motet.commands import backup, demo, jobs, sharing, tenants, workers
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 from motet.errors import MotetError
 
@@ -45,7 +45,7 @@ _NOT_OURS = (
 app = typer.Typer(
     name="motet",
     help="Train many LoRA adapters at once by reinforcement learning over one frozen base model.",
-    epilog="Start with: motet run examples/demo.yaml",
+    epilog="Start with: motet demo",
     no_args_is_help=True,
     add_completion=True,
     rich_markup_mode=None,
@@ -367,7 +367,7 @@ def node_agent(
     listen(server, engine, host=host, port=port, directory=directory, key_env=key_env, command=command or ())
 
 
-for part in (backup.app, jobs.app, sharing.app, tenants.app, workers.app, tenants.key_app):
+for part in (demo.app, backup.app, jobs.app, sharing.app, tenants.app, workers.app, tenants.key_app):
     app.add_typer(part)
 
 
