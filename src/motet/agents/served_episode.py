@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from motet import apart
 from motet.agents.episode import AgentEpisode
-from motet.chat.completer import EVENTS, ChatFormat, Conversation, Piece, Reply, whole
+from motet.chat.completer import EVENTS, ChatFormat, Conversation, Piece, Reply, refuse_unsupported, whole
 from motet.chat.completions import ChatRequest
 from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
@@ -126,6 +126,7 @@ class ServedEpisode:
         digest = hashlib.blake2b(body, digest_size=16).digest()
         asked = self._replies.get(digest) if again else None
         if asked is None or (asked.done() and asked.exception() is not None):
+            refuse_unsupported(wanted)
             reply = self._completer.reply(wanted.conversation())
             asked = self._replies[digest] = asyncio.create_task(reply)
         return await asyncio.shield(asked)

@@ -17,7 +17,6 @@ from motet.types import Message, ToolCall
 
 EVENTS = "text/event-stream"
 MOST_MESSAGES = 4096
-_MOST_FIELDS = 100
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"logit_bias": ({},), "audio": (), "functions": ()}
 """Fields that would change what is sampled, and their values that do not."""
 
@@ -144,17 +143,10 @@ class ChatFormat(Extra):
     train: bool = True
     """False: an episode answers, and does not train the answer. Elsewhere it changes nothing."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_small(cls, value: Any) -> Any:
-        return check_plain(few_fields(value))
+    _plain = model_validator(mode="before")(check_plain)
 
     def conversation(self) -> Conversation:
-        """What is asked.
-
-        Raises:
-            ChatRefusal: it cannot be answered; names the field.
-        """
+        """What is asked; raises `ChatRefusal` where it cannot be answered."""
         raise NotImplementedError
 
     def answer(self, reply: Reply, answers: Sequence[Piece]) -> dict[str, Any]:
@@ -164,17 +156,6 @@ class ChatFormat(Extra):
     def events(self, reply: Reply) -> AsyncIterator[str]:
         """The answer as server-sent events, as its pieces come."""
         raise NotImplementedError
-
-
-def few_fields(value: Any) -> Any:
-    """Refuse an object with many fields, each of which could be a mistake that takes memory; gives it back.
-
-    Raises:
-        ValueError: it has too many.
-    """
-    if isinstance(value, dict) and len(value) > _MOST_FIELDS:
-        raise ValueError(f"there are {len(value)} fields, and this takes at most {_MOST_FIELDS}")
-    return value
 
 
 def refuse_unsupported(given: ChatFormat, also: Sequence[str] = ()) -> None:

@@ -18,7 +18,6 @@ from motet.chat.completer import (
     arguments_of,
     call_of,
     event,
-    refuse_unsupported,
     text_of,
 )
 from motet.chat.structure import grammar_of
@@ -77,7 +76,6 @@ class ChatRequest(ChatFormat):
 
     def conversation(self) -> Conversation:
         """What is asked."""
-        refuse_unsupported(self)
         tools = () if self.tool_choice == "none" else self.tools or ()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         grammar = grammar_of(self.response_format, tools=bool(tools))

@@ -17,7 +17,6 @@ from motet.chat.completer import (
     Reply,
     arguments_of,
     event,
-    refuse_unsupported,
 )
 from motet.errors import ChatRefusal
 from motet.stops import few
@@ -51,7 +50,6 @@ class MessagesRequest(ChatFormat):
 
     def conversation(self) -> Conversation:
         """What is asked; each result of a tool is a message."""
-        refuse_unsupported(self)
         system = [Message("system", _text_of(self.system))] if self.system else []
         hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return Conversation(

@@ -18,7 +18,6 @@ from motet.chat.completer import (
     arguments_of,
     call_of,
     event,
-    refuse_unsupported,
     text_of,
 )
 from motet.chat.structure import grammar_of
@@ -45,7 +44,6 @@ class ResponsesRequest(ChatFormat):
 
     def conversation(self) -> Conversation:
         """What is asked; a text and the tool calls after it are one turn."""
-        refuse_unsupported(self)
         if self.previous_response_id is not None:
             raise ChatRefusal("previous_response_id: nothing is kept here; send the whole conversation as `input`")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input

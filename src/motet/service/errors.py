@@ -41,7 +41,9 @@ _LONGEST = 10_000
 """Characters of a message: some quote what they were given."""
 _TINKER = "/tinker/"
 """Below it a conflict is a 400: clients would ask again and again after a 409."""
-_BAD_REQUESTS = ("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fine_tuning/", _TINKER)
+_BAD_REQUESTS = (
+    "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fine_tuning/", _TINKER,
+)  # fmt: skip
 """Paths where a request that does not fit is a 400, as users of the packages know it whose protocol it is."""
 
 

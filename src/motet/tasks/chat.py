@@ -204,7 +204,7 @@ class Chat:
 
     def opening(self, messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
         """A conversation as the model reads it whose turns come as text: tool calls written out, tools introduced."""
-        return self.with_tools(tuple(map(_with_calls, self.with_roles(messages))), tools)
+        return self.with_tools(tuple(map(_written, self.with_roles(messages))), tools)
 
     def with_tools(self, messages: tuple[Message, ...], tools: Tools) -> tuple[Message, ...]:
         """A conversation whose model knows its tools: by the template if it has a place for them, or by a system message."""
@@ -283,7 +283,7 @@ class Chat:
         return str(self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
 
 
-def _with_calls(message: Message) -> Message:
+def _written(message: Message) -> Message:
     """A turn with its tool calls in its text, as a model writes them."""
     if not message.tool_calls:
         return message

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from msgspec.structs import replace
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from motet.chat.completer import EVENTS, ChatFormat, Piece, error_event, event, few_fields, refuse_unsupported, whole
+from motet.chat.completer import EVENTS, ChatFormat, Piece, error_event, event, refuse_unsupported, whole
 from motet.chat.completions import ChatRequest, StreamOptions, usage
 from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
@@ -66,6 +66,7 @@ Zero = Annotated[float, BeforeValidator(_no_penalty), Field(ge=0, le=0)]
 """A field that clients send with its neutral value."""
 Limit = Annotated[int, Field(ge=1, le=100_000)]
 _MAX_TOKENS = 16
+_MOST_FIELDS = 100
 _MOST_PROMPTS = 16
 _UNKNOWN = ("top_k", "min_p", "repetition_penalty", "min_tokens", "best_of")
 """Fields of other servers that would change what is sampled."""
@@ -87,6 +88,13 @@ class Sampled(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MOST_FIELDS:  # each could be a mistake, which takes memory too
+            raise ValueError(f"there are {len(value)} fields, and this takes at most {_MOST_FIELDS}")
+        return value
 
     def question(self, who: Principal, asked: Answerer) -> Complete:
         """What the engine is asked, apart from the prompt and the length."""
@@ -242,11 +250,6 @@ class CompletionRequest(Sampled, Asked):
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     user: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_small(cls, value: Any) -> Any:
-        return few_fields(value)
 
     def questions(self, who: Principal, asked: Answerer) -> list[Complete]:
         """What the engine is asked of each prompt."""
