@@ -9,16 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+
 from motet.cluster.client import EngineClient
 from motet.cluster.host import Host
 from motet.cluster.messages import Abandon, Complete, FromEngine, ToEngine
 from motet.hosting.answers import Answers
 from motet.runtime.scheduler import FairScheduler
-from motet.types import Chunk, FinishReason, GenerateRequest
+from motet.service.adapters.adapters import Adapters
+from motet.service.database.tables import UploadedAdapter
+from motet.service.database.tenants import Principal
+from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 from tests.house import House, open_house
 from tests.scripted_model import END, TOKENIZER
 
-ROOM = 4000
+ROOM = 20_000
 
 
 class Says:
@@ -30,10 +35,11 @@ class Says:
         self.requests: list[GenerateRequest] = []
         self.fails = ""
 
+    async def load_adapter(self, ref: AdapterRef, directory: Path) -> None:
+        """Any will do."""
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """The next text, for each seed."""
-        import numpy as np
-
         self.requests.append(request)
         self.read.append(TOKENIZER.decode(request.prompt_ids.tolist()))
         text = self.texts.pop(0)
@@ -77,8 +83,14 @@ class _Process:
 
 @contextlib.contextmanager
 def scripted_service(directory: Path) -> Iterator[tuple[House, Says]]:
-    """The service, while the block runs, and its engine."""
+    """The service, while the block runs, and its engine; `ours` has an adapter `job`."""
     with open_house(directory) as house:
+        owner = house.store.tenants.made("us")
+        row = UploadedAdapter(
+            id="adapter-job", tenant_id=owner.id, name="job", bytes=4, rank=32, alpha=32.0, target_modules=["q_proj"]
+        )
+        house.part(Adapters).add(Principal(owner.id, owner.name, "key-none", "member"), row)
+        house.part(Adapters).path(row.id).mkdir(parents=True)
         engine = Says()
         client = house.part(EngineClient)
         (host,) = client.hosts

@@ -12,7 +12,7 @@ import pytest
 
 from motet.tasks.tool_calls import SpokenText, tool_calls, without_calls
 from tests.house import House
-from tests.scripted_service import Says, scripted_service
+from tests.scripted_service import ROOM, Says, scripted_service
 from tests.service_run import Json
 
 CALL = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -263,9 +263,9 @@ def test_a_refusal_names_the_field(scripted: tuple[House, Says], path: str, body
 
 def test_an_answer_ends_with_the_room_of_the_base(claude: anthropic.Anthropic, model: Says) -> None:
     model.texts = ["x"]
-    claude.messages.create(model="small", max_tokens=9000, messages=[HI])
+    claude.messages.create(model="small", max_tokens=21_000, messages=[HI])
     (request,) = model.requests
-    assert len(request.prompt_ids) + request.sampling.max_tokens == 4000
+    assert len(request.prompt_ids) + request.sampling.max_tokens == ROOM
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ async def agent(url: str, key: str, question: str) -> Turns:
             }
             said = await client.chat.completions.create(**asked, extra_body={"return_token_ids": True})
             choice: Any = said.choices[0]
-            turns.append((said.to_dict()["prompt_token_ids"], choice.to_dict()["token_ids"]))  # type: ignore[arg-type]
+            turns.append((said.to_dict()["prompt_token_ids"], choice.to_dict()["token_ids"]))
             messages.append({"role": "assistant", "content": choice.message.content})
             messages.append({"role": "tool", "tool_call_id": "call_2", "content": "7"})
     return turns
