@@ -261,6 +261,24 @@ def test_a_refusal_names_the_field(scripted: tuple[House, Says], path: str, body
     assert str(error["param"]).startswith(param), error
 
 
+@pytest.mark.parametrize("odd", ["\ud800", float("nan"), 10**400])
+def test_odd_values_come_back_or_are_refused(scripted: tuple[House, Says], model: Says, odd: Any) -> None:
+    house, _ = scripted
+    function = {**FLAT, "parameters": {"x": odd}}
+    for body in (
+        {"input": "hi", "tools": [function]},
+        {"input": "hi", "tools": [function], "stream": True},
+        {"input": "hi", "instructions": str(odd)},
+        {"input": [{"type": "function_call", "name": str(odd), "arguments": json.dumps({"x": odd})}, HI]},
+    ):
+        model.texts = ["x"]
+        content = json.dumps({"model": "small", **body})
+        headers = {"content-type": "application/json"}
+        answer = house.ask("POST", "/v1/responses", content=content, headers=headers)
+        assert answer.status_code in (200, 400), answer.text
+        assert "fault of Motet" not in answer.text
+
+
 def test_an_answer_ends_with_the_room_of_the_base(claude: anthropic.Anthropic, model: Says) -> None:
     model.texts = ["x"]
     claude.messages.create(model="small", max_tokens=21_000, messages=[HI])

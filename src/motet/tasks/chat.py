@@ -276,6 +276,11 @@ class Chat:
         return render(self.tokenizer, messages, True, kwargs)
 
     def _encode(self, text: str, special: bool) -> IntArray:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise BaseModelError(f"a text has {half!r}, half of a character, which no tokenizer reads") from error
         ids = self.tokenizer.encode(text, add_special_tokens=special)
         return np.asarray(ids, np.int32)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import json
 import secrets
 import time
 from collections import Counter
@@ -211,7 +212,8 @@ class Chats:
         reply = await completer.reply(asked)
         if asked.stream:
             return events_of(wanted.events(reply), self._storage)
-        return JSONResponse(wanted.answer(reply, await whole(reply.pieces)))
+        body = wanted.answer(reply, await whole(reply.pieces))
+        return Response(json.dumps(body), media_type="application/json")  # what it repeats may be no UTF-8, or NaN
 
 
 ChatsDep = Annotated[Chats, Depends()]
