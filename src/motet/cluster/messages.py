@@ -209,7 +209,7 @@ class Ready(Message, frozen=True):
     jobs: list[Held] = []
     """Jobs that an earlier service gave it and that have not ended."""
     positions: int = 0
-    """Of the base's longest sequence; 0 where that is not known."""
+    """Tokens of the base's longest sequence; 0 where that is not known."""
 
 
 class Failed(Message, frozen=True):

@@ -106,7 +106,11 @@ class Sampled(BaseModel):
         return Complete(who.tenant_id, adapter, 1, seed, False, False, sampling, base=asked.base)
 
 
-class ChatCompletion(ChatRequest, Sampled):
+class ServedChat(ChatFormat, Sampled):
+    """A chat with a base or a stored version."""
+
+
+class ChatCompletion(ChatRequest, ServedChat):
     """A conversation to continue."""
 
     max_tokens: Limit | None = None
@@ -115,13 +119,13 @@ class ChatCompletion(ChatRequest, Sampled):
     top_logprobs: Literal[0] | None = None
 
 
-class Responses(ResponsesRequest, Sampled):
+class Responses(ResponsesRequest, ServedChat):
     """A conversation to continue."""
 
     max_output_tokens: Limit | None = None
 
 
-class Messages(MessagesRequest, Sampled):
+class Messages(MessagesRequest, ServedChat):
     """A conversation to continue."""
 
     max_tokens: Limit
@@ -196,8 +200,8 @@ class Chats:
         self._request, self._who, self._engine = request, who, engine
         self._apart, self._names, self._storage = apart, names, storage
 
-    async def __call__(self, wanted: ChatFormat, sampled: Sampled, name: str) -> Response:
-        """Answer `wanted`, which is `sampled` too; `name` is the answer's id.
+    async def __call__(self, wanted: ServedChat, name: str) -> Response:
+        """Answer; `name` is the answer's id.
 
         Raises:
             Refusal, ChatRefusal, LimitError, EngineError, ConfigError: it is not answered, and why.
@@ -205,10 +209,10 @@ class Chats:
         who = self._who
         refuse_unsupported(wanted, _UNKNOWN)
         asked = wanted.conversation()
-        answerer = await self._names.answerer(who, sampled.model)
+        answerer = await self._names.answerer(who, wanted.model)
         if asked.limits.grammar:
             await while_there(self._request, check_grammar(asked.limits.grammar, self._apart, who.tenant_id))
-        completer = StoredVersion(self._engine, sampled.question(who, answerer), sampled.model, name)
+        completer = StoredVersion(self._engine, wanted.question(who, answerer), wanted.model, name)
         reply = await completer.reply(asked)
         if asked.stream:
             return events_of(wanted.events(reply), self._storage)
@@ -222,19 +226,19 @@ ChatsDep = Annotated[Chats, Depends()]
 @router.post("/chat/completions", response_model=None, responses=STREAMED)
 async def chat(chats: ChatsDep, wanted: ChatCompletion) -> Response:
     """Continue a conversation, in the format of OpenAI's Chat Completions."""
-    return await chats(wanted, wanted, new_id("chatcmpl"))
+    return await chats(wanted, new_id("chatcmpl"))
 
 
 @router.post("/responses", response_model=None, responses=STREAMED)
 async def responses(chats: ChatsDep, wanted: Responses) -> Response:
     """Continue a conversation, in the format of OpenAI's Responses. No response is kept."""
-    return await chats(wanted, wanted, secrets.token_hex(8))
+    return await chats(wanted, secrets.token_hex(8))
 
 
 @router.post("/messages", response_model=None, responses=STREAMED)
 async def messages(chats: ChatsDep, wanted: Messages) -> Response:
     """Continue a conversation, in the format of Anthropic's Messages."""
-    return await chats(wanted, wanted, secrets.token_hex(8))
+    return await chats(wanted, secrets.token_hex(8))
 
 
 class CompletionRequest(Sampled, Asked):
