@@ -15,12 +15,12 @@ import openai
 import pytest
 
 import motet
-from motet.agents.chat_completions import call_of
-from motet.agents.episode import AgentCall, AgentEpisode, CallLimits, rewarded
+from motet.agents.episode import AgentCall, AgentEpisode, rewarded
 from motet.agents.gateway import Gateway
 from motet.agents.runner import AgentRunner
+from motet.chat.completer import CallLimits, call_of
 from motet.config import EnvironmentConfig
-from motet.errors import EngineError, EnvironmentFault, EpisodeRefusal
+from motet.errors import ChatRefusal, EngineError, EnvironmentFault
 from motet.jobfile import load_jobs
 from motet.running import run_config
 from motet.runtime.metrics import rollout_records
@@ -170,13 +170,13 @@ def test_calls_at_once_come_out_the_same_in_whatever_order_they_arrive():
 def test_an_episode_ends_its_calls_by_number_by_time_and_when_its_agent_has_returned():
     one, _ = episode(lambda *_: "x", calls=1)
     asyncio.run(one.complete([user("a")], (), CallLimits()))
-    with pytest.raises(EpisodeRefusal, match="all of its 1 calls"):
+    with pytest.raises(ChatRefusal, match="all of its 1 calls"):
         asyncio.run(one.complete([user("a")], (), CallLimits()))
     late, _ = episode(lambda *_: "x", seconds=0.0)
-    with pytest.raises(EpisodeRefusal, match="over"):
+    with pytest.raises(ChatRefusal, match="over"):
         asyncio.run(late.complete([user("a")], (), CallLimits()))
     one.close()
-    with pytest.raises(EpisodeRefusal, match="over"):
+    with pytest.raises(ChatRefusal, match="over"):
         asyncio.run(one.complete([user("a")], (), CallLimits()))
 
 
@@ -187,7 +187,7 @@ def test_sampling_that_fails_is_the_rollouts_and_a_prompt_that_is_too_long_the_a
         raise EngineError("9000 tokens, and the base has positions for 512")
 
     script.says = fails
-    with pytest.raises(EpisodeRefusal, match="9000 tokens"):
+    with pytest.raises(ChatRefusal, match="9000 tokens"):
         asyncio.run(one.complete([user("a")], (), CallLimits()))
     assert one.rollout({}).error == "the agent never called the model"
     assert rewarded(one, 1.0, {}, "").error == "the agent never called the model"

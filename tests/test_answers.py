@@ -24,7 +24,7 @@ from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
 from motet.runtime.meter import COMPLETIONS
 from motet.runtime.scheduler import FairScheduler
-from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
+from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, Message, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base
 
     async def scenario() -> None:
         await asked.answer(replace(question, prompt=text, key=0))
-        await asked.answer(replace(question, messages=[{"role": "user", "content": text[::2]}] * 2, key=1))
+        await asked.answer(replace(question, messages=[Message("user", text[::2])] * 2, key=1))
 
     asyncio.run(scenario())
     refused = [message for message in sent if isinstance(message, Refused)]

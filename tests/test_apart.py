@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from motet.agents.structure import check_grammar, grammar_of
 from motet.apart import Apart, Bounds, Turns
-from motet.errors import EpisodeRefusal, LimitError
+from motet.chat.structure import check_grammar, grammar_of
+from motet.errors import ChatRefusal, LimitError
 from motet.service.bases import Bases
 from motet.service.jobs.validation import jobs_in
 from tests.openai_requests import hostile
@@ -74,9 +74,9 @@ def test_a_key_may_have_so_much_waiting_and_what_is_cancelled_does_not_count(tur
 
 def test_a_schema_that_takes_too_long_is_refused_and_its_process_ends(apart):
     async def main() -> None:
-        with pytest.raises(EpisodeRefusal, match="too complex: it takes more than"):
+        with pytest.raises(ChatRefusal, match="too complex: it takes more than"):
             await check_grammar(grammar_of(hostile(), tools=False), apart, "us")
-        with pytest.raises(EpisodeRefusal, match="too complex"):  # which is remembered
+        with pytest.raises(ChatRefusal, match="too complex"):  # which is remembered
             await check_grammar(grammar_of(hostile(), tools=False), apart, "them")
         await check_grammar(grammar_of({"type": "json_object"}, tools=False), apart, "us")
 
@@ -86,7 +86,7 @@ def test_a_schema_that_takes_too_long_is_refused_and_its_process_ends(apart):
 
 def test_a_schema_that_takes_too_much_memory_is_refused():
     apart = Apart(Bounds(seconds=60))
-    with pytest.raises(EpisodeRefusal, match="more than 128 MB of memory"):
+    with pytest.raises(ChatRefusal, match="more than 128 MB of memory"):
         asyncio.run(check_grammar(grammar_of(hostile(40, "m"), tools=False), apart, "us"))
     apart.close()
 

@@ -27,7 +27,7 @@ OPEN = (
     "/v1/login",
 )
 EXPECTED = {
-    "completions": {"/v1/chat/completions", "/v1/completions", "/tinker/api/v1/asample"},
+    "completions": {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/tinker/api/v1/asample"},
     "files": {"/v1/files", "/v1/adapters", "/v1/shares"},
     "jobs": {"/v1/jobs", "/v1/jobs/{job}/scoring/lease", "/v1/jobs/{job}/episodes/lease", "/v1/fine_tuning/jobs",
              "/tinker/api/v1/forward_backward", "/tinker/api/v1/create_model"},

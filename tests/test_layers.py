@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config"}),
     frozenset({"protocols", "channel", "apart", "jobfile", "device", "budgets", "allocator", "mkl", "stops"}),
     frozenset({"tasks", "model"}),
+    frozenset({"chat"}),
     frozenset({"rollout", "training", "agents"}),
     frozenset({"runtime"}),
     frozenset({"cluster"}),

@@ -50,6 +50,8 @@ def furnished(service: Service, directory: Path, name: str = "known") -> Asked:
         "/v1/shares": {"name": name, "tenant": "others"},
         "/v1/adapters": {"file": pack(home, "adapter")},
         "/v1/chat/completions": {"model": "small", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+        "/v1/responses": {"model": "small", "input": "a", "max_output_tokens": 4},
+        "/v1/messages": {"model": "small", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
         "/v1/completions": {"model": f"{name}@best", "prompt": "a", "max_tokens": 4},
         "/v1/check": {"text": "{name: x, data: 'toy:add', reward: exact}"},
         "/v1/fine_tuning/jobs": {"model": "small", "training_file": file, "method": tuned},

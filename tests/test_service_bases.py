@@ -46,7 +46,7 @@ from motet.service.jobs.handover import Handover
 from motet.service.jobs.submissions import GivenJob, Submissions
 from motet.service.settings import Settings
 from motet.service.tinker.parts import PREFIX
-from motet.types import SamplingParams
+from motet.types import Message, SamplingParams
 from tests.adapter_files import run_alone, weights_of
 from tests.commands import Motet
 from tests.house import House, open_house
@@ -178,7 +178,11 @@ def said_alone(base: Any, adapter: Path | None) -> tuple[str, list[float]]:
     shared: Any = SimpleNamespace(engine=engine, scheduler=FairScheduler(1), engine_suffix="x")
     answers = Answers(base, shared, 1024, sent.append)
     where, sampling = None if adapter is None else str(adapter), SamplingParams(max_tokens=12)
-    asyncio.run(answers.answer(Complete("any", where, 1, 7, False, True, sampling, messages=ASKED)))
+    asyncio.run(
+        answers.answer(
+            Complete("any", where, 1, 7, False, True, sampling, messages=[Message("user", ASKED[0]["content"])])
+        )
+    )
     device.close()
     (answer,) = [message.chunk for message in sent if isinstance(message, Tokens)]
     return answer.text, answer.logprobs.tolist()

@@ -202,6 +202,8 @@ def test_nothing_large_of_a_stranger_is_read(house: House) -> None:
         ("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": [{}] * 1000}] * 100}),
         ("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": [{}] * 90_000}]}),
         ("/v1/chat/completions", {"model": "small", "messages": [], **{f"{number}": 1 for number in range(90_000)}}),
+        ("/v1/responses", {"model": "small", "input": [{}] * 90_000}),
+        ("/v1/messages", {"model": "small", "messages": [{"role": "user", "content": [{}] * 90_000}], "max_tokens": 1}),
         ("/v1/completions", {"model": "small", "prompt": [{}] * 90_000}),
         ("/v1/completions", {"model": "small", "prompt": [["x"] * 20_000] * 16}),
         ("/v1/jobs", {**tiny("odd"), "sampling": {"stop": [1] * 90_000}}),
@@ -219,12 +221,16 @@ def test_mistakes_are_found_until_the_first(house: House) -> None:
     """Each mistake is an object with what was given in it."""
     from pydantic import ValidationError
 
-    from motet.service.routes.completions import ChatRequest, CompletionRequest
+    from motet.service.routes.completions import ChatCompletion, CompletionRequest, Messages, Responses
     from motet.service.schemas.workers import Results
 
     for model, body in (
         (Results, {"results": [{"id": "a", "scores": [{}] * 1000}] * 10}),
-        (ChatRequest, {"model": "a", "messages": [{"role": "user", "content": [{}] * 1000}] * 10}),
+        (ChatCompletion, {"model": "a", "messages": [{"role": "user", "content": [1] * 1000}] * 10}),
+        (ChatCompletion, {"model": "a", "messages": [{"role": "user", "tool_calls": [{}] * 1000}] * 10}),
+        (ChatCompletion, {"model": "a", "messages": [{"role": "user"}], "tools": [1] * 1000}),
+        (Responses, {"model": "a", "input": [1] * 1000}),
+        (Messages, {"model": "a", "max_tokens": 1, "messages": [{"role": "user", "content": [1] * 1000}] * 10}),
         (CompletionRequest, {"model": "a", "prompt": [{}] * 1000}),
         (CompletionRequest, {"model": "a", "prompt": [["x"] * 1000] * 10}),
     ):

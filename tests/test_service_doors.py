@@ -123,6 +123,8 @@ def test_open_samples_are_bounded_by_their_memory_and_fetched_ones_make_room(hou
     [
         (f"{TINKER}/asample", 2**16 + 16 * 1024, MOST_PROMPT),
         ("/v1/chat/completions", 2**17, MOST_PROMPT),
+        ("/v1/responses", 2**17, MOST_PROMPT),
+        ("/v1/messages", 2**17, MOST_PROMPT),
         ("/episodes/x/v1/responses", 2**17, MOST_PROMPT),
         (f"{TINKER}/forward_backward", MOST_GRADIENT, MOST_GRADIENT),
         ("/v1/jobs/x/scoring/results", MOST_SCORES, MOST_SCORES),
@@ -287,7 +289,7 @@ APART = "in a process of its own, in turns by tenant, what takes long"
 
 WORK = {
     APART: (
-        "POST /v1/chat/completions", "POST /v1/check", f"POST {TINKER}/forward_backward",
+        "POST /v1/chat/completions", "POST /v1/responses", "POST /v1/check", f"POST {TINKER}/forward_backward",
     ),
     READ: (
         "POST /v1/jobs", "POST /v1/submissions",
@@ -296,7 +298,7 @@ WORK = {
         f"GET {TINKER}/downloads/{{token}}",
     ),
     PROMPT: (
-        "POST /v1/completions", f"POST {TINKER}/asample", "POST /episodes/{episode}/v1/chat/completions",
+        "POST /v1/completions", "POST /v1/messages", f"POST {TINKER}/asample", "POST /episodes/{episode}/v1/chat/completions",
         "POST /episodes/{episode}/v1/responses", "POST /episodes/{episode}/v1/messages", "GET /episodes/{episode}/v1/models",
         "POST /v1/fine_tuning/alpha/graders/run",
     ),

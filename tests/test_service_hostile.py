@@ -161,7 +161,7 @@ def test_a_completion_that_streams_ends_with_the_key_that_asked_for_it(service: 
     headers, engine = {"Authorization": f"Bearer {made['key']}"}, service.engine()
     with (
         httpx2.Client(base_url=service.url, headers=headers, timeout=30.0, trust_env=False) as client,
-        client.stream("POST", "/v1/chat/completions", json={**asked, "n": 16}) as answer,
+        client.stream("POST", "/v1/chat/completions", json={**asked, "n": 16, "temperature": 2}) as answer,
     ):
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")

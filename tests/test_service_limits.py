@@ -310,7 +310,9 @@ def test_every_door_to_the_device_asks_for_what_is_left_of_the_day(
     assert now["device_seconds_today"] - before["device_seconds_today"] == pytest.approx(2.5)
 
     chat = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
-    assert name in house.refused(429, "POST", "/v1/chat/completions", json=chat)["message"]
+    claude, responses = {**chat, "max_tokens": 1}, {"model": "small", "input": "a"}
+    for path, body in (("chat/completions", chat), ("messages", claude), ("responses", responses)):
+        assert name in house.refused(429, "POST", f"/v1/{path}", json=body)["message"]
     assert name in house.refused(429, "POST", "/v1/completions", json={"model": "small", "prompt": "a"})["message"]
     judge = {
         "type": "score_model", "name": "judge", "model": "small",

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from motet.tasks.episode import GroupContext
 from motet.types import Message, Problem
 from tests.captured import check_captured, none_scored
 from tests.cases import few
-from tests.scripted_model import CHAT, Script
+from tests.house import House
+from tests.scripted_model import CHAT, TOKENIZER, Script
+from tests.scripted_service import Says, scripted_service
 from tests.service_run import serving
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,14 +46,15 @@ AGENTS = {
 }
 """What the model says, turn by turn."""
 EVERY_TIME = ("openai_agents_chat_streamed", "pydantic_ai", "langgraph", "smolagents", "mini_swe_agent")
+SERVED = tuple(name for name in AGENTS if not name.startswith("verifiers"))
 REWRITE = frozenset({"smolagents"})
 """Those that write their own turns anew, so that each call begins a branch."""
 ENVIRONMENTS = {"mini_swe_agent": "mini", "verifiers": "verifiers"}
 """Where packages are installed, by the beginnings of names; `agents` has all others."""
 
 
-def started(name: str, tmp_path: Path, script: Script) -> tuple[AgentEpisode, int, str, str]:
-    """An agent's episode once its process has ended, with its exit status and what it wrote."""
+def program(name: str, tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """The Python of an agent's environment, and the variables that the agent needs."""
     where = next((one for begins, one in ENVIRONMENTS.items() if name.startswith(begins)), "agents")
     python = ENVS / where / "bin" / "python"
     if not python.is_file():
@@ -60,6 +64,12 @@ def started(name: str, tmp_path: Path, script: Script) -> tuple[AgentEpisode, in
         variables["PYTHONPATH"] = str(ROOT / "src")
     if name.endswith("null"):  # its program's packages are fetched, once
         variables = {**os.environ, **variables, "HOME": os.environ["HOME"]}
+    return python, variables
+
+
+def started(name: str, tmp_path: Path, script: Script) -> tuple[AgentEpisode, int, str, str]:
+    """An agent's episode once its process has ended, with its exit status and what it wrote."""
+    python, variables = program(name, tmp_path)
 
     async def main() -> tuple[AgentEpisode, int, str, str]:
         gateway = Gateway()
@@ -91,6 +101,34 @@ def test_an_agent_of_a_stock_package_is_captured_token_by_token(name: str, tmp_p
     assert [turn.text for turn in rollout.turns] == list(AGENTS[name])
     check_captured(rollout, script)
     assert len(rollout.branches) == (len(AGENTS[name]) if name in REWRITE else 1)
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, Says]]:
+    """A service that needs no more of these agents than another URL and key."""
+    with scripted_service(tmp_path_factory.mktemp("service")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", few(SERVED, "openai_agents_streamed", "langgraph"))
+def test_an_agent_of_a_stock_package_is_served_as_it_was_trained(
+    scripted: tuple[House, Says], name: str, tmp_path: Path
+) -> None:
+    """It reads on the service what it reads in an episode."""
+    house, model = scripted
+    python, variables = program(name, tmp_path)
+    answers = iter(AGENTS[name])
+    script = Script(lambda *_: next(answers))
+    episode, *_ = started(name, tmp_path, script)
+    model.texts, model.read = list(AGENTS[name]), []
+    url, key = f"{house.http.base_url}/v1", house.keys["ours"]
+    arguments = [str(python), Path(__file__).with_name("stock_agents.py").as_posix(), name, url, key]
+    done = subprocess.run(arguments, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, "5" in done.stdout) == (0, True), done.stderr[-2000:]
+    assert not model.texts
+    trained = [TOKENIZER.decode(read) for read in script.read.values()]
+    assert len(model.read) == len(trained) == len(episode.rollout({}).turns)
+    assert model.read[0] == trained[0]
 
 
 def test_an_agent_of_an_environment_that_is_not_trainable_is_answered_and_not_trained(tmp_path: Path) -> None:

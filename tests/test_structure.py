@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from motet.agents.chat_completions import ChatRequest
-from motet.agents.episode import AgentEpisode, CallLimits
-from motet.agents.responses import ResponsesRequest
-from motet.agents.structure import check_grammar, grammar_of
+from motet.agents.episode import AgentEpisode
 from motet.apart import here
+from motet.chat.completer import CallLimits
+from motet.chat.completions import ChatRequest
+from motet.chat.responses import ResponsesRequest
+from motet.chat.structure import check_grammar, grammar_of
 from motet.device import Device
-from motet.errors import EngineError, EpisodeRefusal
+from motet.errors import ChatRefusal, EngineError
 from motet.model.load import load_base
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.grammars import Grammar, Grammars
@@ -151,7 +152,7 @@ def test_a_request_that_is_aborted_while_its_grammar_is_made_ready_is_not_begun(
     ],
 )
 def test_a_schema_that_cannot_be_kept_to_is_refused_with_what_is_wrong_with_it(asked, message):
-    with pytest.raises(EpisodeRefusal, match=re.escape(message)):
+    with pytest.raises(ChatRefusal, match=re.escape(message)):
         asyncio.run(check_grammar(grammar_of(asked, tools=False), here(), "us"))
 
 
@@ -159,11 +160,14 @@ def test_both_routes_of_openai_ask_for_the_same():
     words: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
     chat = ChatRequest(**words, response_format=FORMAT)
     responses = ResponsesRequest(input="hi", text={"format": {"type": "json_schema", "name": "sum", "schema": SCHEMA}})
-    assert chat.limits.grammar == responses.limits.grammar != ""
-    assert "tool_call" in ChatRequest(**words, response_format=FORMAT, tools=[TOOL]).limits.grammar
-    assert ChatRequest(**words, response_format={"type": "text"}).limits == CallLimits()
-    assert ChatRequest(**words, train=False).limits == CallLimits(train=False)
-    assert ResponsesRequest(input="hi", text={"format": {"type": "text"}, "verbosity": "low"}).limits == CallLimits()
+    assert chat.conversation().limits.grammar == responses.conversation().limits.grammar != ""
+    assert "tool_call" in ChatRequest(**words, response_format=FORMAT, tools=[TOOL]).conversation().limits.grammar
+    assert ChatRequest(**words, response_format={"type": "text"}).conversation().limits == CallLimits()
+    assert ChatRequest(**words, train=False).conversation().limits == CallLimits(train=False)
+    assert (
+        ResponsesRequest(input="hi", text={"format": {"type": "text"}, "verbosity": "low"}).conversation().limits
+        == CallLimits()
+    )
 
 
 @pytest.mark.parametrize("limits", [CallLimits(grammar=grammar_of(FORMAT, tools=False)), CallLimits(train=False)])

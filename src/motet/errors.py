@@ -55,8 +55,8 @@ class EnvironmentFault(MotetError):
     """An environment cannot be used: its class does not load, or is none."""
 
 
-class EpisodeRefusal(MotetError):
-    """A call of an agent cannot be answered, and why; its rollout goes on."""
+class ChatRefusal(MotetError):
+    """A chat request cannot be answered; begins with the field's name where one is at fault. An agent's rollout goes on."""
 
 
 class WallError(MotetError):

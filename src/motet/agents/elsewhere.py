@@ -119,7 +119,7 @@ class EpisodesElsewhere:
         answer = refusal(404, OVER)
         if served is not None:
             answer = await served.answer(asked.route, asked.body.encode(), again=asked.again)
-        return m.EpisodeAnswered(asked.key, answer.status, "".join(answer.pieces), answer.media_type)
+        return m.EpisodeAnswered(asked.key, answer.status, answer.body, answer.media_type)
 
     def _close(self, one: _Offer) -> None:
         if one.served is not None:

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from motet import seeds
-from motet.errors import BaseModelError, EngineError, EpisodeRefusal
+from motet.chat.completer import CallLimits
+from motet.errors import BaseModelError, ChatRefusal, EngineError
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.episode import GroupContext, answered, extended, whole
-from motet.tasks.tool_calls import tool_calls, without_calls, written
+from motet.tasks.tool_calls import tool_calls, without_calls
 from motet.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 
 Key = tuple[str, ...]
@@ -64,18 +65,6 @@ class AgentCall:
         return len(self.prompt), self.prompt.tobytes(), self.number
 
 
-@dataclass(frozen=True)
-class CallLimits:
-    """What an agent asks of one call; the distribution is the job's."""
-
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    train: bool = True
-    """Whether the answer is trained."""
-    grammar: str = ""
-    """That it keeps to. What was drawn so is no sample of the policy, and is not trained."""
-
-
 class AgentEpisode:
     """One rollout of an agent. Lives in one event loop."""
 
@@ -95,24 +84,25 @@ class AgentEpisode:
         """The model's next turn in a conversation.
 
         Raises:
-            EpisodeRefusal: the episode is over, or has no calls left; or the conversation cannot be read by this base.
+            ChatRefusal: the episode is over, or has no calls left; or the conversation cannot be read by this base.
             EngineError: sampling failed, and the rollout with it.
         """
         if self._fault:
             raise EngineError(self._fault)
         if self.closed or time.time() > self.deadline:
-            raise EpisodeRefusal(_OVER)
+            raise ChatRefusal(_OVER)
         if self._begun >= self._most_calls:
-            raise EpisodeRefusal(f"the agent has made all of its {self._most_calls} calls (environment.max_turns)")
+            raise ChatRefusal(f"the agent has made all of its {self._most_calls} calls (environment.max_turns)")
         self._begun += 1
         chat = self.context.chat
+        messages = chat.with_roles(messages)
         parent, seen, new = self._continued(messages, tools)
         try:
             prompt, read = await asyncio.to_thread(self._prompt, chat, parent, seen, new, tools)
         except BaseModelError as error:  # its template refuses it, and would again
-            raise EpisodeRefusal(str(error)) from error
+            raise ChatRefusal(str(error)) from error
         if self.closed:
-            raise EpisodeRefusal(_OVER)
+            raise ChatRefusal(_OVER)
         if parent is not None and len(prompt) == len(read):  # the template rewrites what was read before
             parent, new = None, seen
         number = self._asked[prompt.tobytes()]
@@ -138,7 +128,7 @@ class AgentEpisode:
         try:
             (chunk,) = await whole(self.context.generate(prompt, (self.index,), turn, sampling), 1)
         except EngineError as error:  # too long, most often: the agent may do with less
-            raise EpisodeRefusal(str(error)) from error
+            raise ChatRefusal(str(error)) from error
         if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._fault = self._fault or chunk.error or "sampling was broken off"
             raise EngineError(self._fault)
@@ -154,7 +144,7 @@ class AgentEpisode:
             if call is not None:
                 new = tuple(messages[n:])
                 return call, (*call.messages, Message("assistant", call.chunk.text, call.calls), *new), new
-        seen = self.context.chat.with_tools(tuple(map(_as_read, messages)), tools)
+        seen = self.context.chat.opening(messages, tools)
         return None, seen, seen
 
     @staticmethod
@@ -231,13 +221,6 @@ def _walk(calls: Sequence[AgentCall]) -> list[AgentCall]:
         walked.append(call)
         waiting += sorted(call.children, key=lambda child: child.key, reverse=True)
     return walked
-
-
-def _as_read(message: Message) -> Message:
-    """A turn that the model did not sample here, with its calls as a model writes them."""
-    if not message.tool_calls:
-        return message
-    return replace(message, content=f"{message.content}\n{written(message.tool_calls)}".strip())
 
 
 def _keys(messages: Sequence[Message]) -> Key:

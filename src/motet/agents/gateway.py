@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from motet.agents.episode import AgentEpisode
-from motet.agents.served_episode import EVENTS, MODELS, OVER, RETRY, ROUTES, ServedEpisode, refusal
+from motet.agents.served_episode import MODELS, OVER, RETRY, ROUTES, ServedEpisode, refusal
 
 
 class Gateway:
@@ -73,9 +73,7 @@ class Gateway:
         else:
             again = request.headers.get(RETRY, "0") != "0"
             answer = await served.answer(route, await request.body(), again=again)
-        if answer.media_type == EVENTS:
-            return StreamingResponse(answer.pieces, media_type=EVENTS)
-        return Response("".join(answer.pieces), answer.status, media_type=answer.media_type)
+        return Response(answer.body, answer.status, media_type=answer.media_type)
 
 
 class _Server(uvicorn.Server):

@@ -1,37 +1,38 @@
-"""An episode as its address serves it: requests of stock clients in, answers as their protocols have them out."""
+"""An episode as its address serves it: requests of stock clients in, answers in their formats out."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from motet import apart
-from motet.agents import anthropic_messages, chat_completions, responses
-from motet.agents.episode import AgentCall, AgentEpisode
-from motet.agents.structure import check_grammar
-from motet.errors import EngineError, EpisodeRefusal, LimitError
+from motet.agents.episode import AgentEpisode
+from motet.chat.completer import EVENTS, ChatFormat, Conversation, Piece, Reply, refuse_unsupported, whole
+from motet.chat.completions import ChatRequest
+from motet.chat.messages import MessagesRequest
+from motet.chat.responses import ResponsesRequest
+from motet.chat.structure import check_grammar
+from motet.errors import ChatRefusal, EngineError, LimitError
+from motet.types import FinishReason
 
-_WIRES: Mapping[str, tuple[ModuleType, type[BaseModel]]] = {
-    "chat/completions": (chat_completions, chat_completions.ChatRequest),
-    "responses": (responses, responses.ResponsesRequest),
-    "messages": (anthropic_messages, anthropic_messages.MessagesRequest),
+_FORMATS: Mapping[str, type[ChatFormat]] = {
+    "chat/completions": ChatRequest,
+    "responses": ResponsesRequest,
+    "messages": MessagesRequest,
 }
-ROUTES = tuple(_WIRES)
+ROUTES = tuple(_FORMATS)
 """What an agent may post to, by the end of its path."""
 MODELS = "models"
 """What it may get."""
 OVER = "there is no such episode, or it is over"
 RETRY = "x-stainless-retry-count"
 """The header in which the stock clients count their attempts."""
-JSON, EVENTS = "application/json", "text/event-stream"
+JSON = "application/json"
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,47 @@ class EpisodeAnswer:
     """What a request is answered."""
 
     status: int
-    pieces: Iterable[str]
-    """The body; of a stream, in the pieces in which it is sent."""
+    body: str
     media_type: str = JSON
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Pieces that are all there, to be read as often as they are asked for."""
+
+    pieces: Sequence[Piece]
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for piece in self.pieces:
+            yield piece
+
+
+class EpisodeCompleter:
+    """The policy in an open episode; each answer comes in one piece."""
+
+    def __init__(self, episode: AgentEpisode) -> None:
+        self._episode = episode
+
+    async def reply(self, asked: Conversation) -> Reply:
+        """Sample what is asked, all of it."""
+        episode = self._episode
+        await check_grammar(asked.limits.grammar, apart.here(), episode.model)
+        calls = [await episode.complete(asked.messages, asked.tools, asked.limits) for _ in range(asked.n)]
+        pieces = [
+            Piece(
+                index,
+                call.id,
+                call.text,
+                call.calls,
+                "length" if call.chunk.finish_reason is FinishReason.LENGTH else "stop",
+                ids := call.chunk.token_ids.tolist(),
+                call.chunk.logprobs.tolist(),
+                episode.context.chat.token_texts(ids) if asked.logprobs else [],
+            )
+            for index, call in enumerate(calls)
+        ]
+        read = calls[0].prompt
+        return Reply(calls[0].id, episode.model, len(read), _Given(pieces), read.tolist() if asked.token_ids else ())
 
 
 class ServedEpisode:
@@ -49,61 +88,51 @@ class ServedEpisode:
 
     def __init__(self, episode: AgentEpisode) -> None:
         self.episode = episode
-        self._answers: dict[bytes, asyncio.Task[list[AgentCall]]] = {}
+        self._completer = EpisodeCompleter(episode)
+        self._replies: dict[bytes, asyncio.Task[Reply]] = {}
         """To the last request with each body: one that is sent again gets the same."""
 
     def close(self) -> None:
         """Answer no more; requests under way are refused."""
         self.episode.close()
-        for answer in self._answers.values():
-            answer.cancel()
+        for reply in self._replies.values():
+            reply.cancel()
 
     async def answer(self, route: str, body: bytes, *, again: bool) -> EpisodeAnswer:
         """Answer a request to one of `ROUTES`, or `MODELS`; `again`: its client sends it once more."""
         if route == MODELS:
             model = {"id": self.episode.model, "object": "model", "created": 0, "owned_by": "motet"}
-            return EpisodeAnswer(200, [json.dumps({"object": "list", "data": [model]})])
-        wire, kind = _WIRES[route]
+            return EpisodeAnswer(200, json.dumps({"object": "list", "data": [model]}))
         try:
-            wanted: Any = kind.model_validate_json(body)
-            calls = await self._calls(wanted, body, again=again)
+            wanted = _FORMATS[route].model_validate_json(body)
+            reply = await self._reply(wanted, body, again=again)
         except ValidationError as error:
             mistakes = error.errors(include_url=False)[:5]
             return refusal(
                 400, "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in mistakes)
             )
-        except (EpisodeRefusal, EngineError, LimitError) as error:  # 400: the stock clients send all others again
+        except (ChatRefusal, EngineError, LimitError) as error:  # 400: the stock clients send all others again
             return refusal(400, str(error))
         except asyncio.CancelledError:
             if not self.episode.closed:
                 raise
             return refusal(404, OVER)
-        given = (wanted, calls, self.episode.model, int(time.time()), self.episode.context.chat)
         if wanted.stream:
-            return EpisodeAnswer(200, wire.events(*given), EVENTS)
-        return EpisodeAnswer(200, [json.dumps(wire.answer(*given))])
+            return EpisodeAnswer(200, "".join([event async for event in wanted.events(reply)]), EVENTS)
+        return EpisodeAnswer(200, json.dumps(wanted.answer(reply, await whole(reply.pieces))))
 
-    async def _calls(self, wanted: Any, body: bytes, *, again: bool) -> list[AgentCall]:
-        """The turns that answer a request; one that is sent again, because its answer was lost, gets the same ones."""
+    async def _reply(self, wanted: ChatFormat, body: bytes, *, again: bool) -> Reply:
+        """The reply to a request; one that is sent again, because its answer was lost, gets the same one."""
         digest = hashlib.blake2b(body, digest_size=16).digest()
-        asked = self._answers.get(digest) if again else None
+        asked = self._replies.get(digest) if again else None
         if asked is None or (asked.done() and asked.exception() is not None):
-            episode = self.episode
-            messages, tools = wanted.conversation(episode.context.chat), wanted.offered
-            if not messages:
-                raise EpisodeRefusal("the conversation has no message that is read here; give one")
-
-            async def sample() -> list[AgentCall]:
-                limits = wanted.limits
-                await check_grammar(limits.grammar, apart.here(), episode.model)
-                n = getattr(wanted, "n", None) or 1
-                return [await episode.complete(messages, tools, limits) for _ in range(n)]
-
-            asked = self._answers[digest] = asyncio.create_task(sample())
+            refuse_unsupported(wanted)
+            reply = self._completer.reply(wanted.conversation())
+            asked = self._replies[digest] = asyncio.create_task(reply)
         return await asyncio.shield(asked)
 
 
 def refusal(status: int, message: str) -> EpisodeAnswer:
     """An error as the stock clients read it."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return EpisodeAnswer(status, [json.dumps({"error": error})])
+    return EpisodeAnswer(status, json.dumps({"error": error}))

@@ -11,6 +11,7 @@ from motet.channel import Message
 from motet.config.service import Largest
 from motet.runtime.slots import Rule
 from motet.types import Chunk, FloatArray, IntArray, JobState, SamplingParams
+from motet.types import Message as ChatMessage
 
 Action = Literal["pause", "resume", "cancel"]
 
@@ -64,7 +65,6 @@ class AddJob(Message, frozen=True):
     tenant: str
     rule: Rule
     slots: int = 1
-    """How many adapters the job has."""
     base: str = ""
     """The name of the base that it is for."""
 
@@ -131,11 +131,14 @@ class Complete(Message, frozen=True):
     logprobs: bool
     """Whether each token's text is wanted beside its logprob."""
     sampling: SamplingParams
-    messages: list[dict[str, str]] = []
+    messages: list[ChatMessage] = []
+    tools: list[dict[str, Any]] = []
     prompt: str | list[int] | None = None
     """Text or token ids; None: `messages`, through the chat template."""
     stop_token_ids: list[int] | None = None
     """Token ids that end a completion; None: those of the base."""
+    prompt_ids: bool = False
+    """Whether `PromptRead` has the token ids."""
     prompt_logprobs: bool = False
     """Whether `PromptScored` is wanted too."""
     prompt_top: int = 0
@@ -153,7 +156,6 @@ class Examine(Message, frozen=True):
     directory: str
     key: int = 0
     base: str = ""
-    """The name of the base that it is to fit."""
 
 
 class Abandon(Message, frozen=True):
@@ -234,9 +236,7 @@ class JobStanding(msgspec.Struct, frozen=True):
     tokens_per_second: float
     seconds_left: float | None
     host: int | None = None
-    """Its host's number, where there are several."""
     warnings: list[str] = []
-    """Of its metrics."""
 
 
 class Progress(Message, frozen=True):
@@ -304,7 +304,6 @@ class Usage(Message, frozen=True):
     microseconds: dict[str, int]
     """By account: a job, completions of a tenant, or nobody."""
     base: str = ""
-    """The name of the base among those of a service."""
 
 
 class ScoreRequest(Message, frozen=True):
@@ -339,6 +338,7 @@ class PromptRead(Message, frozen=True):
 
     key: int
     tokens: int
+    token_ids: list[int] = []
 
 
 class PromptScored(Message, frozen=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import traceback
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -20,6 +21,7 @@ from motet.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, 
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
 from motet.tasks.chat import Chat, stop_token_ids
+from motet.tasks.tool_calls import written
 from motet.types import AdapterRef, GenerateRequest, IntArray, Message, Problem
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ class Answers:
             tuple(seeds.key(question.seed, "chat", index) for index in range(question.n)),
             stream=question.stream,
         )
-        self._send(m.PromptRead(key, len(prompt_ids)))
+        self._send(m.PromptRead(key, len(prompt_ids), prompt_ids.tolist() if question.prompt_ids else []))
         async with self._turn(request.job, question.tenant, question.n):
             tenant, share = self._scheduler.payer(request.job)
             request = replace(request, tenant=tenant, share=share)
@@ -211,12 +213,15 @@ def _prompt_ids(chat: Chat, question: m.Complete, longest: int) -> IntArray:
         EngineError: a token id is not of this vocabulary, or the text is too long for any prompt.
     """
     prompt = question.prompt
-    texts = [one["content"] for one in question.messages] if prompt is None else [prompt]
-    if (size := sum(len(text) for text in texts if isinstance(text, str))) > longest:
+    if prompt is None:
+        said = (text for one in question.messages for text in (one.content, written(one.tool_calls)))
+        texts = [*said, *map(json.dumps, question.tools)]
+    else:
+        texts = [prompt] if isinstance(prompt, str) else []
+    if (size := sum(map(len, texts))) > longest:
         raise EngineError(f"the prompt has {size} characters, more than the room of this base; shorten it")
     if prompt is None:
-        messages = tuple(Message(one["role"], one["content"]) for one in question.messages)
-        return chat.prompt_ids(Problem(0, messages, ""))
+        return chat.prompt_of(chat.opening(question.messages, question.tools), question.tools)
     if isinstance(prompt, str):
         return Chat(chat.tokenizer, chat_template=False).prompt_ids(Problem(0, (Message("user", prompt),), ""))
     largest = len(chat.tokenizer) - 1

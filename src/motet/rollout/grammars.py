@@ -16,7 +16,7 @@ from motet.model_info import ModelInfo
 from motet.types import BoolArray, SamplingParams
 
 _KEPT = 16
-"""Grammars that are kept ready. Who takes one from a stranger has it checked first (`agents.structure.check_grammar`)."""
+"""Grammars that are kept ready. Who takes one from a stranger has it checked first (`chat.structure.check_grammar`)."""
 _SLOW_SECONDS = 0.25
 """Of the processor, which all that is sampled waits for."""
 

@@ -1,86 +1,104 @@
-"""Completions of the engine, as they come in and put together."""
+"""What the engine answers, as pieces; and a base or a stored version as a `Completer` of chats."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
+from motet.chat.completer import Conversation, Piece, Reply, whole
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Answer, Complete, PromptRead, Tokens
 from motet.errors import ConfigError
-from motet.types import Chunk, FinishReason
+from motet.tasks.tool_calls import SpokenText
+from motet.types import FinishReason
+
+_CHAT_TOKENS = 512
 
 
-def finish_reason(chunk: Chunk) -> str | None:
-    """Why a completion ends, in the words of the `openai` package."""
-    if chunk.finish_reason is None:
-        return None
-    return "length" if chunk.finish_reason is FinishReason.LENGTH else "stop"
-
-
-@dataclass
-class Completion:
-    """One completion as it comes in."""
-
-    text: str = ""
-    tokens: list[str] = field(default_factory=list)
-    """The text of each token, where it was asked for."""
-    logprobs: list[float] = field(default_factory=list)
-    reason: str = "stop"
-
-
-@dataclass(frozen=True)
-class Completions:
-    """All completions of one prompt, in the order of their indices."""
-
-    choices: list[Completion]
-    prompt_tokens: int
-    tokens: int
-    """Sampled, of all of them together."""
-
-
-async def stream(engine: EngineClient, question: Complete) -> tuple[int, AsyncIterator[Tokens]]:
-    """Ask the engine: the prompt's tokens, and what comes after. A refusal comes here, before the first byte of a stream.
+async def ask(engine: EngineClient, question: Complete, name: str = "") -> tuple[PromptRead, AsyncIterator[Piece]]:
+    """What the engine has read, and the pieces of its answers, whose ids begin with `name`.
 
     Raises:
-        EngineError, ConfigError: it cannot be answered, now or ever, and why.
+        EngineError, ConfigError: it cannot answer, now or ever. The pieces raise them too.
     """
     answers = engine.ask(question)
     first = await anext(answers)
     assert isinstance(first, PromptRead)
-    return first.tokens, _tokens(answers, kept_to_grammar=bool(question.sampling.grammar))
+    return first, _pieces(answers, question, name)
 
 
-async def _tokens(answers: AsyncIterator[Answer], *, kept_to_grammar: bool) -> AsyncIterator[Tokens]:
+async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str) -> AsyncIterator[Piece]:
+    spoken: dict[int, SpokenText] = {}
     async for answer in answers:
-        if isinstance(answer, Tokens):
-            if kept_to_grammar and answer.chunk.finish_reason is FinishReason.ERROR:
-                raise ConfigError(answer.chunk.error)
-            yield answer
+        if not isinstance(answer, Tokens):
+            continue
+        chunk = answer.chunk
+        reason = chunk.finish_reason
+        if question.sampling.grammar and reason is FinishReason.ERROR:
+            raise ConfigError(chunk.error)
+        piece = Piece(chunk.index, f"{name}_{chunk.index}", chunk.text)
+        piece.token_ids, piece.logprobs, piece.tokens = chunk.token_ids.tolist(), chunk.logprobs.tolist(), answer.texts
+        if reason is not None:
+            piece.finish = "length" if reason is FinishReason.LENGTH else "stop"
+        if question.tools:
+            text = spoken.setdefault(chunk.index, SpokenText())
+            piece.text = text.take(chunk.text)
+            if piece.finish is not None:
+                rest, piece.calls = text.end(cut_off=piece.finish == "length")
+                piece.text += rest
+        yield piece
 
 
-async def whole(engine: EngineClient, question: Complete) -> Completions:
-    """Ask the engine and wait for all of it; raises as `stream` does."""
-    prompt_tokens, answers = await stream(engine, question)
-    choices: dict[int, Completion] = {}
-    n_tokens = 0
-    async for tokens in answers:
-        chunk = tokens.chunk
-        choice = choices.setdefault(chunk.index, Completion())
-        choice.text += chunk.text
-        choice.tokens += tokens.texts
-        choice.logprobs += chunk.logprobs.tolist()
-        choice.reason = finish_reason(chunk) or choice.reason
-        n_tokens += len(chunk.token_ids)
-    return Completions([choices[index] for index in sorted(choices)], prompt_tokens, n_tokens)
+async def all_whole(engine: EngineClient, questions: Sequence[Complete]) -> list[tuple[int, list[Piece]]]:
+    """Ask several questions at once: the prompt's tokens and the whole answers to each.
 
+    When one cannot be answered, the others are abandoned.
 
-async def all_whole(engine: EngineClient, questions: Sequence[Complete]) -> list[Completions]:
-    """Ask the engine several questions at once, as `whole` does; when one cannot be answered, the others are abandoned."""
+    Raises:
+        EngineError, ConfigError: one cannot be answered.
+    """
+
+    async def one(question: Complete) -> tuple[int, list[Piece]]:
+        read, pieces = await ask(engine, question)
+        return read.tokens, await whole(pieces)
+
     try:
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(whole(engine, question)) for question in questions]
+            asked = [group.create_task(one(question)) for question in questions]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [one.result() for one in asked]
+
+
+class StoredVersion:
+    """A base, or a stored version of an adapter, for one request."""
+
+    def __init__(self, engine: EngineClient, question: Complete, model: str, name: str) -> None:
+        """`question` has everything but the conversation; `model` and `name`, the answer's id, are shown to the client."""
+        self._engine, self._question, self._model, self._name = engine, question, model, name
+
+    async def reply(self, asked: Conversation) -> Reply:
+        """Begin to answer; see `Completer`."""
+        limits = asked.limits
+        sampling = dataclasses.replace(
+            self._question.sampling,
+            max_tokens=limits.max_tokens or _CHAT_TOKENS,
+            stop=limits.stop,
+            grammar=limits.grammar,
+        )
+        question = replace(
+            self._question,
+            messages=list(asked.messages),
+            tools=[dict(tool) for tool in asked.tools],
+            n=asked.n,
+            stream=asked.stream,
+            logprobs=asked.logprobs,
+            prompt_ids=asked.token_ids,
+            within_room=True,
+            sampling=sampling,
+        )
+        read, pieces = await ask(self._engine, question, self._name)
+        return Reply(self._name, self._model, read.tokens, pieces, read.token_ids)

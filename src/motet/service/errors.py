@@ -14,7 +14,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from motet.apart import TooMuchError
-from motet.errors import ConfigError, DataError, EngineError, LimitError, MotetError, RewardError, StoreError
+from motet.errors import (
+    ChatRefusal,
+    ConfigError,
+    DataError,
+    EngineError,
+    LimitError,
+    MotetError,
+    RewardError,
+    StoreError,
+)
 from motet.runtime.disk_gate import is_full
 from motet.service.database.presence import DatabaseReplaced
 from motet.service.database.store import AWAY
@@ -32,7 +41,9 @@ _LONGEST = 10_000
 """Characters of a message: some quote what they were given."""
 _TINKER = "/tinker/"
 """Below it a conflict is a 400: clients would ask again and again after a 409."""
-_BAD_REQUESTS = ("/v1/chat/", "/v1/completions", "/v1/fine_tuning/", _TINKER)
+_BAD_REQUESTS = (
+    "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fine_tuning/", _TINKER,
+)  # fmt: skip
 """Paths where a request that does not fit is a 400, as users of the packages know it whose protocol it is."""
 
 
@@ -122,6 +133,9 @@ def _answer(request: Request, error: Exception, without_places: Callable[[str], 
             return error_body(error.status, without_places(str(error)), headers=after)
         case TooMuchError():
             return error_body(413, f"this request takes too much: {error}; send less at a time")
+        case ChatRefusal():
+            field, colon, _ = str(error).partition(": ")
+            return error_body(400, without_places(str(error)), field if colon and field.isidentifier() else None)
         case ConfigError() | DataError() | RewardError():
             return error_body(400, without_places(str(error)))
         case StoreError():

@@ -17,6 +17,7 @@ import numpy as np
 from motet.batch import Example
 from motet.config import DataConfig
 from motet.errors import BaseModelError, ConfigError
+from motet.tasks.tool_calls import written
 from motet.types import BoolArray, IntArray, Message, Problem
 
 # Stands for sampled text when a template is rendered; letters and digits only, so that no template trims or escapes it.
@@ -202,6 +203,14 @@ class Chat:
         """What the model reads before it answers a conversation, [T]."""
         return self._encode(self._render(messages, tools), special=not self.chat_template)
 
+    def with_roles(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """Messages in roles that the template has."""
+        return tuple(replace(one, role=self.tool_role) if one.role == "tool" else one for one in messages)
+
+    def opening(self, messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
+        """A conversation as the model reads it whose turns come as text: tool calls written out, tools introduced."""
+        return self.with_tools(tuple(map(_written, self.with_roles(messages))), tools)
+
     def with_tools(self, messages: tuple[Message, ...], tools: Tools) -> tuple[Message, ...]:
         """A conversation whose model knows its tools: by the template if it has a place for them, or by a system message."""
         if not tools or self._names(tools):
@@ -272,11 +281,28 @@ class Chat:
         return render(self.tokenizer, messages, True, kwargs)
 
     def _encode(self, text: str, special: bool) -> IntArray:
-        ids = self.tokenizer.encode(text, add_special_tokens=special)
+        ids = self.tokenizer.encode(_whole_characters(text), add_special_tokens=special)
         return np.asarray(ids, np.int32)
 
     def _decode(self, ids: Sequence[int] | IntArray) -> str:
         return str(self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
+
+
+def _written(message: Message) -> Message:
+    """A turn with its tool calls in its text, as a model writes them."""
+    if not message.tool_calls:
+        return message
+    return replace(message, content=f"{message.content}\n{written(message.tool_calls)}".strip())
+
+
+def _whole_characters(text: str) -> str:
+    """The text; raises BaseModelError where it has half of a surrogate pair, which tokenizers do not take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise BaseModelError(f"a text has {half!r}, half of a character, which no tokenizer reads") from error
+    return text
 
 
 def _most_tokens(text: str) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from motet.types import ToolCall
 
+_OPENS = "<tool_call>"
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -27,6 +28,37 @@ def written(calls: Sequence[ToolCall]) -> str:
         f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': dict(call.arguments)})}\n</tool_call>"
         for call in calls
     )
+
+
+class SpokenText:
+    """The text of a turn as it comes, without its tool calls."""
+
+    def __init__(self) -> None:
+        self._said, self._held = "", ""
+        self._rest: list[str] = []
+        """Everything from the first call on."""
+
+    def take(self, text: str) -> str:
+        """The text that can be shown after this much more: neither part of a call nor a space that may precede one."""
+        if self._rest:
+            self._rest.append(text)
+            return ""
+        before, opens, after = (self._held + text).partition(_OPENS)
+        begun = next((n for n in range(len(_OPENS) - 1, 0, -1) if before.endswith(_OPENS[:n])), 0)
+        shown = before.rstrip() if opens else before[: len(before) - begun].rstrip()
+        self._held = before[len(shown) :]
+        if opens:
+            self._rest = [opens, after]
+        self._said += shown
+        return shown
+
+    def end(self, *, cut_off: bool) -> tuple[str, tuple[ToolCall, ...]]:
+        """The rest of the text, and the calls; a turn that was cut off has none."""
+        rest = self._held + "".join(self._rest)
+        if cut_off or not self._rest:
+            return rest, ()
+        whole = self._said + rest
+        return without_calls(whole).removeprefix(self._said.strip()), tool_calls(whole)
 
 
 def _tool_call(text: str) -> ToolCall:

@@ -33,7 +33,8 @@ MOST_GRADIENT = 32 * 2**20
 """Of what a client wants a gradient of."""
 _GRADIENT = "/tinker/api/v1/forward_backward"
 _PROMPTS = {
-    "/tinker/api/v1/asample": 16, "/v1/chat/completions": 64, "/v1/completions": 16 * 64,
+    "/tinker/api/v1/asample": 16, "/v1/chat/completions": 64, "/v1/responses": 64, "/v1/messages": 64,
+    "/v1/completions": 16 * 64,
 }  # fmt: skip
 """Bytes of a body for each position of the base: of a token's id, of a token's text as JSON, of 16 such texts."""
 _LONG = ("/v1/fine_tuning/alpha/graders/run", "/v1/submissions")

@@ -30,8 +30,8 @@ _RULES: tuple[tuple[Right, Collection[str], tuple[str, ...]], ...] = (
     ("read", ("POST",), _LOOKS),
     ("read", ("DELETE",), ("/v1/login",)),
     ("completions", ("POST",), (
-        "/v1/chat/", "/v1/completions", "/v1/fine_tuning/alpha/", f"{_TINKER}/asample", f"{_TINKER}/cancel_future",
-        f"{_TINKER}/create_sampling_session",
+        "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fine_tuning/alpha/", f"{_TINKER}/asample",
+        f"{_TINKER}/cancel_future", f"{_TINKER}/create_sampling_session",
     )),
     ("files", (), ("/v1/files", "/v1/adapters", "/v1/shares")),
     ("jobs", (), ("/",)),

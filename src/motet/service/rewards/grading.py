@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from motet.chat.completer import whole
 from motet.cluster.client import EngineClient
 from motet.cluster.messages import Complete
 from motet.config import RewardConfig
 from motet.errors import ConfigError, EngineError, RewardError
 from motet.service.adapters.adapters import Adapters, Answerer, NoModelError
-from motet.service.answers import whole
+from motet.service.answers import ask
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.tasks.graders import combined, item_of
@@ -41,7 +42,7 @@ from motet.tasks.reward_elsewhere import Chance, ScoreOrReason
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.rewards import last_number
-from motet.types import Problem, SamplingParams
+from motet.types import Message, Problem, SamplingParams
 
 _LANES = 8
 _PROCESSES = 2
@@ -238,11 +239,12 @@ async def ask_judge(
     )
     adapter = None if asked.directory is None else str(asked.directory)
     question = Complete(
-        tenant, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params, messages=messages,
-        base=asked.base,
+        tenant, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params,
+        messages=[Message(one["role"], one["content"]) for one in messages], base=asked.base,
     )  # fmt: skip
-    answered = await whole(engine, question)
-    return verdict(judge, answered.choices[0].text), answered.prompt_tokens + answered.tokens
+    read, pieces = await ask(engine, question)
+    (answer,) = await whole(pieces)
+    return verdict(judge, answer.text), read.tokens + len(answer.token_ids)
 
 
 def prompt(judge: Judge, item: Mapping[str, Any], output: str) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import Any
 
 from motet.apart import Apart, TooMuchError
-from motet.errors import EpisodeRefusal
+from motet.errors import ChatRefusal
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write JSON, so that no answer is spent on spaces."""
@@ -27,12 +27,12 @@ def grammar_of(asked: Any, *, tools: bool) -> str:
     Where tools are offered, an answer may call them instead, from its beginning.
 
     Raises:
-        EpisodeRefusal: it cannot be kept to; says why.
+        ChatRefusal: it cannot be kept to; says why.
     """
     if asked is None:
         return ""
     if not isinstance(asked, dict):
-        raise EpisodeRefusal(f"response_format must be an object with a `type`, not {asked!r:.80}")
+        raise ChatRefusal(f"response_format must be an object with a `type`, not {asked!r:.80}")
     if (kind := asked.get("type")) == "text":
         return ""
     if kind == "json_object":
@@ -41,14 +41,12 @@ def grammar_of(asked: Any, *, tools: bool) -> str:
         holder = asked.get("json_schema", asked)
         schema = holder.get("schema") if isinstance(holder, dict) else holder
     else:
-        raise EpisodeRefusal(
-            f"response_format: type {kind!r} is not known here; it is text, json_object or json_schema"
-        )
+        raise ChatRefusal(f"response_format: type {kind!r} is not known here; it is text, json_object or json_schema")
     if not isinstance(schema, dict):
-        raise EpisodeRefusal(f"response_format: json_schema must have a `schema`, an object, not {schema!r:.80}")
+        raise ChatRefusal(f"response_format: json_schema must have a `schema`, an object, not {schema!r:.80}")
     answer = json.dumps({"x-guidance": _SPACES, **schema})
     if len(answer) > _LONGEST:
-        raise EpisodeRefusal(f"response_format: the schema has {len(answer)} characters; {_LONGEST} are the most")
+        raise ChatRefusal(f"response_format: the schema has {len(answer)} characters; {_LONGEST} are the most")
     return (
         f'start: answer | CALL\nanswer: %json {answer}\nCALL: "<tool_call>" /(.|\\n)*/'
         if tools
@@ -60,7 +58,7 @@ async def check_grammar(grammar: str, apart: Apart, key: str) -> None:
     """Compile a grammar in a process with limits, in the turn of `key`. Do so before an engine compiles it.
 
     Raises:
-        EpisodeRefusal: it cannot be kept to, or it takes too much; says why.
+        ChatRefusal: it cannot be kept to, or it takes too much; says why.
         LimitError: too much of this key's waits already.
     """
     if not grammar:
@@ -71,12 +69,12 @@ async def check_grammar(grammar: str, apart: Apart, key: str) -> None:
         except TooMuchError as error:
             reason = f"the schema is too complex: {error}; use fewer or simpler patterns"
             if error.by_clock:
-                raise EpisodeRefusal(f"response_format: {reason}, or try again later") from error
+                raise ChatRefusal(f"response_format: {reason}, or try again later") from error
         _known[grammar] = reason
         while len(_known) > _KEPT:
             _known.popitem(last=False)
     if reason:
-        raise EpisodeRefusal(f"response_format: {reason}")
+        raise ChatRefusal(f"response_format: {reason}")
 
 
 _known: OrderedDict[str, str] = OrderedDict()

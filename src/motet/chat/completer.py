@@ -1,0 +1,214 @@
+"""What all formats have in common: a conversation goes to a `Completer`, and the model's next turn comes back in pieces."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from motet.errors import ChatRefusal
+from motet.tasks.chat import Tools
+from motet.tasks.plain_json import check_plain
+from motet.types import Message, ToolCall
+
+EVENTS = "text/event-stream"
+MOST_MESSAGES = 4096
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"logit_bias": ({},), "audio": (), "functions": ()}
+"""Fields that would change what is sampled, and their values that do not."""
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """What a client asks of one turn, besides how tokens are drawn."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    train: bool = True
+    """Whether an episode trains the answer."""
+    grammar: str = ""
+    """That the answer keeps to. An episode does not train such an answer: it is no sample of the policy."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a client asks, whatever its format."""
+
+    messages: tuple[Message, ...]
+    """What a tool answered has the role `tool`."""
+    tools: Tools = ()
+    """That the model may call."""
+    limits: CallLimits = field(default_factory=CallLimits)
+    n: int = 1
+    """How many answers."""
+    stream: bool = False
+    logprobs: bool = False
+    """Whether each token's text is wanted, beside its logprob."""
+    token_ids: bool = False
+    """Whether the ids of the prompt are wanted."""
+
+    def __post_init__(self) -> None:
+        """Refuse an empty one.
+
+        Raises:
+            ChatRefusal: it is empty.
+        """
+        if not self.messages:
+            raise ChatRefusal("the conversation has no message that is read here; give one")
+
+
+@dataclass
+class Piece:
+    """Part of one answer, or all of it."""
+
+    index: int
+    """Which of `n`."""
+    id: str
+    """Of this answer; the ids of its tool calls are made from it."""
+    text: str = ""
+    """Without tool calls."""
+    calls: tuple[ToolCall, ...] = ()
+    """All calls of the answer; they come with its last piece."""
+    finish: Literal["stop", "length"] | None = None
+    """Set on the last piece."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    """The text of each token, where it is wanted."""
+
+    def add(self, other: Piece) -> None:
+        """Append the next piece of the same answer."""
+        self.text += other.text
+        self.calls += other.calls
+        self.finish = other.finish or self.finish
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.tokens += other.tokens
+
+    @property
+    def named_calls(self) -> list[tuple[str, ToolCall]]:
+        """Each tool call with an id."""
+        return [(f"call_{self.id}_{number}", one) for number, one in enumerate(self.calls)]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer that has begun."""
+
+    id: str
+    model: str
+    prompt_tokens: int
+    pieces: AsyncIterable[Piece]
+    """Those of several answers may be mixed."""
+    prompt_ids: Sequence[int] = ()
+    """Where they are wanted."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Completer(Protocol):
+    """Answers conversations: an open episode, or a base or a stored version of a service."""
+
+    async def reply(self, asked: Conversation, /) -> Reply:
+        """Begin to answer. What is refused is refused here, before the first piece.
+
+        Raises:
+            ChatRefusal: the request cannot be answered.
+            EngineError, ConfigError: the model cannot answer, now or ever.
+        """
+        ...
+
+
+async def whole(pieces: AsyncIterable[Piece]) -> list[Piece]:
+    """All answers, each as one piece, by index."""
+    answers: dict[int, Piece] = {}
+    async for piece in pieces:
+        answers.setdefault(piece.index, Piece(piece.index, piece.id)).add(piece)
+    return [answers[index] for index in sorted(answers)]
+
+
+class Extra(BaseModel):
+    """Base of what clients send: fields that are not known here are for others."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+
+class ChatFormat(Extra):
+    """Base of the requests of all formats."""
+
+    tools: list[dict[str, Any]] | None = Field(None, max_length=1000, fail_fast=True)
+    stream: bool | None = None
+    train: bool = True
+    """False: an episode answers, and does not train the answer. Elsewhere it changes nothing."""
+
+    _plain = model_validator(mode="before")(check_plain)
+
+    def conversation(self) -> Conversation:
+        """What is asked; raises `ChatRefusal` where it cannot be answered."""
+        raise NotImplementedError
+
+    def answer(self, reply: Reply, answers: Sequence[Piece]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        raise NotImplementedError
+
+    def events(self, reply: Reply) -> AsyncIterator[str]:
+        """The answer as server-sent events, as its pieces come."""
+        raise NotImplementedError
+
+
+def refuse_unsupported(given: ChatFormat, also: Sequence[str] = ()) -> None:
+    """Refuse fields that would change what is sampled; `also` has the names of more.
+
+    Raises:
+        ChatRefusal: names the field.
+    """
+    for name, value in (given.model_extra or {}).items():
+        if (name in also or name in _UNSUPPORTED) and value is not None and value not in _UNSUPPORTED.get(name, ()):
+            raise ChatRefusal(f"{name}: is not supported here; leave it out")
+
+
+def text_of(content: Any) -> str:
+    """The text of a message: a text, a list of parts, or None.
+
+    Raises:
+        ChatRefusal: it is something else, or a part of it is no text.
+    """
+    if not isinstance(content, str | list | None):
+        raise ChatRefusal(f"content: {content!r:.80} is neither text nor a list of parts")
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict):
+                raise ChatRefusal(f"content: {part!r:.80} is no part; a part is an object with a type")
+            if not isinstance(part.get("text", part.get("refusal")), str):
+                raise ChatRefusal(
+                    f"content: a part of type {part.get('type')!r:.80} is no text, which is all that is read here"
+                )
+        return "".join(part.get("text") or str(part.get("refusal") or "") for part in content)
+    return content or ""
+
+
+def call_of(name: str, arguments: str) -> ToolCall:
+    """A tool call whose arguments came as JSON text."""
+    try:
+        given = check_plain(json.loads(arguments or "{}"))
+    except (ValueError, RecursionError):
+        given = None
+    return ToolCall(name, given if isinstance(given, dict) else {"arguments": arguments})
+
+
+def arguments_of(call: ToolCall) -> str:
+    """A tool call's arguments as JSON text."""
+    return json.dumps(dict(call.arguments))
+
+
+def event(body: Mapping[str, Any], kind: str = "") -> str:
+    """One server-sent event."""
+    return f"event: {kind}\ndata: {json.dumps(body)}\n\n" if kind else f"data: {json.dumps(body)}\n\n"
+
+
+def error_event(message: str, kind: str) -> str:
+    """An error inside a stream, as the stock clients of all formats read it."""
+    detail = {"message": message, "type": kind, "param": None, "code": None}
+    return event({"type": "error", "error": detail}, "error")

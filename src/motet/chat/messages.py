@@ -1,0 +1,157 @@
+"""Messages of the Anthropic API, in which tools are called and answered by blocks of a message."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from motet.chat.completer import (
+    MOST_MESSAGES,
+    CallLimits,
+    ChatFormat,
+    Conversation,
+    Extra,
+    Piece,
+    Reply,
+    arguments_of,
+    event,
+)
+from motet.errors import ChatRefusal
+from motet.stops import few
+from motet.types import Message, ToolCall
+
+Blocks = str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+_UNREAD = frozenset({"thinking", "redacted_thinking"})
+
+
+class ToolChoice(Extra):
+    """`none` hides the tools from the model; other choices are not enforced."""
+
+    type: str = "auto"
+
+
+class AnthropicMessage(Extra):
+    """One message."""
+
+    role: Literal["user", "assistant"]
+    content: Blocks
+
+
+class MessagesRequest(ChatFormat):
+    """A conversation to continue."""
+
+    messages: list[AnthropicMessage] = Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    system: Blocks | None = None
+    tool_choice: ToolChoice | None = None
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[str] | None, BeforeValidator(few)] = None
+
+    def conversation(self) -> Conversation:
+        """What is asked; each result of a tool is a message."""
+        system = [Message("system", _text_of(self.system))] if self.system else []
+        hidden = self.tool_choice is not None and self.tool_choice.type == "none"
+        return Conversation(
+            (*system, *(message for one in self.messages for message in _messages(one))),
+            () if hidden else [_function(tool) for tool in self.tools or ()],
+            CallLimits(self.max_tokens, tuple(self.stop_sequences or ()), self.train),
+            stream=bool(self.stream),
+        )
+
+    def answer(self, reply: Reply, answers: Sequence[Piece]) -> dict[str, Any]:
+        """The whole answer."""
+        (one,) = answers
+        ends = "max_tokens" if one.finish == "length" else "tool_use" if one.calls else "end_turn"
+        text = [{"type": "text", "text": one.text}] if one.text or not one.calls else []
+        uses = (
+            {"type": "tool_use", "id": name, "name": call.name, "input": dict(call.arguments)}
+            for name, call in one.named_calls
+        )
+        sampled = {"input_tokens": reply.prompt_tokens, "output_tokens": len(one.token_ids)}
+        return {**_head(reply), "content": [*text, *uses], "stop_reason": ends, "usage": sampled}
+
+    async def events(self, reply: Reply) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        async for kind, fields in self._steps(reply):
+            yield event({"type": kind, **fields}, kind)
+
+    async def _steps(self, reply: Reply) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        used = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
+        yield "message_start", {"message": {**_head(reply), "content": [], "stop_reason": None, "usage": used}}
+        answer = Piece(0, reply.id)
+        async for piece in reply.pieces:
+            empty = not answer.text
+            answer.add(piece)
+            if piece.text or (piece.finish and not answer.text and not piece.calls):
+                if empty:
+                    yield "content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}}
+                yield "content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": piece.text}}
+        done, calls = self.answer(reply, [answer]), iter(answer.calls)
+        for index, block in enumerate(done["content"]):
+            if block["type"] == "tool_use":
+                given = {"type": "input_json_delta", "partial_json": arguments_of(next(calls))}
+                yield "content_block_start", {"index": index, "content_block": {**block, "input": {}}}
+                yield "content_block_delta", {"index": index, "delta": given}
+            yield "content_block_stop", {"index": index}
+        end = {"stop_reason": done["stop_reason"], "stop_sequence": None}
+        yield "message_delta", {"delta": end, "usage": {"output_tokens": len(answer.token_ids)}}
+        yield "message_stop", {}
+
+
+def _head(reply: Reply) -> dict[str, Any]:
+    head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant"}
+    return {**head, "model": reply.model, "stop_sequence": None}
+
+
+def _field(block: dict[str, Any], name: str, kind: type) -> Any:
+    """A field of a block.
+
+    Raises:
+        ChatRefusal: it is missing, or not of this type.
+    """
+    if not isinstance(block.get(name), kind):
+        what = "a text" if kind is str else "an object"
+        raise ChatRefusal(f"content: a block of type {block.get('type')!r:.80} needs `{name}`, {what}")
+    return block[name]
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool in the form of chat templates."""
+    if not isinstance(tool.get("name"), str):
+        raise ChatRefusal("tools: one has no name; give each a text")
+    if "input_schema" not in tool:
+        raise ChatRefusal(f"tools: {tool['name']!r:.80} has no input_schema; only functions are offered")
+    about = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+    return {"type": "function", "function": about}
+
+
+def _messages(one: AnthropicMessage) -> Iterator[Message]:
+    text: list[dict[str, Any]] = [{"type": "text", "text": one.content}]
+    blocks = text if isinstance(one.content, str) else one.content
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            yield Message("tool", _text_of(block.get("content")))
+    calls = tuple(
+        ToolCall(_field(block, "name", str), _field(block, "input", dict))
+        for block in blocks
+        if block.get("type") == "tool_use"
+    )
+    said = [block for block in blocks if block.get("type") not in ("tool_use", "tool_result", *_UNREAD)]
+    if said or calls:
+        yield Message(one.role, _text_of(said), calls)
+
+
+def _text_of(blocks: Any) -> str:
+    if blocks is None or isinstance(blocks, str):
+        return blocks or ""
+    if not isinstance(blocks, list):
+        raise ChatRefusal(f"content: {blocks!r:.80} is neither text nor a list of blocks")
+    for block in blocks:
+        if not isinstance(block, dict):
+            raise ChatRefusal(f"content: {block!r:.80} is no block; a block is an object with a type")
+        if block.get("type") != "text":
+            raise ChatRefusal(
+                f"content: a block of type {block.get('type')!r:.80} is no text, which is all that is read here"
+            )
+    return "".join(_field(block, "text", str) for block in blocks)
