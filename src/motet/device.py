@@ -33,6 +33,8 @@ class BusyTime:
     train: float = 0.0
     full: float = 0.0
     """Of these, seconds in which the decode batch or the micro-batch was full."""
+    turns: float = 0.0
+    """Of all calls and ticks of the device's thread, whoever they were for."""
     started: float = field(default_factory=time.monotonic)
     _decoded: Counter[str] = field(default_factory=Counter)
     _spent: dict[str, float] = field(default_factory=dict)
@@ -109,6 +111,7 @@ class Device:
         self.busy = BusyTime()
         self._turn = turn
         self._calling: bool | None = None
+        self._owners: Mapping[str, float] = {}
         self._held = False
         self._calls: deque[_QueuedCall] = deque()
         self._ticks: list[Callable[[], bool]] = []
@@ -160,6 +163,10 @@ class Device:
         """Run a call on the device and wait for it without blocking the event loop; see `submit`."""
         return await asyncio.wrap_future(self.submit(call, light=light))
 
+    def charge(self, owners: Mapping[str, float]) -> None:
+        """Charge the call under way to these, by their parts of it; from that call."""
+        self._owners = owners
+
     def close(self) -> None:
         """Finish the call under way, drop the rest and end the thread."""
         with self._wake:
@@ -186,18 +193,21 @@ class Device:
             try:
                 if call is not None:
                     self._turn_to(calling=not call.light)
+                    self._owners = {call.owner: 1.0} if call.owner else {}
                     begun = self._clock()
                     call.settle()
                     spent = self._clock() - begun
                     owed += spent
-                    if call.owner:
-                        self.busy.called(spent, {call.owner: 1.0})
+                    self.busy.turns += spent
+                    if self._owners:
+                        self.busy.called(spent, self._owners)
                     if owed < 0 and working:
                         continue
                 self._turn_to(calling=False)
                 begun = self._clock()
                 working = _any_left(ticks)
                 spent = self._clock() - begun
+                self.busy.turns += spent
                 owed = max(owed - spent, -spent) if working else 0.0
             except BaseException as error:  # see add_tick
                 self._break_down(error, call)

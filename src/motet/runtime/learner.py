@@ -195,6 +195,14 @@ class Learner:
 
     def _turn(self, turn: _Pass) -> tuple[Any, ...] | None:
         """Work on a pass; None where there is more to do. In the device's thread."""
+        wanted = [entry for entry in turn.entries if not entry.done.cancelled()]
+        if not wanted:  # given up since it was chosen
+            if turn.pieces is not None:
+                turn.pieces.close()
+            turn.entries, turn.charged = [], 0
+            return ()
+        if turn.pieces is None:
+            turn.entries = wanted
         started = time.perf_counter()
         pieces = turn.pieces = turn.pieces or self._pieces(turn.entries)
         done = 0
@@ -209,7 +217,7 @@ class Learner:
             tokens = Counter[str]()
             for entry in turn.entries:
                 tokens[entry.job] += entry.segment.n_tokens
-            self._device.busy.called(spent, tokens)
+            self._device.charge(tokens)
             self._device.busy.train += spent
             self._device.busy.full += spent * (done > 0 or tokens.total() >= 0.5 * self._budget)
         return None
