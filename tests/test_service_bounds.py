@@ -196,16 +196,16 @@ def test_nothing_large_of_a_stranger_is_read(house: House) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/jobs/ended/scoring/results", {"results": [{"id": "a", "scores": [{}] * 90_000}]}),
+        ("/v1/jobs/ended/scoring/results", {"results": [{"id": "a", "scores": [{}] * 8_000}]}),
         ("/v1/jobs/ended/scoring/results", {"results": [{}] * 1000}),
         ("/v1/jobs/ended/scoring/results", {"results": [{"id": "a", "scores": [1.0] * 1025}]}),
-        ("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": [{}] * 1000}] * 100}),
-        ("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": [{}] * 90_000}]}),
-        ("/v1/chat/completions", {"model": "small", "messages": [], **{f"{number}": 1 for number in range(90_000)}}),
-        ("/v1/completions", {"model": "small", "prompt": [{}] * 90_000}),
-        ("/v1/completions", {"model": "small", "prompt": [["x"] * 20_000] * 16}),
+        ("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": [{}] * 1000}] * 8}),
+        ("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": [{}] * 8_000}]}),
+        ("/v1/chat/completions", {"model": "small", "messages": [], **{f"{number}": 1 for number in range(60_000)}}),
+        ("/v1/completions", {"model": "small", "prompt": [{}] * 8_000}),
+        ("/v1/completions", {"model": "small", "prompt": [["x"] * 4_000] * 16}),
         ("/v1/jobs", {**tiny("odd"), "sampling": {"stop": [1] * 90_000}}),
-        ("/v1/jobs", {**tiny("odd"), "reward": [{}] * 90_000}),
+        ("/v1/jobs", {**tiny("odd"), "reward": [{}] * 8_000}),
         ("/v1/jobs", {**tiny("odd"), **{f"{number}": 1 for number in range(10_000)}}),
     ],
 )
