@@ -151,8 +151,11 @@ async def streamed(
     head: dict[str, Any],
     choice: Callable[[Tokens], dict[str, Any]],
     tells_usage: bool,
+    without_places: Callable[[str], str],
 ) -> StreamingResponse:
     """Completions of one prompt as server-sent events: `head` and a choice each; `choice` gives what it holds of some tokens.
+
+    Errors are told `without_places` of this machine.
 
     Raises:
         EngineError, ConfigError: it cannot be answered, now or ever, and why.
@@ -175,7 +178,7 @@ async def streamed(
             yield "data: [DONE]\n\n"
         except (EngineError, ConfigError) as error:  # its status was sent long ago
             kind = "unavailable_error" if isinstance(error, EngineError) else "invalid_request_error"
-            detail = {"message": str(error), "type": kind, "param": None, "code": None}
+            detail = {"message": without_places(str(error)), "type": kind, "param": None, "code": None}
             yield f"data: {json.dumps({'error': detail})}\n\n"
 
     return StreamingResponse(lines(), media_type="text/event-stream")
@@ -242,7 +245,13 @@ def models(who: Asker, store: StoreDep, storage: StorageDep, adapters: AdaptersD
 
 @router.post("/chat/completions", response_model=None, responses=STREAMED)
 async def chat(
-    request: Request, who: Asker, engine: EngineDep, apart: ApartDep, names: ModelNamesDep, wanted: ChatRequest
+    request: Request,
+    who: Asker,
+    engine: EngineDep,
+    apart: ApartDep,
+    names: ModelNamesDep,
+    storage: StorageDep,
+    wanted: ChatRequest,
 ) -> Response:
     """Go on with a conversation."""
     asked = await names.answerer(who, wanted.model)
@@ -254,9 +263,9 @@ async def chat(
     head: dict[str, Any] = {"id": new_id("chatcmpl"), "object": "chat.completion"}
     head |= {"created": int(time.time()), "model": wanted.model}
     if wanted.stream:
-        return await streamed(
-            engine, question, {**head, "object": "chat.completion.chunk"}, _Deltas().choice, wanted.tells_usage
-        )
+        head |= {"object": "chat.completion.chunk"}
+        choice = _Deltas().choice
+        return await streamed(engine, question, head, choice, wanted.tells_usage, storage.without_places)
     answer = await whole(engine, question)
     choices = [
         {
@@ -309,7 +318,9 @@ class CompletionRequest(Sampled):
 
 
 @router.post("/completions", response_model=None, responses=STREAMED)
-async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: CompletionRequest) -> Response:
+async def complete(
+    who: Asker, engine: EngineDep, names: ModelNamesDep, storage: StorageDep, wanted: CompletionRequest
+) -> Response:
     """Go on with prompts. Choice i · n + k is the k-th completion of prompt i."""
     asked_of = await names.answerer(who, wanted.model)
     most = longest_sequence(engine, asked_of.base)
@@ -327,7 +338,8 @@ async def complete(who: Asker, engine: EngineDep, names: ModelNamesDep, wanted: 
     if wanted.stream:
         if len(questions) > 1:
             raise bad_field("prompt", "one prompt can be streamed at a time; leave `stream` out for several")
-        return await streamed(engine, questions[0], head, _Texts().choice, wanted.tells_usage)
+        choice = _Texts().choice
+        return await streamed(engine, questions[0], head, choice, wanted.tells_usage, storage.without_places)
     answers = await all_whole(engine, questions)
     choices = [
         {
