@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+LOAD_ARGS ?=
 TRITON := triton==3.9.0
 
 # The first of these that is Python 3.11 or newer makes the environment; `make PYTHON=/path/to/python …` chooses.
@@ -74,8 +75,13 @@ test: lint vllm tinker agents  ## lint, then every test that this machine can ru
 
 .PHONY: soak
 soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, ten thousand requests to a service, a thousand publishes on a real vLLM (hours)
-	@$(BIN)/python -m bench.speed.envs older
+	@$(BIN)/python -m bench.speed.envs older locust
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s $(PYTEST_ARGS)
+
+.PHONY: load
+load: $(VENV)/.installed-dev  ## fifty tenants at a service for ten minutes: what fails, and how long answers take (LOAD_ARGS="--seconds 30")
+	@$(BIN)/python -m bench.speed.envs locust
+	$(BIN)/python -m bench.load $(LOAD_ARGS)
 
 .PHONY: lint
 lint: $(VENV)/.installed-dev  ## ruff (rules and format) and mypy

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -229,10 +231,11 @@ def test_a_version_is_gone_on_from(house: House, client: openai.OpenAI) -> None:
 
 
 class Samples:
-    """A host's process that answers a prompt of one token id without an end, and refuses longer ones."""
+    """A host's process: it answers a prompt of one token id without an end, breaks off one of two, and refuses longer ones."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, host: Host, place: Path) -> None:
+        """`place` is named where an answer is broken off."""
+        self._host, self._place = host, place
         self.begun, self.abandoned = set[int](), set[int]()
 
     def send(self, message: ToEngine) -> None:
@@ -241,24 +244,53 @@ class Samples:
             self.abandoned.add(message.key)
         if isinstance(message, Complete):
             self.begun.add(message.key)
-            long = len(message.prompt or ()) > 1
-            answer = Refused(message.key, "the prompt is too long", never=True) if long else PromptRead(message.key, 1)
-            self._host._open[message.key].put_nowait(answer)
+            answers = self._host._open[message.key]
+            length = len(message.prompt or message.messages or ())
+            if length < 3:
+                answers.put_nowait(PromptRead(message.key, length))
+            if length == 2:
+                answers.put_nowait(Refused(message.key, f"{self._place}/run/job-1/adapter_config.json is gone"))
+            if length > 2:
+                answers.put_nowait(Refused(message.key, "the prompt is too long", never=True))
+
+    @contextlib.contextmanager
+    def answering(self, house: House) -> Iterator[None]:
+        """Stand in the place of the engine while the block runs."""
+        engine = house.part(EngineClient)
+
+        async def stand_in(there: bool) -> None:
+            self._host.ready, self._host._engine = there, cast("Any", self if there else None)
+            (engine.there[self._host.base].set if there else engine.there[self._host.base].clear)()
+
+        for there in (True, False):
+            asyncio.run_coroutine_threadsafe(stand_in(there), house.app.state.loop).result(20)
+            if there:
+                yield
 
 
 def test_prompts_beside_one_that_is_refused_are_abandoned(tmp_path: Path) -> None:
     with open_house(tmp_path) as house:
-        engine = house.part(EngineClient)
-        (host,) = engine.hosts
-        samples = Samples(host)
+        samples = Samples(house.part(EngineClient).hosts[0], tmp_path)
+        with samples.answering(house):
+            asked = {"model": "small", "prompt": [[1], [2], [3, 4, 5], [5]]}
+            error = house.refused(400, "POST", "/v1/completions", json=asked)
+            assert error["message"] == "the prompt is too long"
+            wait_until(lambda: len(samples.abandoned) == len(samples.begun) - 1 > 1)
 
-        async def stand_in(there: bool) -> None:
-            host.ready, host._engine = there, cast("Any", samples if there else None)
-            (engine.there[host.base].set if there else engine.there[host.base].clear)()
 
-        asyncio.run_coroutine_threadsafe(stand_in(True), house.app.state.loop).result(20)
-        asked = {"model": "small", "prompt": [[1], [2], [3, 4], [5]]}
-        error = house.refused(400, "POST", "/v1/completions", json=asked)
-        assert error["message"] == "the prompt is too long"
-        wait_until(lambda: len(samples.abandoned) == len(samples.begun) - 1 > 1)
-        asyncio.run_coroutine_threadsafe(stand_in(False), house.app.state.loop).result(20)
+def test_an_answer_that_breaks_off_names_no_place_of_this_machine(house: House) -> None:
+    samples = Samples(house.part(EngineClient).hosts[0], house.storage.directory)
+    with samples.answering(house):
+        for path, asked in (
+            ("/v1/completions", {"prompt": [1, 2]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 2}),
+        ):
+            said = [house.refused(503, "POST", path, json={"model": "small", **asked})["message"]]
+            streamed = house.ask("POST", path, json={"model": "small", "stream": True, **asked})
+            said.append(json.loads(streamed.text.partition("data: ")[2])["error"]["message"])
+            assert said == ["job-1/adapter_config.json is gone"] * 2
+        judge = {**JUDGE, "input": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}
+        run = {"grader": judge, "model_sample": "a", "item": {}}
+        errors = house.ask("POST", "/v1/fine_tuning/alpha/graders/run", json=run).json()["metadata"]["errors"]
+        assert "job-1/adapter_config.json is gone" in errors["model_grader_server_error_details"]
+        assert str(house.storage.directory) not in str(errors)

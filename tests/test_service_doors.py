@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import logging
 import resource
 import socket
@@ -22,8 +23,10 @@ from motet.apart import Apart
 from motet.cluster.client import EngineClient
 from motet.config.service import HttpConfig
 from motet.service.app import ROUTES
-from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, OpenBytes, _limit
+from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, JsonSize, OpenBytes, _limit
 from motet.service.http.connections import Connections, Seldom, network_of
+from motet.service.routes.completions import ChatCompletion
+from motet.service.schemas import JobsToSubmit
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
 from tests.house import House, open_house
@@ -135,11 +138,53 @@ def test_a_body_may_be_as_long_as_the_base_has_a_use_for(path: str, small: int, 
     assert (_limit(path, 1024), _limit(path, 0), _limit(path, 2**20)) == (small, large, large)
 
 
-def test_json_has_so_many_values(house: House) -> None:
-    body = b'{"results": [' + b"[]," * 600_000 + b"[]]}"
-    headers = {"content-type": "application/json"}
-    error = house.refused(413, "POST", "/v1/jobs/ended/scoring/results", content=body, headers=headers)
-    assert "values at most" in error["message"]
+DEAR = {
+    "values": b"[" + b"1," * 600_000 + b"1]",
+    "texts": b"{" + b",".join(b'"%x":0' % one for one in range(70_000)) + b"}",
+    "lists and objects": b"[" + b"[]," * 9_000 + b"[]]",
+}
+"""JSON that takes long to be read for its length."""
+
+
+@pytest.mark.parametrize("what", DEAR)
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+def test_json_has_so_many_values(house: House, what: str, kind: str) -> None:
+    body = b'{"results": ' + DEAR[what] + b"}"
+    error = house.refused(413, "POST", "/v1/jobs/ended/scoring/results", content=body, headers={"content-type": kind})
+    assert f"{what} at most" in error["message"]
+
+
+def test_what_a_text_holds_is_not_counted() -> None:
+    text = '[{"a": [1, 2]}, "\\\\"] ' * 3000
+    whole = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    for step in (1, 7, len(whole)):
+        size = JsonSize()
+        for start in range(0, len(whole), step):
+            size.add(whole[start : start + step])
+        assert (size._containers, size._quotes) == (3, 10)
+    with pytest.raises(HTTPException, match="UTF-8"):
+        JsonSize().add(json.dumps("∀").encode("utf-16"))
+
+
+def test_a_number_has_so_many_digits(house: House) -> None:
+    """A body of the longest numbers that Python reads by itself would take seconds."""
+    body = b'{"name": "a", "steps": ' + b"9" * 641 + b"}"
+    error = house.ask("POST", "/v1/jobs", content=body, headers={"content-type": "application/json"})
+    assert error.status_code in (400, 422)
+
+
+def test_the_dearest_body_that_is_read_takes_little_of_the_processor() -> None:
+    parts = [{"type": "text", "text": ""}] * 64
+    chat = {"model": "small", "messages": [{"role": "user", "content": parts}] * 120}
+    for body, kind in (
+        (json.dumps(chat), ChatCompletion),
+        (json.dumps({"jobs": [{"job": {f"{one:x}": one for one in range(2**16 - 8)}}]}), JobsToSubmit),
+        (json.dumps({"jobs": [{"job": {"a": [[]] * (2**13 - 8)}}]}), JobsToSubmit),
+    ):
+        JsonSize().add(body.encode())
+        began = time.thread_time()
+        kind.model_validate(json.loads(body))
+        assert time.thread_time() - began < 0.5  # a tenth of this where nothing else runs
 
 
 def test_nobody_takes_the_memory_of_those_with_a_key() -> None:
@@ -307,8 +352,8 @@ WORK = {
         "POST /v1/jobs/{job}/scoring/lease", "POST /v1/jobs/{job}/scoring/results",
         "DELETE /v1/jobs/{job}/scoring/workers/{worker}", "POST /v1/jobs/{job}/episodes/lease",
         "POST /v1/jobs/{job}/episodes/results", "DELETE /v1/jobs/{job}/episodes/workers/{worker}",
-        f"POST {TINKER}/retrieve_future", "GET /login", "GET /login/callback", "GET /v1/login", "POST /v1/login/device",
-        "POST /v1/login/device/key",
+        f"POST {TINKER}/retrieve_future", f"POST {TINKER}/cancel_future", "GET /login", "GET /login/callback", "GET /v1/login",
+        "POST /v1/login/device", "POST /v1/login/device/key",
     ),
     THREAD: (
         "GET /v1/jobs", "GET /v1/jobs/{job}", "POST /v1/jobs/{job}/{word}", "PATCH /v1/jobs/{job}",
@@ -330,7 +375,7 @@ WORK = {
         f"GET {TINKER}/samplers/{{name}}", f"POST {TINKER}/create_model", f"POST {TINKER}/get_info",
         f"POST {TINKER}/unload_model", f"POST {TINKER}/optim_step", f"POST {TINKER}/save_weights",
         f"POST {TINKER}/save_weights_for_sampler", f"POST {TINKER}/load_weights",
-        f"POST {TINKER}/save_weights_external", f"POST {TINKER}/cancel_future", f"GET {TINKER}/training_runs",
+        f"POST {TINKER}/save_weights_external", f"GET {TINKER}/training_runs",
         f"GET {TINKER}/training_runs/{{run}}", f"GET {TINKER}/training_runs/{{run}}/checkpoints",
         f"GET {TINKER}/checkpoints", f"POST {TINKER}/weights_info",
         f"DELETE {TINKER}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}",

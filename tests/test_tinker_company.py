@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 
@@ -14,7 +15,11 @@ from motet import AdamW, EngineConfig, Verbs
 from motet.algorithms import datum
 from tests.cases import few
 from tests.service_run import Service, serving, tiny
+from tests.tinker_requests import Client
 from tests.tinker_run import Script, job_of, run_script
+
+WIDE = 90
+"""Targets of each token of a gradient that takes the device long."""
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +113,30 @@ def test_idle_clients_make_room_and_go_on(alone: tuple[Any, dict[str, bytes]], t
         assert found["values"] == expected["values"]
         assert service.weights(job_of(found["model"])) == adapters["client"]
         assert room == {"filled": [12, "length"]}, "without max_tokens: as many as the KV cache holds"
+
+
+def test_a_gradient_that_is_cancelled_ends_and_leaves_no_trace(shared_service: Service) -> None:
+    """The step after it has the bytes of one without it; what the device did for it is charged."""
+
+    def trained(job: str) -> int:
+        lines = shared_service.ask("GET", "/v1/usage")["data"]
+        return sum(line["tokens_trained"] for line in lines if line["name"] == job)
+
+    with httpx2.Client(base_url=shared_service.url, timeout=60.0, trust_env=False) as http:
+        plain, other = Client(http), Client(http)
+        for client in (plain, other):
+            client.gradient([7, 9])
+            if client is other:
+                long = [client.gradient([1000] * 26, WIDE), client.gradient([1000] * 26, WIDE)]
+                shared_service.until(lambda: trained(other.job) > 1000)
+                for future in reversed(long):
+                    client.cancel(future)
+                assert ["cancelled" in client.wait(future)["error"] for future in long] == [True, True]
+            client.gradient([5])
+            assert client.wait(client.step())["metrics"]["skipped:sum"] == 0
+            client.finish()
+            assert shared_service.ended(client.job) == "succeeded"
+    assert shared_service.weights(other.job) == shared_service.weights(plain.job)
+    least = 8 + 10 + 6
+    assert trained(plain.job) == least
+    assert least + 1000 < trained(other.job) < 26 * 1001 * WIDE, "the rest of it was done all the same"

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from motet.runtime.client_loop import ABOUT
-from motet.runtime.journal import Done, Journal, Nothing
+from motet.runtime.journal import Done, Failed, Journal, Nothing
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
@@ -27,11 +27,11 @@ from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
-from motet.service.tinker.samplers import Samplers, path_part, sampler_id
+from motet.service.tinker.samplers import Samplers, sampler_id
 from motet.types import JobState
 from tests.house import House, open_house
 from tests.small_disk import small_disk
-from tests.tinker_requests import journal, made, request, saved, sent
+from tests.tinker_requests import journal, made, naming, request, saved, sent
 from tests.tinker_run import job_of
 from tests.waiting import until
 
@@ -43,7 +43,6 @@ NAMELESS = {
     *("/sessions/{session_id}", "/sessions/{session_id}/finish", *(path for _, path in runs.ELSEWHERE)),
 }
 """Those that name nothing of anybody's, or show and end only what is the asker's own."""
-CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 def routes() -> set[tuple[str, str]]:
@@ -54,37 +53,6 @@ def routes() -> set[tuple[str, str]]:
         for route in found
         if isinstance(route, APIRoute)
         for method in route.methods or ()
-    }
-
-
-def naming(model: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """What each route is asked that names something of a tenant's: the body, and what stands in its path."""
-    path, session = f"tinker://{model}/weights/w", model.partition(":")[0]
-    live = sampler_id(session, 0, path_part(path))
-    new, prompt = {"session_id": session, "model_seq_id": 7}, {"chunks": [{"tokens": [1, 2]}]}
-    command = {"model_id": model, "seq_id": 3}
-    return {
-        ("POST", "/get_info"): {"model_id": model},
-        ("POST", "/optim_step"): {**command, "adam_params": {}},
-        ("POST", "/save_weights"): {**command, "path": "x"},
-        ("POST", "/save_weights_for_sampler"): {**command, "path": "x"},
-        ("POST", "/save_weights_external"): {**command, "path": "x"},
-        ("POST", "/load_weights"): {**new, "path": path, "optimizer": False},
-        ("POST", "/copy_weights"): {**new, "model_seq_id": 8, "source_path": path},
-        ("POST", "/weights_info"): {"tinker_path": path},
-        ("POST", "/create_sampling_session"): {"session_id": session, "sampling_session_seq_id": 0, "model_path": path},
-        ("GET", "/samplers/{name}"): {"name": live},
-        ("POST", "/asample"): {"prompt": prompt, "sampling_params": {}, "sampling_session_id": live},
-        ("POST", "/retrieve_future"): {"request_id": f"{model}/1"},
-        ("GET", "/training_runs/{run}"): {},
-        ("GET", "/training_runs/{run}/checkpoints"): {},
-        ("POST", f"{CHECKPOINT}/publish"): {},
-        ("DELETE", f"{CHECKPOINT}/publish"): {},
-        ("PUT", f"{CHECKPOINT}/ttl"): {"ttl_seconds": 100},
-        ("GET", f"{CHECKPOINT}/external_weights_urls"): {},
-        ("GET", f"{CHECKPOINT}/archive"): {},
-        ("DELETE", CHECKPOINT): {},
-        ("POST", "/unload_model"): {"model_id": model},
     }
 
 
@@ -118,6 +86,8 @@ def test_what_is_anothers_is_not_there(house: House) -> None:
         answer = asked(house, "theirs", method, path, model, body)
         assert answer.status_code == 404, (method, path, answer.text)
     assert sent(house, request(model).SerializeToString(), "theirs").status_code == 404
+    cancels = house.ask("POST", f"{PREFIX}/cancel_future", "theirs", json={"request_id": f"{model}/2"})
+    assert (cancels.status_code, kept.cancelled(2)) == (404, False)
     for listed in ("training_runs", "checkpoints"):
         assert house.ask("GET", f"{PREFIX}/{listed}", "theirs").json()[listed] == []
     assert (
@@ -207,6 +177,16 @@ def test_a_copy_that_finds_no_room_leaves_nothing_and_can_be_asked_for_again(tmp
         assert len([*disk.rglob("w/adapter_model.safetensors")]) == 2
 
 
+def test_why_a_command_failed_is_told_without_places(house: House) -> None:
+    model = made(house)
+    kept = journal(house, model)
+    kept.write(1, Nothing())
+    kept.answer(1, Failed(f"{kept.path}/x has alpha 8"))
+    told = house.ask("POST", f"{PREFIX}/retrieve_future", json={"request_id": f"{model}/1"}).json()["error"]
+    assert told.endswith("/x has alpha 8")
+    assert str(house.storage.directory) not in told
+
+
 def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
     prompt = {"chunks": [{"tokens": [1, 2]}]}
     name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
@@ -220,7 +200,7 @@ def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
         with pytest.raises(Refusal, match="sample again"):
             await fresh.wait(other, name)
         found = await fresh.wait(who, name, 0.0)
-        fresh.cancel(who, name)
+        await fresh.cancel(who, name)
         return found
 
     found = asyncio.run_coroutine_threadsafe(asked(), house.app.state.loop).result(20)

@@ -67,6 +67,7 @@ PEERS = (
     ),
     Peer("mini", (("mini-swe-agent", "mcp"),)),  # litellm imports mcp and does not ask for it
     Peer("verifiers", (("verifiers", "uv"),)),  # its own programs are started by uv
+    Peer("locust", (("locust",),)),
     Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
 )
 OLDER = tuple(

@@ -39,6 +39,8 @@ class BusyTime:
     train: float = 0.0
     full: float = 0.0
     """Of these, seconds in which the decode batch or the micro-batch was full."""
+    turns: float = 0.0
+    """Of all calls and ticks of the device's thread, whoever they were for."""
     started: float = field(default_factory=time.monotonic)
     _decoded: Counter[str] = field(default_factory=Counter)
     _spent: dict[str, float] = field(default_factory=dict)
@@ -120,6 +122,7 @@ class Device:
         """Used in the device's thread, by whoever decodes too."""
         self._turn = turn
         self._calling: bool | None = None
+        self._owners: Mapping[Payer, float] = {}
         self._held = False
         self._calls: deque[_QueuedCall] = deque()
         self._ticks: list[Callable[[], bool]] = []
@@ -170,14 +173,13 @@ class Device:
             self._wake.notify()
         return future
 
-    def charge(self, seconds: float, parts: Mapping[Payer, float]) -> None:
-        """Charge a call to those it was for, by their parts of it; from within the call."""
-        self.busy.called(seconds, {payer.job: part for payer, part in parts.items()})
-        self.turns.charge(seconds, parts.items())
-
     async def run(self, call: Callable[[], Result], *, light: bool = False) -> Result:
         """Run a call on the device and wait for it without blocking the event loop; see `submit`."""
         return await asyncio.wrap_future(self.submit(call, light=light))
+
+    def charge(self, owners: Mapping[Payer, float]) -> None:
+        """Charge the call under way to these, by their parts of it; from within that call."""
+        self._owners = owners
 
     def close(self) -> None:
         """Finish the call under way, drop the rest and end the thread."""
@@ -205,18 +207,22 @@ class Device:
             try:
                 if call is not None:
                     self._turn_to(calling=not call.light)
+                    self._owners = {call.payer: 1.0} if call.payer.job else {}
                     begun = self._clock()
                     call.settle()
                     spent = self._clock() - begun
                     owed += spent
-                    if call.payer.job:
-                        self.charge(spent, {call.payer: 1.0})
+                    self.busy.turns += spent
+                    if self._owners:
+                        self.busy.called(spent, {payer.job: part for payer, part in self._owners.items()})
+                        self.turns.charge(spent, self._owners.items())
                     if owed < 0 and working:
                         continue
                 self._turn_to(calling=False)
                 begun = self._clock()
                 working = _any_left(ticks)
                 spent = self._clock() - begun
+                self.busy.turns += spent
                 owed = max(owed - spent, -spent) if working else 0.0
             except BaseException as error:  # see add_tick
                 self._break_down(error, call)

@@ -300,14 +300,13 @@ class EngineServer:
             away = self._servers.look() if start.host is not None else ""  # of several: others go on
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
+            device = {"decode": busy.decode, "train": busy.train, "turns": busy.turns}
             self._usage.look(_USAGE_SECONDS, _IDLE_SECONDS)
             jobs = {job.name: _standing(job.progress) for job in running}
             self._resting &= {job.name for job in running}
             for name in self._resting:  # again: another service does not know it
                 self._rest(name, True)
-            self._parent.send(
-                m.Progress(jobs, {"decode": busy.decode, "train": busy.train}, dict(self._shared.scheduler.used), away)
-            )
+            self._parent.send(m.Progress(jobs, device, dict(self._shared.scheduler.used), away))
 
 
 def _rewards(

@@ -32,6 +32,7 @@ from motet.runtime.steps import LearnedStep
 ABOUT = "checkpoint.json"
 """What is known of a checkpoint, beside its adapter."""
 _NOTE_SECONDS = 1.0
+_CANCELLED = j.Failed("the request was cancelled; it added no gradient")
 SNAPSHOTS = 32
 """Newest unnamed snapshots of a session that are kept to sample from."""
 
@@ -110,8 +111,7 @@ class ClientLoop(Driver):
                 case j.Load():
                     await self._load(number, command)
                 case j.ForwardBackward():
-                    outcome = await self._forward_backward(number, command)
-                    await self._answer(number, outcome, keep=not command.forward_only)
+                    await self._gradient(number, command)
                 case j.Save():
                     await self._answer(number, await self._save(number, command))
                 case j.Nothing():
@@ -130,6 +130,42 @@ class ClientLoop(Driver):
         await asyncio.to_thread(write)
         self._next = number + 1
         self.job.observer(CommandObeyed())
+
+    async def _gradient(self, number: int, command: j.ForwardBackward) -> None:
+        """Obey it, unless its client cancels it before it is done."""
+        if await asyncio.to_thread(self._journal.cancelled, number):
+            await self._answer(number, _CANCELLED)
+            return
+        before, work = self._tokens, asyncio.create_task(self._forward_backward(number, command))
+        try:
+            cancelled = await self._cancelled_before(number, work)
+        finally:
+            work.cancel()
+            await asyncio.wait((work,))
+            if not work.cancelled():
+                work.exception()  # nobody hears of it where the job ends, or the client cancelled
+        if not cancelled:
+            await self._answer(number, work.result(), keep=not command.forward_only)
+            return
+        if not command.forward_only:  # those before it in the step are obeyed again, and charged again
+            await self.session.undo()
+            self._stats, self._samples, before = LossStats(), 0, self._looked
+        self._looked += self._tokens - before
+        await asyncio.to_thread(self._journal.look, self.session.done.step, number, self._looked)
+        await self._answer(number, _CANCELLED)
+        if not command.forward_only:
+            self._next = self.session.done.position
+
+    async def _cancelled_before(self, number: int, work: asyncio.Task[j.AnyOutcome]) -> bool:
+        """Wait until work is done, or until its command was cancelled."""
+        while not work.done():
+            self.job.news.clear()  # before looking: nothing is missed
+            if await asyncio.to_thread(self._journal.cancelled, number):
+                return True
+            news = asyncio.create_task(self.job.news.wait())
+            await asyncio.wait((work, news), return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
+        return False
 
     async def _forward_backward(self, number: int, command: j.ForwardBackward) -> j.AnyOutcome:
         loss = ClientLoss(command.loss, command.settings)

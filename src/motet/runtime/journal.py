@@ -9,6 +9,7 @@ ends with the same bytes.
       <number>.sum       its digest: who sends another under its number hears of it
       <number>.out       its outcome
       <number>.new       its outcome while the version that it makes is committed
+      <number>.stop      there since its client cancelled it, where it was not done
       finished           there since the client said that no more will come
       looked             what commands without a gradient took of the step under way
 
@@ -36,6 +37,8 @@ KEPT = 4096
 """Outcomes of so many commands before the newest commit are kept for a client that asks again."""
 KEPT_BYTES = 2**26
 """Of those outcomes, besides the ones of the newest commit."""
+_UNDONE = (".cmd", ".part", ".new", ".stop")
+"""Ends of files that a session needs no more once it is over."""
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -211,10 +214,19 @@ class Journal:
         """Whether a command of this number ever came."""
         return self._file(number, "sum").exists() or self._file(number, "cmd").exists()
 
+    def cancel(self, number: int) -> None:
+        """Ask the session to end a gradient, if it is not done."""
+        if self.known(number) and not self.done(number):
+            self._put(number, "stop", b"")
+
+    def cancelled(self, number: int) -> bool:
+        """Whether a command was cancelled before its outcome was there."""
+        return self._file(number, "stop").exists() and not self.done(number)
+
     def end(self, *, outcomes: bool) -> None:
         """Remove what a session that is over needs no more: commands, and unless they may be fetched, their outcomes."""
         for path in list(self.path.glob("*")):
-            if path.stem.partition(".")[0].isdecimal() and (path.suffix in (".cmd", ".part", ".new") or not outcomes):
+            if path.stem.partition(".")[0].isdecimal() and (path.suffix in _UNDONE or not outcomes):
                 path.unlink(missing_ok=True)
 
     def finish(self) -> None:
@@ -290,7 +302,7 @@ class Journal:
         kept_bytes = 0
         for path in sorted(self.path.iterdir(), reverse=True):
             kind, number = path.suffix, path.stem
-            oldest = {".cmd": before, ".out": before - KEPT, ".sum": before - KEPT}.get(kind, 0)
+            oldest = {".cmd": before, ".stop": before, ".out": before - KEPT, ".sum": before - KEPT}.get(kind, 0)
             if not number.isdecimal():
                 continue
             if kind == ".out" and int(number) < since:

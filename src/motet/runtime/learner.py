@@ -209,10 +209,14 @@ class Learner:
 
     def _turn(self, turn: _Pass) -> tuple[Any, ...] | None:
         """Work on a pass; None where there is more to do. In the device's thread."""
-        if turn.pieces is None:  # those that were cancelled may have no adapter any more
-            turn.entries = [entry for entry in turn.entries if not entry.done.cancelled()]
-        if not turn.entries:
+        wanted = [entry for entry in turn.entries if not entry.done.cancelled()]
+        if not wanted:  # given up since it was chosen
+            if turn.pieces is not None:
+                turn.pieces.close()
+            turn.entries, turn.charged = [], 0
             return ()
+        if turn.pieces is None:
+            turn.entries = wanted
         started = time.perf_counter()
         pieces = turn.pieces = turn.pieces or self._pieces(turn.entries)
         done = 0
@@ -228,7 +232,7 @@ class Learner:
             for entry in turn.entries:
                 tokens[turn.payers[entry.job]] += entry.segment.n_tokens
             whole = sum(tokens.values())
-            self._device.charge(spent, tokens)
+            self._device.charge(tokens)
             self._device.busy.train += spent
             self._device.busy.full += spent * (done > 0 or whole >= 0.5 * self._budget)
             if turn.entries[0].learns and not done:

@@ -168,6 +168,12 @@ class Session:
         """Clip, step and clear the gradient; the next version is ready to commit and publish."""
         return await self.on_device(lambda trainer: trainer.optim_step(self.job.name, adamw))
 
+    async def undo(self) -> None:
+        """Drop the gradient: the adapter and its optimizer are those of the last step again, which has to be committed."""
+        name, place = self.job.name, self.job.directory.path / "state" / str(self.done.step)
+        await self.on_device(lambda trainer: trainer.load_adapter(name, place, optimizer=True))
+        self.moved = False
+
     # --- what lasts --------------------------------------------------------------------------------------------------
 
     async def finish(self, step: FinishedStep, evaluated: Evaluated | None, *, commit: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
@@ -22,7 +23,7 @@ from motet.service.database.store import Store
 from motet.service.errors import error_body, handle_errors
 from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads, asker
-from motet.service.http.bodies import Bodies, OpenBytes
+from motet.service.http.bodies import MOST_DIGITS, Bodies, OpenBytes
 from motet.service.http.depends import Parts
 from motet.service.http.opened import EndsWithKey, KeyWatch
 from motet.service.http.origins import Origins
@@ -136,6 +137,7 @@ def create_app(settings: Settings) -> FastAPI:
         StoreError: the database cannot be opened.
         ConfigError: the key of its secrets is not there.
     """
+    sys.set_int_max_str_digits(MOST_DIGITS)
     settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = Store(settings.database or f"sqlite:///{settings.directory / 'motet.db'}")
     try:

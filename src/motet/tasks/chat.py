@@ -104,8 +104,7 @@ class Chat:
             own = np.concatenate([self._encode(turns[index].content, special=False), self._end])
             ids.append(own)
             mask.append(np.full(len(own), turns[index].learned))
-            after = range(index + 1, len(turns))
-            following = next((at for at in after if turns[at].role == "assistant"), None)
+            following = next((at for at in range(index + 1, len(turns)) if turns[at].role == "assistant"), None)
             if following is not None:
                 replies = self.follow_up_ids(turns[:index], own, turns[index + 1 : following], tools)
                 ids.append(replies)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -199,7 +199,12 @@ def validate(who: Asker, fine_tunings: FineTuningsDep, asked: s.GraderAsked) -> 
 
 @router.post("/alpha/graders/run")
 async def run(
-    who: Asker, fine_tunings: FineTuningsDep, quotas: QuotasDep, grading: GradingDep, asked: s.GraderRun
+    who: Asker,
+    fine_tunings: FineTuningsDep,
+    quotas: QuotasDep,
+    grading: GradingDep,
+    storage: StorageDep,
+    asked: s.GraderRun,
 ) -> s.GraderResult:
     """Score one sample, as a job would."""
     grader = await asyncio.to_thread(fine_tunings.checked_grader, who, asked.grader)
@@ -213,7 +218,7 @@ async def run(
         metadata=s.GraderMetadata(
             name=grader.name,
             type=grader.type,
-            errors=_errors(graded),
+            errors=_errors(graded, storage.without_places),
             execution_time=time.monotonic() - started,
             scores=graded.parts,
             token_usage=sum(graded.tokens.values()) if models else None,
@@ -280,7 +285,8 @@ def _checkpoint(path: Path, job: StoredJob, number: int, lines: list[dict[str, A
     )
 
 
-def _errors(graded: Graded) -> s.GraderErrors:
+def _errors(graded: Graded, without_places: Callable[[str], str]) -> s.GraderErrors:
+    details = {fault: without_places(text) for fault, text in graded.faults.items()}
     return s.GraderErrors(
         formula_parse_error="formula" in graded.faults,
         sample_parse_error="sample" in graded.faults,
@@ -288,6 +294,6 @@ def _errors(graded: Graded) -> s.GraderErrors:
         other_error="other" in graded.faults,
         model_grader_parse_error="parse" in graded.faults,
         model_grader_server_error="server" in graded.faults,
-        model_grader_server_error_details=graded.faults.get("server"),
-        details="; ".join(graded.faults.values()) or None,
+        model_grader_server_error_details=details.get("server"),
+        details="; ".join(details.values()) or None,
     )

@@ -115,6 +115,7 @@ def _add_hosts(registry: CollectorRegistry, engine: EngineClient, labels: list[s
     device = {
         name: gauge(f"device_{name}_seconds", f"Seconds its device spent on {name}.") for name in ("decode", "train")
     }
+    device["turns"] = gauge("device_turns_seconds", "Seconds its device worked, on whatever it was.")
     for host in engine.hosts:
         of_host = (str(host.number), host.base)[: len(labels)]
         ready.labels(*of_host).set(host.ready)

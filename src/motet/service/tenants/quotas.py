@@ -37,6 +37,8 @@ _ASK = "an admin raises it with motet tenants limit"
 _DELETE = "delete files, adapters, checkpoints or jobs that have ended"
 _NEAR = 2**31
 """Bytes of room from which on hosts need not know it."""
+_MODELS_SECONDS = 30
+"""After which a client asks again for a model that its tenant has no room for."""
 _SMALL = _MB
 """Bytes beyond `storage_mb` for commands of clients that make room, or that only keep the numbers of others in order."""
 
@@ -171,6 +173,7 @@ class Quotas:
                 f"client_models: {count} models of this tenant's clients have not ended; end one, cancel one, or {_ASK} "
                 "--client-models",
                 429,
+                _MODELS_SECONDS,
             )
 
     def check_samples(self, tenant_id: str, count: int) -> None:
@@ -269,7 +272,8 @@ class QuotaEnforcer:
             StoreError: its budget is spent.
         """
         if reason := self.rule(job.tenant_id).hold:
-            raise LimitError(f"job {job.name!r} stays paused: {reason}", 429)
+            seconds = None if reason.startswith("storage_mb") else _until_tomorrow()
+            raise LimitError(f"job {job.name!r} stays paused: {reason}", 429, seconds)
         budget = job.spec.get("budget")
         if budget is not None and (used := self._ledger.tokens_of(job.id)) >= budget:
             raise StoreError(

@@ -47,6 +47,8 @@ _RESULT_BYTES = 8
 """Of a token with its logprob in an answer."""
 
 
+_DIGITS = 10
+"""Of a command's number."""
 _NAME = re.compile(r"sample-[0-9a-f]{24}")
 
 
@@ -152,11 +154,19 @@ class Futures:
         """Samples of a tenant that are under way or were not fetched yet."""
         return sum(one.tenant_id == who.tenant_id and not one.fetched for one in self._samples.values())
 
-    def cancel(self, who: Principal, request_id: str) -> None:
-        """Nobody waits for a sample any more."""
+    async def cancel(self, who: Principal, request_id: str) -> None:
+        """End a sample or a gradient that is not done.
+
+        Raises:
+            Refusal: the asker has no such model.
+        """
         sample = self._samples.get(request_id)
         if sample is not None and sample.tenant_id == who.tenant_id:
             self._cancel(request_id)
+        model_id, _, number = request_id.rpartition("/")
+        if model_id and number.isdecimal() and len(number) <= _DIGITS:
+            job = await asyncio.to_thread(self._models.find, who, model_id)
+            await asyncio.to_thread(self._models.cancel, job, int(number))
 
     def _cancel(self, name: str) -> None:
         sample = self._samples[name]
@@ -184,7 +194,7 @@ class Futures:
             return await self._sample(who, request_id, seconds)
         model_id, _, number = request_id.rpartition("/")
         job = await asyncio.to_thread(self._models.find, who, model_id)
-        if not number.isdecimal() or len(number) > 10:
+        if not number.isdecimal() or len(number) > _DIGITS:
             raise Refusal(404, f"there is no request {request_id!r}")
         return await self._command(job, int(number), request_id, seconds)
 
@@ -199,7 +209,7 @@ class Futures:
                 case Done():
                     return outcome.answer
                 case Failed():
-                    return {"error": outcome.reason, "category": "user"}
+                    return {"error": self._storage.without_places(outcome.reason), "category": "user"}
             now = await asyncio.to_thread(self._store.job_by_id, job.id)
             if now is None or JobState(now.state).final:
                 return {"error": _ended(now), "category": "server"}

@@ -238,6 +238,11 @@ class Models:
         if not self.journal(job).known(number):
             self.order(job, number, Nothing())
 
+    def cancel(self, job: StoredJob, number: int) -> None:
+        """End a gradient that is not done."""
+        self.journal(job).cancel(number)
+        self._engine.send(Nudge(job.id))
+
     def finish(self, job: StoredJob) -> None:
         """No more will come for a model: when what was asked is done, its job has succeeded."""
         self.journal(job).finish()

@@ -226,7 +226,7 @@ async def retrieve_future(who: Asker, futures: FuturesDep, wanted: RetrieveFutur
 
 
 @router.post("/cancel_future")
-def cancel_future(who: Asker, futures: FuturesDep, wanted: RetrieveFuture) -> dict[str, Any]:
-    """Nobody waits for a sample any more."""
-    futures.cancel(who, wanted.request_id)
+async def cancel_future(who: Asker, futures: FuturesDep, wanted: RetrieveFuture) -> dict[str, Any]:
+    """End a sample or a gradient that is not done."""
+    await futures.cancel(who, wanted.request_id)
     return {}

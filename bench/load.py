@@ -1,0 +1,126 @@
+"""Fifty tenants ask a service for everything that it does, at once: what fails, and how long answers take.
+
+    make load                                   # ten minutes
+    make load LOAD_ARGS="--seconds 30"          # a short look
+    .venv/bin/python -m bench.load --tenants 20 # with locust in .envs/locust (bench/speed/envs.py)
+
+They chat, stream, complete, list, upload, submit small jobs and take their adapters, and sample in the Tinker protocol.
+Locust drives them from a process of its own (`bench/load_users.py`). An answer 429 with `Retry-After` is no failure, and is
+waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.speed.envs import directory, python_of
+
+from tests.service_run import Service
+
+USERS = Path(__file__).with_name("load_users.py")
+TOKEN = "token-of-the-load"
+CONFIG = f"engine: {{samplers: 0, threads: 1}}\nmetrics_token: {TOKEN}\n"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Requests of one kind."""
+
+    name: str
+    count: int
+    failures: int
+    median: float
+    """Seconds, as is `slowest`."""
+    slowest: float
+    """Of all but the slowest hundredth."""
+
+
+def kinds_of(file: Path) -> list[Kind]:
+    """What locust wrote: a line for each kind of request, and one for all, named `Aggregated`."""
+    with file.open(newline="") as lines:
+        return [
+            Kind(
+                one["Name"],
+                int(one["Request Count"]),
+                int(one["Failure Count"]),
+                *(_seconds(one[at]) for at in ("50%", "99%")),
+            )
+            for one in csv.DictReader(lines)
+        ]
+
+
+def _seconds(milliseconds: str) -> float:
+    return 0.0 if milliseconds in ("", "N/A") else float(milliseconds) / 1000
+
+
+def load(where: Path, seconds: float, tenants: int) -> tuple[list[Kind], str]:
+    """Put a service in a directory under load: requests by kind, and what failed, as locust tells it."""
+    python = python_of(directory(), "locust")
+    if not python.exists():
+        raise SystemExit(f"locust is not in {python.parents[1]}: run `make load`")
+    where.mkdir(parents=True, exist_ok=True)
+    config, keys, found = where / "serve.yaml", where / "keys.json", where / "found"
+    config.write_text(CONFIG)
+    service = Service(where / "served", "--config", str(config), keys=True)
+    try:
+        service.start()
+        service.become(service.admin_key)
+        keys.write_text(
+            json.dumps({"tenants": [service.key_for(f"tenant-{one}") for one in range(tenants)], "metrics": TOKEN})
+        )
+        command = [str(python), "-m", "locust", "-f", str(USERS), "--headless", "--only-summary", "--host", service.url]
+        command += [
+            "--users",
+            str(tenants),
+            "--spawn-rate",
+            "10",
+            "--run-time",
+            f"{int(seconds)}s",
+            "--stop-timeout",
+            "60",
+        ]
+        command += ["--csv", str(found), "--loglevel", "ERROR"]
+        told = subprocess.run(
+            command, env={**os.environ, "MOTET_LOAD_KEYS": str(keys)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True, check=False,
+        )  # fmt: skip
+        assert service.answers("/readyz")
+    finally:
+        service.close()
+    failures, errors = Path(f"{found}_failures.csv").read_text(), Path(f"{found}_exceptions.csv").read_text()
+    wrong = [line for text in (failures, errors) for line in text.splitlines()[1:]]
+    if told.returncode not in (0, 1):  # 1: requests failed
+        raise SystemExit(told.stderr)
+    return kinds_of(Path(f"{found}_stats.csv")), "\n".join(wrong)
+
+
+def table(kinds: Sequence[Kind]) -> str:
+    """For people."""
+    lines = [f"{'request':28} {'number':>7} {'failed':>7} {'p50':>9} {'p99':>9}"]
+    lines += [f"{one.name:28} {one.count:7} {one.failures:7} {one.median:7.2f} s {one.slowest:7.2f} s" for one in kinds]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; 1 where a request failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--tenants", type=int, default=50)
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="motet-load-") as place:
+        kinds, wrong = load(Path(place), given.seconds, given.tenants)
+    print(table(kinds), wrong, sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
