@@ -34,7 +34,7 @@ from motet.model.lora_model import LoraModel
 from motet.rollout.embedded import EmbeddedEngine
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
-from motet.tasks.reward_pool import Scored
+from motet.tasks.reward_pool import ScoreOutcome
 from motet.training.torch_trainer import TorchTrainer
 from motet.types import Chunk, GenerateRequest, IntArray, Message, Problem, Rollout, SamplingParams
 
@@ -84,9 +84,9 @@ class EngineTimes:
         return chunks
 
 
-async def no_score(rollouts: Sequence[Rollout]) -> list[Scored]:
+async def no_score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
     """The agent rewards itself."""
-    return [Scored(0.0, {}) for _ in rollouts]
+    return [ScoreOutcome(0.0, {}) for _ in rollouts]
 
 
 def time_of_turns(

@@ -33,7 +33,7 @@ from motet.rollout.dialects import DIALECTS
 from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
 from motet.rollout.node_agent import NodeAgent
 from motet.rollout.replica import Replica
-from motet.rollout.server import Bounds, Demand, ServerEngine
+from motet.rollout.server import Demand, ServerEngine, ServerLimits
 from motet.rollout.version_files import VersionFiles
 from motet.rollout.version_server import VersionServer
 from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
@@ -112,7 +112,7 @@ async def publish(way: str, urls: Sequence[str], agents: Sequence[str], adapter:
         Replica(url, DIALECTS["vllm"], CLOCKS, agent=agent, versions=versions)
         for url, agent in zip(urls, besides, strict=True)
     ]
-    bounds = Bounds(64, 512, 512, Demand(1, 2, 16), 0.0, RolloutConfig().patience_seconds)
+    bounds = ServerLimits(64, 512, 512, Demand(1, 2, 16), 0.0, RolloutConfig().patience_seconds)
     engine, seconds = ServerEngine(replicas, {}, files, lambda tokens: "", bounds, "bench"), list[float]()
     await engine.ready()
     while len(engine.fleet.up) < len(urls):

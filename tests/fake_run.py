@@ -29,7 +29,7 @@ from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_pool import RewardPool, Scored, Transcript
+from motet.tasks.reward_pool import RewardPool, ScoreOutcome, Transcript
 from motet.training.fake import FakeTrainer
 from motet.types import JobState, Message, Problem
 
@@ -82,15 +82,15 @@ class InlineRewards(RewardPool):
 
     async def score(
         self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
-    ) -> list[Scored]:
+    ) -> list[ScoreOutcome]:
         scored = []
         for completion in completions:
             await asyncio.sleep(0)
             try:
                 parts = {reward.name: float(reward.function(problem, completion)) for reward in self._rewards[job]}
-                scored.append(Scored(sum(parts.values()), parts))
+                scored.append(ScoreOutcome(sum(parts.values()), parts))
             except ValueError as error:
-                scored.append(Scored(float("nan"), {}, f"raised {error}"))
+                scored.append(ScoreOutcome(float("nan"), {}, f"raised {error}"))
         return scored
 
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from motet.cluster.client import EngineClient
 from motet.cluster.host import Host
-from motet.cluster.messages import Abandon, Complete, FromEngine, ToEngine
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import Abandon, Complete, FromHost, ToHost
 from motet.hosting.answers import Answers
 from motet.runtime.scheduler import FairScheduler
 from motet.service.adapters.adapters import Adapters
@@ -68,12 +68,12 @@ class _Process:
         self._host = host
         self._answers = Answers(cast("Any", SimpleNamespace(info=info)), shared, ROOM, self._receive)
 
-    def _receive(self, message: FromEngine) -> None:
+    def _receive(self, message: FromHost) -> None:
         one: Any = message
         if one.key in self._host._open:
             self._host._open[one.key].put_nowait(one)
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToHost) -> None:
         """Answer a question, or abandon it."""
         if isinstance(message, Complete):
             self._answers.hold(message.key, asyncio.create_task(self._answers.answer(message)))
@@ -92,7 +92,7 @@ def scripted_service(directory: Path) -> Iterator[tuple[House, Says]]:
         house.part(Adapters).add(Principal(owner.id, owner.name, "key-none", "member"), row)
         house.part(Adapters).path(row.id).mkdir(parents=True)
         engine = Says()
-        client = house.part(EngineClient)
+        client = house.part(Hosts)
         (host,) = client.hosts
 
         async def stand_in(there: bool) -> None:

@@ -29,7 +29,7 @@ from motet.rollout.connection import Clocks
 from motet.rollout.dialects import DIALECTS
 from motet.rollout.fake import FakeEngine
 from motet.rollout.replica import Replica
-from motet.rollout.server import Bounds, Demand, FileSync, ServerEngine
+from motet.rollout.server import Demand, FileSync, ServerEngine, ServerLimits
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
 from motet.training.fake import FakeTrainer
@@ -41,7 +41,7 @@ RUN = "run"
 CLOCKS = Clocks(connect=5.0, health=2.0, load=10.0, request=20.0, retry=0.01, look=0.02)
 IMPATIENT = replace(CLOCKS, health=0.15)
 """For servers that hang; a machine that is busy may drain others too."""
-BOUNDS = Bounds(
+BOUNDS = ServerLimits(
     rows=8, vocabulary=VOCABULARY, max_positions=4096, wanted=Demand(1, 2, 4), tolerance=1e-6, wait_seconds=10.0
 )
 PROMPT = tuple(FakeTokenizer().encode("ab? "))

@@ -13,16 +13,16 @@ import pytest
 
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.agents.episode_messages import AskEpisode, BeginEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
-from motet.channel import Child, Message, decode, encode
+from motet.channel import ChannelMessage, Child, decode, encode
 from motet.cluster import messages as cluster
-from motet.cluster.host import EngineHandlers, Host
+from motet.cluster.host import Host, HostHandlers
 from motet.config import EnvironmentConfig
 from motet.config.service import ANY_SIZE
 from motet.errors import ScorerAway
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
-from motet.service.workers.agents import MOST_LOST, MOST_OPEN, AgentWorkers, Episode
+from motet.service.workers.agents import MOST_LOST, MOST_OPEN, AgentWorkers, OfferedEpisode
 from motet.tasks.episode import GroupContext
 from motet.types import Problem, Rollout
 from tests.captured import none_scored
@@ -92,7 +92,7 @@ class Bench:
         """The names of what a worker gets; nothing that it had is renewed."""
         return [one.name for one in await self.taken(worker, most, owner)]
 
-    async def taken(self, worker: str = "w", most: int = 1, owner: str = "key") -> list[Episode]:
+    async def taken(self, worker: str = "w", most: int = 1, owner: str = "key") -> list[OfferedEpisode]:
         """What a worker gets."""
         return await self.workers.lease("job", worker, owner, most, 0.0, here)
 
@@ -261,8 +261,8 @@ class Process:
     """A host's process that does what the test says: it has offered an episode, and dies when it is told to."""
 
     def __init__(self) -> None:
-        self.reader, self.sent = asyncio.StreamReader(), list[Message]()
-        self.reader.feed_data(encode(cluster.Ready([])) + encode(OfferEpisode(0, "job", {}, {}, 0, 60.0)))
+        self.reader, self.sent = asyncio.StreamReader(), list[ChannelMessage]()
+        self.reader.feed_data(encode(cluster.HostReady([])) + encode(OfferEpisode(0, "job", {}, {}, 0, 60.0)))
 
     def is_closing(self) -> bool:
         """Of its standard input."""
@@ -270,24 +270,24 @@ class Process:
 
     def write(self, line: bytes) -> None:
         """Keep what it is sent."""
-        self.sent.append(decode(line, cluster.ToEngine))
+        self.sent.append(decode(line, cluster.ToHost))
 
     def close(self) -> None:
         """Nothing more is sent."""
 
-    async def launched(self, start: cluster.Start, log: Path) -> Child[Any]:
+    async def launched(self, start: cluster.StartHost, log: Path) -> Child[Any]:
         """As whoever starts processes hands it over."""
         writer: Any = self
 
         async def end() -> None:
             return None
 
-        return Child(cluster.FromEngine, self.reader, writer, end)
+        return Child(cluster.FromHost, self.reader, writer, end)
 
 
 def test_what_an_engine_offered_ends_with_it_and_no_reward_of_it_reaches_the_next(tmp_path: Path) -> None:
     """Which counts its episodes from 0 again."""
-    start = cluster.Start("small", str(tmp_path), {}, {}, {}, [], 1.0, ANY_SIZE)
+    start = cluster.StartHost("small", str(tmp_path), {}, {}, {}, [], 1.0, ANY_SIZE)
 
     async def work(on: Bench) -> None:
         lives = [Process(), Process()]
@@ -296,7 +296,7 @@ def test_what_an_engine_offered_ends_with_it_and_no_reward_of_it_reaches_the_nex
             0, start, tmp_path / "log", ThreadPoolExecutor(1), lambda start, log: next(starting).launched(start, log)
         )
         host.start(
-            EngineHandlers(
+            HostHandlers(
                 list,
                 lambda _: None,
                 lambda _: None,
@@ -328,7 +328,7 @@ def test_what_an_engine_offered_ends_with_it_and_no_reward_of_it_reaches_the_nex
     bench(tmp_path, work)
 
 
-async def never(request: cluster.ScoreRequest) -> cluster.Scored:
+async def never(request: cluster.ScoreRequest) -> cluster.ScoresAnswered:
     """Nothing is to be scored."""
     raise AssertionError(request)
 
@@ -347,7 +347,7 @@ def test_an_episodes_key_hands_no_reward_in_where_no_key_is_needed(tmp_path: Pat
 
 
 def test_an_episode_that_begins_again_has_nothing_of_what_was_said_before() -> None:
-    sent: list[Message] = []
+    sent: list[ChannelMessage] = []
     script = Script(lambda *_: "four")
     context = GroupContext(Problem(4, (), "4"), CHAT, 1, script, none_scored, judged=False)
     body = '{"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}'
@@ -379,7 +379,7 @@ def test_an_episode_that_begins_again_has_nothing_of_what_was_said_before() -> N
 
 
 def test_an_episode_is_offered_to_the_next_service_and_begins_anew() -> None:
-    sent: list[Message] = []
+    sent: list[ChannelMessage] = []
     context = GroupContext(Problem(4, (), "4"), CHAT, 1, Script(lambda *_: "four"), none_scored, judged=False)
     body = '{"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}'
 

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from motet.cluster.messages import Complete, Done, Examine, Examined, FromEngine, Refused
+from motet.cluster.messages import (
+    AdapterExamined,
+    Answered,
+    Complete,
+    ExamineAdapter,
+    FromHost,
+    QuestionRefused,
+)
 from motet.config import EngineConfig
 from motet.device import Device
 from motet.errors import AdapterError
@@ -80,26 +87,26 @@ class Crowded:
         return self._base.adapter_layout(*given)
 
 
-def answers(base: Any, sent: list[FromEngine]) -> Answers:
+def answers(base: Any, sent: list[FromHost]) -> Answers:
     """Without an engine."""
     shared: Any = SimpleNamespace(engine=None, scheduler=None, engine_suffix="x")
     return Answers(base, shared, 64, sent.append)
 
 
 def test_adapters_are_looked_at_one_at_a_time(base: Any, trained_adapter: Path) -> None:
-    crowded, sent = Crowded(base), list[FromEngine]()
+    crowded, sent = Crowded(base), list[FromHost]()
     examiner = answers(crowded, sent)
 
     async def scenario() -> None:
-        await asyncio.gather(*(examiner.examine(Examine(str(trained_adapter), key)) for key in range(4)))
+        await asyncio.gather(*(examiner.examine(ExamineAdapter(str(trained_adapter), key)) for key in range(4)))
 
     asyncio.run(scenario())
-    assert [message.key for message in sent if isinstance(message, Examined)] == [0, 1, 2, 3]
+    assert [message.key for message in sent if isinstance(message, AdapterExamined)] == [0, 1, 2, 3]
     assert crowded.most == 1
 
 
 def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base: Any) -> None:
-    sent: list[FromEngine] = []
+    sent: list[FromHost] = []
     asked = answers(base, sent)
     text = "a" * (2 * base.info.max_positions * max(map(len, base.info.tokenizer.get_vocab())))
     question = Complete("", None, 1, 0, False, False, SamplingParams())
@@ -109,7 +116,7 @@ def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base
         await asked.answer(replace(question, messages=[Message("user", text[::2])] * 2, key=1))
 
     asyncio.run(scenario())
-    refused = [message for message in sent if isinstance(message, Refused)]
+    refused = [message for message in sent if isinstance(message, QuestionRefused)]
     assert [message.key for message in refused] == [0, 1]
     assert all(f"{len(text)} characters" in message.reason and message.never for message in refused)
 
@@ -128,7 +135,7 @@ def test_what_is_answered_to_a_service_that_is_gone_ends(base: Any) -> None:
             finally:
                 ended.append(len(request.prompt_ids))
 
-    scheduler, sent = FairScheduler(1), list[FromEngine]()
+    scheduler, sent = FairScheduler(1), list[FromHost]()
     shared: Any = SimpleNamespace(engine=Engine(), scheduler=scheduler, engine_suffix="x")
     asked = Answers(base, shared, 64, sent.append)
     question = Complete("us", None, 1, 0, False, False, SamplingParams(max_tokens=1), prompt=[1], key=7)
@@ -144,7 +151,7 @@ def test_what_is_answered_to_a_service_that_is_gone_ends(base: Any) -> None:
 
     asyncio.run(scenario())
     assert ended == [1]
-    assert not [message for message in sent if isinstance(message, Done | Refused)]
+    assert not [message for message in sent if isinstance(message, Answered | QuestionRefused)]
 
 
 def test_a_prompt_without_room_is_refused_before_it_is_scored(base: Any) -> None:
@@ -162,7 +169,7 @@ def test_a_prompt_without_room_is_refused_before_it_is_scored(base: Any) -> None
             """One token."""
             yield Chunk(0, np.array([5]), np.array([-1.0]), np.array([-1]), "x", FinishReason.STOP)
 
-    scheduler, sent = FairScheduler(1), list[FromEngine]()
+    scheduler, sent = FairScheduler(1), list[FromHost]()
     shared: Any = SimpleNamespace(engine=Engine(), scheduler=scheduler, engine_suffix="x")
     asked = Answers(base, shared, 64, sent.append)
     question = Complete("", None, 1, 0, False, False, SamplingParams(max_tokens=1), prompt_logprobs=True)
@@ -172,7 +179,7 @@ def test_a_prompt_without_room_is_refused_before_it_is_scored(base: Any) -> None
             await asked.answer(replace(question, prompt=[1] * length, within_room=within_room, key=key))
 
     asyncio.run(scenario())
-    refused = [message for message in sent if isinstance(message, Refused)]
+    refused = [message for message in sent if isinstance(message, QuestionRefused)]
     assert ([message.key for message in refused], scored) == ([0, 1, 2, 3], [63])
     assert all("exceed 64" in message.reason and message.never for message in refused)
 
@@ -193,7 +200,7 @@ def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -
             yield Chunk(0, np.array([5]), np.array([-1.0]), np.array([-1]), "x", FinishReason.STOP)
 
     shared: Any = SimpleNamespace(engine=Engine(), scheduler=scheduler, engine_suffix="x")
-    sent: list[FromEngine] = []
+    sent: list[FromHost] = []
     asked = Answers(base, shared, 1024, sent.append)
     question = Complete("greedy", None, 1, 0, False, False, SamplingParams(max_tokens=1), prompt="abc" * 40)
 
@@ -215,7 +222,7 @@ def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -
         await asyncio.gather(*answers, *steps)
 
     asyncio.run(scenario())
-    assert sum(isinstance(message, Done) for message in sent) == 3, sent
+    assert sum(isinstance(message, Answered) for message in sent) == 3, sent
     greedy = f"{COMPLETIONS}greedy"
     assert order == ["neighbour", greedy, *["neighbour"] * 3, greedy, greedy]
 

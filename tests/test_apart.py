@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from motet.apart import Apart, Bounds, Turns
+from motet.apart import Apart, ThreadTurns, WorkLimits
 from motet.chat.structure import check_grammar, grammar_of
 from motet.errors import ChatRefusal, LimitError
 from motet.service.bases import Bases
@@ -19,15 +19,15 @@ from tests.openai_requests import hostile
 
 
 @pytest.fixture
-def turns() -> Iterator[Turns]:
-    made = Turns(1, 3)
+def turns() -> Iterator[ThreadTurns]:
+    made = ThreadTurns(1, 3)
     yield made
     made.close()
 
 
 @pytest.fixture
 def apart() -> Iterator[Apart]:
-    made = Apart(Bounds(seconds=0.5))
+    made = Apart(WorkLimits(seconds=0.5))
     yield made
     made.close()
 
@@ -85,14 +85,14 @@ def test_a_schema_that_takes_too_long_is_refused_and_its_process_ends(apart):
 
 
 def test_a_schema_that_takes_too_much_memory_is_refused():
-    apart = Apart(Bounds(seconds=60))
+    apart = Apart(WorkLimits(seconds=60))
     with pytest.raises(ChatRefusal, match="more than 128 MB of memory"):
         asyncio.run(check_grammar(grammar_of(hostile(40, "m"), tools=False), apart, "us"))
     apart.close()
 
 
 def test_work_that_nobody_waits_for_ends():
-    apart = Apart(Bounds(seconds=600))
+    apart = Apart(WorkLimits(seconds=600))
 
     async def main() -> int:
         asked = asyncio.create_task(check_grammar(grammar_of(hostile(mark="left"), tools=False), apart, "us"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from motet.channel import LONGEST_LINE, Child, Message, decode, encode
+from motet.channel import LONGEST_LINE, ChannelMessage, Child, decode, encode
 from motet.errors import EngineError
 
 ECHO = """
@@ -34,19 +34,19 @@ asyncio.run(serve())
 """
 
 
-class Text(Message, frozen=True):
+class Text(ChannelMessage, frozen=True):
     """Some text."""
 
     text: str
 
 
-class Values(Message, frozen=True):
+class Values(ChannelMessage, frozen=True):
     """What JSON holds, and what it does not."""
 
     values: dict[str, Any]
 
 
-class Half(Message, frozen=True):
+class Half(ChannelMessage, frozen=True):
     """Asks for half a message, and the end."""
 
 
@@ -76,7 +76,7 @@ def test_a_child_answers_until_its_input_ends_or_it_dies(tmp_path: Path, monkeyp
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", paths)
 
-    async def talk(last: Message | None) -> list[Any]:
+    async def talk(last: ChannelMessage | None) -> list[Any]:
         child: Child[Any] = await Child.start("echo_child", Kinds, tmp_path / "log")
         child.send(Text("first"))
         answers = []

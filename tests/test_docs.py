@@ -218,14 +218,14 @@ REWARD_EXAMPLES = fences(page_text("rewards"), "python")
 def test_reward_examples_score(number: int, tmp_path: Path) -> None:
     """Each example is loaded by name, in a process of its own, and tells a right answer from a wrong one."""
     from motet.config import RewardConfig
-    from motet.tasks.reward_pool import RewardPool, Scored
+    from motet.tasks.reward_pool import RewardPool, ScoreOutcome
     from motet.types import Message, Problem
 
     file = tmp_path / "rewards.py"
     file.write_text(REWARD_EXAMPLES[number], encoding="utf-8")
     problem = Problem(0, (Message("user", "What is 3 + 4?"),), "7", {"answer": "7", "level": 2})
 
-    async def scores() -> list[Scored]:
+    async def scores() -> list[ScoreOutcome]:
         pool = RewardPool(1)
         try:
             await pool.register("job", [RewardConfig(name=f"{file}:reward")], log=tmp_path / "rewards.log")

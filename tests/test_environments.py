@@ -20,7 +20,7 @@ from motet.tasks.chat import Chat
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import GroupContext
 from motet.tasks.reward_http import Addresses
-from motet.tasks.reward_pool import RewardPool, Scored
+from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from motet.tasks.reward_walls import Walls
 from motet.types import Message, Problem, Rollout
 from tests.fake_run import job, metrics, records, run_jobs, weights
@@ -128,7 +128,7 @@ class Nothing:
 PROBLEM = Problem(4, (Message("user", "Play."),), "7")
 
 
-async def no_score(rollouts: Sequence[Rollout]) -> list[Scored]:
+async def no_score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
     raise AssertionError("the job has no reward")
 
 
@@ -320,7 +320,7 @@ def test_rewards_of_the_job_are_added_and_may_see_the_whole_transcript(file: Pat
     def polite(problem: Problem, completion: str, transcript: list[Mapping[str, Any]]) -> float:
         return 10.0 * len([message for message in transcript if message["role"] == "assistant"])
 
-    async def main(rollouts: Sequence[Rollout]) -> list[Scored]:
+    async def main(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
         pool = RewardPool(1)
         try:
             await pool.register("a", job("a", reward=polite).rewards)
@@ -343,8 +343,8 @@ def test_what_an_instance_has_as_its_reward_counts_where_nothing_else_says_it(fi
 
 
 def test_what_an_instance_has_as_its_reward_is_not_counted_beside_that_of_the_job(file: Path) -> None:
-    async def score(rollouts: Sequence[Rollout]) -> list[Scored]:
-        return [Scored(0.25, {"own": 0.25}) for _ in rollouts]
+    async def score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
+        return [ScoreOutcome(0.25, {"own": 0.25}) for _ in rollouts]
 
     said = [call("increment", by=3), "Done."]
     ((one,), _, _) = played(file, "Counter", lambda index, turn, read: said[turn], 1, score=score)

@@ -13,7 +13,7 @@ from motet.config import EnvironmentConfig
 from motet.errors import EngineError
 from motet.tasks.chat import Chat
 from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, GroupContext, retry, single_turn
-from motet.tasks.reward_pool import Scored
+from motet.tasks.reward_pool import ScoreOutcome
 from motet.types import Chunk, FinishReason, Message, Problem
 from tests.scripted_model import CHATML, byte_tokenizer
 
@@ -51,7 +51,9 @@ async def score(rollouts):
     results = []
     for text in (rollout.completion for rollout in rollouts):
         right = float(text == PROBLEM.answer)
-        results.append(Scored(math.nan, {}, "no reward") if text == "broken" else Scored(right, {"exact": right}))
+        results.append(
+            ScoreOutcome(math.nan, {}, "no reward") if text == "broken" else ScoreOutcome(right, {"exact": right})
+        )
     return results
 
 

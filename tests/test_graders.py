@@ -17,7 +17,7 @@ from motet.tasks import graders
 from motet.tasks.graders import template
 from motet.tasks.graders.shapes import Judge, columns, parse
 from motet.tasks.graders.template import UnfilledError
-from motet.tasks.reward_pool import RewardPool, Scored
+from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from motet.types import Message, Problem
 
 SAID, ROW = "{{sample.output_text}}", "{{ item.want }}"
@@ -226,10 +226,10 @@ def test_a_missing_library_is_named() -> None:
 # --- as a reward ------------------------------------------------------------------------------------------------------------
 
 
-def scored(spec: dict[str, Any], *answers: str) -> list[Scored]:
+def scored(spec: dict[str, Any], *answers: str) -> list[ScoreOutcome]:
     """By a job's own process."""
 
-    async def run() -> list[Scored]:
+    async def run() -> list[ScoreOutcome]:
         pool = RewardPool(1)
         try:
             await pool.register("job", [RewardConfig(name="grader", args=spec)])

@@ -25,7 +25,7 @@ import motet
 from motet.channel import encode
 from motet.cluster.host import Engine, Launch
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
-from motet.cluster.messages import JobStanding, JobStepped, Ready, Start
+from motet.cluster.messages import HostReady, JobStanding, JobStepped, StartHost
 from motet.cluster.nodes import NodeFacts, faults
 from motet.cluster.run import HostedJob, HostedRun
 from motet.config import AdapterConfig, JobConfig
@@ -319,7 +319,7 @@ def test_a_network_that_is_away_for_a_while_changes_nothing(
 ) -> None:
     cable, cut, starts = Cable(), asyncio.Event(), list[Path]()
 
-    async def launch(start: Start, log: Path) -> Engine:
+    async def launch(start: StartHost, log: Path) -> Engine:
         async def begin(address: str, token: str) -> Awaitable[int]:
             settings = {**os.environ, ADDRESS: await cable.lay(address), TOKEN: token}
             started.append(await asyncio.create_subprocess_exec(sys.executable, "-m", "motet.hosting", env=settings))
@@ -355,7 +355,7 @@ def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alo
     """It trains on, unseen, while the other host has its jobs."""
     started, cut = list[subprocess.Popen[bytes]](), asyncio.Event()
 
-    async def launch(start: Start, log: Path) -> Engine:
+    async def launch(start: StartHost, log: Path) -> Engine:
         async def begin(address: str, token: str) -> Awaitable[object]:
             cable = Cable()
             settings = {**os.environ, ADDRESS: await cable.lay(address), TOKEN: token}
@@ -443,12 +443,12 @@ def test_what_is_wrong_with_nodes_is_told_with_what_to_do() -> None:
 
 
 def test_a_stranger_who_connects_is_no_host() -> None:
-    async def connect() -> list[Ready]:
+    async def connect() -> list[HostReady]:
         async def begin(address: str, token: str) -> Awaitable[object]:
             host, _, port = address.rpartition(":")
             for first, note in (("0" * len(token), "stranger"), (token, "host")):
                 _, writer = await asyncio.open_connection(host, int(port))
-                writer.write(f"{first}\n".encode() + encode(Ready([note])))
+                writer.write(f"{first}\n".encode() + encode(HostReady([note])))
                 await asyncio.sleep(0.1)
                 writers.append(writer)
             return ended.wait()
@@ -462,7 +462,7 @@ def test_a_stranger_who_connects_is_no_host() -> None:
         await engine.kill()
         for writer in writers:
             writer.close()
-        assert isinstance(message, Ready)
+        assert isinstance(message, HostReady)
         return [message]
 
     assert [one.notes for one in asyncio.run(connect())] == [["host"]]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from motet.runtime.slot_turns import IdleSlotTimeouts
-from motet.tasks.reward_pool import Scored, Transcript
+from motet.tasks.reward_pool import ScoreOutcome, Transcript
 from motet.types import JobState, Problem
 from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, run_jobs, weights
 from tests.waiting import until
@@ -25,7 +25,7 @@ class Late(InlineRewards):
 
     async def score(
         self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
-    ) -> list[Scored]:
+    ) -> list[ScoreOutcome]:
         """Wait for somebody, then score."""
         if job == "late":
             self.asked += 1

@@ -12,9 +12,9 @@ from typing import Any, cast
 import openai
 import pytest
 
-from motet.cluster.client import EngineClient
 from motet.cluster.host import Host
-from motet.cluster.messages import Abandon, Complete, PromptRead, Refused, ToEngine
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import Abandon, Complete, PromptRead, QuestionRefused, ToHost
 from motet.types import JobState
 from tests.house import House, open_house
 from tests.openai_requests import GRADER, JUDGE, PYTHON, WORDS, answered, client_of, method, pairs, rows, uploaded
@@ -238,7 +238,7 @@ class Samples:
         self._host, self._place = host, place
         self.begun, self.abandoned = set[int](), set[int]()
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToHost) -> None:
         """Begin, refuse or abandon."""
         if isinstance(message, Abandon):
             self.abandoned.add(message.key)
@@ -249,14 +249,14 @@ class Samples:
             if length < 3:
                 answers.put_nowait(PromptRead(message.key, length))
             if length == 2:
-                answers.put_nowait(Refused(message.key, f"{self._place}/run/job-1/adapter_config.json is gone"))
+                answers.put_nowait(QuestionRefused(message.key, f"{self._place}/run/job-1/adapter_config.json is gone"))
             if length > 2:
-                answers.put_nowait(Refused(message.key, "the prompt is too long", never=True))
+                answers.put_nowait(QuestionRefused(message.key, "the prompt is too long", never=True))
 
     @contextlib.contextmanager
     def answering(self, house: House) -> Iterator[None]:
         """Stand in the place of the engine while the block runs."""
-        engine = house.part(EngineClient)
+        engine = house.part(Hosts)
 
         async def stand_in(there: bool) -> None:
             self._host.ready, self._host._engine = there, cast("Any", self if there else None)
@@ -270,7 +270,7 @@ class Samples:
 
 def test_prompts_beside_one_that_is_refused_are_abandoned(tmp_path: Path) -> None:
     with open_house(tmp_path) as house:
-        samples = Samples(house.part(EngineClient).hosts[0], tmp_path)
+        samples = Samples(house.part(Hosts).hosts[0], tmp_path)
         with samples.answering(house):
             asked = {"model": "small", "prompt": [[1], [2], [3, 4, 5], [5]]}
             error = house.refused(400, "POST", "/v1/completions", json=asked)
@@ -279,7 +279,7 @@ def test_prompts_beside_one_that_is_refused_are_abandoned(tmp_path: Path) -> Non
 
 
 def test_an_answer_that_breaks_off_names_no_place_of_this_machine(house: House) -> None:
-    samples = Samples(house.part(EngineClient).hosts[0], house.storage.directory)
+    samples = Samples(house.part(Hosts).hosts[0], house.storage.directory)
     with samples.answering(house):
         for path, asked in (
             ("/v1/completions", {"prompt": [1, 2]}),

@@ -19,7 +19,7 @@ from motet.errors import EngineError
 from motet.rollout.fake import FakeEngine
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.tasks.dataset import data_window
-from motet.tasks.reward_pool import RewardPool, Scored, Transcript
+from motet.tasks.reward_pool import RewardPool, ScoreOutcome, Transcript
 from motet.types import Chunk, GenerateRequest, JobState, Problem
 from tests.fake_run import FakeRun, InlineRewards, Setting, job, metrics, problems, records, run_jobs, vowels, weights
 from tests.remembering import RememberingEngine, RememberingTrainer, check_samples
@@ -265,7 +265,7 @@ class _SilentRewards(InlineRewards):
 
     async def score(
         self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
-    ) -> list[Scored]:
+    ) -> list[ScoreOutcome]:
         if problem.id % self.every:
             await asyncio.sleep(3600)
         return await super().score(job, problem, completions)

@@ -19,7 +19,7 @@ from motet.config import EngineConfig
 from motet.errors import BaseModelError, ConfigError
 from motet.jobfile import validate
 from motet.launch import load
-from motet.model.checkpoint import Checkpoint
+from motet.model.checkpoint import BaseCheckpoint
 from motet.model.load import load_base
 from motet.model.lora import NoAdapters
 from motet.model.lora_model import LoraModel
@@ -154,7 +154,7 @@ def test_one_weight_at_a_time_is_written_out(gguf_file: str) -> None:
 
 def test_auto_unpacks_while_memory_lasts(gguf_file: str) -> None:
     file = Path(gguf_file)
-    own, large = (Checkpoint.of(str(file.parent), file.name, False) for _ in range(2))
+    own, large = (BaseCheckpoint.of(str(file.parent), file.name, False) for _ in range(2))
     cpu = torch.device("cpu")
     assert not own.stays_packed("auto", torch.bfloat16, cpu)
     large.config.vocab_size = 2**40  # its embeddings alone would not fit anywhere

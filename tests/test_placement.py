@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 import motet
 from motet import budgets
-from motet.cluster.messages import Start
+from motet.cluster.messages import StartHost
 from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.ray_hosts import cores_and_gpus
 from motet.cluster.starts import devices_of_servers, engine_of_host, launcher, starts, unlike_one_process
@@ -136,7 +136,7 @@ def test_servers_take_the_devices_that_have_the_fewest(hosts: list[LaunchConfig]
 
 
 def test_hosts_that_cannot_work_are_refused() -> None:
-    start = Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
+    start = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
     with pytest.raises(ConfigError, match="each host needs a server of its own; name more, or set hosts to 1"):
         starts(start, EngineConfig(hosts=2), RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"]))
     with pytest.raises(ConfigError, match=r"set engine\.threads"):

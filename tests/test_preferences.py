@@ -19,7 +19,7 @@ import motet
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.dpo import Dpo
 from motet.algorithms.kto import Kto
-from motet.algorithms.rows import Preference, Scored
+from motet.algorithms.rows import Preference, RowLogprobs
 from motet.batch import Batch, Example, Row, Segment
 from motet.errors import ConfigError
 from motet.service.jobs.validation import Allowed, validated
@@ -102,8 +102,8 @@ def test_gradients_equal_plain_pytorch(algorithm: Preference, rows: list[Row], p
     loss = plain(algorithm, policy, PeftModel.from_pretrained(tiny.stock("llama"), tmp_path / "b"))
     loss.backward()
 
-    def scored(batch: StepBatch) -> Scored:
-        return Scored(*([*trainer.forward(Batch((Segment(name, batch.samples),)))[0]] for name in "ab"))
+    def scored(batch: StepBatch) -> RowLogprobs:
+        return RowLogprobs(*([*trainer.forward(Batch((Segment(name, batch.samples),)))[0]] for name in "ab"))
 
     batch = algorithm.batch(rows)
     figures, weighed = algorithm.figures(batch, scored(batch)), algorithm.weighed(batch, scored(batch))

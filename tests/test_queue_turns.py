@@ -10,7 +10,7 @@ from motet.cluster.assignments import Assignments
 from motet.cluster.host import Host
 from motet.cluster.placement import HostLoad, placed
 from motet.config.service import Largest
-from motet.hosting.turns import Turns
+from motet.hosting.turns import PreparationTurns
 from motet.runtime.slots import FREE, Claim
 from motet.service.database.store import Store
 from motet.service.jobs.handover import Handover, in_turn
@@ -23,13 +23,13 @@ from tests.service_run import tiny
 def test_a_tenant_with_many_waiters_gets_one_turn_and_then_the_others() -> None:
     order: list[str] = []
 
-    async def work(turns: Turns, tenant: str, number: int) -> None:
+    async def work(turns: PreparationTurns, tenant: str, number: int) -> None:
         async with turns.turn(tenant):
             order.append(f"{tenant}{number}")
             await asyncio.sleep(0)
 
     async def run() -> None:
-        turns = Turns()
+        turns = PreparationTurns()
         many = [asyncio.create_task(work(turns, "a", number)) for number in range(5)]
         await asyncio.sleep(0)
         few = [asyncio.create_task(work(turns, tenant, 0)) for tenant in ("b", "c")]
@@ -53,7 +53,7 @@ def test_a_host_prepares_a_few_jobs_of_each_tenant_beyond_its_slots() -> None:
 
 
 def test_a_job_that_was_not_placed_is_placed_when_one_before_it_has_a_slot(tmp_path: Path) -> None:
-    start = m.Start("small", "", {"slots": 1}, {}, {}, [], 1.0, Largest(), serves="small")
+    start = m.StartHost("small", "", {"slots": 1}, {}, {}, [], 1.0, Largest(), serves="small")
     host = Host(0, start, tmp_path / "log", None)  # type: ignore[arg-type]
     host.ready = True
     jobs = Assignments([host])

@@ -22,7 +22,7 @@ from motet.errors import RewardError
 from motet.tasks import reward_elsewhere
 from motet.tasks.reward_elsewhere import LONGEST_TRANSCRIPT, MASK, Chance, ScoreOrReason, Transcripts
 from motet.tasks.reward_http import Addresses, HttpRewards, is_public
-from motet.tasks.reward_pool import RewardPool, Scored, problem_as_given
+from motet.tasks.reward_pool import RewardPool, ScoreOutcome, problem_as_given
 from motet.types import Message, Problem, ToolCall
 from tests.misbehaving_rewards import Scorer, misbehaving
 
@@ -45,10 +45,10 @@ def asked(url: str, addresses: Addresses | None = None, **fields: Any) -> list[S
     return asyncio.run(rewards("job", reward, problem_as_given(PROBLEM), TEXTS, []))
 
 
-def pooled(url: str, **fields: Any) -> list[Scored]:
+def pooled(url: str, **fields: Any) -> list[ScoreOutcome]:
     """What a job of `motet run` gets."""
 
-    async def work() -> list[Scored]:
+    async def work() -> list[ScoreOutcome]:
         pool = RewardPool(1, {"http": HttpRewards(Addresses(anywhere=True))})
         try:
             rewards = [
@@ -76,7 +76,7 @@ def test_a_group_with_long_conversations_is_sent_in_parts() -> None:
         asked_of.append(len(texts))
         return [float(text) for text in texts]
 
-    async def work() -> list[Scored]:
+    async def work() -> list[ScoreOutcome]:
         pool = RewardPool(1, {"http": score})
         try:
             await pool.register("job", [RewardConfig(name="http", args={"url": "https://example.org"})])
@@ -108,7 +108,7 @@ def test_conversations_are_posted_as_a_function_of_ones_own_sees_them(server: Sc
     first = (*PROBLEM.messages, said, Message("tool", "3", name="add"), Message("assistant", "one"))
     long = (Message("user", "x" * LONGEST_TRANSCRIPT), Message("assistant", ""))
 
-    async def work(transcripts: list[Any]) -> list[Scored]:
+    async def work(transcripts: list[Any]) -> list[ScoreOutcome]:
         pool = RewardPool(1, {"http": HttpRewards(Addresses(anywhere=True))})
         try:
             http = RewardConfig(name="http", args={"url": server.url("good")})

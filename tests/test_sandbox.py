@@ -14,7 +14,7 @@ import pytest
 
 from motet.config import RewardConfig
 from motet.errors import RewardError
-from motet.tasks.reward_pool import RewardPool, Scored
+from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from motet.tasks.reward_walls import Walls
 from motet.tasks.sandbox import Sandbox
 from motet.types import Message, Problem
@@ -25,10 +25,10 @@ ADDS = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 READS = "```\na, b = map(int, input().split())\nprint(a + b)\n```"
 
 
-def scored(answer: str, tests: Any, walls: Walls | None = None, **args: Any) -> Scored:
+def scored(answer: str, tests: Any, walls: Walls | None = None, **args: Any) -> ScoreOutcome:
     problem = Problem(0, (Message("user", "Write add."),), "", {"tests": tests})
 
-    async def main() -> list[Scored]:
+    async def main() -> list[ScoreOutcome]:
         pool = RewardPool(1, walls=walls)
         try:
             await pool.register("job", [RewardConfig(name="code", args=args)])

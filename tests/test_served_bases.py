@@ -12,19 +12,19 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from motet.cluster.client import EngineClient
-from motet.cluster.host import Engine, EngineHandlers
+from motet.cluster.host import Engine, HostHandlers
+from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
     AddJob,
+    HostReady,
     JobChanged,
-    Ready,
     Released,
-    Scored,
     ScoreRequest,
+    ScoresAnswered,
     SetRule,
-    Start,
+    StartHost,
     SteerJob,
-    Usage,
+    UsageWindow,
 )
 from motet.cluster.ray_hosts import cores_and_gpus
 from motet.cluster.starts import launcher, starts, starts_of
@@ -32,7 +32,7 @@ from motet.config import EngineConfig, LaunchConfig, RolloutConfig, RunConfig
 from motet.config.engine import ClusterConfig
 from motet.config.service import ANY_SIZE, Largest, ServiceConfig
 from motet.errors import ConfigError
-from motet.hosting.server import away_seconds
+from motet.hosting.process import away_seconds
 from motet.jobfile import load_service
 from motet.launch import load
 from motet.running import run_config
@@ -55,7 +55,7 @@ from tests.waiting import until
 ENGINE = {"threads": 1}
 SAMPLING = {"samplers": 0, "max_rows": 64}
 ASKED: Any = [{"role": "user", "content": "Sort the letters of DCBA."}]
-START = Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
+START = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
 
 
 # --- a service with servers of one of its bases ------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_a_base_whose_servers_are_away_says_so_and_others_go_on(service: Service
 # --- settings ---------------------------------------------------------------------------------------------------------------
 
 
-def hosts_of(config: ServiceConfig) -> list[Start]:
+def hosts_of(config: ServiceConfig) -> list[StartHost]:
     """The first messages of all hosts."""
     hosts = Settings("", Path(), config=config).hosts
     return starts_of([(START, engine, rollout) for engine, rollout in hosts.values()])
@@ -221,7 +221,7 @@ def test_a_job_may_be_as_large_as_the_servers_of_its_base_are_started_for(tmp_pa
         for name, slots, rank in (("narrow", 4, 8), ("wide", 2, 64))
     }
     with open_house(tmp_path, bases={"own": "small", **bases}) as house:
-        hosts = {host.base: host for host in house.part(EngineClient).hosts}
+        hosts = {host.base: host for host in house.part(Hosts).hosts}
         assert {name: (host.slots, host._start.largest.rank) for name, host in hosts.items()} == {
             "own": (16, None), "narrow": (4, 8), "wide": (2, 64),
         }  # fmt: skip
@@ -262,11 +262,11 @@ def test_ray_is_asked_for_the_gpus_of_launched_servers() -> None:
 # --- while a base is down ----------------------------------------------------------------------------------------------------
 
 
-async def _never(request: ScoreRequest) -> Scored:
+async def _never(request: ScoreRequest) -> ScoresAnswered:
     raise AssertionError(request)
 
 
-async def _no_machine(start: Start, log: Path) -> Engine:
+async def _no_machine(start: StartHost, log: Path) -> Engine:
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -284,16 +284,16 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
         return jobs
 
     async def go() -> None:
-        made = [Start(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base) for base in "ab"]
-        client = EngineClient(made, tmp_path, _no_machine)
-        handlers = EngineHandlers(
+        made = [StartHost(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base) for base in "ab"]
+        client = Hosts(made, tmp_path, _no_machine)
+        handlers = HostHandlers(
             open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
         )  # fmt: skip
         client._settled = True
         client.start(handlers)
         here, down = client.hosts
         here.ready = True
-        client._hear(here, Ready([]))
+        client._hear(here, HostReady([]))
         await until(lambda: client.jobs.on(here) == 1)
         assert reads[0] == 1
         for _ in range(20):
@@ -304,7 +304,7 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
         client._hear(here, JobChanged("a1", JobState.SUCCEEDED, ""))  # its tenant may have another out
         await until(lambda: client.jobs.on(here) == 1 and reads[0] == 2)
         down.ready = True
-        client._hear(down, Ready([]))
+        client._hear(down, HostReady([]))
         await until(lambda: client.jobs.on(down) == 1)
         await client.kill()
 
@@ -316,7 +316,7 @@ def test_what_is_asked_of_a_job_counts_although_its_host_lets_it_go_while_open_j
     reads: list[str] = []
 
     async def go() -> None:
-        client, loop = EngineClient([START], tmp_path, _no_machine), asyncio.get_running_loop()
+        client, loop = Hosts([START], tmp_path, _no_machine), asyncio.get_running_loop()
         (host,) = client.hosts
 
         def open_jobs() -> list[AddJob]:
@@ -329,12 +329,12 @@ def test_what_is_asked_of_a_job_counts_although_its_host_lets_it_go_while_open_j
             return read
 
         client.start(
-            EngineHandlers(
+            HostHandlers(
                 open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
             )
         )
         host.ready = True
-        client._hear(host, Ready([]))
+        client._hear(host, HostReady([]))
         await until(lambda: client.has("moves"))
         client.send(SetRule("ann", Rule(running=2)))  # the open jobs are read once more
         await until(lambda: len(reads) >= 3 and client.has("moves"))
@@ -350,14 +350,14 @@ def test_a_base_that_comes_while_the_database_is_away_takes_questions(tmp_path: 
         raise OSError("the database is away")
 
     async def go() -> None:
-        client = EngineClient([Start("a", "", {}, {}, {}, [], 1.0, ANY_SIZE, serves="a")], tmp_path, _no_machine)
+        client = Hosts([StartHost("a", "", {}, {}, {}, [], 1.0, ANY_SIZE, serves="a")], tmp_path, _no_machine)
         client.start(
-            EngineHandlers(
+            HostHandlers(
                 open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
             )
         )
         client.hosts[0].ready = True
-        client._hear(client.hosts[0], Ready([]))
+        client._hear(client.hosts[0], HostReady([]))
         async with asyncio.timeout(5):
             await client.there["a"].wait()
         await client.kill()
@@ -419,7 +419,7 @@ def test_usage_of_a_base_is_told_under_the_name_that_it_has(tmp_path: Path) -> N
             house.part(Ledger).count_completion(us, base, tokens, 0)
         house.part(Ledger).flush()
         for number, base in enumerate(TWO):  # of two hosts
-            house.recorder.record_usage(Usage(f"host {number}", 1, {f"answers/{us}": 10**6, "": 10**6}, base))
+            house.recorder.record_usage(UsageWindow(f"host {number}", 1, {f"answers/{us}": 10**6, "": 10**6}, base))
         told = {one["base"]: one["tokens_prompt"] for one in house.ask("GET", "/v1/usage").json()["data"]}
         assert told == {"small": 3, "math": 12, "gone": 16}
         seconds = {one["base"]: one["device_seconds"] for one in house.ask("GET", "/v1/usage").json()["data"]}
@@ -442,7 +442,7 @@ def test_the_dashboard_tells_the_base_of_jobs_and_of_device_time(tmp_path: Path)
         made = house.ask("POST", "/v1/jobs", json=tiny("sums", base="math")).json()["id"]
         for number, base in enumerate(TWO):
             used = {"": 10**6, **({made: 2 * 10**6} if base == "math" else {})}
-            house.recorder.record_usage(Usage(f"host {number}", 1, used, base))
+            house.recorder.record_usage(UsageWindow(f"host {number}", 1, used, base))
         url = str(house.http.base_url).rstrip("/")
         with browsing() as browser, watched(browser, url, expected=("503",)) as page:  # no engine is started
             page.goto(url)
@@ -461,13 +461,13 @@ def test_the_dashboard_tells_the_base_of_jobs_and_of_device_time(tmp_path: Path)
 
 def test_who_has_no_key_is_not_told_where_things_lie(tmp_path: Path) -> None:
     with open_house(tmp_path, bases=TWO) as house:
-        house.part(EngineClient).hosts[1].failure = "/models/math cannot be loaded by http://10.0.0.7:8000"
+        house.part(Hosts).hosts[1].failure = "/models/math cannot be loaded by http://10.0.0.7:8000"
         for key in ("ours", "none"):
             answer = house.ask("GET", "/readyz", key)
             assert answer.status_code == 503
             assert (("/models" in answer.text), ("10.0.0.7" in answer.text)) == (key == "ours", key == "ours")
             assert list(answer.json()["bases"]) == ["small", "math"]
-        there = house.part(EngineClient).there["small"]
+        there = house.part(Hosts).there["small"]
         house.app.state.loop.call_soon_threadsafe(there.set)
         assert house.ask("GET", "/readyz", "none").json()["message"] == "math: is not there yet"
         assert "10.0.0.7" in house.ask("GET", "/readyz").json()["message"]

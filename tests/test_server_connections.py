@@ -7,7 +7,7 @@ import asyncio
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from motet.rollout.connection import Clocks, Connection
+from motet.rollout.connection import Clocks, ServerConnection
 from motet.rollout.dialects import HttpRequest
 
 IDLE = 30
@@ -55,7 +55,7 @@ def test_a_server_that_goes_leaves_no_connection_open(moment: int) -> None:
     async def test() -> None:
         server = Server()
         await server.start()
-        connection = Connection(f"http://127.0.0.1:{server.port}", Clocks())
+        connection = ServerConnection(f"http://127.0.0.1:{server.port}", Clocks())
         asking = [asyncio.create_task(connection.request(HttpRequest("/x"), 30)) for _ in range(IDLE)]
         while len(server.connections) < IDLE:
             await asyncio.sleep(0.001)

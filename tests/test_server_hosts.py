@@ -12,8 +12,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from motet.cluster.client import EngineClient
-from motet.cluster.messages import Start
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import StartHost
 from motet.cluster.run import none_can_start
 from motet.cluster.starts import starts
 from motet.config import EngineConfig, RolloutConfig
@@ -155,7 +155,7 @@ def test_each_host_starts_servers_of_its_own(alone: dict[str, bytes], tmp_path: 
 
 def test_servers_are_shared_out() -> None:
     """Each URL with its agent, and to each host devices for what it starts."""
-    start = Start("small", "", {}, {}, {}, [], 1.0, Largest())
+    start = StartHost("small", "", {}, {}, {}, [], 1.0, Largest())
     engine = EngineConfig(hosts=2, threads=1)
     urls, agents = [f"http://s{n}" for n in range(3)], [f"http://a{n}" for n in range(3)]
     found = starts(start, engine, RolloutConfig(engine="vllm", urls=urls, agents=agents))
@@ -198,8 +198,8 @@ def test_a_key_with_odd_letters_is_refused_before_servers_are_asked(
 
 def test_a_run_ends_only_when_no_host_can_start(tmp_path: Path) -> None:
     """One that failed is tried again while another is on its way."""
-    start = Start("small", "", {}, {}, {}, [], 1.0, Largest())
-    client = EngineClient([start, start], tmp_path)
+    start = StartHost("small", "", {}, {}, {}, [], 1.0, Largest())
+    client = Hosts([start, start], tmp_path)
     client.hosts[0].hopeless = True
     assert not none_can_start(client.hosts)
     client.hosts[1].hopeless = True

@@ -24,18 +24,18 @@ from sqlalchemy.orm import Session
 
 import motet
 from motet.channel import LONGEST_LINE, decode, encode
-from motet.cluster.client import EngineClient
-from motet.cluster.host import EngineHandlers, Host
+from motet.cluster.host import Host, HostHandlers
+from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
     Answer,
     Complete,
-    Examine,
-    FromEngine,
+    ExamineAdapter,
+    FromHost,
     JobStepped,
     PromptRead,
-    Scored,
     ScoreRequest,
-    Start,
+    ScoresAnswered,
+    StartHost,
     Tokens,
 )
 from motet.config import JobConfig, RewardConfig
@@ -214,7 +214,7 @@ def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: Hou
     job = queued(store, us, "scored", config.model_dump(mode="json"), 3, None).id
     workers = RewardWorkers(store, EventBus(), 60.0)
 
-    async def work() -> Scored:
+    async def work() -> ScoresAnswered:
         scoring = Scoring(store, HttpRewards(Addresses(())), workers, house.part(Grading))
         reward = config.rewards[0].model_dump(mode="json")
         store.away = [True, False, False, True]  # the job is looked for, again, old units go, the unit is kept
@@ -226,7 +226,7 @@ def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: Hou
                 await workers.settle(job, {unit.key: [0.5, 1.0]})
         return await asking
 
-    assert asyncio.run(work()) == Scored(7, [0.5, 1.0])
+    assert asyncio.run(work()) == ScoresAnswered(7, [0.5, 1.0])
     store.close()
 
 
@@ -234,7 +234,7 @@ def test_a_service_that_stops_waits_for_no_score_whose_database_is_away(house: H
     """Else the jobs that want it would keep the service for two minutes."""
     store = Interrupted(f"sqlite:///{tmp_path / 'motet.db'}")
 
-    async def work() -> Scored:
+    async def work() -> ScoresAnswered:
         store.away = [True] * 1000
         scoring = Scoring(store, HttpRewards(Addresses(())), house.part(RewardWorkers), house.part(Grading))
         asking = asyncio.create_task(scoring.answer(ScoreRequest(7, "a job", {"name": "judge"}, {}, [], [])))
@@ -243,16 +243,16 @@ def test_a_service_that_stops_waits_for_no_score_whose_database_is_away(house: H
         async with asyncio.timeout(20):
             return await asking
 
-    assert asyncio.run(work()) == Scored(7, away=True)
+    assert asyncio.run(work()) == ScoresAnswered(7, away=True)
     store.close()
 
 
-class Judging(EngineClient):
+class Judging(Hosts):
     """Whatever it is asked gets full marks; counts how often it was asked."""
 
     asked = 0
 
-    async def ask(self, question: Complete | Examine) -> AsyncIterator[Answer]:
+    async def ask(self, question: Complete | ExamineAdapter) -> AsyncIterator[Answer]:
         """An answer in one piece."""
         self.asked += 1
         yield PromptRead(0, 10)
@@ -278,7 +278,7 @@ def test_a_judge_that_has_answered_is_not_asked_again_because_the_database_is_aw
     async def answered(away: Sequence[bool]) -> tuple[int, int]:
         """How often the database and the judge were asked."""
         store.away, engine.asked = away, 0
-        assert await scoring.answer(request) == Scored(7, [1.0, 1.0])
+        assert await scoring.answer(request) == ScoresAnswered(7, [1.0, 1.0])
         return len(away) - len(store.away), engine.asked
 
     async def work() -> None:
@@ -293,7 +293,7 @@ def test_a_judge_that_has_answered_is_not_asked_again_because_the_database_is_aw
 
 def test_a_job_that_a_host_has_is_read_no_more_from_the_database(house: House) -> None:
     """One that is to be cancelled ends with its step there; ended before, it could be deleted while it trains."""
-    client, handover = house.part(EngineClient), house.part(Handover)
+    client, handover = house.part(Hosts), house.part(Handover)
     job = house.ask("POST", "/v1/jobs", json=tiny("placed")).json()["id"]
     (message,) = [one for one in handover.open_jobs() if one.job["name"] == job]
     (host,) = client.hosts
@@ -400,10 +400,10 @@ def test_a_request_that_finds_no_room_on_the_disk_is_told_so_and_the_next_has_ro
 
 
 def test_what_is_too_long_to_be_scored_elsewhere_is_a_reason_and_the_next_is_scored() -> None:
-    sent: list[FromEngine] = []
+    sent: list[FromHost] = []
 
-    def send(message: FromEngine) -> None:
-        sent.append(decode(encode(message), FromEngine))
+    def send(message: FromHost) -> None:
+        sent.append(decode(encode(message), FromHost))
 
     async def work() -> None:
         scores, reward = AskedOfService(send), RewardConfig(name="judge")
@@ -415,7 +415,7 @@ def test_what_is_too_long_to_be_scored_elsewhere_is_a_reason_and_the_next_is_sco
         asking = asyncio.create_task(scores("job", reward, {"id": 2}, ["a"], []))
         await until(lambda: bool(sent))
         assert isinstance(sent[0], ScoreRequest)
-        scores.hear(Scored(sent[0].key, [0.5]))
+        scores.hear(ScoresAnswered(sent[0].key, [0.5]))
         assert await asking == [0.5]
 
     asyncio.run(work())
@@ -437,11 +437,11 @@ def busy_threads() -> Iterator[None]:
 def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_loop_are_taken(tmp_path: Path) -> None:
     heard: list[str] = []
 
-    async def score(request: ScoreRequest) -> Scored:
-        return Scored(request.key)
+    async def score(request: ScoreRequest) -> ScoresAnswered:
+        return ScoresAnswered(request.key)
 
-    host = Host(0, Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE), tmp_path / "log", ThreadPoolExecutor(1))
-    host._handlers = EngineHandlers(
+    host = Host(0, StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE), tmp_path / "log", ThreadPoolExecutor(1))
+    host._handlers = HostHandlers(
         list, lambda event: heard.append(event.job), lambda _: None, score, lambda *_: None, lambda *_: None, lambda _: None
     )  # fmt: skip
 

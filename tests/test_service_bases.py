@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from motet import budgets
 from motet.cluster.assignments import Assignments
 from motet.cluster.host import Host
-from motet.cluster.messages import AddJob, Complete, FromEngine, Start, Tokens
+from motet.cluster.messages import AddJob, Complete, FromHost, StartHost, Tokens
 from motet.cluster.placement import HostLoad, Move, moved, placed
 from motet.cluster.starts import launcher, starts_of
 from motet.config.engine import ClusterConfig, EngineConfig
@@ -173,7 +173,7 @@ def starts(service: Service) -> dict[str, tuple[str, float]]:
 
 def said_alone(base: Any, adapter: Path | None) -> tuple[str, list[float]]:
     """What an engine says that has this base and no other."""
-    device, sent = Device(), list[FromEngine]()
+    device, sent = Device(), list[FromHost]()
     engine = EmbeddedEngine(base, device, max_rows=1, kv_tokens=1024, prefill_tokens=256)
     shared: Any = SimpleNamespace(engine=engine, scheduler=FairScheduler(1), engine_suffix="x")
     answers = Answers(base, shared, 1024, sent.append)
@@ -385,7 +385,7 @@ def test_hosts_of_other_bases_take_no_job_and_count_for_limits() -> None:
     assert placed(mine, [idle], {}) is None
     assert placed(mine, [HostLoad(0, 8, running=(other,), base="a"), full], {"ann": Rule(running=1)}) is None
     here, away = (
-        Host(number, Start(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base), Path(), ThreadPoolExecutor())
+        Host(number, StartHost(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base), Path(), ThreadPoolExecutor())
         for number, base in enumerate("ab")
     )
     here.ready = True
@@ -403,7 +403,7 @@ def test_hosts_of_all_bases_share_the_machine(tmp_path: Path, says: Motet) -> No
     config = ServiceConfig.model_validate(
         {"engine": {"slots": 3, "kv_memory_fraction": 0.4}, "bases": {"a": {"base": "/a", "hosts": 2}, "b": "/b"}}
     )
-    start = Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
+    start = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
     made = starts_of([(start, one.engine, one.rollout) for one in config.bases.values()])
     assert [one.host for one in made] == [0, 1, 2]
     engines = [EngineConfig.model_validate(one.engine) for one in made]

@@ -19,7 +19,7 @@ import pytest
 import sqlalchemy
 import transformers
 
-from motet.cluster.client import EngineClient
+from motet.cluster.hosts import Hosts
 from motet.config import DataConfig
 from motet.errors import DataError
 from motet.service.adapters.adapters import Adapters
@@ -30,8 +30,8 @@ from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import parse
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
-from motet.tasks.reward_pool import RewardPool, Scored, Transcript
-from motet.tasks.row_files import OF_A_JOB, UPLOADED, Bounds, count_rows, rows_of
+from motet.tasks.reward_pool import RewardPool, ScoreOutcome, Transcript
+from motet.tasks.row_files import OF_A_JOB, UPLOADED, RowLimits, count_rows, rows_of
 from motet.types import Message, Problem
 from tests.house import House, error_of, open_house
 from tests.service_run import ROWS, Json, tiny
@@ -83,14 +83,14 @@ def test_a_small_file_that_stands_for_very_much_is_refused(tmp_path: Path) -> No
     path = repeated(tmp_path / "rows.parquet", "x" * 900_000, MANY)
     assert path.stat().st_size < 10_000
     with pytest.raises(DataError, match="more than 100 MB"):
-        count_rows(path, Bounds(bytes=100 * 2**20))
+        count_rows(path, RowLimits(bytes=100 * 2**20))
     with pytest.raises(DataError, match=r"within 0\.01 s"):
-        count_rows(path, Bounds(seconds=0.01))
-    small = Bounds(memory_mb=600)
+        count_rows(path, RowLimits(seconds=0.01))
+    small = RowLimits(memory_mb=600)
     assert count_rows(repeated(path, "x" * 900, 1000), small) == 1000
     with pytest.raises(DataError, match="cannot be read"):
         count_rows(repeated(path, "x" * 900_000, 1000), small)
-    bounds = Bounds(rows=100, row_bytes=1000, bytes=20_000, values=500)
+    bounds = RowLimits(rows=100, row_bytes=1000, bytes=20_000, values=500)
     for text, rows, words in (
         ("x", 101, "more than 100 rows"),
         ("x" * 1001, 1, "row 1 has more than"),
@@ -124,7 +124,7 @@ def test_a_small_file_that_stands_for_very_much_is_refused(tmp_path: Path) -> No
 def test_rows_of_json_are_bounded(tmp_path: Path, name: str, text: str, words: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    bounds = Bounds(rows=100, row_bytes=1000, values=500)
+    bounds = RowLimits(rows=100, row_bytes=1000, values=500)
     with pytest.raises(DataError, match=words):
         count_rows(path, bounds)
     if text != "[]":
@@ -317,9 +317,9 @@ def test_prompts_that_a_template_makes_are_bounded_together(tmp_path: Path) -> N
     path.write_text('{"prompt": "a"}\n' * 100)
     config = DataConfig(source=str(path), template="x" * 999 + "{prompt}", holdout=0)
     assert len(load_dataset(config).train) == 100
-    assert len(load_dataset(config, Bounds(bytes=100_000)).train) == 100
+    assert len(load_dataset(config, RowLimits(bytes=100_000)).train) == 100
     with pytest.raises(DataError, match=r"data\.template makes prompts"):
-        load_dataset(config, Bounds(bytes=99_999))
+        load_dataset(config, RowLimits(bytes=99_999))
 
 
 def test_rows_are_no_objects_until_they_are_needed(tmp_path: Path) -> None:
@@ -350,8 +350,8 @@ def test_generated_rows_take_bounded_time_and_memory() -> None:
     spec = ScorerSpec("chain_sum", {}, 3, 1)
     assert make_entries(spec, UPLOADED) == make_entries(spec)
     with pytest.raises(DataError, match=r"within 0\.01 s"):
-        make_entries(spec, Bounds(seconds=0.01))
-    small = Bounds(memory_mb=250)
+        make_entries(spec, RowLimits(seconds=0.01))
+    small = RowLimits(memory_mb=250)
     assert make_entries(spec, small) == make_entries(spec)
     with pytest.raises(DataError, match=r"MemoryError|exit status"):
         make_entries(ScorerSpec("chain_sum", {}, 10**6, 1), small)
@@ -367,14 +367,14 @@ class Busy(RewardPool):
 
     async def score(
         self, name: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
-    ) -> list[Scored]:
+    ) -> list[ScoreOutcome]:
         """Wait, then score."""
         await self.may.wait()
         return await super().score(name, problem, completions)
 
 
 def test_many_graders_at_once_have_as_many_processes_as_there_are_lanes(house: House) -> None:
-    grading: Any = Grading(house.part(EngineClient), house.part(Adapters))
+    grading: Any = Grading(house.part(Hosts), house.part(Adapters))
     grading._pool = pool = Busy(1)
 
     async def one(number: int) -> Any:

@@ -20,7 +20,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from motet.apart import Apart
-from motet.cluster.client import EngineClient
+from motet.cluster.hosts import Hosts
 from motet.config.service import HttpConfig
 from motet.service.app import ROUTES
 from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, JsonSize, OpenBytes, _limit
@@ -46,7 +46,7 @@ TINKER = "/tinker/api/v1"
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """One for the whole file, whose base reads 1,024 tokens."""
     with open_house(tmp_path_factory.mktemp("house"), http=HTTP) as found:
-        for host in found.part(EngineClient).hosts:
+        for host in found.part(Hosts).hosts:
             host.positions = POSITIONS
         yield found
 

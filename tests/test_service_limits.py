@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from motet.client import Client
-from motet.cluster.client import EngineClient
-from motet.cluster.messages import SetRule, ToEngine, Usage
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import SetRule, ToHost, UsageWindow
 from motet.config.service import LimitsConfig, RateConfig
 from motet.errors import ConfigError, ServiceError
 from motet.jobfile import load_service
@@ -137,7 +137,7 @@ def test_many_writers_at_once_lose_nothing_of_the_ledger(store: Store) -> None:
 def test_usage_over_http(house: House) -> None:
     job = house.job["id"]
     step(house, job, 7, 10, 20)
-    house.recorder.record_usage(Usage("e", 1, {job: 2_000_000, "": 1_000_000}))
+    house.recorder.record_usage(UsageWindow("e", 1, {job: 2_000_000, "": 1_000_000}))
     (own,) = house.ask("GET", "/v1/usage").json()["data"]
     assert own == {
         "day": None, "tenant": "us", "job": job, "name": "ended", "kind": "job", "tokens_prompt": 0,
@@ -276,10 +276,10 @@ def sent(house: House, monkeypatch: pytest.MonkeyPatch) -> list[SetRule]:
     rules: list[SetRule] = []
     house.part(QuotaEnforcer).enforce()
 
-    def send(*messages: ToEngine) -> None:
+    def send(*messages: ToHost) -> None:
         rules.extend(message for message in messages if isinstance(message, SetRule))
 
-    monkeypatch.setattr(house.part(EngineClient), "send", send)
+    monkeypatch.setattr(house.part(Hosts), "send", send)
     return rules
 
 

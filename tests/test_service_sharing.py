@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.client import EngineClient
+from motet.cluster.hosts import Hosts
 from motet.cluster.messages import JobStanding
 from motet.errors import DataError
 from motet.service.adapters.adapters import Adapters
@@ -376,7 +376,7 @@ def test_every_change_is_written_down_once(house: House) -> None:
 def test_metrics_are_for_admins_and_for_the_token(tmp_path: Path) -> None:
     with open_house(tmp_path, metrics_token="for-prometheus") as house:
         standing = JobStanding("training", 1, 4, 8, 60, 7.0, None)
-        house.part(EngineClient).hosts[0].progress = {house.job["id"]: standing}
+        house.part(Hosts).hosts[0].progress = {house.job["id"]: standing}
         assert house.ask("GET", f"/v1/jobs/{house.job['id']}").json()["progress"] == {
             "phase": "training", "step": 1, "rollouts_done": 4, "rollouts_wanted": 8, "tokens": 60, "tokens_per_second": 7.0,
             "seconds_left": None, "warnings": [],

@@ -17,7 +17,7 @@ from motet.jobfile import load_simulation
 from motet.simulation.clock import now, under_virtual_clock
 from motet.simulation.cluster import Simulation
 from motet.simulation.host import SimulatedDevice
-from motet.simulation.outcome import Outcome, simulate
+from motet.simulation.outcome import SimulationOutcome, simulate
 from tests.conftest import ROOT
 
 COSTS = {"token_seconds": 0.01, "train_tokens_per_second": 1000, "publish_seconds": 0.5}
@@ -40,7 +40,7 @@ def cluster(hosts: dict[str, Any], *jobs: dict[str, Any]) -> SimulationConfig:
     )
 
 
-def outcome(hosts: dict[str, Any], *jobs: dict[str, Any]) -> Outcome:
+def outcome(hosts: dict[str, Any], *jobs: dict[str, Any]) -> SimulationOutcome:
     return simulate(cluster(hosts, *jobs))
 
 

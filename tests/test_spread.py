@@ -27,7 +27,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.channel import Message, decode, encode
+from motet.channel import ChannelMessage, decode, encode
 from motet.config import EngineConfig
 from motet.device import BusyTime, Device
 from motet.errors import DeviceError, EngineError
@@ -35,7 +35,7 @@ from motet.launch import load
 from motet.results import RunResult
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
-from motet.rollout.sampler_messages import Chunks, FromSampler, Generate, Load, ToSampler
+from motet.rollout.sampler_messages import Chunks, FromSampler, LoadSampler, SampleRequest, ToSampler
 from motet.rollout.spread import SpreadEngine
 from motet.running import run_config
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, JobState, SamplingParams
@@ -44,7 +44,7 @@ from tests.cases import few
 from tests.small_runs import REWARDS, config, fingerprint, job
 
 LIMITS = {"max_rows": 8, "kv_tokens": 4096, "prefill_tokens": 1024}
-LOAD = Load(
+LOAD = LoadSampler(
     base="small",
     block_size=64,
     dtype="bfloat16",
@@ -154,7 +154,7 @@ def bits(found: dict[int, list[Chunk]]) -> list[Any]:
 # --- what passes between them -----------------------------------------------------------------------------------------
 
 
-def through(message: Message, kinds: Any) -> Any:
+def through(message: ChannelMessage, kinds: Any) -> Any:
     return decode(encode(message), kinds)
 
 
@@ -183,9 +183,9 @@ def test_requests_survive_the_way() -> None:
     )
     for value in (sampling, whole):
         assert_no_field_is_at_its_default(value)
-    assert_equal(through(Generate(1, whole), ToSampler).request, whole)
+    assert_equal(through(SampleRequest(1, whole), ToSampler).request, whole)
     plain = dataclasses.replace(whole, adapter=None, sampling=SamplingParams(), stream=False, episodes=())
-    assert_equal(through(Generate(1, plain), ToSampler).request, plain)
+    assert_equal(through(SampleRequest(1, plain), ToSampler).request, plain)
 
 
 @given(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from motet.cluster.client import EngineClient
-from motet.cluster.messages import SetRule, ToEngine
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import SetRule, ToHost
 from motet.config.service import LimitsConfig
 from motet.runtime.journal import KEPT_BYTES, Done, Journal, OptimStep
 from motet.runtime.slots import Rule
@@ -141,10 +141,10 @@ def test_jobs_of_a_tenant_that_stores_too_much_pause_until_it_has_deleted_someth
 ) -> None:
     rules: list[SetRule] = []
 
-    def send(*messages: ToEngine) -> None:
+    def send(*messages: ToHost) -> None:
         rules.extend(message for message in messages if isinstance(message, SetRule))
 
-    monkeypatch.setattr(house.part(EngineClient), "send", send)
+    monkeypatch.setattr(house.part(Hosts), "send", send)
     enforcer, us = house.part(QuotaEnforcer), house.ask("GET", "/v1/limits").json()["id"]
     grows = house.ask("POST", "/v1/jobs", json=tiny("grows")).json()["id"]
     limit(house, storage_mb=(stored(house) + 10_000) / MB)

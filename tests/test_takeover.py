@@ -18,7 +18,7 @@ import httpx2
 import pytest
 from msgspec.structs import replace
 
-from motet.channel import Message, decode, encode
+from motet.channel import ChannelMessage, decode, encode
 from motet.cluster import messages as m
 from motet.cluster.local_hosts import LocalHosts, code_of
 from motet.config import RewardConfig
@@ -33,7 +33,7 @@ from tests.service_run import Service, tiny
 from tests.waiting import until, wait_until
 
 TOKEN = "service." + "engine.."
-START = m.Start("small", "", {}, {}, {}, [], 1.0, ANY_SIZE, takeover_seconds=60.0)
+START = m.StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE, takeover_seconds=60.0)
 
 
 # --- the engine's end, message by message -----------------------------------------------------------------------------------
@@ -49,13 +49,13 @@ class OneService:
         self.socket.sendall(token.encode())
         self.lines = self.socket.makefile("rb")
 
-    def send(self, *messages: Message) -> OneService:
+    def send(self, *messages: ChannelMessage) -> OneService:
         self.socket.sendall(b"".join(map(encode, messages)))
         return self
 
     def hears(self, count: int) -> list[Any]:
         """The next messages, after the engine's half of the token."""
-        return [decode(self.lines.readline(), m.FromEngine) for _ in range(count)]
+        return [decode(self.lines.readline(), m.FromHost) for _ in range(count)]
 
     def welcomed(self) -> OneService:
         assert self.lines.read(8) == TOKEN[8:].encode()
@@ -90,7 +90,9 @@ def short_path() -> Iterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def begun(directory: Path, start: m.Start = START) -> AsyncIterator[tuple[Line, OneService, asyncio.Queue[Any]]]:
+async def begun(
+    directory: Path, start: m.StartHost = START
+) -> AsyncIterator[tuple[Line, OneService, asyncio.Queue[Any]]]:
     """A line with its first service."""
     with contextlib.closing(Line(directory)) as made:
         first = OneService(made.address).send(start)
@@ -108,7 +110,7 @@ def test_what_was_not_written_down_comes_again_and_nothing_else(short_path: Path
             for number in range(3):
                 made.line.send(step(number))
             assert first.hears(3) == [step(0), step(1), step(2)]
-            first.send(m.Kept(), m.Nudge("a"))
+            first.send(m.EventKept(), m.Nudge("a"))
             assert await messages.get() == m.Nudge("a")
             first.dies()
             assert await messages.get() == Gone()
@@ -127,7 +129,7 @@ def test_what_was_not_written_down_comes_again_and_nothing_else(short_path: Path
                 step(3),
                 m.Stopped(),
             ]
-            second.send(*[m.Kept()] * 4, m.Nudge("b"))
+            second.send(*[m.EventKept()] * 4, m.Nudge("b"))
             assert await messages.get() == m.Nudge("b")
             assert not made.line._kept
             assert not made.line._waiting
@@ -206,7 +208,7 @@ def test_scores_are_asked_again_and_at_the_end_nobody_waits_for_them() -> None:
         scores, reward = AskedOfService(sent.append), RewardConfig(name="judge")
         first, second = (asyncio.create_task(scores("job", reward, {"id": n}, ["a"], [])) for n in range(2))
         await until(lambda: len(sent) == 2)
-        scores.hear(m.Scored(sent[0].key, [0.5]))
+        scores.hear(m.ScoresAnswered(sent[0].key, [0.5]))
         assert await first == [0.5]
         scores.ask_again()
         assert sent[2:] == [sent[1]]

@@ -30,7 +30,7 @@ from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
-from motet.tasks.row_files import Bounds
+from motet.tasks.row_files import RowLimits
 from motet.types import Message, Problem
 from tests import breaking_out
 from tests.cases import few
@@ -172,7 +172,7 @@ def test_libraries_behind_the_wall_load_for_a_user_who_has_no_directories_yet(tm
 
 def test_what_makes_no_rows_is_said_in_a_line_and_the_rest_is_logged(caplog):
     with pytest.raises(DataError) as error:
-        make_entries(ScorerSpec("leg_counting", size=10**6), Bounds(rows=1, bytes=10**6, seconds=60, memory_mb=16))
+        make_entries(ScorerSpec("leg_counting", size=10**6), RowLimits(rows=1, bytes=10**6, seconds=60, memory_mb=16))
     assert "\n" not in str(error.value)
     assert "Traceback" not in str(error.value)
     assert "importlib" in caplog.text

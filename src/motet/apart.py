@@ -1,6 +1,6 @@
 """The one place for work that takes long or grows: tenants take turns, and each piece of work has limits.
 
-`Turns` are a few threads. `Apart` has a process behind the wall for each of its threads: a function gets bytes there and
+`ThreadTurns` are a few threads. `Apart` has a process behind the wall for each of its threads: a function gets bytes there and
 returns bytes, and the process is killed when it takes too much time or memory, or when nobody waits for the answer.
 """
 
@@ -63,7 +63,7 @@ class _Work:
             end()
 
 
-class Turns:
+class ThreadTurns:
     """A few threads. Keys take turns, and one key has one piece of work under way at a time."""
 
     def __init__(self, threads: int, waiting: int, name: str = "motet-turns") -> None:
@@ -176,7 +176,7 @@ def _settle(one: _Work) -> None:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class WorkLimits:
     """What work apart may take."""
 
     processes: int = 2
@@ -193,11 +193,11 @@ class Bounds:
         return 12 * self.seconds
 
 
-class Apart(Turns):
+class Apart(ThreadTurns):
     """Processes behind the wall, one for each thread, which are started when there is work for them."""
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
-        self.bounds = bounds or Bounds()
+    def __init__(self, bounds: WorkLimits | None = None) -> None:
+        self.bounds = bounds or WorkLimits()
         super().__init__(self.bounds.processes, self.bounds.waiting, "motet-apart")
         self._here = threading.local()
         self._processes: set[_Process] = set()
@@ -269,7 +269,7 @@ def here() -> Apart:
 class _Process:
     """The parent's end of one process. Calls go one at a time; `kill` may come from any thread."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: WorkLimits) -> None:
         self._bounds, self._late = bounds, False
         self._child = subprocess.Popen(
             wall.command(__name__, str(os.getpid()), str(bounds.memory_mb), str(bounds.seconds)),

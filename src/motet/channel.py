@@ -33,14 +33,14 @@ END_SECONDS = 5.0
 """What a process has to end by itself."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages; the name of its class is its tag."""
 
 
 Received = TypeVar("Received")
 
 
-def encode(message: Message) -> bytes:
+def encode(message: ChannelMessage) -> bytes:
     """A message as a line.
 
     Raises:
@@ -113,7 +113,7 @@ class Child(Generic[Received]):
 
         return cls(kinds, process.stdout, process.stdin, end)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ChannelMessage) -> None:
         """Send one message; to a process that is gone, nothing."""
         if not self._writer.is_closing():
             self._writer.write(encode(message))
@@ -135,14 +135,14 @@ class Child(Generic[Received]):
         await self._end()
 
 
-class Streams:
+class ProcessStreams:
     """The two streams of a process, for threads."""
 
     def __init__(self, lines: IO[bytes], out: IO[bytes]) -> None:
         """`lines` is what it sends, `out` its input."""
         self.lines, self.out = lines, out
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ChannelMessage) -> None:
         """Send one message; that a process is gone is noticed by whoever reads."""
         with contextlib.suppress(OSError, ValueError):
             self.out.write(encode(message))
@@ -157,7 +157,7 @@ class Streams:
                 yield decode(line, kinds)
 
 
-class ChildProcess(Streams):
+class ChildProcess(ProcessStreams):
     """A process that this one starts: `python -m module`."""
 
     def __init__(self, module: str, log: Path | None, **variables: str) -> None:
@@ -215,7 +215,7 @@ class Parent(Generic[Received]):
         connection.sendall(f"{token}\n".encode())
         return cls(kinds, connection.makefile("rb"), connection.makefile("wb"))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ChannelMessage) -> None:
         """Send one message.
 
         Raises:

@@ -333,10 +333,10 @@ def _start_samplers(
     n: int, base: LoraModel, config: EngineConfig, limits: dict[str, int], device: Device, log: Path | None
 ) -> list[SamplerLink]:
     from motet.rollout.sampler_link import SamplerLink
-    from motet.rollout.sampler_messages import Load
+    from motet.rollout.sampler_messages import LoadSampler
 
     fingerprint = base.fingerprint()
-    message = Load(
+    message = LoadSampler(
         base=base.info.name,
         dtype=base.info.dtype,
         pack=config.pack_weights,

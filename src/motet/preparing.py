@@ -22,7 +22,7 @@ from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.dataset import Dataset, Longer, Source, read_source, split
-from motet.tasks.row_files import Bounds
+from motet.tasks.row_files import RowLimits
 from motet.tasks.rows import check_rows, longest_row
 from motet.types import Problem
 
@@ -30,7 +30,7 @@ from motet.types import Problem
 class Sources:
     """Data that was read, by its section: jobs with the same section share it, and its mistakes."""
 
-    def __init__(self, bounds: Bounds | None = None) -> None:
+    def __init__(self, bounds: RowLimits | None = None) -> None:
         """`bounds` are those of somebody else's data."""
         self._bounds = bounds
         self._read: dict[str, Source | DataError] = {}

@@ -20,7 +20,7 @@ from motet.rollout.connection import Clocks
 from motet.rollout.dialects import DIALECTS
 from motet.rollout.in_vllm import motet_vllm
 from motet.rollout.replica import Replica
-from motet.rollout.server import Bounds, Demand, ServerEngine
+from motet.rollout.server import Demand, ServerEngine, ServerLimits
 from motet.rollout.server_process import ServerProcess, free_port
 from motet.rollout.version_files import VersionFiles
 from motet.rollout.version_server import VersionServer
@@ -109,7 +109,7 @@ def build_servers(
         for started in launched(info, model, config, config.launch, wanted, log_directory, part):
             replicas.append(Replica(started.url, dialect, clocks, {"Authorization": f"Bearer {started.key}"}))
             processes[started.url] = started.process
-    bounds = Bounds(
+    bounds = ServerLimits(
         config.rows, info.vocab_size, info.max_positions, wanted, tolerance(config, info), config.patience_seconds
     )
     decode: Callable[[list[int]], str] = lambda tokens: info.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731

@@ -14,7 +14,7 @@ import msgspec
 from motet.agents import episode_messages as m
 from motet.agents.episode import AgentEpisode, rewarded
 from motet.agents.served_episode import OVER, ServedEpisode, refusal
-from motet.channel import Message
+from motet.channel import ChannelMessage
 from motet.config import EnvironmentConfig
 from motet.errors import EngineError, ScorerAway
 from motet.tasks.episode import GroupContext, judged
@@ -38,7 +38,7 @@ class _Offer:
 class EpisodesElsewhere:
     """Episodes that were offered and have not ended. Lives in one event loop."""
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
+    def __init__(self, send: Callable[[ChannelMessage], None]) -> None:
         """`send` sends a message to the service; it raises `EngineError` where that is too long."""
         self._send = send
         self._offers: dict[int, _Offer] = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from motet.channel import Message
+from motet.channel import ChannelMessage
 
 
-class OfferEpisode(Message, frozen=True):
+class OfferEpisode(ChannelMessage, frozen=True):
     """From the engine: an episode for an agent that runs elsewhere. Answered by `EpisodeEnded`."""
 
     episode: int
@@ -21,20 +21,20 @@ class OfferEpisode(Message, frozen=True):
     """That the agent has, from when it begins."""
 
 
-class WithdrawEpisode(Message, frozen=True):
+class WithdrawEpisode(ChannelMessage, frozen=True):
     """From the engine: nobody waits for it any more."""
 
     episode: int
 
 
-class BeginEpisode(Message, frozen=True):
+class BeginEpisode(ChannelMessage, frozen=True):
     """To the engine: an agent takes it, under this name; whatever was said in it before under another is forgotten."""
 
     episode: int
     name: str
 
 
-class EpisodeEnded(Message, frozen=True):
+class EpisodeEnded(ChannelMessage, frozen=True):
     """To the engine: what came of it."""
 
     episode: int
@@ -48,7 +48,7 @@ class EpisodeEnded(Message, frozen=True):
     """Nobody runs agents, and the job is to rest."""
 
 
-class AskEpisode(Message, frozen=True):
+class AskEpisode(ChannelMessage, frozen=True):
     """A question to the engine: what an agent posts to its address. Answered by `EpisodeAnswered`."""
 
     name: str
@@ -59,7 +59,7 @@ class AskEpisode(Message, frozen=True):
     key: int = 0
 
 
-class EpisodeAnswered(Message, frozen=True):
+class EpisodeAnswered(ChannelMessage, frozen=True):
     """What is sent back."""
 
     key: int

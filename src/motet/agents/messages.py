@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from motet.channel import Message
+from motet.channel import ChannelMessage
 from motet.types import Problem
 
 LATE = "did not return in time (environment.wall_seconds)"
 
 
-class LoadAgent(Message, frozen=True):
+class LoadAgent(ChannelMessage, frozen=True):
     """The first message: a function by its name."""
 
     import_path: list[str]
@@ -18,17 +18,17 @@ class LoadAgent(Message, frozen=True):
     args: dict[str, Any]
 
 
-class AgentLoaded(Message, frozen=True):
+class AgentLoaded(ChannelMessage, frozen=True):
     """It can be called."""
 
 
-class Refused(Message, frozen=True):
+class AgentRefused(ChannelMessage, frozen=True):
     """It cannot, and why."""
 
     error: str
 
 
-class RunAgent(Message, frozen=True):
+class RunAgent(ChannelMessage, frozen=True):
     """Run one episode."""
 
     episode: int
@@ -41,13 +41,13 @@ class RunAgent(Message, frozen=True):
     """For what the agent draws: the same whenever this rollout is run again."""
 
 
-class StopAgent(Message, frozen=True):
+class StopAgent(ChannelMessage, frozen=True):
     """Nobody waits for what an episode comes to; answered by nothing."""
 
     episode: int
 
 
-class AgentReturned(Message, frozen=True):
+class AgentReturned(ChannelMessage, frozen=True):
     """What came of one."""
 
     episode: int
@@ -60,4 +60,4 @@ class AgentReturned(Message, frozen=True):
 
 
 ToProcess = LoadAgent | RunAgent | StopAgent
-FromProcess = AgentLoaded | Refused | AgentReturned
+FromProcess = AgentLoaded | AgentRefused | AgentReturned

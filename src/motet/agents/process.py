@@ -38,7 +38,7 @@ def main() -> None:
     try:
         agent = OWN.find(first.name)
     except EnvironmentFault as error:
-        parent.send(m.Refused(str(error)))
+        parent.send(m.AgentRefused(str(error)))
         return
     parent.send(m.AgentLoaded())
     asyncio.run(_serve(parent, agent, first.args))

@@ -24,7 +24,7 @@ class AgentProcess:
 
     def __init__(self, child: Child[m.FromProcess]) -> None:
         self.child = child
-        self.loaded: asyncio.Future[m.AgentLoaded | m.Refused] = asyncio.get_running_loop().create_future()
+        self.loaded: asyncio.Future[m.AgentLoaded | m.AgentRefused] = asyncio.get_running_loop().create_future()
         self.returned: dict[int, asyncio.Future[m.AgentReturned]] = {}
         self.usable = True
         self._reading = asyncio.create_task(self._read())
@@ -41,7 +41,7 @@ class AgentProcess:
         self.usable = False
         gone = "its process ended (an agent must leave the process and its pipes alone)"
         if not self.loaded.done():
-            self.loaded.set_result(m.Refused(gone))
+            self.loaded.set_result(m.AgentRefused(gone))
         for episode, waiting in self.returned.items():
             if not waiting.done():
                 waiting.set_result(m.AgentReturned(episode, error=gone))
@@ -96,7 +96,7 @@ class AgentProcesses:
             try:
                 child.send(m.LoadAgent(import_path(), self._name, self._args))
                 loaded = await asyncio.wait_for(asyncio.shield(process.loaded), LOAD_SECONDS)
-                if isinstance(loaded, m.Refused):
+                if isinstance(loaded, m.AgentRefused):
                     raise EnvironmentFault(loaded.error)
             except BaseException as error:
                 await process.close()

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from motet import apart
 from motet.agents.episode import AgentEpisode
-from motet.chat.completer import EVENTS, ChatFormat, Conversation, Piece, Reply, refuse_unsupported, whole
+from motet.chat.completer import EVENTS, AnswerPiece, ChatFormat, Conversation, Reply, refuse_unsupported, whole
 from motet.chat.completions import ChatRequest
 from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
@@ -48,9 +48,9 @@ class EpisodeAnswer:
 class _Given:
     """Pieces that are all there, to be read as often as they are asked for."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[AnswerPiece]
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[AnswerPiece]:
         for piece in self.pieces:
             yield piece
 
@@ -67,7 +67,7 @@ class EpisodeCompleter:
         await check_grammar(asked.limits.grammar, apart.here(), episode.model)
         calls = [await episode.complete(asked.messages, asked.tools, asked.limits) for _ in range(asked.n)]
         pieces = [
-            Piece(
+            AnswerPiece(
                 index,
                 call.id,
                 call.text,

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.rows import Figures, Preference, Scored, sample_of, sigmoid, with_weights
+from motet.algorithms.rows import Figures, Preference, RowLogprobs, sample_of, sigmoid, with_weights
 from motet.batch import Row
 
 
@@ -28,7 +28,7 @@ class Dpo(Preference):
         """Chosen and rejected in turn."""
         return StepBatch(tuple(sample_of(example) for row in rows for example in row.examples), float(len(rows)))
 
-    def weighed(self, batch: StepBatch, scored: Scored) -> StepBatch:
+    def weighed(self, batch: StepBatch, scored: RowLogprobs) -> StepBatch:
         """Weights ±β·σ(−margin) of whole answers, eq. 7, and the supervised term's."""
         margins_P, lengths_S = self._margins(batch, scored), _lengths(batch)
         weights_P = self.beta * sigmoid(-margins_P)
@@ -37,7 +37,7 @@ class Dpo(Preference):
         weights_S[::2] += self.sft / lengths_S[::2]
         return StepBatch(with_weights(batch.samples, weights_S), batch.denominator)
 
-    def figures(self, batch: StepBatch, scored: Scored) -> Mapping[str, float]:
+    def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:
         """The loss, the share of pairs whose chosen answer gained more than the other, and by how much."""
         margins_P = self._margins(batch, scored)
         likelihoods_P = scored.sums(batch.samples)[0][::2] / _lengths(batch)[::2]
@@ -48,7 +48,7 @@ class Dpo(Preference):
             "margin": float(margins_P.mean()),
         }
 
-    def _margins(self, batch: StepBatch, scored: Scored) -> Figures:
+    def _margins(self, batch: StepBatch, scored: RowLogprobs) -> Figures:
         """β · (what chosen gained over the reference − what rejected gained), [P]."""
         policy_S, reference_S = scored.sums(batch.samples)
         gains_S = policy_S - reference_S

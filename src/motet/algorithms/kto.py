@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.rows import Figures, Preference, Scored, sample_of, sigmoid, with_weights
+from motet.algorithms.rows import Figures, Preference, RowLogprobs, sample_of, sigmoid, with_weights
 from motet.batch import Example, Row
 from motet.types import FloatArray
 
@@ -39,19 +39,19 @@ class Kto(Preference):
         others = (sample_of(_exchanged(*pair)) for pair in zip(examples, examples[1:] + examples[:1], strict=True))
         return StepBatch((*answers, *others), float(len(rows)))
 
-    def weighed(self, batch: StepBatch, scored: Scored) -> StepBatch:
+    def weighed(self, batch: StepBatch, scored: RowLogprobs) -> StepBatch:
         """Weights ±λ·β·σ(x)·σ(−x) of the answers, eq. 8, where x is what an answer has over the reference point."""
         signs_S, over_S = self._over(batch, scored)
         weights_S = signs_S * self._factors(signs_S) * self.beta * sigmoid(over_S) * sigmoid(-over_S)
         return StepBatch(with_weights(batch.samples[: len(signs_S)], weights_S), batch.denominator)
 
-    def figures(self, batch: StepBatch, scored: Scored) -> Mapping[str, float]:
+    def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:
         """The loss, and the share of answers that moved to the side of the reference point where they belong."""
         signs_S, over_S = self._over(batch, scored)
         losses_S = self._factors(signs_S) * sigmoid(-over_S)
         return {"loss": float(losses_S.mean()), "accuracy": float((over_S > 0).mean())}
 
-    def _over(self, batch: StepBatch, scored: Scored) -> tuple[Figures, Figures]:
+    def _over(self, batch: StepBatch, scored: RowLogprobs) -> tuple[Figures, Figures]:
         """Of each answer its sign, and β · sign · (its gain over the reference − the reference point), [S]."""
         policy, reference = scored.sums(batch.samples)
         n = len(batch.samples) // 2

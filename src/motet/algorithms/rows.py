@@ -24,7 +24,7 @@ Figures = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Scored:
+class RowLogprobs:
     """The log probability of each token of the samples of a step [T], 0 where nothing is learned."""
 
     policy: Sequence[FloatArray]
@@ -67,10 +67,10 @@ class RowAlgorithm(Algorithm):
         """Samples of a step."""
 
     @abstractmethod
-    def figures(self, batch: StepBatch, scored: Scored) -> Mapping[str, float]:
+    def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:
         """What metrics tell of samples."""
 
-    def weighed(self, batch: StepBatch, scored: Scored) -> StepBatch:
+    def weighed(self, batch: StepBatch, scored: RowLogprobs) -> StepBatch:
         """The samples with the weights that their scores give them."""
         return batch
 

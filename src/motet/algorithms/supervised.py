@@ -9,7 +9,7 @@ import numpy as np
 
 from motet.algorithms.advantages import normalisation
 from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.rows import RowAlgorithm, Scored, sample_of
+from motet.algorithms.rows import RowAlgorithm, RowLogprobs, sample_of
 from motet.batch import Row
 
 
@@ -37,7 +37,7 @@ class Supervised(RowAlgorithm):
         samples = (sample_of(example, float(weight)) for example, weight in zip(examples, weights_S, strict=True))
         return StepBatch(tuple(samples), denominator)
 
-    def figures(self, batch: StepBatch, scored: Scored) -> Mapping[str, float]:
+    def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:
         """The mean negative log-likelihood of a token."""
         tokens = sum(sample.n_trainable for sample in batch.samples)
         return {"nll": -sum(float(values.sum(dtype=np.float64)) for values in scored.policy) / tokens, "tokens": tokens}
@@ -52,7 +52,7 @@ class SoftTargets(Supervised):
     turns: Literal["all"] = "all"
     """All: such a row has one answer."""
 
-    def figures(self, batch: StepBatch, scored: Scored) -> Mapping[str, float]:
+    def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:
         """The cross entropy of a token with the teacher's probabilities."""
         tokens, nll = sum(sample.n_trainable for sample in batch.samples), 0.0
         for sample, logprobs in zip(batch.samples, scored.policy, strict=True):

@@ -61,7 +61,7 @@ class Conversation:
 
 
 @dataclass
-class Piece:
+class AnswerPiece:
     """Part of one answer, or all of it."""
 
     index: int
@@ -79,7 +79,7 @@ class Piece:
     tokens: list[str] = field(default_factory=list)
     """The text of each token, where it is wanted."""
 
-    def add(self, other: Piece) -> None:
+    def add(self, other: AnswerPiece) -> None:
         """Append the next piece of the same answer."""
         self.text += other.text
         self.calls += other.calls
@@ -101,7 +101,7 @@ class Reply:
     id: str
     model: str
     prompt_tokens: int
-    pieces: AsyncIterable[Piece]
+    pieces: AsyncIterable[AnswerPiece]
     """Those of several answers may be mixed."""
     prompt_ids: Sequence[int] = ()
     """Where they are wanted."""
@@ -121,11 +121,11 @@ class Completer(Protocol):
         ...
 
 
-async def whole(pieces: AsyncIterable[Piece]) -> list[Piece]:
+async def whole(pieces: AsyncIterable[AnswerPiece]) -> list[AnswerPiece]:
     """All answers, each as one piece, by index."""
-    answers: dict[int, Piece] = {}
+    answers: dict[int, AnswerPiece] = {}
     async for piece in pieces:
-        answers.setdefault(piece.index, Piece(piece.index, piece.id)).add(piece)
+        answers.setdefault(piece.index, AnswerPiece(piece.index, piece.id)).add(piece)
     return [answers[index] for index in sorted(answers)]
 
 
@@ -149,7 +149,7 @@ class ChatFormat(Extra):
         """What is asked; raises `ChatRefusal` where it cannot be answered."""
         raise NotImplementedError
 
-    def answer(self, reply: Reply, answers: Sequence[Piece]) -> dict[str, Any]:
+    def answer(self, reply: Reply, answers: Sequence[AnswerPiece]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         raise NotImplementedError
 

@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, Field
 
 from motet.chat.completer import (
     MOST_MESSAGES,
+    AnswerPiece,
     CallLimits,
     ChatFormat,
     Conversation,
     Extra,
-    Piece,
     Reply,
     arguments_of,
     call_of,
@@ -89,7 +89,7 @@ class ChatRequest(ChatFormat):
             token_ids=bool(self.return_token_ids),
         )
 
-    def answer(self, reply: Reply, answers: Sequence[Piece]) -> dict[str, Any]:
+    def answer(self, reply: Reply, answers: Sequence[AnswerPiece]) -> dict[str, Any]:
         """The whole answer."""
         choices = [
             {"index": one.index, "message": _said(one), "finish_reason": _finish_reason(one), **self._of_tokens(one)}
@@ -123,7 +123,7 @@ class ChatRequest(ChatFormat):
     def _read(self, reply: Reply) -> dict[str, Any]:
         return {"prompt_token_ids": list(reply.prompt_ids)} if self.return_token_ids else {}
 
-    def _of_tokens(self, piece: Piece) -> dict[str, Any]:
+    def _of_tokens(self, piece: AnswerPiece) -> dict[str, Any]:
         fields: dict[str, Any] = {"logprobs": _logprobs(piece) if self.logprobs else None}
         return {**fields, "token_ids": piece.token_ids} if self.return_token_ids else fields
 
@@ -137,11 +137,11 @@ def _head(reply: Reply) -> dict[str, Any]:
     return {"id": reply.id, "object": "chat.completion", "created": reply.created, "model": reply.model}
 
 
-def _finish_reason(piece: Piece) -> str | None:
+def _finish_reason(piece: AnswerPiece) -> str | None:
     return "tool_calls" if piece.calls else piece.finish
 
 
-def _said(piece: Piece) -> dict[str, Any]:
+def _said(piece: AnswerPiece) -> dict[str, Any]:
     content = piece.text if piece.text or not piece.calls else None
     said: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if piece.calls:
@@ -152,7 +152,7 @@ def _said(piece: Piece) -> dict[str, Any]:
     return said
 
 
-def _logprobs(piece: Piece) -> dict[str, Any]:
+def _logprobs(piece: AnswerPiece) -> dict[str, Any]:
     content = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in zip(piece.tokens, piece.logprobs, strict=True)

@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, Field
 
 from motet.chat.completer import (
     MOST_MESSAGES,
+    AnswerPiece,
     CallLimits,
     ChatFormat,
     Conversation,
     Extra,
-    Piece,
     Reply,
     arguments_of,
     event,
@@ -59,7 +59,7 @@ class MessagesRequest(ChatFormat):
             stream=bool(self.stream),
         )
 
-    def answer(self, reply: Reply, answers: Sequence[Piece]) -> dict[str, Any]:
+    def answer(self, reply: Reply, answers: Sequence[AnswerPiece]) -> dict[str, Any]:
         """The whole answer."""
         (one,) = answers
         ends = "max_tokens" if one.finish == "length" else "tool_use" if one.calls else "end_turn"
@@ -79,7 +79,7 @@ class MessagesRequest(ChatFormat):
     async def _steps(self, reply: Reply) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         used = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
         yield "message_start", {"message": {**_head(reply), "content": [], "stop_reason": None, "usage": used}}
-        answer = Piece(0, reply.id)
+        answer = AnswerPiece(0, reply.id)
         async for piece in reply.pieces:
             empty = not answer.text
             answer.add(piece)

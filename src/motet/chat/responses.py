@@ -10,10 +10,10 @@ from pydantic import Field
 
 from motet.chat.completer import (
     MOST_MESSAGES,
+    AnswerPiece,
     CallLimits,
     ChatFormat,
     Conversation,
-    Piece,
     Reply,
     arguments_of,
     call_of,
@@ -55,7 +55,7 @@ class ResponsesRequest(ChatFormat):
         limits = CallLimits(self.max_output_tokens, train=self.train, grammar=grammar)
         return Conversation(tuple(messages), tools, limits, stream=bool(self.stream))
 
-    def answer(self, reply: Reply, answers: Sequence[Piece]) -> dict[str, Any]:
+    def answer(self, reply: Reply, answers: Sequence[AnswerPiece]) -> dict[str, Any]:
         """The whole answer."""
         (one,) = answers
         cut_off, sampled = one.finish == "length", len(one.token_ids)
@@ -99,7 +99,7 @@ class ResponsesRequest(ChatFormat):
         begun = {**self._head(reply), "status": "in_progress", "output": [], "usage": None}
         yield "response.created", {"response": begun}
         yield "response.in_progress", {"response": begun}
-        answer, part = Piece(0, reply.id), {"output_index": 0, "item_id": f"msg_{reply.id}", "content_index": 0}
+        answer, part = AnswerPiece(0, reply.id), {"output_index": 0, "item_id": f"msg_{reply.id}", "content_index": 0}
         async for piece in reply.pieces:
             empty = not answer.text
             answer.add(piece)
@@ -158,7 +158,7 @@ def _message(reply: Reply, text: str) -> dict[str, Any]:
     return {**head, "content": [_text(text)]}
 
 
-def _output(reply: Reply, answer: Piece) -> Iterator[dict[str, Any]]:
+def _output(reply: Reply, answer: AnswerPiece) -> Iterator[dict[str, Any]]:
     if answer.text or not answer.calls:
         yield _message(reply, answer.text)
     for name, call in answer.named_calls:

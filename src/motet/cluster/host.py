@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _QUICK_SECONDS = 10.0
 _LONGEST_WAIT = 60.0
 _STOP_SECONDS = 120.0
-Engine = Child[m.FromEngine]
+Engine = Child[m.FromHost]
 
 
 async def _no_agents(host: Host, offer: e.OfferEpisode) -> e.EpisodeEnded:
@@ -41,14 +41,14 @@ OfJob = m.JobChanged | m.JobStepped | m.JobWorked
 
 
 @dataclass(frozen=True)
-class EngineHandlers:
+class HostHandlers:
     """Who handles what hosts send. Open jobs are asked for, and events and usage come, in one thread, one after another."""
 
     open_jobs: Callable[[], list[m.AddJob]]
     """All jobs that have not ended, in the order they came; those that a host has may be left out."""
     event: Callable[[OfJob], None]
-    usage: Callable[[m.Usage], None]
-    score: Callable[[m.ScoreRequest], Awaitable[m.Scored]]
+    usage: Callable[[m.UsageWindow], None]
+    score: Callable[[m.ScoreRequest], Awaitable[m.ScoresAnswered]]
     rest: Callable[[str, bool], None]
     """Whether a job is to rest as soon as nobody is there who scores for it."""
     tokens: Callable[[str, str, int, int], None]
@@ -57,17 +57,17 @@ class EngineHandlers:
     """A command of a job's client is done."""
     episode: Callable[[Host, e.OfferEpisode], Awaitable[e.EpisodeEnded]] = _no_agents
     """What comes of an episode whose agent runs elsewhere; the host that offers it answers what the agent asks."""
-    reconcile: Callable[[Sequence[m.Held]], Mapping[str, Sequence[m.ToEngine]]] = lambda held: {}
+    reconcile: Callable[[Sequence[m.Held]], Mapping[str, Sequence[m.ToHost]]] = lambda held: {}
     """By job that a host has of the service before: what is asked of it now. In the thread of events."""
 
 
-OfHost = m.Ready | m.Failed | m.Progress | m.JobChanged | m.JobStepped | m.Released
+OfHost = m.HostReady | m.HostFailed | m.Progress | m.JobChanged | m.JobStepped | m.Released
 """What a host says of itself or of a job."""
 Heard = Callable[["Host", OfHost | None], None]
 """What is called with it in the event loop, with `Progress` when servers went away or came back; None: its process is gone."""
 
 
-Launch = Callable[[m.Start, Path], Awaitable[Engine]]
+Launch = Callable[[m.StartHost, Path], Awaitable[Engine]]
 """Starts the process of a host somewhere, which is not sent its first message yet; what it prints goes to the file."""
 
 
@@ -75,7 +75,7 @@ class Host:
     """The process, which is started again when it dies. Lives in one event loop."""
 
     def __init__(
-        self, number: int, start: m.Start, log: Path, handling: Executor, launch: Launch | None = None
+        self, number: int, start: m.StartHost, log: Path, handling: Executor, launch: Launch | None = None
     ) -> None:
         """`start` is the first message. What the process prints goes to `log`; events are handled by `handling`."""
         self.number, self.log, self._start, self._handling = number, log, start, handling
@@ -83,7 +83,7 @@ class Host:
         self.base = start.serves
         """Its name among those of a service."""
         self.slots = int(start.engine.get("slots", 1))
-        self._handlers: EngineHandlers | None = None
+        self._handlers: HostHandlers | None = None
         self._heard: Heard = lambda host, message: None
         self._engine: Engine | None = None
         self._adopted: Engine | None = None
@@ -118,12 +118,12 @@ class Host:
         """Have a process that was started already (`start_engine`) as the first; before `start`."""
         self._adopted = engine
 
-    def start(self, handlers: EngineHandlers, heard: Heard) -> None:
+    def start(self, handlers: HostHandlers, heard: Heard) -> None:
         """Start the process and keep it running."""
         self._handlers, self._heard = handlers, heard
         self._keeping = asyncio.create_task(self._keep())
 
-    def send(self, *messages: m.ToEngine) -> None:
+    def send(self, *messages: m.ToHost) -> None:
         """Send messages; a process that is not there gets none."""
         if self._engine is not None:
             for message in messages:
@@ -151,8 +151,8 @@ class Host:
         try:
             while not done:
                 answer = await answers.get()
-                done = isinstance(answer, m.Done | m.Refused)
-                if isinstance(answer, m.Refused):
+                done = isinstance(answer, m.Answered | m.QuestionRefused)
+                if isinstance(answer, m.QuestionRefused):
                     raise _refusal(answer, gone=not self.ready)
                 if isinstance(question, m.Complete):
                     self._count(question.tenant, answer)
@@ -172,7 +172,7 @@ class Host:
     def refuse(self, reason: str) -> None:
         """Give up the questions that are open."""
         for key, answers in self._open.items():
-            answers.put_nowait(m.Refused(key, reason))
+            answers.put_nowait(m.QuestionRefused(key, reason))
 
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the process."""
@@ -250,11 +250,11 @@ class Host:
         self.refuse("the engine ended while it answered; try again in a moment")
         self._heard(self, None)
 
-    async def _handle(self, message: m.FromEngine) -> None:
+    async def _handle(self, message: m.FromHost) -> None:
         handlers, loop = self._handlers, asyncio.get_running_loop()
         assert handlers is not None
         match message:
-            case m.Ready():
+            case m.HostReady():
                 for note in message.notes:
                     _log.warning("%s", note)
                 self.failure, self.hopeless, self._ready_since = "", False, time.monotonic()
@@ -262,7 +262,7 @@ class Host:
                 self.positions = message.positions
                 self.ready = True
                 self._heard(self, message)
-            case m.Failed():
+            case m.HostFailed():
                 self.failure, self.hopeless = message.reason, not self.ready
                 self._heard(self, message)
             case m.Stopped():
@@ -284,11 +284,11 @@ class Host:
                 handlers.obeyed(message.job)
             case m.Rest():
                 handlers.rest(message.job, message.wanted)
-            case m.JobChanged() | m.JobStepped() | m.JobWorked() | m.Usage():
+            case m.JobChanged() | m.JobStepped() | m.JobWorked() | m.UsageWindow():
                 await loop.run_in_executor(self._handling, _keep_event, message, handlers)
                 if self._start.takeover_seconds:
-                    self.send(m.Kept())
-                if not isinstance(message, m.Usage | m.JobWorked):
+                    self.send(m.EventKept())
+                if not isinstance(message, m.UsageWindow | m.JobWorked):
                     self._heard(self, message)
             case m.Released():
                 self._heard(self, message)
@@ -296,7 +296,7 @@ class Host:
                 if (answers := self._open.get(message.key)) is not None:
                     answers.put_nowait(message)
 
-    def _begin(self, tasks: dict[int, asyncio.Task[None]], key: int, answer: Awaitable[m.ToEngine]) -> None:
+    def _begin(self, tasks: dict[int, asyncio.Task[None]], key: int, answer: Awaitable[m.ToHost]) -> None:
         """Send an answer once it is there."""
 
         async def answered() -> None:
@@ -316,9 +316,9 @@ def _cancel(tasks: dict[int, asyncio.Task[None]], key: int) -> None:
         unwanted.cancel()
 
 
-def _keep_event(message: OfJob | m.Usage, handlers: EngineHandlers) -> None:
+def _keep_event(message: OfJob | m.UsageWindow, handlers: HostHandlers) -> None:
     try:
-        if isinstance(message, m.Usage):
+        if isinstance(message, m.UsageWindow):
             handlers.usage(message)
         else:
             handlers.event(message)
@@ -326,7 +326,7 @@ def _keep_event(message: OfJob | m.Usage, handlers: EngineHandlers) -> None:
         _log.exception("an event was not kept: %s", message)
 
 
-def _refusal(answer: m.Refused, *, gone: bool) -> EngineError | ConfigError:
+def _refusal(answer: m.QuestionRefused, *, gone: bool) -> EngineError | ConfigError:
     if gone:
         return HostGone(answer.reason)
     return (ConfigError if answer.never else EngineError)(answer.reason)
@@ -334,4 +334,4 @@ def _refusal(answer: m.Refused, *, gone: bool) -> EngineError | ConfigError:
 
 async def start_engine(log: Path) -> Engine:
     """Start the process of a host, which loads what it needs and waits for its first message; what it prints goes to a file."""
-    return await Child.start("motet.hosting", m.FromEngine, log)
+    return await Child.start("motet.hosting", m.FromHost, log)

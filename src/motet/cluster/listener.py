@@ -49,7 +49,7 @@ async def engine_that_connects(host: str, begin: Begin, end: Callable[[], Awaita
         server.close()
     streams: Streams = connected.result()
     ended.add_done_callback(lambda _: _hang_up(streams[1], ended))
-    return Child[m.FromEngine](m.FromEngine, *streams, end)
+    return Child[m.FromHost](m.FromHost, *streams, end)
 
 
 def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.Future[object]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 from motet import wall
-from motet.channel import LONGEST_LINE, Child, Message
+from motet.channel import LONGEST_LINE, ChannelMessage, Child
 from motet.cluster import messages as m
 from motet.cluster.host import Engine, start_engine
 from motet.cluster.listener import TOKEN
@@ -40,13 +40,13 @@ def lasting(config: ServiceConfig, directory: Path) -> LocalHosts | None:
 
 
 class LocalHosts:
-    """The hosts of one service: the `Launch` of its `EngineClient`."""
+    """The hosts of one service: the `Launch` of its `Hosts`."""
 
     def __init__(self, directory: Path) -> None:
         """Where sockets and tokens are."""
         self._directory = directory
 
-    async def __call__(self, start: m.Start, log: Path) -> Engine:
+    async def __call__(self, start: m.StartHost, log: Path) -> Engine:
         """The process of a host."""
         return await self.host(start.host or 0, log)
 
@@ -127,14 +127,14 @@ class LocalHosts:
         return self._directory / f"{number}.sock", self._directory / f"{number}.token"
 
 
-class _Connected(Child[m.FromEngine]):
+class _Connected(Child[m.FromHost]):
     """A host's process, this one's child or not."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: int, files: Iterable[Path]
     ) -> None:
         """`process` is a descriptor of it; `files` go with it."""
-        super().__init__(m.FromEngine, reader, writer, self._end_process)
+        super().__init__(m.FromHost, reader, writer, self._end_process)
         self._files, self._process = files, process
         self._said_all = False
         self.child: asyncio.subprocess.Process | None = None
@@ -142,14 +142,14 @@ class _Connected(Child[m.FromEngine]):
         self.unread = 0
         """Bytes of the answer of a process that was just started, which nobody has to check."""
 
-    async def messages(self) -> AsyncIterator[m.FromEngine]:
+    async def messages(self) -> AsyncIterator[m.FromHost]:
         with contextlib.suppress(OSError, EOFError):
             await self._reader.readexactly(self.unread)
             self.unread = 0
             async for message in super().messages():
                 yield message
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ChannelMessage) -> None:
         if not self._said_all:
             super().send(message)
 

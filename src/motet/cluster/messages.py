@@ -1,4 +1,4 @@
-"""Messages between hosts and their parent. Answers repeat the `key` of a question; the last is `Done` or `Refused`."""
+"""Messages between hosts and their parent. Answers repeat a question's `key`; the last is `Answered` or `QuestionRefused`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from motet.agents import episode_messages as e
-from motet.channel import Message
+from motet.channel import ChannelMessage
 from motet.config.service import Largest
 from motet.runtime.slots import Rule
 from motet.types import Chunk, FloatArray, IntArray, JobState, SamplingParams
@@ -18,7 +18,7 @@ Action = Literal["pause", "resume", "cancel"]
 # --- to a host -------------------------------------------------------------------------------------------------------
 
 
-class Start(Message, frozen=True):
+class StartHost(ChannelMessage, frozen=True):
     """The first message."""
 
     base: str
@@ -49,11 +49,11 @@ class Start(Message, frozen=True):
     """What the host runs besides what is said here: a host of other code is no host of this start."""
 
 
-class Stop(Message, frozen=True):
+class Stop(ChannelMessage, frozen=True):
     """Let every job finish its step and save; answered by `Stopped`."""
 
 
-class AddJob(Message, frozen=True):
+class AddJob(ChannelMessage, frozen=True):
     """Take a job up, from its last commit."""
 
     job: dict[str, Any]
@@ -69,14 +69,14 @@ class AddJob(Message, frozen=True):
     """The name of the base that it is for."""
 
 
-class SteerJob(Message, frozen=True):
+class SteerJob(ChannelMessage, frozen=True):
     """Pause, resume or cancel a job."""
 
     job: str
     action: Action
 
 
-class ChangeJob(Message, frozen=True):
+class ChangeJob(ChannelMessage, frozen=True):
     """Give a job another budget and priority."""
 
     job: str
@@ -84,42 +84,39 @@ class ChangeJob(Message, frozen=True):
     priority: int
 
 
-class ReleaseJob(Message, frozen=True):
+class ReleaseJob(ChannelMessage, frozen=True):
     """Let a job finish its step and save, and forget it: another host takes it up. Answered by `Released`."""
 
     job: str
 
 
-class ForgetJob(Message, frozen=True):
+class ForgetJob(ChannelMessage, frozen=True):
     """Forget a job that has ended."""
 
     job: str
 
 
-class Nudge(Message, frozen=True):
+class Nudge(ChannelMessage, frozen=True):
     """A client may have asked more of its job: the journal of the job has it."""
 
     job: str
 
 
-class SetRule(Message, frozen=True):
+class SetRule(ChannelMessage, frozen=True):
     """What holds for a tenant's jobs from now on."""
 
     tenant: str
     rule: Rule
 
 
-class EvenOut(Message, frozen=True):
+class EvenOut(ChannelMessage, frozen=True):
     """By how much the shares of tenants grow here, because others have had more over all hosts."""
 
     factors: dict[str, float]
 
 
-class Complete(Message, frozen=True):
-    """A question: complete a conversation, or a prompt as it is.
-
-    Answered by `PromptRead`, then `PromptScored` where it is wanted, then `Tokens`.
-    """
+class Complete(ChannelMessage, frozen=True):
+    """A question: complete a conversation or a prompt as it is. Answered by `PromptRead`, `PromptScored` if asked, `Tokens`."""
 
     tenant: str
     """Whose tokens the answer costs."""
@@ -150,25 +147,25 @@ class Complete(Message, frozen=True):
     key: int = 0
 
 
-class Examine(Message, frozen=True):
-    """A question: what an adapter is. Answered by `Examined` or `Unfit`."""
+class ExamineAdapter(ChannelMessage, frozen=True):
+    """A question: what an adapter is. Answered by `AdapterExamined` or `Unfit`."""
 
     directory: str
     key: int = 0
     base: str = ""
 
 
-class Abandon(Message, frozen=True):
+class Abandon(ChannelMessage, frozen=True):
     """Nobody waits for the answer any more."""
 
     key: int
 
 
-class Kept(Message, frozen=True):
+class EventKept(ChannelMessage, frozen=True):
     """The oldest event or usage that waits for this is written down; those that wait are sent to the next service again."""
 
 
-class Scored(Message, frozen=True):
+class ScoresAnswered(ChannelMessage, frozen=True):
     """The answer to a `ScoreRequest`."""
 
     key: int
@@ -178,10 +175,10 @@ class Scored(Message, frozen=True):
     """Nobody is there who could score, and the job is to rest."""
 
 
-Question = Complete | Examine | e.AskEpisode
-ToEngine = (
-    Start | Stop | AddJob | SteerJob | ChangeJob | ReleaseJob | ForgetJob | Nudge | SetRule | EvenOut
-    | Complete | Examine | Abandon | Scored | e.AskEpisode | e.BeginEpisode | e.EpisodeEnded | Kept
+Question = Complete | ExamineAdapter | e.AskEpisode
+ToHost = (
+    StartHost | Stop | AddJob | SteerJob | ChangeJob | ReleaseJob | ForgetJob | Nudge | SetRule | EvenOut
+    | Complete | ExamineAdapter | Abandon | ScoresAnswered | e.AskEpisode | e.BeginEpisode | e.EpisodeEnded | EventKept
 )  # fmt: skip
 # --- from a host -------------------------------------------------------------------------------------------------------
 
@@ -197,7 +194,7 @@ class Held(msgspec.Struct, frozen=True):
     """What was asked for last: `run`, `pause` or `cancel`."""
 
 
-class Ready(Message, frozen=True):
+class HostReady(ChannelMessage, frozen=True):
     """The base is loaded."""
 
     notes: list[str]
@@ -212,13 +209,13 @@ class Ready(Message, frozen=True):
     """Tokens of the base's longest sequence; 0 where that is not known."""
 
 
-class Failed(Message, frozen=True):
+class HostFailed(ChannelMessage, frozen=True):
     """The base cannot be loaded."""
 
     reason: str
 
 
-class Stopped(Message, frozen=True):
+class Stopped(ChannelMessage, frozen=True):
     """Every job has saved."""
 
 
@@ -239,7 +236,7 @@ class JobStanding(msgspec.Struct, frozen=True):
     warnings: list[str] = []
 
 
-class Progress(Message, frozen=True):
+class Progress(ChannelMessage, frozen=True):
     """How running jobs stand, by id, and seconds of the device by what it did."""
 
     jobs: dict[str, JobStanding]
@@ -250,7 +247,7 @@ class Progress(Message, frozen=True):
     """Why nobody can be answered now, because no server of this host is there."""
 
 
-class JobChanged(Message, frozen=True):
+class JobChanged(ChannelMessage, frozen=True):
     """A job has another state, or another message with it."""
 
     job: str
@@ -264,7 +261,7 @@ class JobChanged(Message, frozen=True):
     """Another one for each event: an event that comes twice is kept once."""
 
 
-class JobStepped(Message, frozen=True):
+class JobStepped(ChannelMessage, frozen=True):
     """A step of a job is done, or its last version evaluated."""
 
     job: str
@@ -272,7 +269,7 @@ class JobStepped(Message, frozen=True):
     """Of metrics.jsonl, with the tokens of the step and, where they were measured, its seconds."""
 
 
-class JobWorked(Message, frozen=True):
+class JobWorked(ChannelMessage, frozen=True):
     """A part of a step that a client drives was done, whether or not the step comes."""
 
     job: str
@@ -282,19 +279,19 @@ class JobWorked(Message, frozen=True):
     """All of the step so far, times their targets."""
 
 
-class Released(Message, frozen=True):
+class Released(ChannelMessage, frozen=True):
     """A job has saved and is unknown here."""
 
     job: str
 
 
-class Obeyed(Message, frozen=True):
+class Obeyed(ChannelMessage, frozen=True):
     """A command of a client's is done; its outcome is in the journal of the job."""
 
     job: str
 
 
-class Usage(Message, frozen=True):
+class UsageWindow(ChannelMessage, frozen=True):
     """A window of device time."""
 
     engine: str
@@ -306,8 +303,8 @@ class Usage(Message, frozen=True):
     base: str = ""
 
 
-class ScoreRequest(Message, frozen=True):
-    """A question of the engine's: scores of completions that no process of their job scores. Answered by `Scored`."""
+class ScoreRequest(ChannelMessage, frozen=True):
+    """A question of the engine's: scores of completions that no process of their job scores. Answered by `ScoresAnswered`."""
 
     key: int
     job: str
@@ -320,20 +317,20 @@ class ScoreRequest(Message, frozen=True):
     """The whole conversation of each, or none at all where each is the prompt and the completion."""
 
 
-class CancelScore(Message, frozen=True):
+class CancelScore(ChannelMessage, frozen=True):
     """Nobody waits for the scores any more."""
 
     key: int
 
 
-class Rest(Message, frozen=True):
+class Rest(ChannelMessage, frozen=True):
     """Whether a job is to rest as soon as nobody is there who scores for it."""
 
     job: str
     wanted: bool
 
 
-class PromptRead(Message, frozen=True):
+class PromptRead(ChannelMessage, frozen=True):
     """The first answer to `Complete`."""
 
     key: int
@@ -341,7 +338,7 @@ class PromptRead(Message, frozen=True):
     token_ids: list[int] = []
 
 
-class PromptScored(Message, frozen=True):
+class PromptScored(ChannelMessage, frozen=True):
     """Logprobs of the prompt's tokens at temperature 1, the first one's 0."""
 
     key: int
@@ -351,7 +348,7 @@ class PromptScored(Message, frozen=True):
     top_logprobs: FloatArray | None = None  # [T, k]
 
 
-class Tokens(Message, frozen=True):
+class Tokens(ChannelMessage, frozen=True):
     """Some tokens of one completion."""
 
     key: int
@@ -360,7 +357,7 @@ class Tokens(Message, frozen=True):
     """Of each token, where they were asked for."""
 
 
-class Examined(Message, frozen=True):
+class AdapterExamined(ChannelMessage, frozen=True):
     """An adapter that fits the base."""
 
     key: int
@@ -369,20 +366,20 @@ class Examined(Message, frozen=True):
     target_modules: list[str]
 
 
-class Unfit(Message, frozen=True):
+class Unfit(ChannelMessage, frozen=True):
     """Why an adapter does not fit the base."""
 
     key: int
     reason: str
 
 
-class Done(Message, frozen=True):
+class Answered(ChannelMessage, frozen=True):
     """A question is answered."""
 
     key: int
 
 
-class Refused(Message, frozen=True):
+class QuestionRefused(ChannelMessage, frozen=True):
     """A question cannot be answered."""
 
     key: int
@@ -391,9 +388,11 @@ class Refused(Message, frozen=True):
     """Whether it never could."""
 
 
-Answer = PromptRead | PromptScored | Tokens | Examined | Unfit | e.EpisodeAnswered | Done | Refused
-FromEngine = (
-    Ready | Failed | Stopped | Progress | JobChanged | JobStepped | JobWorked | Released | Obeyed | Usage
-    | ScoreRequest | CancelScore | Rest | PromptRead | PromptScored | Tokens | Examined | Unfit | Done | Refused
-    | e.OfferEpisode | e.WithdrawEpisode | e.EpisodeAnswered
+Answer = (
+    PromptRead | PromptScored | Tokens | AdapterExamined | Unfit | e.EpisodeAnswered | Answered | QuestionRefused
+)  # fmt: skip
+FromHost = (
+    HostReady | HostFailed | Stopped | Progress | JobChanged | JobStepped | JobWorked | Released | Obeyed | UsageWindow
+    | ScoreRequest | CancelScore | Rest | PromptRead | PromptScored | Tokens | AdapterExamined | Unfit | Answered
+    | QuestionRefused | e.OfferEpisode | e.WithdrawEpisode | e.EpisodeAnswered
 )  # fmt: skip

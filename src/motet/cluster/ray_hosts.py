@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from motet.cluster.host import Engine
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
-from motet.cluster.messages import Start
+from motet.cluster.messages import StartHost
 from motet.cluster.nodes import NodeFacts
 from motet.config.engine import EngineConfig
 from motet.config.rollout import RolloutConfig
@@ -33,7 +33,7 @@ from motet.rollout.server_process import free_port
 _LOOK_SECONDS = 60.0
 
 
-def cores_and_gpus(start: Start) -> tuple[int, int]:
+def cores_and_gpus(start: StartHost) -> tuple[int, int]:
     """What a host, with its ranks, asks one node for."""
     engine, launch = EngineConfig.model_validate(start.engine), RolloutConfig.model_validate(start.rollout).launch
     gpus = int(engine.device.startswith("cuda"))
@@ -43,14 +43,14 @@ def cores_and_gpus(start: Start) -> tuple[int, int]:
 
 
 class RayLauncher:
-    """Starts hosts on a cluster: the `Launch` of an `EngineClient`."""
+    """Starts hosts on a cluster: the `Launch` of `Hosts`."""
 
     def __init__(self, address: str) -> None:
         """`address` is as for `ray.init`."""
         self._address = address
         self._opening = asyncio.Lock()
 
-    async def __call__(self, start: Start, log: Path) -> Engine:
+    async def __call__(self, start: StartHost, log: Path) -> Engine:
         """Start the process of a host where there is room for its threads and GPU, and wait until it has connected.
 
         Raises:
@@ -63,7 +63,7 @@ class RayLauncher:
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             raise EngineError(f"Ray at {self._address!r} could not start a host: {error}") from error
 
-    async def _started(self, start: Start, log: Path) -> Engine:
+    async def _started(self, start: StartHost, log: Path) -> Engine:
         cores, gpus = cores_and_gpus(start)
         here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         process: Any = _HostProcess.options(  # type: ignore[attr-defined]

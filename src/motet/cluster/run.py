@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from motet.cluster import messages as m
-from motet.cluster.client import EngineClient
-from motet.cluster.host import EngineHandlers, Host, Launch, OfJob
+from motet.cluster.host import Host, HostHandlers, Launch, OfJob
+from motet.cluster.hosts import Hosts
 from motet.cluster.starts import starts
 from motet.config import JobConfig, RunConfig
 from motet.config.service import Largest
@@ -103,7 +103,7 @@ class HostedRun:
                     f"job {job.config.name}: its rows are of this process, which hosts do not have; write them to a file and "
                     "name that as data.source, or set engine.hosts to 1"
                 )
-        start = m.Start(
+        start = m.StartHost(
             base=config.base,
             run=str(directory.path),
             engine={},
@@ -120,7 +120,7 @@ class HostedRun:
         )
         slots = min(config.engine.slots, sum(job.config.slots for job in jobs))  # servers need room for so many
         engine = config.engine.model_copy(update={"slots": slots})
-        self._client = EngineClient(starts(start, engine, config.rollout), directory.path, launch)
+        self._client = Hosts(starts(start, engine, config.rollout), directory.path, launch)
         self._stopping = asyncio.Event()
         self._jobs = {job.config.name: job for job in jobs}
 
@@ -179,11 +179,11 @@ class HostedRun:
         if failures:
             raise failures[0]
 
-    def _handlers(self) -> EngineHandlers:
-        async def score(request: m.ScoreRequest) -> m.Scored:
-            return m.Scored(request.key, away=True)
+    def _handlers(self) -> HostHandlers:
+        async def score(request: m.ScoreRequest) -> m.ScoresAnswered:
+            return m.ScoresAnswered(request.key, away=True)
 
-        return EngineHandlers(
+        return HostHandlers(
             open_jobs=lambda: [self._message(job) for job in self._jobs.values() if job.open],
             event=lambda event: self._jobs[event.job].hear(event),
             usage=lambda usage: None,

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from motet import budgets
 from motet.cluster.host import Launch
-from motet.cluster.messages import Start
+from motet.cluster.messages import StartHost
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig
 from motet.errors import ConfigError
@@ -20,7 +20,7 @@ from motet.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 
-def starts(start: Start, engine: EngineConfig, rollout: RolloutConfig) -> list[Start]:
+def starts(start: StartHost, engine: EngineConfig, rollout: RolloutConfig) -> list[StartHost]:
     """The first message of each host of one base; `start` is that of a host which has the machine alone.
 
     Raises:
@@ -29,7 +29,7 @@ def starts(start: Start, engine: EngineConfig, rollout: RolloutConfig) -> list[S
     return starts_of([(start, engine, rollout)])
 
 
-def starts_of(bases: Sequence[tuple[Start, EngineConfig, RolloutConfig]]) -> list[Start]:
+def starts_of(bases: Sequence[tuple[StartHost, EngineConfig, RolloutConfig]]) -> list[StartHost]:
     """The same of several bases, each with its servers where it has some; their hosts share the machine.
 
     Raises:
@@ -38,7 +38,7 @@ def starts_of(bases: Sequence[tuple[Start, EngineConfig, RolloutConfig]]) -> lis
     devices = [device for _, engine, _ in bases for device in _devices(engine)]
     sampling = [device for _, engine, rollout in bases if not _served(rollout) for device in _devices(engine)]
     among = devices_of_servers([rollout.launch for _, engine, rollout in bases for _ in range(engine.hosts)])
-    made: list[Start] = []
+    made: list[StartHost] = []
     for start, engine, rollout in bases:
         for number in range(engine.hosts):
             own = engine_of_host(engine, number, devices, [] if _served(rollout) else sampling)

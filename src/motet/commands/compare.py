@@ -14,7 +14,7 @@ from motet.commands.answers import say, table
 from motet.errors import ConfigError, RunError
 from motet.report.comparison import (
     Difference,
-    Evaluated,
+    EvaluatedJob,
     Side,
     compare,
     evaluated,
@@ -67,7 +67,7 @@ def _sides(places: Sequence[str], url: str | None, key: str | None) -> list[Side
     return [side_of_job(place, _job(place, url, key)) for place in places]
 
 
-def _job(place: str, url: str | None, key: str | None) -> Evaluated:
+def _job(place: str, url: str | None, key: str | None) -> EvaluatedJob:
     """A job's directory, or a job of a service."""
     if Path(place).is_dir():
         return read_evaluated(Path(place))

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from motet import wall
 from motet.allocator import without_collections
-from motet.cluster.client import EngineClient
 from motet.cluster.host import Engine, start_engine
+from motet.cluster.hosts import Hosts
 from motet.cluster.local_hosts import LocalHosts, lasting
 from motet.commands.answers import say
 from motet.commands.listening import bound
@@ -168,7 +168,7 @@ async def _run(
         if engine is not None:
             engine.close_input()
         return
-    client = app.state.parts[EngineClient]
+    client = app.state.parts[Hosts]
     if engine is not None:
         client.adopt(engine)
     await LocalHosts(directory / "engine").end_from(0 if hosts is None else len(client.hosts))

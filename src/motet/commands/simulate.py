@@ -13,7 +13,7 @@ from motet.checksums import replace_file
 from motet.commands.answers import print_table
 from motet.errors import ConfigError
 from motet.jobfile import load_simulation
-from motet.simulation.outcome import Outcome, simulate
+from motet.simulation.outcome import SimulationOutcome, simulate
 
 
 def show(file: Path, hosts: int | None, plot: Path | None) -> None:
@@ -45,7 +45,7 @@ def show(file: Path, hosts: int | None, plot: Path | None) -> None:
         _draw(outcome, plot)
 
 
-def _figures(outcome: Outcome, *, priced: bool) -> list[tuple[str, str]]:
+def _figures(outcome: SimulationOutcome, *, priced: bool) -> list[tuple[str, str]]:
     median, late = (f"{seconds:,.0f} s" for seconds in outcome.wait)
     figures = [
         ("until the last job has ended", f"{outcome.hours:,.2f} h"),
@@ -71,7 +71,7 @@ def _known(text: str, figure: float) -> str:
     return "–" if math.isnan(figure) else text
 
 
-def _draw(outcome: Outcome, page: Path) -> None:
+def _draw(outcome: SimulationOutcome, page: Path) -> None:
     import plotly.graph_objects as go
 
     hours, running, waiting = zip(*outcome.curve, strict=True)

@@ -9,7 +9,7 @@ from motet.config.job import JobConfig
 
 
 @dataclass(frozen=True)
-class Start:
+class ChainStart:
     """A version of another job's adapter that a job starts from."""
 
     job: str
@@ -17,7 +17,7 @@ class Start:
     """`best`, `latest`, or its number."""
 
     @classmethod
-    def of(cls, init: str | None, jobs: Sequence[JobConfig]) -> Start | None:
+    def of(cls, init: str | None, jobs: Sequence[JobConfig]) -> ChainStart | None:
         """What `adapter.init` names, where it names one of these jobs: `job`, `job@best`, `job@latest` or `job@12`."""
         names = {job.name for job in jobs}
         if init is None or init in names:
@@ -27,9 +27,9 @@ class Start:
         return cls(name, version) if known else None
 
 
-def chains(jobs: Sequence[JobConfig]) -> Mapping[str, Start]:
+def chains(jobs: Sequence[JobConfig]) -> Mapping[str, ChainStart]:
     """Jobs that start from one above them, by name."""
-    starts = {job.name: Start.of(job.adapter.init, jobs[:place]) for place, job in enumerate(jobs)}
+    starts = {job.name: ChainStart.of(job.adapter.init, jobs[:place]) for place, job in enumerate(jobs)}
     return {name: start for name, start in starts.items() if start is not None}
 
 
@@ -43,7 +43,7 @@ def check_chains(jobs: Sequence[JobConfig]) -> None:
     for job in jobs:
         start = starts.get(job.name)
         if start is None:
-            if (below := Start.of(job.adapter.init, jobs)) is not None:
+            if (below := ChainStart.of(job.adapter.init, jobs)) is not None:
                 raise ValueError(
                     f"job {job.name}: adapter.init names {below.job!r}, which must stand above it in the file"
                 )

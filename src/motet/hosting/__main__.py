@@ -13,11 +13,11 @@ from pathlib import Path
 
 from motet.channel import Parent
 from motet.cluster.listener import ADDRESS, TOKEN
-from motet.cluster.messages import Failed, Start, ToEngine
+from motet.cluster.messages import HostFailed, StartHost, ToHost
 from motet.errors import RunError
 from motet.hosting.answers import reason
 from motet.hosting.line import ServiceLine
-from motet.hosting.server import EngineServer
+from motet.hosting.process import HostProcess
 from motet.jobfile import validate
 from motet.launch import warm_up
 from motet.runtime.rundir import RunDirectory
@@ -36,7 +36,7 @@ def main() -> None:
     warm_up()
     sys.setswitchinterval(_SWITCH_SECONDS)
     start = parent.first()
-    if not isinstance(start, Start):
+    if not isinstance(start, StartHost):
         return
     if not start.own_jobs:  # of a service: what it writes is nobody else's to read
         os.umask(0o077)
@@ -46,18 +46,18 @@ def main() -> None:
         engine = config.engine.model_copy(update={"trust_remote_code": start.trust_remote_code})
         config = config.model_copy(update={"engine": engine})
         with contextlib.ExitStack() as stack:
-            server = EngineServer(config, _run_directory(Path(config.run), start.host), start, parent)
+            server = HostProcess(config, _run_directory(Path(config.run), start.host), start, parent)
             stack.callback(server.close)
             serving.set()
             asyncio.run(server.serve())
     except Exception as error:  # it is started again, and people hear of the reason meanwhile
         sys.stderr.write(f"{(failure := reason(error))}\n")
-        parent.send(Failed(failure))
+        parent.send(HostFailed(failure))
     os._exit(0)
 
 
-def _parent(address: str, token: str) -> Parent[ToEngine]:
-    return Parent[ToEngine].at(address, token, ToEngine) if address else Parent[ToEngine](ToEngine)
+def _parent(address: str, token: str) -> Parent[ToHost]:
+    return Parent[ToHost].at(address, token, ToHost) if address else Parent[ToHost](ToHost)
 
 
 def _line(token: str) -> ServiceLine:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CACHED_VERSIONS = 8
 """Stored versions that stay loaded for people to talk to."""
 
-Send = Callable[[m.FromEngine], None]
+Send = Callable[[m.FromHost], None]
 """Sends one message."""
 
 
@@ -80,9 +80,9 @@ class Answers:
             prompt_ids = await asyncio.to_thread(_prompt_ids, self._chat, question, self._longest)
             async with self._version(question.adapter) as ref:
                 await self._complete(question, prompt_ids, ref)
-            self._send(m.Done(key))
+            self._send(m.Answered(key))
         except Exception as error:  # whoever asked has to hear of it
-            self._send(m.Refused(key, reason(error), _is_theirs(error)))
+            self._send(m.QuestionRefused(key, reason(error), _is_theirs(error)))
         finally:
             self._open.pop(key, None)
 
@@ -168,20 +168,20 @@ class Answers:
             self._adapter_cache.move_to_end(directory)
             return self._adapter_cache[directory]
 
-    async def examine(self, question: m.Examine) -> None:
+    async def examine(self, question: m.ExamineAdapter) -> None:
         """Say what an adapter is, or why it does not fit the base."""
         key = question.key
         try:
             async with self._examining:
                 adapter = await asyncio.to_thread(_examined, self._base, Path(question.directory))
             shape = adapter.model_dump(mode="json", exclude={"init"})
-            self._send(m.Examined(key, shape["rank"], shape["alpha"], shape["target_modules"]))
-            self._send(m.Done(key))
+            self._send(m.AdapterExamined(key, shape["rank"], shape["alpha"], shape["target_modules"]))
+            self._send(m.Answered(key))
         except AdapterError as error:
             self._send(m.Unfit(key, str(error)))
-            self._send(m.Done(key))
+            self._send(m.Answered(key))
         except Exception as error:  # whoever asked has to hear of it
-            self._send(m.Refused(key, reason(error)))
+            self._send(m.QuestionRefused(key, reason(error)))
         finally:
             self._open.pop(key, None)
 

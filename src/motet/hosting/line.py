@@ -18,11 +18,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from motet.channel import Message, decode, encode
+from motet.channel import ChannelMessage, decode, encode
 from motet.cluster import messages as m
 
-KEPT = (m.JobChanged, m.JobStepped, m.JobWorked, m.Usage)
-"""Messages that wait until the service has written them down (`Kept`)."""
+KEPT = (m.JobChanged, m.JobStepped, m.JobWorked, m.UsageWindow)
+"""Messages that wait until the service has written them down (`EventKept`)."""
 MOST_KEPT = 2**26
 """Bytes of messages that wait for a service; with more of them the host saves its jobs and ends."""
 _FIRST_SECONDS = 60.0
@@ -33,8 +33,8 @@ _STOP_SECONDS = 120.0
 """For jobs to finish their step and save when nobody is there."""
 
 
-class Gone(Message, frozen=True):
-    """The process of the service is gone; the next one sends its `Start`."""
+class Gone(ChannelMessage, frozen=True):
+    """The process of the service is gone; the next one sends its `StartHost`."""
 
 
 class ServiceLine:
@@ -54,24 +54,24 @@ class ServiceLine:
         self._kept = deque[bytes]()
         self._waiting = 0
         """Bytes of what is kept."""
-        self._start: m.Start | None = None
-        self._first = queue.SimpleQueue[m.Start]()
-        self._early: list[m.ToEngine | Gone | None] = []
-        self._deliver: Callable[[m.ToEngine | Gone | None], object] | None = None
+        self._start: m.StartHost | None = None
+        self._first = queue.SimpleQueue[m.StartHost]()
+        self._early: list[m.ToHost | Gone | None] = []
+        self._deliver: Callable[[m.ToHost | Gone | None], object] | None = None
         self._ending = False
         threading.Thread(target=self._serve, name="motet-service", daemon=True).start()
 
     # --- what the host asks for -------------------------------------------------------------------------------------------
 
-    def first(self) -> m.Start:
+    def first(self) -> m.StartHost:
         """Wait for the first message."""
         return self._first.get()
 
-    def queue(self) -> asyncio.Queue[m.ToEngine | Gone | None]:
+    def queue(self) -> asyncio.Queue[m.ToHost | Gone | None]:
         """Messages as they come; None when the host is to end."""
-        loop, messages = asyncio.get_running_loop(), asyncio.Queue[m.ToEngine | Gone | None]()
+        loop, messages = asyncio.get_running_loop(), asyncio.Queue[m.ToHost | Gone | None]()
 
-        def deliver(message: m.ToEngine | Gone | None) -> None:
+        def deliver(message: m.ToHost | Gone | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(messages.put_nowait, message)
 
@@ -82,13 +82,13 @@ class ServiceLine:
         return messages
 
     def resume(self) -> None:
-        """Send what waits to the service whose `Start` has come, and everything else from now on."""
+        """Send what waits to the service whose `StartHost` has come, and everything else from now on."""
         with self._lock:
             if self._next is not None:
                 self._peer, self._next = self._next, None
                 self._write(b"".join(self._kept))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ChannelMessage) -> None:
         """Send one message; where nobody is there it waits for the next service (`KEPT`), or is dropped.
 
         Raises:
@@ -171,18 +171,18 @@ class ServiceLine:
             for line in lines:
                 if not line.endswith(b"\n"):  # it was killed while it wrote
                     return
-                match message := decode(line, m.ToEngine):
-                    case m.Kept():
+                match message := decode(line, m.ToHost):
+                    case m.EventKept():
                         with self._lock:
                             self._waiting -= len(self._kept.popleft()) if self._kept else 0
-                    case m.Start():
+                    case m.StartHost():
                         self._begin(connection, message)
                     case m.Stop():
                         self._stop()
                     case _:
                         self._pass_on(message)
 
-    def _begin(self, connection: socket.socket, start: m.Start) -> None:
+    def _begin(self, connection: socket.socket, start: m.StartHost) -> None:
         if self._start is None:
             with self._lock:
                 self._start, self._peer = start, connection
@@ -199,7 +199,7 @@ class ServiceLine:
                 "another is started"
             )
             self._say(reason)
-            connection.sendall(encode(m.Failed(reason)))
+            connection.sendall(encode(m.HostFailed(reason)))
             self._stop()
 
     def _stop(self) -> None:
@@ -218,7 +218,7 @@ class ServiceLine:
         time.sleep(_STOP_SECONDS)
         self._end()
 
-    def _pass_on(self, message: m.ToEngine | Gone | None) -> None:
+    def _pass_on(self, message: m.ToHost | Gone | None) -> None:
         with self._lock:
             if self._deliver is None:
                 self._early.append(message)

@@ -17,7 +17,7 @@ from motet.runtime.meter import Meter
 from motet.tasks.plain_json import as_json
 from motet.types import JobState
 
-Send = Callable[[m.FromEngine], None]
+Send = Callable[[m.FromHost], None]
 
 
 class JobReports:
@@ -96,7 +96,7 @@ class UsageReports:
             return
         self._measured = time.monotonic()
         self._windows += 1
-        self._send(m.Usage(self._engine, self._windows, dict(self._used), self._base))
+        self._send(m.UsageWindow(self._engine, self._windows, dict(self._used), self._base))
         self._used.clear()
 
 

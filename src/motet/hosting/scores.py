@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from motet.cluster.messages import CancelScore, FromEngine, Scored, ScoreRequest
+from motet.cluster.messages import CancelScore, FromHost, ScoreRequest, ScoresAnswered
 from motet.config import RewardConfig
 from motet.errors import EngineError, ScorerAway
 from motet.tasks.plain_json import as_json
@@ -19,10 +19,10 @@ _NOBODY = "nobody is there to score this job's rollouts"
 class AskedOfService:
     """Scores that were asked for and have not come. Lives in one event loop."""
 
-    def __init__(self, send: Callable[[FromEngine], None]) -> None:
+    def __init__(self, send: Callable[[FromHost], None]) -> None:
         """`send` raises `EngineError` where a message is too long."""
         self._send = send
-        self._open: dict[int, tuple[ScoreRequest, asyncio.Future[Scored]]] = {}
+        self._open: dict[int, tuple[ScoreRequest, asyncio.Future[ScoresAnswered]]] = {}
         self._keys = itertools.count()
         self._away = False
 
@@ -69,7 +69,7 @@ class AskedOfService:
         """Whether scores were asked for and have not come."""
         return bool(self._open)
 
-    def hear(self, scored: Scored) -> None:
+    def hear(self, scored: ScoresAnswered) -> None:
         """Take an answer; one that nobody waits for any more is dropped."""
         _, waiting = self._open.get(scored.key, (None, None))
         if waiting is not None and not waiting.done():
@@ -85,4 +85,4 @@ class AskedOfService:
         """Let all jobs rest that wait for scores, or ask for some from now on."""
         self._away = True
         for key in list(self._open):
-            self.hear(Scored(key, away=True))
+            self.hear(ScoresAnswered(key, away=True))

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 
-class Turns:
+class PreparationTurns:
     """One holder at a time. A tenant with many waiters gets one turn, then each other tenant that waits gets one."""
 
     def __init__(self) -> None:

@@ -115,7 +115,7 @@ class _Offset(ConversionOps):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class BaseCheckpoint:
     """Where a base lies, and what is known of its weights before they are read."""
 
     source: str
@@ -125,7 +125,7 @@ class Checkpoint:
     """How its weights are quantised; None where they are not."""
 
     @classmethod
-    def of(cls, source: str, file: str | None, trust_remote_code: bool) -> Checkpoint:
+    def of(cls, source: str, file: str | None, trust_remote_code: bool) -> BaseCheckpoint:
         """`source` is a hub id or a directory, `file` the name of a GGUF file there."""
         if file is not None:
             return cls(source, file, AutoConfig.from_pretrained(source, gguf_file=file), "gguf")

@@ -103,7 +103,7 @@ def _load(
 ) -> tuple[Any, Any]:
     import transformers
 
-    from motet.model.checkpoint import Checkpoint
+    from motet.model.checkpoint import BaseCheckpoint
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -111,7 +111,7 @@ def _load(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        checkpoint = Checkpoint.of(source, gguf, trust_remote_code)
+        checkpoint = BaseCheckpoint.of(source, gguf, trust_remote_code)
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         wanted: Any = DTYPES.get(dtype, torch.bfloat16 if checkpoint.method else "auto")
         model, report = (

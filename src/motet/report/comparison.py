@@ -26,7 +26,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedJob:
     """A job and its newest evaluation."""
 
     record: JobRecord
@@ -42,7 +42,7 @@ class Side:
     """What is compared with another: a job, a run, or a setting of a run."""
 
     name: str
-    jobs: Mapping[Key, Evaluated]
+    jobs: Mapping[Key, EvaluatedJob]
 
     def mean(self, task: str | None = None) -> float:
         """Held-out figure of a task, or the mean over all tasks; NaN where there is none."""
@@ -80,7 +80,7 @@ class Difference:
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def evaluated(record: JobRecord, rollouts: Iterable[Line]) -> Evaluated:
+def evaluated(record: JobRecord, rollouts: Iterable[Line]) -> EvaluatedJob:
     """A job with the rollouts of its newest evaluation.
 
     Raises:
@@ -94,17 +94,17 @@ def evaluated(record: JobRecord, rollouts: Iterable[Line]) -> Evaluated:
         if (reward := number(line.get("reward"))) is not None:
             problem = json.dumps([line.get("prompt"), line.get("answer")], sort_keys=True, default=str)
             rewards.setdefault(problem, []).append(reward)
-    return Evaluated(record, int(curve.xs[-1]), curve.ys[-1], {one: fmean(some) for one, some in rewards.items()})
+    return EvaluatedJob(record, int(curve.xs[-1]), curve.ys[-1], {one: fmean(some) for one, some in rewards.items()})
 
 
-def read_evaluated(path: Path) -> Evaluated:
+def read_evaluated(path: Path) -> EvaluatedJob:
     """A job's directory."""
     record = read_job(path)
     version = int(record.evaluations.xs[-1]) if record.evaluations.xs else 0
     return evaluated(record, read_lines(path / "rollouts" / f"eval-{version}.jsonl"))
 
 
-def side_of_job(name: str, job: Evaluated) -> Side:
+def side_of_job(name: str, job: EvaluatedJob) -> Side:
     """A job by itself."""
     return Side(name, {("", ""): job})
 
@@ -122,7 +122,7 @@ def sides_of_run(run: RunRecord) -> list[Side]:
         groups.setdefault(variant_of(job.name) if swept else setting_of(job.config) or job.name, []).append(job)
     sides = []
     for name, jobs in groups.items():
-        keyed: dict[Key, Evaluated] = {}
+        keyed: dict[Key, EvaluatedJob] = {}
         for job in jobs:
             task = task_of(job.name) if swept else ""
             nth = sum(key[0] == task for key in keyed)
@@ -169,7 +169,7 @@ def _difference(first: Side, second: Side, level: float) -> Difference:
     return Difference(first.name, second.name, len(pairs), problems, Mean.of(figures, level), tuple(notes))
 
 
-def _of_pair(job: Evaluated, other: Evaluated) -> list[float]:
+def _of_pair(job: EvaluatedJob, other: EvaluatedJob) -> list[float]:
     """The difference on each held-out problem of both; of the figures where one of them samples none."""
     if not job.problems or not other.problems:
         return [other.figure - job.figure]
@@ -179,7 +179,7 @@ def _of_pair(job: Evaluated, other: Evaluated) -> list[float]:
     return [other.problems[problem] - job.problems[problem] for problem in same]
 
 
-def _notes(job: Evaluated, other: Evaluated) -> Iterable[str]:
+def _notes(job: EvaluatedJob, other: EvaluatedJob) -> Iterable[str]:
     mine, others = job.problems.keys(), other.problems.keys()
     if mine != others and mine and others:
         yield f"{len(mine & others)} of {max(len(mine), len(others))} held-out problems are in both, and count"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from motet.model.host_cache import HostCache, HostCopy
 from motet.model.kv_cache import KVCache
-from motet.rollout.kept import Kept, KeptSequences
+from motet.rollout.kept import KeptSequence, KeptSequences
 from motet.rollout.sequences import Prompt, SampledSequence
 
 
@@ -107,7 +107,7 @@ class BlockAllocator:
         owner.copy = None
         return True
 
-    def _go_on(self, prompt: Prompt, kept: Kept, known: int, n_blocks: int, more: int) -> bool:
+    def _go_on(self, prompt: Prompt, kept: KeptSequence, known: int, n_blocks: int, more: int) -> bool:
         """Begin with what was kept: full blocks are shared, one that is filled in part is copied."""
         if kept.copy is not None:
             return self._copy_back(prompt, kept.copy, known, n_blocks, more)

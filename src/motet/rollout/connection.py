@@ -38,7 +38,7 @@ class Clocks:
 
 
 @dataclass
-class Connection:
+class ServerConnection:
     """The connections to one server."""
 
     url: str

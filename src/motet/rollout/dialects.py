@@ -80,7 +80,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Settings:
+class LimitSettings:
     """What a server calls the limits on adapters."""
 
     max_loras: str
@@ -113,7 +113,7 @@ class Dialect:
     """Whether a refusal to load says that the name is there already."""
     missing: Callable[[int, str], bool]
     """Whether a refusal to load says that the directory is not there, or not yet."""
-    settings: Settings
+    settings: LimitSettings
 
 
 # --- vLLM: /v1/completions, which every deployment has (its tokens-only endpoint is switched off by default) ---------------
@@ -276,7 +276,7 @@ DIALECTS: Mapping[str, Dialect] = {
         unknown=lambda status, detail: status == 404,
         known=lambda status, detail: "already been loaded" in detail,
         missing=lambda status, detail: "No adapter found for" in detail,
-        settings=Settings("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
+        settings=LimitSettings("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
     ),
     "sglang": Dialect(
         name="SGLang",
@@ -297,7 +297,9 @@ DIALECTS: Mapping[str, Dialect] = {
         known=lambda status, detail: "already" in detail,
         # what is no directory is taken for a name of the hub
         missing=lambda status, detail: "Repo id must be" in detail,
-        settings=Settings("--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"),
+        settings=LimitSettings(
+            "--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"
+        ),
     ),
 }
 """The values of `rollout.engine` that name a server."""

@@ -19,7 +19,7 @@ from motet.types import AdapterRef, IntArray
 
 
 @dataclass(eq=False)
-class Kept:
+class KeptSequence:
     """One sequence as the cache has it, or host memory: all of it but the token that was sampled last."""
 
     episode: str
@@ -39,7 +39,7 @@ class KeptSequences:
     def __init__(self, cache: KVCache, host: HostCache, most_blocks: int, *, stateful: bool) -> None:
         """`stateful`: whether the base has states, which can be gone on from at the end of a sequence alone."""
         self._cache, self._host, self._most, self._stateful = cache, host, most_blocks, stateful
-        self._kept: dict[Kept, None] = {}
+        self._kept: dict[KeptSequence, None] = {}
         """The least recently used first."""
         self._held: Counter[int] = Counter()
         """Blocks of the cache, by how many kept sequences have them."""
@@ -56,7 +56,7 @@ class KeptSequences:
         if not self._stateful:
             self._cache.states.give_back(slot)
             slot = self._cache.states.no_slot
-        one = Kept(request.episodes[sequence.index], request.job, request.adapter, ids, sequence.blocks, slot)
+        one = KeptSequence(request.episodes[sequence.index], request.job, request.adapter, ids, sequence.blocks, slot)
         sequence.blocks, sequence.slot = [], self._cache.states.no_slot
         for other in [other for other in self._kept if other.episode == one.episode]:
             if len(other.token_ids) <= _common(other.token_ids, ids):
@@ -66,7 +66,7 @@ class KeptSequences:
         while len(self._held) > self._most:
             self._page_out(next(one for one in self._kept if one.copy is None))
 
-    def find(self, prompt: Prompt) -> tuple[Kept | None, int]:
+    def find(self, prompt: Prompt) -> tuple[KeptSequence | None, int]:
         """What a prompt goes on from, and how many of its tokens that has; sequences of other versions are let go."""
         request = prompt.request
         best, most, episodes = None, 0, set(request.episodes)
@@ -83,7 +83,7 @@ class KeptSequences:
             self._kept[best] = self._kept.pop(best)
         return best, most
 
-    def make_room(self, n_blocks: int, n_slots: int = 0, *, but: Kept | None = None) -> bool:
+    def make_room(self, n_blocks: int, n_slots: int = 0, *, but: KeptSequence | None = None) -> bool:
         """Whether so many blocks and slots are free, once sequences other than `but` have given way.
 
         None does where there would be too few blocks all the same.
@@ -116,12 +116,12 @@ class KeptSequences:
         for one in list(self._kept):
             self._drop(one)
 
-    def _only_here(self, but: Kept | None) -> int:
+    def _only_here(self, but: KeptSequence | None) -> int:
         """Blocks that would be free without any kept sequence but this one."""
         needed = set() if but is None else set(but.blocks)
         return sum(self._cache.references(block) == count for block, count in self._held.items() if block not in needed)
 
-    def _page_out(self, one: Kept) -> None:
+    def _page_out(self, one: KeptSequence) -> None:
         """Move a sequence to host memory, or let go of it."""
         one.copy = self._host.put(one.blocks, one.slot, len(one.token_ids), spare=lambda: self._drop(one))
         if one.copy is None:
@@ -129,13 +129,13 @@ class KeptSequences:
         else:
             self._give_back(one)
 
-    def _drop(self, one: Kept) -> None:
+    def _drop(self, one: KeptSequence) -> None:
         del self._kept[one]
         if one.copy is not None:
             self._host.forget(one.copy)
         self._give_back(one)
 
-    def _give_back(self, one: Kept) -> None:
+    def _give_back(self, one: KeptSequence) -> None:
         for block in one.blocks:
             self._held[block] -= 1
             if not self._held[block]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
-from motet.rollout.connection import Clocks, Connection, detail_of
+from motet.rollout.connection import Clocks, ServerConnection, detail_of
 from motet.rollout.dialects import Ask, Dialect, Facts, HttpRequest, Piece
 from motet.rollout.in_vllm.motet_vllm import EXTENSION, TESTED
 from motet.rollout.shipping import send, take_back, written
@@ -61,8 +61,8 @@ class Replica:
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.server = Connection(self.url, self.clocks, self.headers, self.verify)
-        self._agent = Connection(self.agent, self.clocks, self.headers, self.verify) if self.agent else None
+        self.server = ServerConnection(self.url, self.clocks, self.headers, self.verify)
+        self._agent = ServerConnection(self.agent, self.clocks, self.headers, self.verify) if self.agent else None
 
     def load_now(self) -> ServerLoad:
         """Requests and tokens under way, and how many adapters are loaded."""
@@ -120,7 +120,7 @@ class Replica:
         if self.versions is not None:
             await asyncio.to_thread(self.versions.close)
 
-    def _connections(self) -> list[Connection]:
+    def _connections(self) -> list[ServerConnection]:
         return [self.server, *([] if self._agent is None else [self._agent])]
 
     # --- requests ---------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ Outcome = Chunk | Exception
 class SamplerLink:
     """One sampling process. It takes requests once it has loaded the base and has proved to compute the same bits."""
 
-    def __init__(self, load: m.Load, fingerprint: str, busy: BusyTime, share: float, log: Path | None) -> None:
+    def __init__(self, load: m.LoadSampler, fingerprint: str, busy: BusyTime, share: float, log: Path | None) -> None:
         """Start the process; it loads in the background.
 
         Args:
@@ -114,7 +114,7 @@ class SamplerLink:
                 raise DeviceError(self.note or "the sampling process is not ready")
             key = next(self._keys)  # ids may repeat
             self._open[key] = (asyncio.get_running_loop(), chunks)
-        self._outbox.put(m.Generate(key, request))
+        self._outbox.put(m.SampleRequest(key, request))
         left = len(request.seeds)
         try:
             while left:
@@ -192,16 +192,16 @@ class SamplerLink:
 
     def _handle(self, message: m.FromSampler) -> None:
         match message:
-            case m.Ready():
+            case m.SamplerReady():
                 self._begin(message.fingerprint)
-            case m.Failed():
+            case m.SamplerFailed():
                 self.note = f"a sampling process could not load the base: {message.reason}"
             case m.Busy():
                 self._busy.decoded(message.decode * self._share, message.full * self._share, message.parts)
                 self.seconds += message.decode
             case m.Chunks():
                 self._put(message.key, message.chunk)
-            case m.Refused():
+            case m.RequestRefused():
                 self._put(message.key, EngineError(message.reason))
             case m.Broken():
                 self._put(message.key, DeviceError(message.reason))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from motet.channel import Message
+from motet.channel import ChannelMessage
 from motet.types import AdapterRef, Chunk, GenerateRequest
 
 # --- parent → process -------------------------------------------------------------------------------------------------------
 
 
-class Load(Message, frozen=True):
+class LoadSampler(ChannelMessage, frozen=True):
     """The first message: the base, as `load_base` takes it."""
 
     base: str
@@ -26,20 +26,20 @@ class Load(Message, frozen=True):
     """The directory of the adapters' bytes, which the process removes at its end."""
 
 
-class Generate(Message, frozen=True):
+class SampleRequest(ChannelMessage, frozen=True):
     """A request; its answers repeat the key, for ids may repeat."""
 
     key: int
     request: GenerateRequest
 
 
-class Abort(Message, frozen=True):
+class Abort(ChannelMessage, frozen=True):
     """End one request, or every request of a job."""
 
     name: str
 
 
-class Install(Message, frozen=True):
+class Install(ChannelMessage, frozen=True):
     """Make a version servable."""
 
     ref: AdapterRef
@@ -50,38 +50,38 @@ class Install(Message, frozen=True):
     scaling: float
 
 
-class Unload(Message, frozen=True):
+class Unload(ChannelMessage, frozen=True):
     """Let go of a version."""
 
     ref: AdapterRef
 
 
-class Hold(Message, frozen=True):
+class Hold(ChannelMessage, frozen=True):
     """Rest after the tokens under way."""
 
 
-class Go(Message, frozen=True):
+class Go(ChannelMessage, frozen=True):
     """Resume after `Hold`."""
 
 
-ToSampler = Load | Generate | Abort | Install | Unload | Hold | Go
+ToSampler = LoadSampler | SampleRequest | Abort | Install | Unload | Hold | Go
 
 # --- process → parent -------------------------------------------------------------------------------------------------------
 
 
-class Ready(Message, frozen=True):
+class SamplerReady(ChannelMessage, frozen=True):
     """The base is loaded."""
 
     fingerprint: str
 
 
-class Failed(Message, frozen=True):
+class SamplerFailed(ChannelMessage, frozen=True):
     """The base cannot be loaded."""
 
     reason: str
 
 
-class Busy(Message, frozen=True):
+class Busy(ChannelMessage, frozen=True):
     """What was done since the last time."""
 
     decode: float
@@ -92,25 +92,25 @@ class Busy(Message, frozen=True):
     """Microseconds by job."""
 
 
-class Chunks(Message, frozen=True):
+class Chunks(ChannelMessage, frozen=True):
     """Tokens of a request."""
 
     key: int
     chunk: Chunk
 
 
-class Refused(Message, frozen=True):
+class RequestRefused(ChannelMessage, frozen=True):
     """A request can never be served."""
 
     key: int
     reason: str
 
 
-class Broken(Message, frozen=True):
+class Broken(ChannelMessage, frozen=True):
     """A request cannot be served here."""
 
     key: int
     reason: str
 
 
-FromSampler = Ready | Failed | Busy | Chunks | Refused | Broken
+FromSampler = SamplerReady | SamplerFailed | Busy | Chunks | RequestRefused | Broken

@@ -33,7 +33,7 @@ _BUSY_SECONDS = 0.5
 class SamplerProcess:
     """Answers the parent's messages in the order they come."""
 
-    def __init__(self, load: m.Load, parent: Parent[m.ToSampler]) -> None:
+    def __init__(self, load: m.LoadSampler, parent: Parent[m.ToSampler]) -> None:
         self._parent = parent
         self.base = load_base(
             load.base,
@@ -62,7 +62,7 @@ class SamplerProcess:
     def handle(self, message: m.ToSampler) -> None:
         """Begin what one message asks. Nothing is waited for: the message that lets the device go on may be the next."""
         match message:
-            case m.Generate():
+            case m.SampleRequest():
                 self._begin(self._generate(message.key, message.request))
             case m.Install():
                 self._install(message)
@@ -86,7 +86,7 @@ class SamplerProcess:
                 self._parent.send(m.Chunks(key, chunk))
             self._send_busy()
         except EngineError as error:
-            self._parent.send(m.Refused(key, str(error)))
+            self._parent.send(m.RequestRefused(key, str(error)))
         except Exception as error:  # whatever went wrong here need not go wrong in the parent, which samples it then
             self._parent.send(m.Broken(key, f"{type(error).__name__}: {error}"))
 
@@ -120,14 +120,14 @@ def main() -> None:
     torch.set_num_threads(1)
     parent = Parent[m.ToSampler](m.ToSampler)
     load = parent.first()
-    if not isinstance(load, m.Load):
+    if not isinstance(load, m.LoadSampler):
         return
     try:
         process = SamplerProcess(load, parent)
-        parent.send(m.Ready(process.base.fingerprint()))
+        parent.send(m.SamplerReady(process.base.fingerprint()))
         asyncio.run(process.serve())
     except MotetError as error:
-        parent.send(m.Failed(str(error)))
+        parent.send(m.SamplerFailed(str(error)))
     finally:
         shutil.rmtree(load.files, ignore_errors=True)  # a parent that was killed leaves them behind
     os._exit(0)  # what is still being sampled has nobody left to read it

@@ -53,7 +53,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ServerLimits:
     """What requests have to keep to, and how long they wait."""
 
     rows: int
@@ -90,7 +90,7 @@ class ServerEngine:
         processes: Mapping[str, ServerProcess],
         files: VersionFiles,
         decode: Decode,
-        bounds: Bounds,
+        bounds: ServerLimits,
         run: str,
     ) -> None:
         """Nothing is asked of a server before `ready`.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused
-from motet.rollout.connection import Connection
+from motet.rollout.connection import ServerConnection
 from motet.rollout.dialects import HttpRequest
 from motet.types import ADAPTER_FILES
 
@@ -53,7 +53,7 @@ def unpack(content: bytes, digest: str, directory: Path) -> None:
         raise EngineError(f"the archive cannot be read: {error}") from error
 
 
-async def send(agent: Connection, name: str, directory: str) -> Any:
+async def send(agent: ServerConnection, name: str, directory: str) -> Any:
     """Have an agent write a version and load it; what the server beside it answered.
 
     Raises:
@@ -65,12 +65,12 @@ async def send(agent: Connection, name: str, directory: str) -> Any:
     return await _answer(agent, request)
 
 
-async def take_back(agent: Connection, name: str) -> Any:
+async def take_back(agent: ServerConnection, name: str) -> Any:
     """Have an agent unload a version and remove its files; raises as `send`."""
     return await _answer(agent, HttpRequest(f"/versions/{name}", verb="DELETE"))
 
 
-async def written(agent: Connection) -> set[str]:
+async def written(agent: ServerConnection) -> set[str]:
     """The names of the versions whose files an agent has; raises as `send`, and `ServerFault` where it is no agent."""
     answer = await _answer(agent, HttpRequest("/versions"))
     names = answer.get("versions") if isinstance(answer, dict) else None
@@ -79,7 +79,7 @@ async def written(agent: Connection) -> set[str]:
     return set(names)
 
 
-async def _answer(agent: Connection, request: HttpRequest) -> Any:
+async def _answer(agent: ServerConnection, request: HttpRequest) -> Any:
     try:
         return await agent.request(request, agent.clocks.load)
     except ServerRefused as error:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.rows import RowAlgorithm, Scored
+from motet.algorithms.rows import RowAlgorithm, RowLogprobs
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
@@ -71,7 +71,7 @@ class RowLoop(Driver):
         job, algorithm = self.job, self._algorithm
         return algorithm.batch([row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows])
 
-    async def _scored(self, batch: StepBatch) -> Scored:
+    async def _scored(self, batch: StepBatch) -> RowLogprobs:
         segments = batch.segments(self.job.name, None, 1.0, self.services.micro_batch_tokens)
         policy = await self.session.forward(segments)
-        return Scored(policy, await self.reference.logprobs(segments) if self._algorithm.compares else ())
+        return RowLogprobs(policy, await self.reference.logprobs(segments) if self._algorithm.compares else ())

@@ -28,7 +28,7 @@ from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import ENVIRONMENTS, GroupContext
-from motet.tasks.reward_pool import Scored
+from motet.tasks.reward_pool import ScoreOutcome
 from motet.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class JobSampler:
         self._unfinished = sorted(self.supply.pending)
         """Positions that an earlier process began."""
         self._aside: list[_Task] = []
-        self._scoring: set[asyncio.Task[list[Scored]]] = set()
+        self._scoring: set[asyncio.Task[list[ScoreOutcome]]] = set()
         self._own_environment: EnvironmentWorkers | AgentRunner | AgentsElsewhere | None = None
 
     async def open(self) -> None:
@@ -294,7 +294,7 @@ class JobSampler:
             calls.add(call)
             return await call
 
-        async def score(rollouts: Sequence[Rollout]) -> list[Scored]:
+        async def score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
             started = time.monotonic()
             scored = await self._scored(problem, rollouts)
             cost.reward_seconds += time.monotonic() - started
@@ -331,9 +331,9 @@ class JobSampler:
             self._job.note_inexact("the environment ran into its wall-clock limit")
         return rollouts
 
-    async def _scored(self, problem: Problem, rollouts: Sequence[Rollout]) -> list[Scored]:
+    async def _scored(self, problem: Problem, rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
         if not self._job.config.rewards:  # a teacher judges them
-            return [Scored(0.0, {}) for _ in rollouts]
+            return [ScoreOutcome(0.0, {}) for _ in rollouts]
         texts, transcripts = [one.completion for one in rollouts], _transcripts(self._job.config, rollouts)
         scoring = self._services.rewards.score(self._job.name, problem, texts, transcripts)
         asked = asyncio.create_task(scoring)

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 
 from msgspec.structs import replace
 
-from motet.chat.completer import Conversation, Piece, Reply, whole
-from motet.cluster.client import EngineClient
+from motet.chat.completer import AnswerPiece, Conversation, Reply, whole
+from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Answer, Complete, PromptRead, Tokens
 from motet.errors import ConfigError
 from motet.tasks.tool_calls import SpokenText
@@ -18,7 +18,7 @@ from motet.types import FinishReason
 _CHAT_TOKENS = 512
 
 
-async def ask(engine: EngineClient, question: Complete, name: str = "") -> tuple[PromptRead, AsyncIterator[Piece]]:
+async def ask(engine: Hosts, question: Complete, name: str = "") -> tuple[PromptRead, AsyncIterator[AnswerPiece]]:
     """What the engine has read, and the pieces of its answers, whose ids begin with `name`.
 
     Raises:
@@ -30,7 +30,7 @@ async def ask(engine: EngineClient, question: Complete, name: str = "") -> tuple
     return first, _pieces(answers, question, name)
 
 
-async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str) -> AsyncIterator[Piece]:
+async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str) -> AsyncIterator[AnswerPiece]:
     spoken: dict[int, SpokenText] = {}
     async for answer in answers:
         if not isinstance(answer, Tokens):
@@ -39,7 +39,7 @@ async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str)
         reason = chunk.finish_reason
         if question.sampling.grammar and reason is FinishReason.ERROR:
             raise ConfigError(chunk.error)
-        piece = Piece(chunk.index, f"{name}_{chunk.index}", chunk.text)
+        piece = AnswerPiece(chunk.index, f"{name}_{chunk.index}", chunk.text)
         piece.token_ids, piece.logprobs, piece.tokens = chunk.token_ids.tolist(), chunk.logprobs.tolist(), answer.texts
         if reason is not None:
             piece.finish = "length" if reason is FinishReason.LENGTH else "stop"
@@ -52,7 +52,7 @@ async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str)
         yield piece
 
 
-async def all_whole(engine: EngineClient, questions: Sequence[Complete]) -> list[tuple[int, list[Piece]]]:
+async def all_whole(engine: Hosts, questions: Sequence[Complete]) -> list[tuple[int, list[AnswerPiece]]]:
     """Ask several questions at once: the prompt's tokens and the whole answers to each.
 
     When one cannot be answered, the others are abandoned.
@@ -61,7 +61,7 @@ async def all_whole(engine: EngineClient, questions: Sequence[Complete]) -> list
         EngineError, ConfigError: one cannot be answered.
     """
 
-    async def one(question: Complete) -> tuple[int, list[Piece]]:
+    async def one(question: Complete) -> tuple[int, list[AnswerPiece]]:
         read, pieces = await ask(engine, question)
         return read.tokens, await whole(pieces)
 
@@ -76,7 +76,7 @@ async def all_whole(engine: EngineClient, questions: Sequence[Complete]) -> list
 class StoredVersion:
     """A base, or a stored version of an adapter, for one request."""
 
-    def __init__(self, engine: EngineClient, question: Complete, model: str, name: str) -> None:
+    def __init__(self, engine: Hosts, question: Complete, model: str, name: str) -> None:
         """`question` has everything but the conversation; `model` and `name`, the answer's id, are shown to the client."""
         self._engine, self._question, self._model, self._name = engine, question, model, name
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from motet.apart import Apart, Bounds
-from motet.cluster.client import EngineClient, longest_sequence
-from motet.cluster.host import EngineHandlers
+from motet.apart import Apart, WorkLimits
+from motet.cluster.host import HostHandlers
+from motet.cluster.hosts import Hosts, longest_sequence
 from motet.cluster.local_hosts import code_of, lasting
-from motet.cluster.messages import Start
+from motet.cluster.messages import StartHost
 from motet.cluster.starts import launcher, starts_of
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
@@ -95,7 +95,7 @@ class Lifecycle:
     async def open(self) -> None:
         """Start the engine, and watch over jobs and quotas."""
         parts = self._parts
-        parts[EngineClient].start(parts[EngineHandlers])
+        parts[Hosts].start(parts[HostHandlers])
         self._watching = asyncio.gather(parts[JobQueue].watch(), parts[QuotaEnforcer].watch(), parts[Leases].watch())
         self._watching.add_done_callback(
             lambda done: done.cancelled() or done.exception()
@@ -105,7 +105,7 @@ class Lifecycle:
         """Let everybody go who waits for events or for work; answers under way have so many seconds."""
         self._parts[EventBus].close()
         reason = "the service is stopping; ask again when it is there"
-        asyncio.get_running_loop().call_later(seconds, self._parts[EngineClient].refuse, reason)
+        asyncio.get_running_loop().call_later(seconds, self._parts[Hosts].refuse, reason)
 
     async def close(self) -> None:
         """Let jobs finish their step, and end the engine."""
@@ -114,7 +114,7 @@ class Lifecycle:
             self._watching.cancel()
         parts[KeyWatch].close()
         parts[EventRecorder].close()
-        stopping = asyncio.create_task(parts[EngineClient].stop())
+        stopping = asyncio.create_task(parts[Hosts].stop())
         await asyncio.sleep(0)  # jobs are asked to stop before those that wait for a worker are sent to rest
         parts[RewardWorkers].close()
         parts[AgentWorkers].close()
@@ -168,7 +168,7 @@ def create_app(settings: Settings) -> FastAPI:
         return parts[Access].tenant(request) or episodes.owner(request, parts[AgentWorkers])
 
     def positions() -> int:
-        return longest_sequence(parts[EngineClient], *settings.bases.names)
+        return longest_sequence(parts[Hosts], *settings.bases.names)
 
     uploads = {"/v1/files": settings.config.max_upload_mb, "/v1/adapters": settings.config.max_adapter_mb}
     app.add_middleware(
@@ -193,7 +193,7 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     adapters = Adapters(store, storage, bases)
     starts = starts_of([(_start(settings, storage, name), *hosts) for name, hosts in settings.hosts.items()])
     launch = launcher(config.cluster, *settings.hosts.values()) or lasting(config, settings.directory)
-    engine = EngineClient(starts, settings.directory, launch)
+    engine = Hosts(starts, settings.directory, launch)
     engine.jobs.ahead = JOBS_AHEAD
     ledger = Ledger(store)
     stored, slots = StoredBytes(store, storage), sum(hosts.slots for hosts, _ in settings.hosts.values())
@@ -213,7 +213,7 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     http = config.http
     checks = CheckThreads(_CHECKING, http.waiting_per_tenant)
     reads = ReadThreads(_READING, http.waiting_per_tenant)
-    apart = Apart(Bounds(http.processes, http.waiting_per_tenant, http.work_seconds, http.work_memory_mb))
+    apart = Apart(WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds, http.work_memory_mb))
 
     def rest(job_id: str, wanted: bool) -> None:
         workers.rest(job_id, wanted)
@@ -223,7 +223,7 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
         stored.changed(job_id)
         bus.publish(job_id)
 
-    handlers = EngineHandlers(
+    handlers = HostHandlers(
         handover.open_jobs, recorder.record_event, recorder.record_usage, scoring.answer, rest, ledger.count_completion,
         obeyed, agents.run, handover.reconcile,
     )  # fmt: skip
@@ -244,11 +244,11 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     )  # fmt: skip
 
 
-def _start(settings: Settings, storage: Storage, base: str) -> Start:
+def _start(settings: Settings, storage: Storage, base: str) -> StartHost:
     config = settings.config
     lasts = lasting(config, settings.directory) is not None
     rewards = [one.target.rpartition(":")[0] for one in settings.rewards.values()]
-    return Start(
+    return StartHost(
         base=settings.bases.place(base),
         serves=base,
         run=str(storage.run),

@@ -157,7 +157,7 @@ class Simulation:
             self._done.set()
 
     def _even_out(self) -> None:
-        """Move jobs as `EngineClient` does, while one host has more than another."""
+        """Move jobs as `Hosts` does, while one host has more than another."""
         while (move := moved(list(self._loads.values()))) is not None:
             source, to = self.hosts[move.source], self.hosts[move.to]
             job = source.jobs[move.job]
@@ -206,7 +206,7 @@ class Simulation:
             self._place(job)
 
     async def _share(self) -> None:
-        """Let tenants have their shares over all hosts, as `EngineClient` does."""
+        """Let tenants have their shares over all hosts, as `Hosts` does."""
         account, shares = ClusterShares(), {tenant: rule.share for tenant, rule in self._rules.items()}
         while len(self.hosts) > 1 and len(shares) > 1:
             await asyncio.sleep(EVEN_SECONDS)

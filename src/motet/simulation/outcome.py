@@ -12,7 +12,7 @@ from motet.simulation.cluster import HOUR, Simulation
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """What a simulation showed."""
 
     hours: float
@@ -42,7 +42,7 @@ class Outcome:
     """Hours, jobs that have a slot, jobs that wait for one."""
 
 
-def simulate(config: SimulationConfig) -> Outcome:
+def simulate(config: SimulationConfig) -> SimulationOutcome:
     """Let the jobs of a configuration run, and look at how it went."""
 
     async def run() -> tuple[Simulation, float]:
@@ -56,7 +56,7 @@ def simulate(config: SimulationConfig) -> Outcome:
     had = [contended.used[tenant] / share for tenant, share in shares.items()]
     waits = [job.first - job.arrives for job in ended.jobs if job.first is not None]
     steps = sum(job.done for job in ended.jobs)
-    return Outcome(
+    return SimulationOutcome(
         hours=seconds / HOUR,
         utilisation=sum(host.busy for host in ended.hosts) / (seconds * len(ended.hosts)),
         arriving=(last[1] - first[1]) / arriving if arriving else math.nan,

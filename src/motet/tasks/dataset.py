@@ -19,7 +19,7 @@ from motet.errors import DataError
 from motet.tasks.messages import messages_of, plain_preference, without_prompt
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.row_files import Bounds, Row
+from motet.tasks.row_files import Row, RowLimits
 from motet.tasks.sources import read_rows
 from motet.types import Message, Problem
 
@@ -63,12 +63,12 @@ class Source:
     scorer: ScorerSpec | None
 
 
-def load_dataset(config: DataConfig, bounds: Bounds | None = None, longer: Longer | None = None) -> Dataset:
+def load_dataset(config: DataConfig, bounds: RowLimits | None = None, longer: Longer | None = None) -> Dataset:
     """Read, check and split a job's data; see `read_source` and `split`."""
     return split(config, read_source(config, bounds), longer)
 
 
-def read_source(config: DataConfig, bounds: Bounds | None = None) -> Source:
+def read_source(config: DataConfig, bounds: RowLimits | None = None) -> Source:
     """Read every row of a job's data and make problems of them. No tokenizer is needed.
 
     Args:
@@ -167,7 +167,7 @@ def data_window(problems: Sequence[Problem], step: int, width: int, seed: int, s
     return window
 
 
-def _evaluation(config: DataConfig, bounds: Bounds | None) -> tuple[Problems, ScorerSpec | None]:
+def _evaluation(config: DataConfig, bounds: RowLimits | None) -> tuple[Problems, ScorerSpec | None]:
     if config.holdout == 0:
         raise DataError("data.eval_source is set but data.holdout is 0: set it to how many of its rows to use")
     # reasoning-gym seeds row i with seed + i: a far-away seed keeps evaluation rows from being training rows.
@@ -178,7 +178,7 @@ def _evaluation(config: DataConfig, bounds: Bounds | None) -> tuple[Problems, Sc
     return Problems.of(_problems(other, rows, bounds)), scorer
 
 
-def _problems(config: DataConfig, rows: Iterable[Row], bounds: Bounds | None) -> Iterator[Problem]:
+def _problems(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) -> Iterator[Problem]:
     size = 0
     for index, row in enumerate(rows):
         problem = _problem(config, row, index)

@@ -31,7 +31,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 from motet.errors import EnvironmentFault
 from motet.own_code import OwnCode, describe
 from motet.tasks import worker_messages as m
-from motet.tasks.worker_process import Limits, Read, Write, run, seed_random
+from motet.tasks.worker_process import Read, WorkerLimits, Write, run, seed_random
 
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
 _NOT_TOOLS = frozenset({"reset", "step", "get_reward", "close", "list_tools", "call_tool"})
@@ -91,11 +91,11 @@ class Environments:
             return m.EpisodeReply()
         instance = self._instances[episode]
         match action:
-            case m.Step():
+            case m.EnvironmentStep():
                 return self._step(instance, action.text)
             case m.CallTool():
                 return self._call(instance, action.name, action.arguments)
-            case m.Judge():
+            case m.JudgeEpisode():
                 return m.EpisodeReply(reward=_worth(instance))
 
     def _reset(self, episode: str, row: Mapping[str, Any]) -> m.EpisodeReply:
@@ -186,7 +186,7 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": summary, "parameters": arguments}}
 
 
-def answer_call(environments: Environments, limits: Limits, call: m.EpisodeCall) -> m.EpisodeReply:
+def answer_call(environments: Environments, limits: WorkerLimits, call: m.EpisodeCall) -> m.EpisodeReply:
     """One call of an episode, within its limits."""
     seed_random(zlib.crc32(json.dumps([call.seed, call.number]).encode()))
     reply, error, exceeded = limits.run(
@@ -207,10 +207,10 @@ def serve(read: Read, write: Write) -> None:
         about = environments.about()
     except Exception as error:  # the file's own, a signature that has no schema
         message = str(error) if isinstance(error, EnvironmentFault) else describe(error)
-        write(m.Refused(message))
+        write(m.LoadRefused(message))
         return
     write(about)
-    limits = Limits()
+    limits = WorkerLimits()
     while call := read(m.EpisodeCall):
         write(answer_call(environments, limits, call))
 

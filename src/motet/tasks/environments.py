@@ -71,11 +71,11 @@ class EnvironmentWorkers:
                 await slot.worker.kill()
                 slot.worker = None
 
-    def episode(self, seed: int) -> Episode:
+    def episode(self, seed: int) -> EnvironmentInstance:
         """An instance to be, in the process with the fewest; `seed` is for the random numbers that it draws."""
         slot = min(self._slots, key=lambda one: one.episodes)
         slot.episodes += 1
-        return Episode(self, slot, seed)
+        return EnvironmentInstance(self, slot, seed)
 
     async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
         """The rollouts of one group, each with an instance of its own."""
@@ -99,8 +99,8 @@ class EnvironmentWorkers:
         worker = await _Worker.spawn(self._log)
         try:
             request = m.LoadEnvironment(import_path(), self.config.target, self.config.args)
-            reply = await worker.exchange(request, m.EnvironmentLoaded | m.Refused, LOAD_SECONDS)
-            if isinstance(reply, m.Refused):
+            reply = await worker.exchange(request, m.EnvironmentLoaded | m.LoadRefused, LOAD_SECONDS)
+            if isinstance(reply, m.LoadRefused):
                 raise EnvironmentFault(reply.error)
         except BaseException:
             await worker.kill()
@@ -132,7 +132,7 @@ class EnvironmentWorkers:
             return reply, worker
 
 
-class Episode:
+class EnvironmentInstance:
     """One instance of the class, for one rollout."""
 
     def __init__(self, workers: EnvironmentWorkers, slot: _WorkerSlot, seed: int) -> None:
@@ -164,7 +164,9 @@ class Episode:
             await self.do(m.Close())
 
 
-async def _open(workers: EnvironmentWorkers, context: GroupContext, index: int, episode: Episode) -> Rollout:
+async def _open(
+    workers: EnvironmentWorkers, context: GroupContext, index: int, episode: EnvironmentInstance
+) -> Rollout:
     """A rollout whose instance is there, with what the model reads first."""
     problem = context.problem
     row = {**problem.metadata, "answer": problem.answer, "prompt": problem.messages[-1].content}
@@ -202,7 +204,7 @@ async def _run_episode(
     context: GroupContext,
     rollout: Rollout,
     first: tuple[IntArray, Chunk] | None,
-    episode: Episode,
+    episode: EnvironmentInstance,
 ) -> Rollout:
     """A rollout from its first turn to its end."""
     if first is None:
@@ -234,7 +236,7 @@ async def _run_episode(
 
 
 async def _replies(
-    workers: EnvironmentWorkers, chat: Chat, episode: Episode, text: str, calls: Sequence[ToolCall]
+    workers: EnvironmentWorkers, chat: Chat, episode: EnvironmentInstance, text: str, calls: Sequence[ToolCall]
 ) -> tuple[tuple[Message, ...], float | None, bool, str]:
     """What is said to a turn, its reward, whether the episode has ended, and what went wrong."""
     if calls:
@@ -248,12 +250,12 @@ async def _replies(
         return tuple(replies), None, done, ""
     if not workers.info.steps:
         return (), None, True, ""
-    reply = await episode.do(m.Step(text))
+    reply = await episode.do(m.EnvironmentStep(text))
     said = (Message("user", reply.text),) if reply.text else ()
     return said, reply.reward, reply.done, reply.error
 
 
-async def _with_own_rewards(rollout: Rollout, episode: Episode, asked: bool) -> Rollout:
+async def _with_own_rewards(rollout: Rollout, episode: EnvironmentInstance, asked: bool) -> Rollout:
     """With what the environment gives: the sum of its turns' rewards, and, where it is `asked`, of the whole episode."""
     if rollout.error:
         return rollout
@@ -262,7 +264,7 @@ async def _with_own_rewards(rollout: Rollout, episode: Episode, asked: bool) -> 
     if turns:
         parts["turns"] = float(sum(turns))
     if asked:
-        reply = await episode.do(m.Judge())
+        reply = await episode.do(m.JudgeEpisode())
         if reply.error:
             return replace(rollout, error=reply.error)
         if reply.reward is not None:

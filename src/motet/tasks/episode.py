@@ -14,7 +14,7 @@ import numpy as np
 
 from motet.errors import EngineError
 from motet.tasks.chat import Chat
-from motet.tasks.reward_pool import Scored
+from motet.tasks.reward_pool import ScoreOutcome
 from motet.types import Branch, Chunk, FinishReason, IntArray, Message, Problem, Rollout, SamplingParams, ToolCall, Turn
 
 
@@ -28,7 +28,7 @@ class Generate(Protocol):
         ...
 
 
-ScoreRollouts = Callable[[Sequence[Rollout]], Awaitable[list[Scored]]]
+ScoreRollouts = Callable[[Sequence[Rollout]], Awaitable[list[ScoreOutcome]]]
 """One result for each rollout, in order."""
 
 

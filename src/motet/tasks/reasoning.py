@@ -24,7 +24,7 @@ from motet import wall
 from motet.errors import DataError, RewardError
 from motet.near import close_matches
 from motet.tasks.reasoning_answers import read_safely
-from motet.tasks.row_files import Bounds
+from motet.tasks.row_files import RowLimits
 from motet.types import Problem
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ScorerSpec:
         return reasoning_gym.create_dataset(self.task, **{**self.config, "size": self.size, "seed": self.seed})
 
 
-def make_entries(spec: ScorerSpec, bounds: Bounds | None = None) -> list[dict[str, Any]]:
+def make_entries(spec: ScorerSpec, bounds: RowLimits | None = None) -> list[dict[str, Any]]:
     """The rows of a task: `question`, `answer` and `metadata`, as JSON values; the same for the same spec.
 
     Raises:
@@ -69,7 +69,7 @@ def make_entries(spec: ScorerSpec, bounds: Bounds | None = None) -> list[dict[st
 
 
 @functools.lru_cache(maxsize=4)  # jobs of a sweep share their data
-def _made_apart(spec: str, bounds: Bounds | None) -> str:
+def _made_apart(spec: str, bounds: RowLimits | None) -> str:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise DataError(
             "reasoning-gym is not installed: `make smollm2` brings it, or pip install '.[reasoning]' in Motet's directory "

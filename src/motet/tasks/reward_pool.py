@@ -47,7 +47,7 @@ from motet.types import Message, Problem
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoreOutcome:
     """What became of one completion."""
 
     reward: float
@@ -65,7 +65,7 @@ _ALWAYS = ("role", "content")
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerToScore:
     """What is scored."""
 
     text: str
@@ -172,7 +172,7 @@ class RewardPool:
 
     async def score(
         self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
-    ) -> list[Scored]:
+    ) -> list[ScoreOutcome]:
         """Score completions of one problem, in their order. What goes wrong is in the result, never raised.
 
         Args:
@@ -187,7 +187,7 @@ class RewardPool:
         """
         known = self._registered(job)
         seen = transcripts or [()] * len(completions)
-        answers = [Answer(*one) for one in zip(completions, seen, strict=True)]
+        answers = [AnswerToScore(*one) for one in zip(completions, seen, strict=True)]
         columns = await asyncio.gather(
             *(self._column(known, index, problem, answers) for index in range(len(known.rewards)))
         )
@@ -203,7 +203,7 @@ class RewardPool:
         """
         given = msgspec.convert(problem, Problem)
         seen = msgspec.convert(transcripts, list[tuple[Message, ...]]) or [()] * len(completions)
-        answers = [Answer(*one) for one in zip(completions, seen, strict=True)]
+        answers = [AnswerToScore(*one) for one in zip(completions, seen, strict=True)]
         parts = await self._column(self._registered(job), 0, given, answers)
         return [_score(part) for part in parts]
 
@@ -238,7 +238,7 @@ class RewardPool:
             return reward
         return reward.model_copy(update={"name": known.target, "args": {**known.args, **reward.args}})
 
-    async def _column(self, job: _Job, index: int, problem: Problem, answers: list[Answer]) -> list[_Part]:
+    async def _column(self, job: _Job, index: int, problem: Problem, answers: list[AnswerToScore]) -> list[_Part]:
         """One reward's parts, one for each completion."""
         reward, group = job.rewards[index], job.group_of(index)
         if group is None:
@@ -249,7 +249,9 @@ class RewardPool:
             return parts
         return [replace(part, error=without_folder(part.error, known.target)) for part in parts]
 
-    async def _asked(self, job: _Job, reward: RewardConfig, problem: Problem, answers: list[Answer]) -> list[_Part]:
+    async def _asked(
+        self, job: _Job, reward: RewardConfig, problem: Problem, answers: list[AnswerToScore]
+    ) -> list[_Part]:
         """Parts of a reward that is scored elsewhere; an answer whose conversation is too long for that has none."""
         given = problem_as_given(problem)
         sees_all = reward.name in SEES_ALL
@@ -266,7 +268,9 @@ class RewardPool:
                 parts[n] = _part(score)
         return parts
 
-    async def _in_process(self, group: WorkerGroup, index: int, problem: Problem, answers: list[Answer]) -> list[_Part]:
+    async def _in_process(
+        self, group: WorkerGroup, index: int, problem: Problem, answers: list[AnswerToScore]
+    ) -> list[_Part]:
         """Parts of a reward that a process of the job scores.
 
         A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
@@ -279,7 +283,7 @@ class RewardPool:
         return [parts[0] for parts in alone if parts is not None]
 
     async def _call(
-        self, group: WorkerGroup, index: int, problem: Problem, answers: list[Answer], last: bool = False
+        self, group: WorkerGroup, index: int, problem: Problem, answers: list[AnswerToScore], last: bool = False
     ) -> list[_Part] | None:
         """One call, or None when a call for several failed as a whole and there is a `last` one to come for each."""
         worker = await group.take()
@@ -298,7 +302,7 @@ class RewardPool:
         return [_part(error or value) for value, error in zip(reply.values, reply.errors, strict=True)]
 
     async def _ask(
-        self, group: WorkerGroup, worker: Worker, index: int, problem: Problem, answers: list[Answer]
+        self, group: WorkerGroup, worker: Worker, index: int, problem: Problem, answers: list[AnswerToScore]
     ) -> Scores:
         """A reply that a fresh process would have given too."""
         reward, own, n = group.rewards[index], group.index(index), len(answers)
@@ -370,7 +374,7 @@ def _score(part: _Part) -> ScoreOrReason:
     return part.value if part.applies else None
 
 
-def _sum(job: _Job, parts: Sequence[_Part]) -> Scored:
+def _sum(job: _Job, parts: Sequence[_Part]) -> ScoreOutcome:
     """The weighted sum of those that apply, as in TRL; a completion to which none does has no reward."""
     counted = [one for one in zip(job.labels, job.rewards, parts, strict=True) if one[2].applies]
     failed = [f"reward {label}: {part.error}" for label, _, part in counted if part.error]
@@ -381,4 +385,4 @@ def _sum(job: _Job, parts: Sequence[_Part]) -> Scored:
     if not failed and not math.isfinite(total):
         failed = [f"the weighted sum of the rewards is {total}: give smaller weights"]
     clock_limited = any(part.clock_limited for part in parts)
-    return Scored(math.nan if failed else total, good, "; ".join(failed), clock_limited)
+    return ScoreOutcome(math.nan if failed else total, good, "; ".join(failed), clock_limited)

@@ -19,7 +19,7 @@ from motet.errors import RewardError, WallError
 from motet.own_code import describe
 from motet.tasks import worker_messages as m
 from motet.tasks.reward_loading import OWN, LoadedReward, resolve
-from motet.tasks.worker_process import Limits, Read, Write, over_limit, run, seed_random
+from motet.tasks.worker_process import Read, WorkerLimits, Write, over_limit, run, seed_random
 
 _LOADING_MB = 4096
 """Address space that loading may take behind a wall."""
@@ -27,7 +27,7 @@ _SPARE_MB = 256
 """What the process itself may take between calls."""
 
 
-def answer_call(rewards: Sequence[LoadedReward], limits: Limits, request: m.ScoreCompletions) -> m.Scores:
+def answer_call(rewards: Sequence[LoadedReward], limits: WorkerLimits, request: m.ScoreCompletions) -> m.Scores:
     """Score the completions of one request."""
     reward = rewards[request.reward]
     seed_random(zlib.crc32(json.dumps([request.problem.id, request.completions]).encode()))
@@ -146,11 +146,11 @@ def serve(read: Read, write: Write) -> None:
     try:
         rewards = load(read(m.LoadRewards))
     except (RewardError, WallError) as error:
-        write(m.Refused(str(error)))
+        write(m.LoadRefused(str(error)))
         return
     together = tuple(reward.batched or reward.is_async for reward in rewards)
     write(m.RewardsLoaded(together, tuple(reward.sees_all for reward in rewards)))
-    limits = Limits()
+    limits = WorkerLimits()
     while request := read(m.ScoreCompletions):
         write(answer_call(rewards, limits, request))
 

@@ -68,8 +68,8 @@ class RewardLink(WorkerLink):
         """
         link = await cls.spawn(log, walled=request.walled)
         try:
-            reply = await link.exchange(request, m.RewardsLoaded | m.Refused, LOAD_SECONDS)
-            if isinstance(reply, m.Refused):
+            reply = await link.exchange(request, m.RewardsLoaded | m.LoadRefused, LOAD_SECONDS)
+            if isinstance(reply, m.LoadRefused):
                 raise RewardError(reply.error)
         except BaseException:
             await link.kill()

@@ -23,7 +23,7 @@ _SMALL = 2**18
 
 
 @dataclass(frozen=True)
-class Bounds:
+class RowLimits:
     """The most that rows may take which somebody else gives."""
 
     rows: int = 2_000_000
@@ -39,13 +39,13 @@ class Bounds:
     """Memory of the process that does either."""
 
 
-UPLOADED = Bounds()
+UPLOADED = RowLimits()
 """Those of a service, of a file."""
-OF_A_JOB = Bounds(rows=200_000)
+OF_A_JOB = RowLimits(rows=200_000)
 """Those of a service, of one job: each of its rows is looked at before it begins."""
 
 
-def rows_of(path: Path, bounds: Bounds | None = None) -> Iterator[Row]:
+def rows_of(path: Path, bounds: RowLimits | None = None) -> Iterator[Row]:
     """The rows of a .jsonl, .json, .csv or .parquet file, in order.
 
     Args:
@@ -61,7 +61,7 @@ def rows_of(path: Path, bounds: Bounds | None = None) -> Iterator[Row]:
         yield row
 
 
-def count_rows(path: Path, bounds: Bounds) -> int:
+def count_rows(path: Path, bounds: RowLimits) -> int:
     """How many rows a file has; every one is read, and none is kept.
 
     Raises:
@@ -74,7 +74,7 @@ def count_rows(path: Path, bounds: Bounds) -> int:
     return count
 
 
-def count_apart(path: Path, bounds: Bounds) -> int:
+def count_apart(path: Path, bounds: RowLimits) -> int:
     """What `count_rows` gives. Anything but a small file is read in a process with limits of its own.
 
     Raises:
@@ -99,7 +99,7 @@ def count_apart(path: Path, bounds: Bounds) -> int:
     return int(answer)
 
 
-def _too_many_rows(path: Path, bounds: Bounds) -> DataError:
+def _too_many_rows(path: Path, bounds: RowLimits) -> DataError:
     return DataError(f"{path} has more than {bounds.rows} rows, the most here; split it, or set data.size")
 
 
@@ -107,20 +107,20 @@ def _too_large(where: str, limit: int) -> DataError:
     return DataError(f"{where} has more than {limit / 2**20:g} MB; shorten it")
 
 
-def _too_many_values(path: Path, bounds: Bounds) -> DataError:
+def _too_many_values(path: Path, bounds: RowLimits) -> DataError:
     return DataError(f"{path} has more than {bounds.values} values, the most here; leave columns out, or split it")
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------------
 
 
-def _lines(path: Path, bounds: Bounds | None) -> Iterator[bytes]:
+def _lines(path: Path, bounds: RowLimits | None) -> Iterator[bytes]:
     longest = -1 if bounds is None else bounds.row_bytes + 1
     with path.open("rb") as lines:
         yield from iter(lambda: lines.readline(longest), b"")
 
 
-def _within(lines: Iterable[bytes], path: Path, unit: str, bounds: Bounds | None) -> Iterator[tuple[str, bytes]]:
+def _within(lines: Iterable[bytes], path: Path, unit: str, bounds: RowLimits | None) -> Iterator[tuple[str, bytes]]:
     """Lines, each with its place, none of which comes before it is known to be within the bounds."""
     size = values = 0
     for number, line in enumerate(lines, 1):
@@ -139,17 +139,17 @@ def _within(lines: Iterable[bytes], path: Path, unit: str, bounds: Bounds | None
 # --- JSON -------------------------------------------------------------------------------------------------------------------
 
 
-def _json_lines(path: Path, bounds: Bounds | None) -> Iterator[Row]:
+def _json_lines(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
     yield from _objects(_lines(path, bounds), path, "line", bounds)
 
 
-def _objects(lines: Iterable[bytes], path: Path, unit: str, bounds: Bounds | None) -> Iterator[Row]:
+def _objects(lines: Iterable[bytes], path: Path, unit: str, bounds: RowLimits | None) -> Iterator[Row]:
     for where, line in _within(lines, path, unit, bounds):
         if line.strip():
             yield _object(_parse(line, where), where)
 
 
-def _json_list(path: Path, bounds: Bounds | None) -> Iterator[Row]:
+def _json_list(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
     text = path.read_bytes()
     if bounds is not None and _values(text) > bounds.values:
         raise _too_many_values(path, bounds)
@@ -193,7 +193,7 @@ def _object(value: Any, where: str) -> Row:
 # --- CSV --------------------------------------------------------------------------------------------------------------------
 
 
-def _csv(path: Path, bounds: Bounds | None) -> Iterator[Row]:
+def _csv(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
     """Every field is text: what looks like a number may be a code, and `007` is not 7."""
     csv.field_size_limit(sys.maxsize)  # of the whole process; rows have bounds of their own
     reader = csv.reader(_texts(path, bounds), strict=True)
@@ -218,7 +218,7 @@ def _csv(path: Path, bounds: Bounds | None) -> Iterator[Row]:
         raise DataError(f"{path} line {reader.line_num} is not CSV: {error}") from error
 
 
-def _texts(path: Path, bounds: Bounds | None) -> Iterator[str]:
+def _texts(path: Path, bounds: RowLimits | None) -> Iterator[str]:
     for where, line in _within(_lines(path, bounds), path, "line", bounds):
         try:
             yield line.decode("utf-8-sig")
@@ -229,7 +229,7 @@ def _texts(path: Path, bounds: Bounds | None) -> Iterator[str]:
 # --- parquet ----------------------------------------------------------------------------------------------------------------
 
 
-def _parquet(path: Path, bounds: Bounds | None) -> Iterator[Row]:
+def _parquet(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
     if bounds is None:
         yield from parquet_rows.read(path)
         return
@@ -238,12 +238,12 @@ def _parquet(path: Path, bounds: Bounds | None) -> Iterator[Row]:
         yield from _objects(lines, path, "row", bounds)
 
 
-READERS: dict[str, Callable[[Path, Bounds | None], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path, RowLimits | None], Iterator[Row]]] = {
     ".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".parquet": _parquet,
 }  # fmt: skip
 
 
-def _counted(path: Path, bounds: Bounds) -> int | str:
+def _counted(path: Path, bounds: RowLimits) -> int | str:
     """The rows of a file, or what is wrong with it."""
     try:
         return count_rows(path, bounds)
@@ -252,6 +252,6 @@ def _counted(path: Path, bounds: Bounds) -> int | str:
 
 
 if __name__ == "__main__":
-    given = Path(sys.argv[1]), Bounds(**json.loads(sys.argv[2]))
+    given = Path(sys.argv[1]), RowLimits(**json.loads(sys.argv[2]))
     wall.enter(given[1].memory_mb, readable=given[:1], where_possible=True)
     json.dump(_counted(*given), sys.stdout)

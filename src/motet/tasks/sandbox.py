@@ -35,7 +35,7 @@ _SHOWN = 4000
 
 
 @dataclass(frozen=True)
-class Ran:
+class ProgramResult:
     """What came of a program."""
 
     output: str
@@ -78,11 +78,11 @@ class Sandbox:
         self._sizes.pop(self.directory, None)
         self._made.cleanup()
 
-    def python(self, code: str, given: str = "") -> Ran:
+    def python(self, code: str, given: str = "") -> ProgramResult:
         """Run a program in Python; `given` is its standard input."""
         return self._run("python", code, given)
 
-    def shell(self, command: str, given: str = "") -> Ran:
+    def shell(self, command: str, given: str = "") -> ProgramResult:
         """Run a command in `sh`."""
         return self._run("shell", command, given)
 
@@ -93,7 +93,7 @@ class Sandbox:
         _, known, said = ran.output.rpartition(nonce)
         return [bool(one) for one in json.loads(said)] if known else [False] * len(tests)
 
-    def _run(self, kind: Literal["python", "shell", "tests"], code: str, given: str) -> Ran:
+    def _run(self, kind: Literal["python", "shell", "tests"], code: str, given: str) -> ProgramResult:
         text = code.encode("utf-8", "replace")
         head = {"kind": kind, "bytes": len(text), "seconds": self._seconds, "memory_mb": self._memory_mb}
         # Files, which the process cannot make longer than its limit.
@@ -115,7 +115,7 @@ class Sandbox:
                 self._clear()
             # The directory has another name each time, and what a model is told depends on nothing of that kind.
             output, said = (_whole(file).replace(str(self.directory), "~") for file in (printed, errors))
-            return Ran(output, said, None if status == -signal.SIGXCPU else status, wrote)
+            return ProgramResult(output, said, None if status == -signal.SIGXCPU else status, wrote)
 
     def _watched(self, process: subprocess.Popen[bytes], sent: bytes) -> str:
         """Wait until a program has ended, its time is up, or it has written too much; says what of."""

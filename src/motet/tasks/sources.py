@@ -12,12 +12,12 @@ from motet.errors import DataError
 from motet.near import close_matches
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
-from motet.tasks.row_files import READERS, Bounds, Row, rows_of
+from motet.tasks.row_files import READERS, Row, RowLimits, rows_of
 
 _ROW = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
-def read_rows(config: DataConfig, bounds: Bounds | None = None) -> tuple[Iterator[Row], ScorerSpec | None]:
+def read_rows(config: DataConfig, bounds: RowLimits | None = None) -> tuple[Iterator[Row], ScorerSpec | None]:
     """At most `config.size` rows of a source, with JSON values only, and the data's own scorer where it has one.
 
     Rows are read as they are asked for, and errors come with them.
@@ -38,7 +38,7 @@ def read_rows(config: DataConfig, bounds: Bounds | None = None) -> tuple[Iterato
     return _plain(config, itertools.islice(_rows(config, bounds), config.size), bounds), None
 
 
-def _plain(config: DataConfig, rows: Iterable[Row], bounds: Bounds | None) -> Iterator[Row]:
+def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) -> Iterator[Row]:
     number = -1
     for number, row in enumerate(rows):
         if bounds is not None and number >= bounds.rows:
@@ -53,7 +53,7 @@ def _plain(config: DataConfig, rows: Iterable[Row], bounds: Bounds | None) -> It
         raise DataError(f"data.source {config.source!r} has no rows; a row is an object such as {_ROW}")
 
 
-def _rows(config: DataConfig, bounds: Bounds | None) -> Iterable[Row]:
+def _rows(config: DataConfig, bounds: RowLimits | None) -> Iterable[Row]:
     path = Path(os.path.expanduser(config.source))
     if config.rows is not None:
         return _of_python(config)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from motet import wall
-from motet.channel import LONGEST_LINE, Message, decode, encode
+from motet.channel import LONGEST_LINE, ChannelMessage, decode, encode
 from motet.tasks.reasoning import HASH_SEED
 
 LOAD_SECONDS = 120.0
@@ -63,7 +63,7 @@ class WorkerLink:
         self._process.stdin.close()
         await self._process.wait()
 
-    async def exchange(self, message: Message, kinds: Any, wall_seconds: float, cpu_seconds: float = 0) -> Any:
+    async def exchange(self, message: ChannelMessage, kinds: Any, wall_seconds: float, cpu_seconds: float = 0) -> Any:
         """One message there, one back. After any exception the process must be killed or is dead already.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from motet.channel import Message
+from motet.channel import ChannelMessage
 from motet.tasks.reasoning import ScorerSpec
 from motet.types import Problem
 
@@ -12,7 +12,7 @@ Limit = Literal["", "cpu", "memory"]
 """Which limit a call hit; its process should not be trusted with another one then."""
 
 
-class Refused(Message, frozen=True):
+class LoadRefused(ChannelMessage, frozen=True):
     """Nothing was loaded, and why."""
 
     error: str
@@ -21,7 +21,7 @@ class Refused(Message, frozen=True):
 # --- rewards -------------------------------------------------------------------------------------------------------------
 
 
-class RewardSource(Message, frozen=True):
+class RewardSource(ChannelMessage, frozen=True):
     """One reward to load."""
 
     name: str
@@ -30,7 +30,7 @@ class RewardSource(Message, frozen=True):
     """A function object."""
 
 
-class LoadRewards(Message, frozen=True):
+class LoadRewards(ChannelMessage, frozen=True):
     """The first message to a process."""
 
     import_path: list[str]
@@ -40,7 +40,7 @@ class LoadRewards(Message, frozen=True):
     memory_mb: int
 
 
-class RewardsLoaded(Message, frozen=True):
+class RewardsLoaded(ChannelMessage, frozen=True):
     """Of each reward, in their order."""
 
     together: tuple[bool, ...]
@@ -49,7 +49,7 @@ class RewardsLoaded(Message, frozen=True):
     """Whether it takes the whole conversation too."""
 
 
-class ScoreCompletions(Message, frozen=True):
+class ScoreCompletions(ChannelMessage, frozen=True):
     """Score the completions of one problem."""
 
     reward: int
@@ -62,7 +62,7 @@ class ScoreCompletions(Message, frozen=True):
     """One for each completion, where the reward takes them."""
 
 
-class Scores(Message, frozen=True):
+class Scores(ChannelMessage, frozen=True):
     """What a reward says of each completion."""
 
     values: list[float | None]
@@ -77,7 +77,7 @@ class Scores(Message, frozen=True):
 # --- environments --------------------------------------------------------------------------------------------------------
 
 
-class LoadEnvironment(Message, frozen=True):
+class LoadEnvironment(ChannelMessage, frozen=True):
     """The first message to a process: a class by its name."""
 
     import_path: list[str]
@@ -85,7 +85,7 @@ class LoadEnvironment(Message, frozen=True):
     args: dict[str, Any]
 
 
-class EnvironmentLoaded(Message, frozen=True):
+class EnvironmentLoaded(ChannelMessage, frozen=True):
     """What the class offers."""
 
     tools: tuple[dict[str, Any], ...] = ()
@@ -97,37 +97,37 @@ class EnvironmentLoaded(Message, frozen=True):
     """It is no class, but a function that is an agent and runs elsewhere."""
 
 
-class Reset(Message, frozen=True, tag="reset"):
+class Reset(ChannelMessage, frozen=True, tag="reset"):
     """Begin an episode."""
 
     row: dict[str, Any]
 
 
-class Step(Message, frozen=True, tag="step"):
+class EnvironmentStep(ChannelMessage, frozen=True, tag="step"):
     """Say something to a turn without a tool call."""
 
     text: str
 
 
-class CallTool(Message, frozen=True, tag="call"):
+class CallTool(ChannelMessage, frozen=True, tag="call"):
     """Call a tool."""
 
     name: str
     arguments: dict[str, Any]
 
 
-class Judge(Message, frozen=True, tag="get_reward"):
+class JudgeEpisode(ChannelMessage, frozen=True, tag="get_reward"):
     """Say what the whole episode is worth."""
 
 
-class Close(Message, frozen=True, tag="close"):
+class Close(ChannelMessage, frozen=True, tag="close"):
     """Let go of the instance."""
 
 
-AnyAction = Reset | Step | CallTool | Judge | Close
+AnyAction = Reset | EnvironmentStep | CallTool | JudgeEpisode | Close
 
 
-class EpisodeCall(Message, frozen=True):
+class EpisodeCall(ChannelMessage, frozen=True):
     """One call of an episode, which has an instance of the class."""
 
     episode: str
@@ -139,7 +139,7 @@ class EpisodeCall(Message, frozen=True):
     action: AnyAction
 
 
-class EpisodeReply(Message, frozen=True):
+class EpisodeReply(ChannelMessage, frozen=True):
     """What a call of an episode gave."""
 
     error: str = ""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from motet import wall
-from motet.channel import Message, decode, encode
+from motet.channel import ChannelMessage, decode, encode
 from motet.own_code import describe
 from motet.tasks.worker_messages import Limit
 
@@ -30,14 +30,14 @@ _AGAIN_SECONDS = 0.2  # code that swallows the exception gets it again
 Result = TypeVar("Result")
 Read = Callable[[Any], Any]
 """The next message, which is one of the kinds given; None where the input has ended."""
-Write = Callable[[Message], None]
+Write = Callable[[ChannelMessage], None]
 
 
 class CpuLimitError(BaseException):
     """CPU time is used up; not an `Exception`, so that the code's own `except Exception` lets it through."""
 
 
-class Limits:
+class WorkerLimits:
     """Limits of one call at a time."""
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ def run(serve: Callable[[Read, Write], None]) -> None:
         line = requests.readline()
         return decode(line, kinds) if line else None
 
-    def write(reply: Message) -> None:
+    def write(reply: ChannelMessage) -> None:
         if os.getpid() != process:  # a child that the code forked and that came back here
             os._exit(0)
         replies.write(encode(reply))

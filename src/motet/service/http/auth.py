@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from fastapi import Request
 
-from motet.apart import Turns
+from motet.apart import ThreadTurns
 from motet.config.service import RateConfig
 from motet.service.database.store import AWAY
 from motet.service.database.tenants import Principal, Tenants
@@ -149,9 +149,9 @@ class Access:
             raise Refusal(429, message, headers={"Retry-After": str(seconds)})
 
 
-class CheckThreads(Turns):
+class CheckThreads(ThreadTurns):
     """For checks of jobs."""
 
 
-class ReadThreads(Turns):
+class ReadThreads(ThreadTurns):
     """For files of rows and archives, which may take minutes."""

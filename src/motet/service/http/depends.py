@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from motet.apart import Apart
-from motet.cluster.client import EngineClient
+from motet.cluster.hosts import Hosts
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
 from motet.service.database.store import Store
@@ -62,7 +62,7 @@ AgentWorkersDep = Annotated[AgentWorkers, part(AgentWorkers)]
 BasesDep = Annotated[Bases, part(Bases)]
 BusDep = Annotated[EventBus, part(EventBus)]
 CheckThreadsDep = Annotated[CheckThreads, part(CheckThreads)]
-EngineDep = Annotated[EngineClient, part(EngineClient)]
+EngineDep = Annotated[Hosts, part(Hosts)]
 ErasureDep = Annotated[Erasure, part(Erasure)]
 EventLogDep = Annotated[EventLog, part(EventLog)]
 FineTuningsDep = Annotated[FineTunings, part(FineTunings)]

@@ -60,7 +60,7 @@ class About(BaseModel):
         return self
 
 
-class Device(BaseModel):
+class DeviceCode(BaseModel):
     """The answer to a device authorization request (RFC 8628)."""
 
     device_code: str
@@ -145,7 +145,7 @@ class Provider:
             raise self._refused(answer["error"])
         return await self._claims(answer, nonce)
 
-    async def begin_device(self) -> Device:
+    async def begin_device(self) -> DeviceCode:
         """Begin the device flow.
 
         Raises:
@@ -159,7 +159,7 @@ class Provider:
         if "error" in answer:
             raise self._refused(answer["error"])
         try:
-            return Device.model_validate(answer)
+            return DeviceCode.model_validate(answer)
         except ValidationError as error:
             raise _away(f"its answer to a device request lacks {error.errors()[0]['loc']}") from error
 

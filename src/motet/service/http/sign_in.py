@@ -20,7 +20,7 @@ from motet.service.database.tables import Key, now
 from motet.service.errors import Refusal
 from motet.service.http.auth import RateLimit
 from motet.service.http.connections import network_of
-from motet.service.http.provider import Device, Pending, Provider
+from motet.service.http.provider import DeviceCode, Pending, Provider
 from motet.service.http.rights import ROLES
 from motet.service.secrets import Secrets
 from motet.service.settings import Settings
@@ -188,7 +188,7 @@ class SignIns:
             raise Refusal(401, "this code is not good any more, or not for this command; `motet login` begins again")
         return Person(*fields["person"])
 
-    async def begin_device(self, request: Request) -> tuple[Device, str]:
+    async def begin_device(self, request: Request) -> tuple[DeviceCode, str]:
         """A device sign-in, and the handle by which it is asked for."""
         device = await self.provider(request, "begin").begin_device()
         fields = {"code": device.device_code, "interval": device.interval}

@@ -9,8 +9,8 @@ from typing import Any
 
 from sqlalchemy import Select, case, func, select
 
-from motet.cluster.client import EngineClient
-from motet.cluster.messages import Action, AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToEngine
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import Action, AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError
 from motet.runtime.slots import Claim
@@ -43,7 +43,7 @@ class Handover:
         recorder: EventRecorder,
         initial: InitialAdapters,
         enforcer: QuotaEnforcer,
-        engine: EngineClient,
+        engine: Hosts,
         bases: Bases,
         secrets: Secrets,
     ) -> None:
@@ -105,16 +105,16 @@ class Handover:
                 self._recorder.record_state(job.id, JobState.FAILED, str(error))
         return messages
 
-    def reconcile(self, held: Sequence[Held]) -> dict[str, list[ToEngine]]:
+    def reconcile(self, held: Sequence[Held]) -> dict[str, list[ToHost]]:
         """What hosts are told of jobs that they have of the service before, by job: it may have been asked meanwhile."""
         return {one.job: self._told_again(one) for one in held}
 
-    def _told_again(self, held: Held) -> list[ToEngine]:
+    def _told_again(self, held: Held) -> list[ToHost]:
         job = self._store.job_by_id(held.job)
         if job is None or JobState(job.state).final:
             return [ReleaseJob(held.job)]  # it is not known here, or not any more
         rule, spec = self._enforcer.rule_with_job(job), job.spec
-        messages: list[ToEngine] = [SetRule(job.tenant_id, rule), ChangeJob(job.id, spec["budget"], spec["priority"])]
+        messages: list[ToHost] = [SetRule(job.tenant_id, rule), ChangeJob(job.id, spec["budget"], spec["priority"])]
         if job.wanted != held.wanted or (job.wanted == "run" and held.state is JobState.PAUSED):
             messages.append(SteerJob(job.id, _ACTIONS[job.wanted]))
         return [*messages, Nudge(job.id)]

@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import select, update
 
 from motet.config import JobConfig
-from motet.config.chain import Start, check_chains
+from motet.config.chain import ChainStart, check_chains
 from motet.errors import ConfigError, StoreError
 from motet.service.adapters.adapters import Adapters, Resolved
 from motet.service.database.store import Store, name_taken
@@ -125,7 +125,7 @@ class JobQueue:
         if condition.at is not None and condition.at > time.time() + FURTHEST:
             raise ConfigError("at: a start may lie a year ahead at most; give an earlier time")
         ids, coming = [job.id for job in before], dict[str, str]()
-        if (start := Start.of(config.adapter.init, [one.config for one in above])) is not None:
+        if (start := ChainStart.of(config.adapter.init, [one.config for one in above])) is not None:
             made_by = next(one for one in above if one.config.name == start.job)
             _check_chain(config, base, made_by)
             ids.append(made_by.id)

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter
 from sqlalchemy.orm import Session
 
-from motet.cluster.messages import JobChanged, JobStepped, JobWorked, Usage
+from motet.cluster.messages import JobChanged, JobStepped, JobWorked, UsageWindow
 from motet.runtime.journal import Journal
 from motet.runtime.progress import figure_of
 from motet.service.database.store import AWAY, Store
@@ -111,7 +111,7 @@ class EventRecorder:
         elif not (self._closing and event.state in (JobState.PAUSED, JobState.QUEUED)):
             self.record_state(event.job, event.state, event.message, event.inexact, event.key)
 
-    def record_usage(self, usage: Usage) -> None:
+    def record_usage(self, usage: UsageWindow) -> None:
         """Keep who used the device."""
         self._write(lambda: self._ledger.window(usage.engine, usage.window, usage.microseconds, usage.base))
 

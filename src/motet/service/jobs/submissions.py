@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from motet.algorithms.client import ClientDriven
-from motet.cluster.client import EngineClient
+from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Action, ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError, StoreError
@@ -56,7 +56,7 @@ class Submissions:
         enforcer: QuotaEnforcer,
         queue: JobQueue,
         handover: Handover,
-        engine: EngineClient,
+        engine: Hosts,
         secrets: Secrets,
     ) -> None:
         """`allowed` is what jobs may use."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from motet.chat.completer import whole
-from motet.cluster.client import EngineClient
+from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Complete
 from motet.config import RewardConfig
 from motet.errors import ConfigError, EngineError, RewardError
@@ -71,7 +71,7 @@ class Graded:
 class Grading:
     """Grader processes of a service. Lives in its event loop."""
 
-    def __init__(self, engine: EngineClient, adapters: Adapters) -> None:
+    def __init__(self, engine: Hosts, adapters: Adapters) -> None:
         self._engine, self._adapters = engine, adapters
         self._pool = RewardPool(_PROCESSES, walls=Walls(required=True))
         self._lanes: OrderedDict[str, int] = OrderedDict()  # how many use each now
@@ -218,7 +218,7 @@ class VerdictError(ValueError):
 
 
 async def ask_judge(
-    engine: EngineClient, tenant: str, asked: Answerer, judge: Judge, item: Mapping[str, Any], output: str
+    engine: Hosts, tenant: str, asked: Answerer, judge: Judge, item: Mapping[str, Any], output: str
 ) -> tuple[float, int]:
     """The score of an answer by the judge that `asked` means, and the tokens that it took.
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from motet.cluster.messages import Scored, ScoreRequest
+from motet.cluster.messages import ScoreRequest, ScoresAnswered
 from motet.config import RewardConfig
 from motet.errors import ScorerAway
 from motet.service.database.store import AWAY, Store
@@ -41,38 +41,38 @@ class Scoring:
             "judge": lambda job, reward, problem, texts, _: grading.scores(job, reward.args, problem, texts),
         }
 
-    async def answer(self, request: ScoreRequest) -> Scored:
+    async def answer(self, request: ScoreRequest) -> ScoresAnswered:
         """Scores, or why there are none; see `hosting.scores`."""
         wait = _SHORTEST_WAIT
         while True:
             try:
                 return await self._scored(request)
             except ScorerAway:
-                return Scored(request.key, away=True)
+                return ScoresAnswered(request.key, away=True)
             except AWAY as error:  # the engine waits, unless the service stops; it cancels this when it goes
                 _log.warning(
                     "scoring for job %s waits for the database: %s", request.job, getattr(error, "orig", error)
                 )
                 await within(self._closing, wait)
                 if self._closing.is_set():
-                    return Scored(request.key, away=True)
+                    return ScoresAnswered(request.key, away=True)
                 wait = min(2 * wait, _LONGEST_WAIT)
             except Exception as error:  # the boundary of a tenant
                 _log.exception("scoring for job %s failed", request.job)
                 reason = f"the service failed to score it: {type(error).__name__}: {error}"
-                return Scored(request.key, [{"chance": reason}] * len(request.completions))
+                return ScoresAnswered(request.key, [{"chance": reason}] * len(request.completions))
 
     def close(self) -> None:
         """Let every job rest that waits for the database; the next start asks again."""
         self._closing.set()
 
-    async def _scored(self, request: ScoreRequest) -> Scored:
+    async def _scored(self, request: ScoreRequest) -> ScoresAnswered:
         reward, completions = RewardConfig.model_validate(request.reward), request.completions
         job = await asyncio.to_thread(self._store.job_by_id, request.job)
         scorer = self._scorers.get(reward.name)
         if job is None or scorer is None:
             what = f"reward {reward.name!r}" if job is not None else "job"
-            return Scored(request.key, [f"this service knows no such {what}"] * len(completions))
-        return Scored(
+            return ScoresAnswered(request.key, [f"this service knows no such {what}"] * len(completions))
+        return ScoresAnswered(
             request.key, to_wire(await scorer(job, reward, request.problem, completions, request.transcripts))
         )

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Depends, Query, UploadFile
 from fastapi import File as FormFile
 from fastapi.responses import Response
 
-from motet.cluster.client import EngineClient
-from motet.cluster.messages import Examine, Examined, Unfit
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import AdapterExamined, ExamineAdapter, Unfit
 from motet.errors import DataError
 from motet.service.adapters.adapters import ALL
 from motet.service.adapters.adapters import Adapters as AdaptersPart
@@ -168,10 +168,10 @@ def _unpacked(file: UploadFile, directory: Path, limit: int) -> Callable[[], int
     return work
 
 
-async def _examined(engine: EngineClient, directory: Path, base: str) -> Examined:
+async def _examined(engine: Hosts, directory: Path, base: str) -> AdapterExamined:
     """Rank, alpha and modules, as a process reads them that has the base."""
-    (answer,) = [answer async for answer in engine.ask(Examine(str(directory), base=base))]
-    if isinstance(answer, Examined):
+    (answer,) = [answer async for answer in engine.ask(ExamineAdapter(str(directory), base=base))]
+    if isinstance(answer, AdapterExamined):
         return answer
     reason = answer.reason if isinstance(answer, Unfit) else ""
     raise Refusal(400, reason.replace(f"{directory}/", "").replace(str(directory), "the adapter"))

@@ -20,12 +20,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from msgspec.structs import replace
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from motet.chat.completer import EVENTS, ChatFormat, Piece, error_event, event, refuse_unsupported, whole
+from motet.chat.completer import EVENTS, AnswerPiece, ChatFormat, error_event, event, refuse_unsupported, whole
 from motet.chat.completions import ChatRequest, StreamOptions, usage
 from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import check_grammar
-from motet.cluster.client import longest_sequence
+from motet.cluster.hosts import longest_sequence
 from motet.cluster.messages import Complete
 from motet.errors import ConfigError, EngineError
 from motet.service.adapters.adapters import Answerer, NoModelError
@@ -272,7 +272,7 @@ class CompletionRequest(Sampled, Asked):
         single = isinstance(given, str) or isinstance(given[0], int)
         return [given] if single else list(given)
 
-    def choice(self, piece: Piece, index: int, offset: int = 0) -> dict[str, Any]:
+    def choice(self, piece: AnswerPiece, index: int, offset: int = 0) -> dict[str, Any]:
         """A completion or a piece of one, behind `offset` characters of it."""
         logprobs = None if self.logprobs is None else _logprobs(piece, offset)
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
@@ -306,7 +306,7 @@ async def complete(
 
 
 async def _texts(
-    wanted: CompletionRequest, head: dict[str, Any], read: int, pieces: AsyncIterator[Piece]
+    wanted: CompletionRequest, head: dict[str, Any], read: int, pieces: AsyncIterator[AnswerPiece]
 ) -> AsyncIterator[str]:
     offsets, sampled = Counter[int](), 0
     async for piece in pieces:
@@ -318,7 +318,7 @@ async def _texts(
     yield "data: [DONE]\n\n"
 
 
-def _logprobs(piece: Piece, offset: int) -> dict[str, Any]:
+def _logprobs(piece: AnswerPiece, offset: int) -> dict[str, Any]:
     """`text_offset` counts characters of the completion's own text."""
     offsets = list(itertools.accumulate(map(len, piece.tokens), initial=offset))[:-1]
     return {

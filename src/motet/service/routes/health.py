@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from sqlalchemy import func, select
 
-from motet.cluster.client import EngineClient
+from motet.cluster.hosts import Hosts
 from motet.service.database.store import Store
 from motet.service.database.tables import Event, StoredJob, Tenant, now
 from motet.service.http.auth import bearer
@@ -105,7 +105,7 @@ def metrics(
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_hosts(registry: CollectorRegistry, engine: EngineClient, labels: list[str]) -> None:
+def _add_hosts(registry: CollectorRegistry, engine: Hosts, labels: list[str]) -> None:
     def gauge(name: str, text: str) -> Gauge:
         return Gauge(f"motet_{name}", text, labels, registry=registry)
 

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import func, select
 
 from motet.algorithms.client import ClientDriven
-from motet.cluster.client import EngineClient
+from motet.cluster.hosts import Hosts
 from motet.cluster.messages import SetRule
 from motet.config import JobConfig
 from motet.config.service import LimitsConfig
@@ -247,7 +247,7 @@ class Quotas:
 class QuotaEnforcer:
     """Keeps running jobs within the quotas of their tenants."""
 
-    def __init__(self, quotas: Quotas, ledger: Ledger, engine: EngineClient) -> None:
+    def __init__(self, quotas: Quotas, ledger: Ledger, engine: Hosts) -> None:
         self._quotas, self._ledger, self._engine = quotas, ledger, engine
         self._sent: dict[str, Rule | None] = {}
         """What all hosts were sent last; None where one of them has heard something else since."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import select
 
-from motet.cluster.client import EngineClient
+from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Nudge
 from motet.errors import LimitError
 from motet.runtime.journal import AnyCommand, ForwardBackward, Journal, JournalError, Nothing, Save
@@ -48,7 +48,7 @@ class Models:
         storage: Storage,
         submissions: Submissions,
         quotas: Quotas,
-        engine: EngineClient,
+        engine: Hosts,
         secrets: Secrets,
     ) -> None:
         self.bases = bases

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from motet import seeds
-from motet.cluster.client import EngineClient
+from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Complete, PromptScored, Tokens
 from motet.errors import EngineError, HostGone
 from motet.service.bases import Bases
@@ -66,7 +66,7 @@ class Sampler:
 class Samplers:
     """Finds what an id means, and samples from it."""
 
-    def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, engine: EngineClient) -> None:
+    def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, engine: Hosts) -> None:
         self._models, self._checkpoints, self._storage, self._engine = models, checkpoints, storage, engine
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import Response
 
-from motet.cluster.client import longest_sequence
+from motet.cluster.hosts import longest_sequence
 from motet.service.errors import Refusal
 from motet.service.http.depends import Asker, EngineDep
 from motet.service.tinker.models import SESSION

@@ -49,7 +49,7 @@ class AgentHost(Protocol):
 
 
 @dataclass(eq=False)
-class Episode:
+class OfferedEpisode:
     """An episode that the engine offers, and who has it now."""
 
     host: AgentHost
@@ -78,9 +78,9 @@ class AgentWorkers(AttachedWorkers):
     def __init__(self, store: Store, bus: EventBus, lease_seconds: float) -> None:
         """`lease_seconds`: how long an episode of which nobody says anything more is its worker's."""
         super().__init__(store, bus, lease_seconds)
-        self._waiting: defaultdict[str, list[Episode]] = defaultdict(list)
+        self._waiting: defaultdict[str, list[OfferedEpisode]] = defaultdict(list)
         """By job, in the order in which they were offered."""
-        self._open: dict[str, Episode] = {}
+        self._open: dict[str, OfferedEpisode] = {}
         """Those that are leased, by name."""
         self._settled: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         """Names of the last ones whose agents have returned, by job, as long as that lives."""
@@ -92,7 +92,7 @@ class AgentWorkers(AttachedWorkers):
         if self._closing:
             return m.EpisodeEnded(offer.episode, away=True)
         self._begin_to_look()
-        one = Episode(host, offer, asyncio.get_running_loop().create_future())
+        one = OfferedEpisode(host, offer, asyncio.get_running_loop().create_future())
         self._waiting[offer.job].append(one)
         self._publish(offer.job)
         try:
@@ -116,15 +116,17 @@ class AgentWorkers(AttachedWorkers):
 
     # --- leases -----------------------------------------------------------------------------------------------------------
 
-    async def lease(self, job_id: str, worker: str, owner: str, most: int, seconds: float, gone: Gone) -> list[Episode]:
+    async def lease(
+        self, job_id: str, worker: str, owner: str, most: int, seconds: float, gone: Gone
+    ) -> list[OfferedEpisode]:
         """Episodes for a worker, or none when none comes in some seconds. `owner` is its API key, by its id."""
 
-        async def take() -> list[Episode]:
+        async def take() -> list[OfferedEpisode]:
             return self._lease(job_id, worker, owner, most)
 
         return await self._taken(job_id, worker, seconds if most else 0.0, gone, take)
 
-    def _lease(self, job_id: str, worker: str, owner: str, most: int) -> list[Episode]:
+    def _lease(self, job_id: str, worker: str, owner: str, most: int) -> list[OfferedEpisode]:
         until = time.monotonic() + self.lease_seconds
         room = min(most, MOST_OPEN - sum(one.owner == owner for one in self._open.values()))
         free = [one for one in self._waiting.get(job_id, ()) if not one.name and not one.ended.done()][: max(0, room)]
@@ -153,7 +155,7 @@ class AgentWorkers(AttachedWorkers):
         """The names of the episodes that a worker has."""
         return [one.name for one in self._held(job_id, worker)]
 
-    def _held(self, job_id: str, worker: str) -> list[Episode]:
+    def _held(self, job_id: str, worker: str) -> list[OfferedEpisode]:
         return [one for one in self._waiting.get(job_id, ()) if one.name and one.worker == worker]
 
     def leave(self, job_id: str, worker: str) -> None:
@@ -192,7 +194,7 @@ class AgentWorkers(AttachedWorkers):
             elif not one.calls and now > one.leased_until:
                 self._lose(one)
 
-    def _lose(self, one: Episode) -> None:
+    def _lose(self, one: OfferedEpisode) -> None:
         one.lost += 1
         if one.lost > MOST_LOST:
             error = f"was lost {one.lost} times: nothing was heard of its worker for {self.lease_seconds:g} s"
@@ -201,12 +203,12 @@ class AgentWorkers(AttachedWorkers):
         self._free(one)
         self._publish(one.offer.job)
 
-    def _end(self, one: Episode, result: m.EpisodeEnded) -> None:
+    def _end(self, one: OfferedEpisode, result: m.EpisodeEnded) -> None:
         self._free(one)
         if not one.ended.done():
             one.ended.set_result(replace(result, episode=one.offer.episode))
 
-    def _free(self, one: Episode) -> None:
+    def _free(self, one: OfferedEpisode) -> None:
         """Its name and its key are those of no episode any more."""
         self._open.pop(one.name, None)
         one.name = one.key = one.worker = ""

@@ -48,8 +48,8 @@ class ShardedBase:
         """
         if self.here is not None:
             return examine(self.here, directory)
-        answer = self.group.ask({0: m.Examine(str(directory.absolute()))})[0]
-        assert isinstance(answer, m.Examined)
+        answer = self.group.ask({0: m.ExamineOnRank(str(directory.absolute()))})[0]
+        assert isinstance(answer, m.ExaminedOnRank)
         return AdapterConfig.model_validate(answer.shape)
 
 

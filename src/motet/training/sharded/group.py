@@ -132,7 +132,7 @@ class RankGroup:
                 answers[rank] = future.result()
             except RankGone as error:
                 gone = error
-        refused = [answer for answer in answers.values() if isinstance(answer, m.Refused)]
+        refused = [answer for answer in answers.values() if isinstance(answer, m.RankRefused)]
         if refused:  # also where the others ended because this one did
             raise _error(next((one for one in refused if one.kind), refused[0]))
         if gone is not None:
@@ -192,7 +192,7 @@ def _nobody(error: RankGone) -> None:
     """Nobody has to know."""
 
 
-def _error(refused: m.Refused) -> Exception:
+def _error(refused: m.RankRefused) -> Exception:
     """The exception that a rank told of."""
     if refused.kind == "OSError":
         return OSError(refused.number, refused.reason, refused.path)

@@ -6,11 +6,11 @@ import contextlib
 import select
 import socket
 
-from motet.channel import END_SECONDS, ChildProcess, Streams
+from motet.channel import END_SECONDS, ChildProcess, ProcessStreams
 from motet.training.sharded.messages import Leave
 
 
-class Connected(Streams):
+class Connected(ProcessStreams):
     """A rank that somebody else has started, perhaps on another machine."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from motet.batch import AdamW, LossStats, OptimStats, Sample, Segment
-from motet.channel import Message
+from motet.channel import ChannelMessage
 from motet.types import FloatArray
 
 # --- trainer → rank -----------------------------------------------------------------------------------------------------
 
 
-class Join(Message, frozen=True):
+class Join(ChannelMessage, frozen=True):
     """The first message: the base, as `load_base` takes it, and who takes part."""
 
     base: str
@@ -31,7 +31,7 @@ class Join(Message, frozen=True):
     """Of the ranks' devices."""
 
 
-class AddAdapter(Message, frozen=True):
+class AddAdapter(ChannelMessage, frozen=True):
     """Make a fresh adapter."""
 
     name: str
@@ -42,17 +42,17 @@ class AddAdapter(Message, frozen=True):
     """The rank that has its masters, gradient and moments; every rank has the copy that is multiplied with."""
 
 
-class Leave(Message, frozen=True):
+class Leave(ChannelMessage, frozen=True):
     """There is nothing more to do: a rank that ends without having heard this says that something went wrong."""
 
 
-class RemoveAdapter(Message, frozen=True):
+class RemoveAdapter(ChannelMessage, frozen=True):
     """Let go of an adapter."""
 
     name: str
 
 
-class Part(msgspec.Struct, frozen=True):
+class RankSegment(msgspec.Struct, frozen=True):
     """A segment that a rank runs."""
 
     place: int
@@ -66,7 +66,7 @@ class Part(msgspec.Struct, frozen=True):
     share_prefixes: bool
 
     @classmethod
-    def of(cls, place: int, segment: Segment, algorithm: dict[str, Any] | None) -> Part:
+    def of(cls, place: int, segment: Segment, algorithm: dict[str, Any] | None) -> RankSegment:
         """A segment of a batch as its rank gets it."""
         return cls(
             place,
@@ -79,30 +79,30 @@ class Part(msgspec.Struct, frozen=True):
         )
 
 
-class Train(Message, frozen=True):
+class Train(ChannelMessage, frozen=True):
     """Run a forward and backward pass; all ranks do at once, those without parts too."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RankSegment, ...]
     route: tuple[tuple[str, int], ...]
     """Of every segment of the batch, in order, its adapter and the rank that runs it."""
 
 
-class Forward(Message, frozen=True):
+class Forward(ChannelMessage, frozen=True):
     """Run a forward pass, all ranks at once."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RankSegment, ...]
     base: bool
     """Without adapters."""
 
 
-class Step(Message, frozen=True):
+class RankStep(ChannelMessage, frozen=True):
     """The owner steps, and hands the new version to all ranks."""
 
     name: str
     adamw: AdamW
 
 
-class Save(Message, frozen=True):
+class SaveAdapter(ChannelMessage, frozen=True):
     """To the owner alone: write an adapter."""
 
     name: str
@@ -110,7 +110,7 @@ class Save(Message, frozen=True):
     optimizer: bool
 
 
-class Read(Message, frozen=True):
+class ReadAdapter(ChannelMessage, frozen=True):
     """The owner reads an adapter, and hands it to all ranks."""
 
     name: str
@@ -118,18 +118,20 @@ class Read(Message, frozen=True):
     optimizer: bool
 
 
-class Examine(Message, frozen=True):
+class ExamineOnRank(ChannelMessage, frozen=True):
     """To any rank: whether a job over this base could start from an adapter."""
 
     directory: str
 
 
-ToRank = Join | Leave | AddAdapter | RemoveAdapter | Train | Forward | Step | Save | Read | Examine
+ToRank = (
+    Join | Leave | AddAdapter | RemoveAdapter | Train | Forward | RankStep | SaveAdapter | ReadAdapter | ExamineOnRank
+)
 
 # --- rank → trainer -----------------------------------------------------------------------------------------------------
 
 
-class Joined(Message, frozen=True):
+class Joined(ChannelMessage, frozen=True):
     """The rank has its part of the base, and all ranks together have proved it."""
 
     facts: dict[str, Any]
@@ -139,7 +141,7 @@ class Joined(Message, frozen=True):
     """Of the weights that lie on this rank."""
 
 
-class Done(Message, frozen=True):
+class RankDone(ChannelMessage, frozen=True):
     """The message was carried out, and there is nothing to tell."""
 
 
@@ -152,26 +154,26 @@ class SegmentResult(msgspec.Struct, frozen=True):
     """Where there was a backward pass."""
 
 
-class Ran(Message, frozen=True):
+class RankResult(ChannelMessage, frozen=True):
     """What a pass says of the rank's segments."""
 
     results: tuple[SegmentResult, ...]
 
 
-class Stepped(Message, frozen=True):
+class Stepped(ChannelMessage, frozen=True):
     """What an optimizer step did."""
 
     stats: OptimStats
 
 
-class Examined(Message, frozen=True):
+class ExaminedOnRank(ChannelMessage, frozen=True):
     """An adapter that fits."""
 
     shape: dict[str, Any]
     """Fields of `AdapterConfig`: what the job's own adapter has to be."""
 
 
-class Refused(Message, frozen=True):
+class RankRefused(ChannelMessage, frozen=True):
     """It was not done, on any rank; the ranks are in step and can go on."""
 
     kind: str
@@ -183,4 +185,4 @@ class Refused(Message, frozen=True):
     """The file, of an OSError."""
 
 
-FromRank = Joined | Done | Ran | Stepped | Examined | Refused
+FromRank = Joined | RankDone | RankResult | Stepped | ExaminedOnRank | RankRefused

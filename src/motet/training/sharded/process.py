@@ -95,32 +95,32 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
         case m.Train():
             trained = trainer.train(_batch(message.parts), [part.place for part in message.parts], message.route)
             pairs = zip(message.parts, trained, strict=True)
-            return m.Ran(tuple(m.SegmentResult(part.place, one.logprobs, one.stats) for part, one in pairs))
+            return m.RankResult(tuple(m.SegmentResult(part.place, one.logprobs, one.stats) for part, one in pairs))
         case m.Forward():
             scored = trainer.score(_batch(message.parts), base=message.base)
-            return m.Ran(
+            return m.RankResult(
                 tuple(m.SegmentResult(part.place, one) for part, one in zip(message.parts, scored, strict=True))
             )
-        case m.Step():
+        case m.RankStep():
             stats = trainer.step(message.name, message.adamw)
-            return m.Done() if stats is None else m.Stepped(stats)
-        case m.Save():
+            return m.RankDone() if stats is None else m.Stepped(stats)
+        case m.SaveAdapter():
             try:
                 trainer.save(message.name, Path(message.directory), optimizer=message.optimizer)
             except (OSError, MotetError) as error:  # a full disk is the job's affair
                 return _refused(error)
-        case m.Examine():
+        case m.ExamineOnRank():
             try:
                 shape = examine(trainer.base, Path(message.directory))
             except Exception as error:  # whatever a stranger's files do to it: no other rank takes part
                 return _refused(error)
-            return m.Examined(shape.model_dump(mode="json"))
-        case m.Read():
+            return m.ExaminedOnRank(shape.model_dump(mode="json"))
+        case m.ReadAdapter():
             trainer.read(message.name, Path(message.directory), optimizer=message.optimizer)
-    return m.Done()
+    return m.RankDone()
 
 
-def _batch(parts: tuple[m.Part, ...]) -> Batch:
+def _batch(parts: tuple[m.RankSegment, ...]) -> Batch:
     return Batch(
         tuple(
             Segment(
@@ -136,13 +136,13 @@ def _batch(parts: tuple[m.Part, ...]) -> Batch:
     )
 
 
-def _refused(error: BaseException | None) -> m.Refused:
+def _refused(error: BaseException | None) -> m.RankRefused:
     if error is None:
-        return m.Refused("", "another rank refused it")
+        return m.RankRefused("", "another rank refused it")
     if isinstance(error, OSError):
         path = None if error.filename is None else str(error.filename)
-        return m.Refused("OSError", error.strerror or str(error), error.errno or 0, path)
-    return m.Refused(type(error).__name__, str(error))
+        return m.RankRefused("OSError", error.strerror or str(error), error.errno or 0, path)
+    return m.RankRefused(type(error).__name__, str(error))
 
 
 def serve(parent: Parent[m.ToRank]) -> None:

@@ -68,18 +68,18 @@ class ShardedTrainer:
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
-        answer = self._group.ask_all(m.Step(name, adamw))[self._owner(name)]
+        answer = self._group.ask_all(m.RankStep(name, adamw))[self._owner(name)]
         assert isinstance(answer, m.Stepped)
         return answer.stats
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Write PEFT files, and the optimizer's state where asked; the directory exists. Waits for the owner's turn."""
-        self._group.ask({self._owner(name): m.Save(name, str(directory.absolute()), optimizer)})
+        self._group.ask({self._owner(name): m.SaveAdapter(name, str(directory.absolute()), optimizer)})
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""
         self._owner(name)
-        self._group.ask_all(m.Read(name, str(directory.absolute()), optimizer))
+        self._group.ask_all(m.ReadAdapter(name, str(directory.absolute()), optimizer))
 
     def _owner(self, name: str) -> int:
         if name not in self._owners:
@@ -92,17 +92,17 @@ class ShardedTrainer:
         owners = [0 if base else self._owner(segment.adapter) for segment in batch.segments]
         return scatter([segment.n_tokens for segment in batch.segments], owners, self._group.n_ranks)
 
-    def _parts(self, batch: Batch, ranks: tuple[int, ...], *, learns: bool) -> dict[int, tuple[m.Part, ...]]:
+    def _parts(self, batch: Batch, ranks: tuple[int, ...], *, learns: bool) -> dict[int, tuple[m.RankSegment, ...]]:
         """Of each rank its segments, in the order of the batch."""
-        parts: dict[int, list[m.Part]] = {rank: [] for rank in range(self._group.n_ranks)}
+        parts: dict[int, list[m.RankSegment]] = {rank: [] for rank in range(self._group.n_ranks)}
         for place, (segment, rank) in enumerate(zip(batch.segments, ranks, strict=True)):
-            parts[rank].append(m.Part.of(place, segment, _fields(segment) if learns else None))
+            parts[rank].append(m.RankSegment.of(place, segment, _fields(segment) if learns else None))
         return {rank: tuple(own) for rank, own in parts.items()}
 
     def _run(self, messages: dict[int, m.Train] | dict[int, m.Forward]) -> list[m.SegmentResult]:
         """What all ranks say of a pass, in the order of the batch."""
         answers = self._group.ask({**messages})
-        results = [one for answer in answers.values() if isinstance(answer, m.Ran) for one in answer.results]
+        results = [one for answer in answers.values() if isinstance(answer, m.RankResult) for one in answer.results]
         return sorted(results, key=lambda one: one.place)
 
 

@@ -24,7 +24,7 @@ from motet.hosting.answers import Answers, reason
 from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports
 from motet.hosting.scores import AskedOfService
-from motet.hosting.turns import Turns
+from motet.hosting.turns import PreparationTurns
 from motet.launch import assemble, open_base, services
 from motet.preparing import Sources, identity, prepare
 from motet.protocols import RolloutEngine
@@ -59,11 +59,11 @@ _OF_PATIENCE = 0.9
 """A host that starts its servers itself ends before its jobs have waited for one in vain."""
 
 
-class EngineServer:
+class HostProcess:
     """One base, the jobs that train on it, and the versions that people talk to."""
 
     def __init__(
-        self, config: RunConfig, directory: RunDirectory, start: m.Start, parent: Parent[m.ToEngine] | ServiceLine
+        self, config: RunConfig, directory: RunDirectory, start: m.StartHost, parent: Parent[m.ToHost] | ServiceLine
     ) -> None:
         """Load the base; `start` has the rewards and bounds of the service."""
         self._config, self._parent = config, parent
@@ -101,7 +101,7 @@ class EngineServer:
         self._handed_over, self._reports = HandedOver(), JobReports(parent.send, shared.engine_suffix)
         self._resting = set[str]()
         """Jobs that are to rest as soon as nobody is there who scores for them."""
-        self._preparing = Turns()
+        self._preparing = PreparationTurns()
 
     def _rest(self, job: str, wanted: bool) -> None:
         (self._resting.add if wanted else self._resting.discard)(job)
@@ -123,7 +123,7 @@ class EngineServer:
             try:
                 compared = self._start.host is not None and self.workshop.servers is None
                 speed = await _tokens_per_second(self.workshop.engine, info.vocab_size) if compared else 0.0
-                self._ready = m.Ready(self.workshop.notes, speed, device, positions=info.max_positions)
+                self._ready = m.HostReady(self.workshop.notes, speed, device, positions=info.max_positions)
                 self._attach()
                 while (message := await messages.get()) is not None:
                     if isinstance(message, m.Stop):
@@ -169,12 +169,12 @@ class EngineServer:
         self._episodes.hang_up()
         self._shared.scheduler.even_out({})
 
-    def handle(self, message: m.ToEngine | Gone) -> None:
+    def handle(self, message: m.ToHost | Gone) -> None:
         """Begin what one message asks."""
         match message:
             case Gone():
                 self._wait_for_service()
-            case m.Start():
+            case m.StartHost():
                 self._attach()
             case m.AddJob():
                 name = str(message.job["name"])
@@ -202,11 +202,11 @@ class EngineServer:
                 self.pipeline.forget(message.job)
             case m.Complete():
                 self._answers.hold(message.key, self._begin(self._answers.answer(message)))
-            case m.Examine():
+            case m.ExamineAdapter():
                 self._answers.hold(message.key, self._begin(self._answers.examine(message)))
             case m.Abandon():
                 self._answers.abandon(message.key)
-            case m.Scored():
+            case m.ScoresAnswered():
                 self._scores.hear(message)
             case e.BeginEpisode() | e.EpisodeEnded():
                 self._episodes.hear(message)
@@ -216,9 +216,9 @@ class EngineServer:
     async def _answer_agent(self, question: e.AskEpisode) -> None:
         try:
             self._parent.send(await self._episodes.answer(question))
-            self._parent.send(m.Done(question.key))
+            self._parent.send(m.Answered(question.key))
         except Exception as error:  # whoever asked has to hear of it
-            self._parent.send(m.Refused(question.key, reason(error)))
+            self._parent.send(m.QuestionRefused(question.key, reason(error)))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -310,7 +310,7 @@ class EngineServer:
 
 
 def _rewards(
-    config: RunConfig, start: m.Start, scores: AskedOfService, rest: Callable[[str, bool], None]
+    config: RunConfig, start: m.StartHost, scores: AskedOfService, rest: Callable[[str, bool], None]
 ) -> RewardPool:
     """Rewards of other people's jobs."""
     return RewardPool(

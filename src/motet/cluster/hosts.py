@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments, even_out
-from motet.cluster.host import Engine, EngineHandlers, Host, Launch, OfHost
+from motet.cluster.host import Engine, Host, HostHandlers, Launch, OfHost
 from motet.cluster.placement import HostLoad
 from motet.errors import EngineError, HostGone
 from motet.runtime.slots import Claim
@@ -31,11 +31,11 @@ LOOK_SECONDS = 60.0
 away by then."""
 
 
-class EngineClient:
+class Hosts:
     """Starts hosts, gives them jobs and questions, and receives what becomes of them."""
 
     def __init__(
-        self, starts: Sequence[m.Start], directory: Path, launch: Launch | None = None, look: float = LOOK_SECONDS
+        self, starts: Sequence[m.StartHost], directory: Path, launch: Launch | None = None, look: float = LOOK_SECONDS
     ) -> None:
         """`starts` has the first message of each host. Host N writes to `engine-N.log`, the first one to `engine.log`.
 
@@ -48,7 +48,7 @@ class EngineClient:
             Host(number, start, log, self._handling, launch)
             for number, (start, log) in enumerate(zip(starts, logs, strict=True))
         ]
-        self._handlers: EngineHandlers | None = None
+        self._handlers: HostHandlers | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.jobs = Assignments(self.hosts)
@@ -112,7 +112,7 @@ class EngineClient:
         """Have a process that was started already (`start_engine`) as the first host's; before `start`."""
         self.hosts[0].adopt(engine)
 
-    def start(self, handlers: EngineHandlers) -> None:
+    def start(self, handlers: HostHandlers) -> None:
         """Start the hosts and keep them running."""
         self._handlers, self._loop = handlers, asyncio.get_running_loop()
         for host in self.hosts:
@@ -138,7 +138,7 @@ class EngineClient:
         for host in self.hosts:
             host.refuse(reason)
 
-    async def ask(self, question: m.Complete | m.Examine) -> AsyncIterator[m.Answer]:
+    async def ask(self, question: m.Complete | m.ExamineAdapter) -> AsyncIterator[m.Answer]:
         """What answers a question, until it is done. Any host of its base can: stored versions are files.
 
         Raises:
@@ -158,14 +158,14 @@ class EngineClient:
     def _answering(self, base: str) -> list[Host]:
         return [host for host in self.hosts if host.ready and not host.away and host.base == base]
 
-    def send(self, *messages: m.ToEngine) -> None:
+    def send(self, *messages: m.ToHost) -> None:
         """Send messages, from any thread, each to the host that it is for; what no host has yet goes out with `open_jobs`."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._route, *messages)
 
     # --- in the event loop ----------------------------------------------------------------------------------------------
 
-    def _route(self, *messages: m.ToEngine) -> None:
+    def _route(self, *messages: m.ToHost) -> None:
         for message in messages:
             match message:
                 case m.SetRule():
@@ -182,7 +182,7 @@ class EngineClient:
                 case _:
                     raise EngineError(f"{type(message).__name__} is for no job")
 
-    def _to_all(self, message: m.ToEngine) -> None:
+    def _to_all(self, message: m.ToHost) -> None:
         for host in self.hosts:
             host.send(message)
         self._look.set()
@@ -206,7 +206,7 @@ class EngineClient:
             case None:
                 self.jobs.forget_all_on(host)
                 self._unplaced = True
-            case m.Ready():
+            case m.HostReady():
                 self.jobs.adopt(host, message.jobs)
                 self._unplaced = True
             case m.JobChanged():
@@ -222,7 +222,7 @@ class EngineClient:
 
     # --- which host has which job -----------------------------------------------------------------------------------------
 
-    async def _keep_placed(self, handlers: EngineHandlers) -> None:
+    async def _keep_placed(self, handlers: HostHandlers) -> None:
         """Give jobs that no host has to hosts, and even them out, whenever something has changed, and now and then."""
         if not self._settled:
             await _gathered(self.hosts, self._look, self.gather_seconds)
@@ -242,7 +242,7 @@ class EngineClient:
                 await asyncio.sleep(_RETRY_SECONDS)
                 self._note(None)
 
-    async def _place_open(self, handlers: EngineHandlers) -> None:
+    async def _place_open(self, handlers: HostHandlers) -> None:
         if not any(host.ready for host in self.hosts):
             return
         for base, there in self.there.items():
@@ -262,7 +262,7 @@ class EngineClient:
         for host, job in self.jobs.moves():
             host.send(m.ReleaseJob(job))
 
-    async def _reconcile(self, handlers: EngineHandlers) -> None:
+    async def _reconcile(self, handlers: HostHandlers) -> None:
         """Say what was asked of jobs while nobody could tell their host; again where that may be old."""
         self._asked.clear()
         held, loop = list(self.jobs.held.values()), asyncio.get_running_loop()
@@ -282,7 +282,7 @@ class EngineClient:
         return False
 
 
-def longest_sequence(engine: EngineClient, *bases: str) -> int:
+def longest_sequence(engine: Hosts, *bases: str) -> int:
     """Tokens of the longest sequence of any of these bases; 0 before all of them were ready once."""
     known = [max(host.positions for host in engine.hosts if host.base == base) for base in bases]
     return max(known) if all(known) else 0
