@@ -1,0 +1,104 @@
+// Packing, and products of packed matrices.
+#include "tiles.hpp"
+
+namespace motet {
+
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+int64_t packed_bytes(Type type, int64_t k, int64_t n) {
+    return round_up(n, LANES) * (type == Type::bf16 ? round_up(k, 2) * 2 : k * 4);
+}
+
+namespace {
+
+int64_t unit_bytes(Type type, int64_t k) { return packed_bytes(type, k, LANES); }
+
+float number(Type type, const void* source, int64_t place) {
+    return type == Type::f32 ? static_cast<const float*>(source)[place] : from_bf16(static_cast<const bf16*>(source)[place]);
+}
+
+template <Kind K>
+void multiply(const Product& p) {
+    const int64_t step = unit_bytes(p.b_type, p.b_k), units = round_up(p.n, LANES) / LANES;
+    const int64_t row_bytes = K == Kind::pairs ? round_up(p.k, 2) * 2 : p.k * 4;
+    constexpr int most = most_rows(K);
+    int64_t block = (int64_t{512} << 10) / row_bytes / most * most;  // rows of A that stay in the cache
+    if (block < most) block = most;
+    for (int64_t m = 0; m < p.m; m += block) {
+        const int64_t rows = p.m - m < block ? p.m - m : block;
+        char* packed = static_cast<char*>(scratch(0, rows * row_bytes + 64));
+        const int64_t tiles = (rows + most - 1) / most;
+        auto first = [&](int64_t tile) { return rows * tile / tiles; };
+        for (int64_t i = 0; i < tiles; i++) {
+            const char* a = static_cast<const char*>(p.a) + (m + first(i)) * p.lda * bytes_of(p.a_type);
+            pack_rows<K>(p.a_type, a, p.lda, first(i + 1) - first(i), p.k, packed + first(i) * row_bytes);
+        }
+        for (int64_t u = 0; u < units; u += 2) {
+            const char* b = static_cast<const char*>(p.b) + u * step;
+            const int64_t width = p.n - u * LANES;  // columns that are left
+            for (int64_t i = 0; i < tiles; i++) {
+                const int64_t count = first(i + 1) - first(i);
+                float* c = p.c + (m + first(i)) * p.ldc + u * LANES;
+                Tile t{packed + first(i) * row_bytes, b, step, c, p.ldc, p.k, p.add};
+                if (width >= 2 * LANES) {
+                    tile_of<K, 2, most>(count, t);
+                    continue;
+                }
+                float part[most * 2 * LANES];  // the end of the columns goes through a whole tile
+                t.c = part;
+                t.ldc = 2 * LANES;
+                if (p.add)
+                    for (int64_t r = 0; r < count; r++) std::memcpy(part + r * t.ldc, c + r * p.ldc, width * 4);
+                if (width > LANES)
+                    tile_of<K, 2, most>(count, t);
+                else
+                    tile_of<K, 1, most>(count, t);
+                for (int64_t r = 0; r < count; r++) std::memcpy(c + r * p.ldc, part + r * t.ldc, width * 4);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+void pack(Type source_type, const void* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, Type type,
+          void* packed) {
+    const int64_t units = round_up(n, LANES) / LANES, rows = type == Type::bf16 ? round_up(k, 2) : k;
+    for (int64_t u = 0; u < units; u++)
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t j = 0; j < LANES; j++) {
+                const int64_t column = u * LANES + j;
+                const bool inside = i < k && column < n;
+                const float value = inside ? number(source_type, source, i * stride_k + column * stride_n) : 0.0f;
+                if (type == Type::f32)
+                    static_cast<float*>(packed)[(u * k + i) * LANES + j] = value;
+                else
+                    static_cast<bf16*>(packed)[((u * rows + i / 2 * 2) * LANES) + j * 2 + i % 2] = to_bf16_one(value);
+            }
+}
+
+Product columns_of(const Product& p, int64_t first_unit, int64_t last_unit) {
+    Product part = p;
+    const int64_t first = first_unit * LANES, last = last_unit * LANES < p.n ? last_unit * LANES : p.n;
+    part.b = static_cast<const char*>(p.b) + first_unit * unit_bytes(p.b_type, p.b_k);
+    part.c = p.c + first;
+    part.n = last > first ? last - first : 0;
+    return part;
+}
+
+void product(const Product& p) {
+    if (p.m <= 0 || p.n <= 0) return;
+    if (p.k <= 0) {
+        if (!p.add)
+            for (int64_t r = 0; r < p.m; r++) std::memset(p.c + r * p.ldc, 0, p.n * 4);
+        return;
+    }
+    if (p.arithmetic == Arithmetic::dpbf16 && p.a_type == Type::bf16 && p.b_type == Type::bf16)
+        multiply<Kind::pairs>(p);
+    else if (p.b_type == Type::bf16)
+        multiply<Kind::exact_bf16>(p);
+    else
+        multiply<Kind::exact_f32>(p);
+}
+
+}  // namespace motet
