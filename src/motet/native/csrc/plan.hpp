@@ -73,10 +73,10 @@ struct Pass {
 
 }  // namespace motet
 
-extern "C" {
-int64_t motet_kept_bytes(const motet::Plan* plan, const motet::Pass* pass);
-const char* motet_forward(const motet::Plan* plan, const motet::Pass* pass);
-const char* motet_backward(const motet::Plan* plan, const motet::Pass* pass, const float* slope);
-const char* motet_head(const motet::Plan* plan, const float* hidden, int64_t rows, float* logits, int64_t threads);
-const char* motet_head_back(const motet::Plan* plan, const float* slope, int64_t rows, float* out, int64_t threads);
-}
+#define MOTET_CALL extern "C" __attribute__((visibility("default")))
+
+MOTET_CALL int64_t motet_kept_bytes(const motet::Plan* plan, const motet::Pass* pass);
+MOTET_CALL const char* motet_forward(const motet::Plan* plan, const motet::Pass* pass);
+MOTET_CALL const char* motet_backward(const motet::Plan* plan, const motet::Pass* pass, const float* slope);
+MOTET_CALL const char* motet_head(const motet::Plan* plan, const float* hidden, int64_t rows, float* logits, int64_t threads);
+MOTET_CALL const char* motet_head_back(const motet::Plan* plan, const float* slope, int64_t rows, float* out, int64_t threads);
