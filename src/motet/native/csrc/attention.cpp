@@ -65,18 +65,16 @@ struct Attend {
         // rows of q come packed in tiles of at most ROWS
         for (int64_t r = 0; r < rows; r += ROWS) {
             const int64_t n = least(ROWS, rows - r);
-            Tile t{q + r * row_bytes(width), unit_of(call.pool, call.pool.keys, span, head, unit), 0, out + r * ld, ld, width, false};
+            Tile t{q + r * packed_row(K, width), unit_of(call.pool, call.pool.keys, span, head, unit), 0, out + r * ld, ld, width, false, 0};
             tile_of<K, 1, ROWS>(n, t);
         }
     }
 
-    static int64_t row_bytes(int64_t k) { return K == Kind::pairs ? round_up(k, 2) * 2 : k * 4; }
-
     // out += weights [rows][k of the unit] · values
     void mix(const float* weights, int64_t ld, int64_t rows, const char* values, int64_t k, float* out) const {
         const int64_t step = LANES * LANES * bytes_of(call.pool.type), units = width / LANES;
-        alignas(64) float packed[TILE_ROWS * LANES];
-        bf16 rounded[TILE_ROWS * LANES];
+        alignas(64) float packed[ROWS * LANES];  // a line for each row
+        bf16 rounded[ROWS * LANES];
         for (int64_t r = 0; r < rows; r += ROWS) {
             const int64_t n = least(ROWS, rows - r);
             if (call.pool.type == Type::bf16) {
@@ -86,9 +84,9 @@ struct Attend {
                 pack_rows<K>(Type::f32, weights + r * ld, ld, n, k, packed);
             int64_t u = 0;
             for (; u + 2 <= units; u += 2)
-                tile_of<K, 2, ROWS>(n, Tile{packed, values + u * step, step, out + r * width + u * LANES, width, k, true});
+                tile_of<K, 2, ROWS>(n, Tile{packed, values + u * step, step, out + r * width + u * LANES, width, k, true, 0});
             if (u < units)
-                tile_of<K, 1, ROWS>(n, Tile{packed, values + u * step, step, out + r * width + u * LANES, width, k, true});
+                tile_of<K, 1, ROWS>(n, Tile{packed, values + u * step, step, out + r * width + u * LANES, width, k, true, 0});
         }
     }
 
@@ -115,7 +113,7 @@ struct Attend {
         const int64_t unit0 = low(begin) / LANES, unit1 = (begin + count - 1) / LANES + 1, ld = (unit1 - unit0) * LANES;
         float* weights = static_cast<float*>(scratch(1, rows * ld * 4));
         float* out = static_cast<float*>(scratch(2, rows * width * 4));
-        char* q = static_cast<char*>(scratch(3, rows * row_bytes(width) + rows * width * 2));
+        char* q = static_cast<char*>(scratch(3, rows * packed_row(K, width) + rows * width * 2));
         pack_queries(first, count, q);
         for (int64_t u = unit0; u < unit1; u++) scores(q, rows, u, weights + (u - unit0) * LANES, ld);
         std::memset(out, 0, rows * width * 4);
@@ -157,7 +155,7 @@ struct Attend {
         if (half) to_bf16(plain, rounded, rows * width);
         for (int64_t r = 0; r < rows; r += ROWS) {
             const void* from = half ? static_cast<const void*>(rounded + r * width) : plain + r * width;
-            pack_rows<K>(call.pool.type, from, width, least(ROWS, rows - r), width, out + r * row_bytes(width));
+            pack_rows<K>(call.pool.type, from, width, least(ROWS, rows - r), width, out + r * packed_row(K, width));
         }
     }
 

@@ -76,33 +76,37 @@ struct Backward {
     // C [rows][16 · units] (+)= packed rows · a unit of B
     static void multiply(const float* packed, int64_t rows, int64_t k, const float* b, float* c, int64_t ldc, int64_t columns,
                          bool keep) {
+        const int64_t line = round_up(k, LANES);
         for (int64_t r = 0; r < rows; r += MOST_EXACT) {
             const int64_t n = least(MOST_EXACT, rows - r);
             int64_t u = 0;
             for (; u + 2 <= columns; u += 2)
-                tile_of<F32, 2, MOST_EXACT>(n, Tile{packed + r * k, reinterpret_cast<const char*>(b + u * k * LANES),
-                                                    k * LANES * 4, c + r * ldc + u * LANES, ldc, k, keep});
+                tile_of<F32, 2, MOST_EXACT>(n, Tile{packed + r * line, reinterpret_cast<const char*>(b + u * k * LANES),
+                                                    k * LANES * 4, c + r * ldc + u * LANES, ldc, k, keep, 0});
             if (u < columns)
-                tile_of<F32, 1, MOST_EXACT>(n, Tile{packed + r * k, reinterpret_cast<const char*>(b + u * k * LANES), 0,
-                                                    c + r * ldc + u * LANES, ldc, k, keep});
+                tile_of<F32, 1, MOST_EXACT>(n, Tile{packed + r * line, reinterpret_cast<const char*>(b + u * k * LANES), 0,
+                                                    c + r * ldc + u * LANES, ldc, k, keep, 0});
         }
     }
 
     // Rows [k] of x in tiles for `multiply`; `stride` 1 from row to row and `ld` along k packs the transpose.
     static void pack_tiles(const float* x, int64_t stride, int64_t ld, int64_t rows, int64_t k, float* out) {
+        const int64_t line = round_up(k, LANES);
         for (int64_t r = 0; r < rows; r += MOST_EXACT) {
             const int64_t n = least(MOST_EXACT, rows - r);
-            for (int64_t i = 0; i < k; i++)
-                for (int64_t j = 0; j < n; j++) out[r * k + i * n + j] = x[(r + j) * stride + i * ld];
+            for (int64_t j = 0; j < n; j++)
+                for (int64_t i = 0; i < k; i++)
+                    out[r * line + i / LANES * n * LANES + j * LANES + i % LANES] = x[(r + j) * stride + i * ld];
         }
     }
 
     // Tokens [first, first + count) of the span.
     void tokens(int64_t first, int64_t count) const {
         const int64_t rows = count * fold, begin = span.first_position + first, n = rows * width;
-        float* memory = floats(6, n * 8 + rows * 3 * LANES);
+        const int64_t turned = width * round_up(rows, LANES);
+        float* memory = floats(6, n * 5 + turned * 2 + rows * 3 * LANES);
         float *q = memory, *slope = q + n, *q_tiles = slope + n, *slope_tiles = q_tiles + n, *q_turned = slope_tiles + n;
-        float *slope_turned = q_turned + n, *dq = slope_turned + n, *weights = dq + n, *dweights = weights + rows * LANES;
+        float *slope_turned = q_turned + turned, *dq = slope_turned + turned, *weights = dq + n, *dweights = weights + rows * LANES;
         float* packed = dweights + rows * LANES;
         float common[TILE_ROWS + 64], log_sums[TILE_ROWS + 64];
         const int64_t heads = call.pool.n_kv * fold;

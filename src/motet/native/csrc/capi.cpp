@@ -117,7 +117,7 @@ API double motet_ceiling(int32_t arithmetic) {
         const double start = cpu_seconds();
         const bool pairs = arithmetic == static_cast<int32_t>(Arithmetic::dpbf16);
         for (int64_t i = 0; i < repeats; i++) {
-            Tile t{a, b, k * 32, c, 32, k, true};
+            Tile t{a, b, k * 32, c, 32, k, true, 0};
             if (pairs)
                 tile<Kind::pairs, MOST_PAIRS, 2>(t);
             else

@@ -17,16 +17,18 @@ float number(Type type, const void* source, int64_t place) {
     return type == Type::f32 ? static_cast<const float*>(source)[place] : from_bf16(static_cast<const bf16*>(source)[place]);
 }
 
+constexpr int64_t AHEAD = 4096;  // bytes of B that the first tile of rows fetches in advance: the others find them
+
 template <Kind K>
 void multiply(const Product& p) {
     const int64_t step = unit_bytes(p.b_type, p.b_k), units = round_up(p.n, LANES) / LANES;
-    const int64_t row_bytes = K == Kind::pairs ? round_up(p.k, 2) * 2 : p.k * 4;
+    const int64_t row_bytes = packed_row(K, p.k);
     constexpr int most = most_rows(K);
     int64_t block = (int64_t{512} << 10) / row_bytes / most * most;  // rows of A that stay in the cache
     if (block < most) block = most;
     for (int64_t m = 0; m < p.m; m += block) {
         const int64_t rows = p.m - m < block ? p.m - m : block;
-        char* packed = static_cast<char*>(scratch(0, rows * row_bytes + 64));
+        char* packed = static_cast<char*>(scratch(0, rows * row_bytes));
         const int64_t tiles = (rows + most - 1) / most;
         auto first = [&](int64_t tile) { return rows * tile / tiles; };
         for (int64_t i = 0; i < tiles; i++) {
@@ -39,7 +41,7 @@ void multiply(const Product& p) {
             for (int64_t i = 0; i < tiles; i++) {
                 const int64_t count = first(i + 1) - first(i);
                 float* c = p.c + (m + first(i)) * p.ldc + u * LANES;
-                Tile t{packed + first(i) * row_bytes, b, step, c, p.ldc, p.k, p.add};
+                Tile t{packed + first(i) * row_bytes, b, step, c, p.ldc, p.k, p.add, i == 0 ? AHEAD : 0};
                 if (width >= 2 * LANES) {
                     tile_of<K, 2, most>(count, t);
                     continue;

@@ -1,4 +1,5 @@
-// Products of R rows by U units of columns in registers. Rows of A come packed: [k][R] fp32, or [pair][R][2] bf16.
+// Products of R rows by U units of columns in registers. R rows of A come packed by lines of 64 bytes:
+// [16 of k][R][16] fp32, or for pairs [32 of k][R][32] bf16.
 #pragma once
 #include <cstdlib>
 
@@ -34,68 +35,74 @@ struct Tile {
     int64_t ldc;
     int64_t k;
     bool add;
+    int64_t ahead;  // bytes ahead of B that are fetched
 };
 
 inline V fold(bool fresh, const float* c, V sum) { return add(fresh ? zero() : load(c), sum); }
 
 template <Type B, int U>
-inline void load_pair(const char* b, int64_t step, int64_t pair, V (&even_U)[U], V (&odd_U)[U]) {
+inline void load_pair(const char* b, int64_t step, int64_t pair, int64_t ahead, V (&even_U)[U], V (&odd_U)[U]) {
 #pragma GCC unroll 2
     for (int u = 0; u < U; u++) {
         if constexpr (B == Type::bf16) {
             const bf16* p = reinterpret_cast<const bf16*>(b + u * step) + pair * 32;
+            __builtin_prefetch(reinterpret_cast<const char*>(p) + ahead);
             even_U[u] = even(p);
             odd_U[u] = odd(p);
         } else {
             const float* p = reinterpret_cast<const float*>(b + u * step) + pair * 32;
+            __builtin_prefetch(reinterpret_cast<const char*>(p) + ahead);
+            __builtin_prefetch(reinterpret_cast<const char*>(p) + ahead + 64);
             even_U[u] = load(p);
             odd_U[u] = load(p + 16);
         }
     }
 }
 
-// Sums of k numbers from zero, in the order of Arithmetic::exact, at most 32: even and odd ones apart.
+// Adds k numbers (at most 16: a line of A) to even and odd sums.
 template <Type B, int R, int U>
-inline __attribute__((always_inline)) void sum_exact(const float* a, const char* b, int64_t step, int64_t k, V (&e)[R][U], V (&o)[R][U]) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-        for (int u = 0; u < U; u++) e[r][u] = o[r][u] = zero();
-    const int64_t pairs = k / 2;
-    for (int64_t i = 0; i < pairs; i++, a += 2 * R) {
+inline __attribute__((always_inline)) void add_line(const float* a, const char* b, int64_t step, int64_t k, int64_t ahead,
+                                                    V (&e)[R][U], V (&o)[R][U]) {
+    for (int64_t i = 0; i < k / 2; i++) {
         V be[U], bo[U];
-        load_pair<B, U>(b, step, i, be, bo);
+        load_pair<B, U>(b, step, i, ahead, be, bo);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-            for (int u = 0; u < U; u++) e[r][u] = fma(set1(a[r]), be[u], e[r][u]);
+            for (int u = 0; u < U; u++) e[r][u] = fma(set1(a[r * 16 + 2 * i]), be[u], e[r][u]);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-            for (int u = 0; u < U; u++) o[r][u] = fma(set1(a[R + r]), bo[u], o[r][u]);
+            for (int u = 0; u < U; u++) o[r][u] = fma(set1(a[r * 16 + 2 * i + 1]), bo[u], o[r][u]);
     }
     if (k % 2) {
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-            for (int u = 0; u < U; u++) {
-                V b_even;
-                if constexpr (B == Type::bf16)
-                    b_even = even(reinterpret_cast<const bf16*>(b + u * step) + pairs * 32);
-                else
-                    b_even = load(reinterpret_cast<const float*>(b + u * step) + pairs * 32);
-                e[r][u] = fma(set1(a[r]), b_even, e[r][u]);
-            }
+        for (int u = 0; u < U; u++) {
+            V be;
+            if constexpr (B == Type::bf16)
+                be = even(reinterpret_cast<const bf16*>(b + u * step) + k / 2 * 32);
+            else
+                be = load(reinterpret_cast<const float*>(b + u * step) + k / 2 * 32);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) e[r][u] = fma(set1(a[r * 16 + k - 1]), be, e[r][u]);
+        }
     }
 }
 
 template <Type B, int R, int U>
 void tile_exact(const Tile& t) {
     const float* a = static_cast<const float*>(t.a);
-    const int64_t bytes = (B == Type::bf16 ? 2 : 4) * 16;
+    const char* b = t.b;
+    constexpr int64_t bytes = (B == Type::bf16 ? 2 : 4) * 16 * 16;  // of a line's part of a unit
     for (int64_t k = 0; k < t.k; k += 32) {
         V e[R][U], o[R][U];
-        sum_exact<B, R, U>(a + k * R, t.b + k * bytes, t.b_step, t.k - k < 32 ? t.k - k : 32, e, o);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+            for (int u = 0; u < U; u++) e[r][u] = o[r][u] = zero();
+        const int64_t left = t.k - k < 32 ? t.k - k : 32;
+        for (int64_t i = 0; i < left; i += 16, a += R * 16, b += bytes)
+            add_line<B, R, U>(a, b, t.b_step, left - i < 16 ? left - i : 16, t.ahead, e, o);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
@@ -106,6 +113,11 @@ void tile_exact(const Tile& t) {
     }
 }
 
+// Where a pair of the first row is.
+template <int R>
+inline const uint32_t* pair_of(const void* a, int64_t pair) {
+    return static_cast<const uint32_t*>(a) + pair / 16 * 16 * R + pair % 16;
+}
 
 #if defined(MOTET_AVX512)
 #define MOTET_DPBF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")))
@@ -118,24 +130,34 @@ MOTET_DPBF16 void tile_pairs_native(const Tile& t) {
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int u = 0; u < U; u++) c[r][u] = t.add ? _mm512_loadu_ps(t.c + r * t.ldc + u * 16) : _mm512_setzero_ps();
-    for (int64_t i = 0; i < t.k / 2; i++, a += R) {
-        __m512i b[U];
+    for (int64_t pair = 0; pair < t.k / 2; pair += 16, a += R * 16) {
+        const int64_t left = t.k / 2 - pair < 16 ? t.k / 2 - pair : 16;
+        for (int64_t i = 0; i < left; i++) {
+            __m512i b[U];
 #pragma GCC unroll 2
-        for (int u = 0; u < U; u++) b[u] = _mm512_loadu_si512(t.b + u * t.b_step + i * 64);
+            for (int u = 0; u < U; u++) {
+                const char* line = t.b + u * t.b_step + (pair + i) * 64;
+                b[u] = _mm512_loadu_si512(line);
+                _mm_prefetch(line + t.ahead, _MM_HINT_T0);
+            }
 #pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
+            for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-            for (int u = 0; u < U; u++)
-                c[r][u] = _mm512_dpbf16_ps(c[r][u], (__m512bh)_mm512_set1_epi32(static_cast<int>(a[r])), (__m512bh)b[u]);
+                for (int u = 0; u < U; u++) {
+                    const __m512i both = _mm512_set1_epi32(static_cast<int>(a[r * 16 + i]));
+                    c[r][u] = _mm512_dpbf16_ps(c[r][u], (__m512bh)both, (__m512bh)b[u]);
+                }
+        }
     }
     if (t.k % 2) {
         const __m512i half = _mm512_set1_epi32(0xffff);
+        const uint32_t* last = pair_of<R>(t.a, t.k / 2);
 #pragma GCC unroll 2
         for (int u = 0; u < U; u++) {
             const __m512i b = _mm512_and_si512(half, _mm512_loadu_si512(t.b + u * t.b_step + t.k / 2 * 64));
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++)
-                c[r][u] = _mm512_dpbf16_ps(c[r][u], (__m512bh)_mm512_set1_epi32(static_cast<int>(a[r] & 0xffffu)), (__m512bh)b);
+                c[r][u] = _mm512_dpbf16_ps(c[r][u], (__m512bh)_mm512_set1_epi32(static_cast<int>(last[r * 16] & 0xffffu)), (__m512bh)b);
         }
     }
 #pragma GCC unroll 16
@@ -148,20 +170,19 @@ MOTET_DPBF16 void tile_pairs_native(const Tile& t) {
 // vdpbf16ps as processors compute it: the second product of a pair is added first, each with one rounding.
 template <int R, int U>
 void tile_pairs_in_order(const Tile& t) {
-    const uint32_t* a = static_cast<const uint32_t*>(t.a);
     for (int r = 0; r < R; r++)
         for (int u = 0; u < U; u++) {
             float* out = t.c + r * t.ldc + u * 16;
             const bf16* b = reinterpret_cast<const bf16*>(t.b + u * t.b_step);
             V c = t.add ? load(out) : zero();
             for (int64_t i = 0; i < t.k / 2; i++) {
-                const uint32_t pair = a[i * R + r];
+                const uint32_t pair = pair_of<R>(t.a, i)[r * 16];
                 c = fma(set1(bits_to_float(pair & 0xffff0000u)), odd(b + i * 32), c);
                 c = fma(set1(bits_to_float(pair << 16)), even(b + i * 32), c);
             }
             if (t.k % 2) {
                 c = fma(zero(), zero(), c);
-                c = fma(set1(bits_to_float(a[t.k / 2 * R + r] << 16)), even(b + t.k / 2 * 32), c);
+                c = fma(set1(bits_to_float(pair_of<R>(t.a, t.k / 2)[r * 16] << 16)), even(b + t.k / 2 * 32), c);
             }
             store(out, c);
         }
@@ -199,30 +220,25 @@ inline void tile_of(int64_t rows, const Tile& t) {
 
 constexpr int most_rows(Kind kind) { return kind == Kind::pairs ? MOST_PAIRS : MOST_EXACT; }
 
-// Packs rows of A for a tile: [k][rows] fp32, or for pairs [pair][rows] of two bf16.
+// Bytes of a packed row.
+inline int64_t packed_row(Kind kind, int64_t k) { return kind == Kind::pairs ? round_up(k, 32) * 2 : round_up(k, 16) * 4; }
+
+// Packs rows of A for a tile; the end of the last line stays undefined.
 template <Kind K>
 inline void pack_rows(Type type, const void* a, int64_t lda, int64_t rows, int64_t k, void* out) {
-    if constexpr (K == Kind::pairs) {
-        uint32_t* o = static_cast<uint32_t*>(out);
-        for (int64_t r = 0; r < rows; r++) {
+    for (int64_t r = 0; r < rows; r++) {
+        if constexpr (K == Kind::pairs) {
             const bf16* row = static_cast<const bf16*>(a) + r * lda;
-            for (int64_t i = 0; i < k / 2; i++) {
-                uint32_t pair;
-                std::memcpy(&pair, row + 2 * i, 4);
-                o[i * rows + r] = pair;
-            }
-            if (k % 2) o[k / 2 * rows + r] = row[k - 1];
-        }
-    } else {
-        float* o = static_cast<float*>(out);
-        for (int64_t r = 0; r < rows; r++) {
-            if (type == Type::f32) {
-                const float* row = static_cast<const float*>(a) + r * lda;
-                for (int64_t i = 0; i < k; i++) o[i * rows + r] = row[i];
-            } else {
-                const bf16* row = static_cast<const bf16*>(a) + r * lda;
-                for (int64_t i = 0; i < k; i++) o[i * rows + r] = from_bf16(row[i]);
-            }
+            bf16* o = static_cast<bf16*>(out) + r * 32;
+            int64_t i = 0;
+            for (; i + 32 <= k; i += 32, o += rows * 32) std::memcpy(o, row + i, 64);
+            if (i < k) std::memcpy(o, row + i, (k - i) * 2);
+        } else {
+            float* o = static_cast<float*>(out) + r * 16;
+            const float* plain = static_cast<const float*>(a) + r * lda;
+            const bf16* half = static_cast<const bf16*>(a) + r * lda;
+            for (int64_t i = 0; i < k; i += 16, o += rows * 16)
+                store(o, type == Type::f32 ? load_first(plain + i, k - i) : load_bf16_first(half + i, k - i));
         }
     }
 }
