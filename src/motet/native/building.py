@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -75,7 +76,8 @@ def build(directory: Path, forms: list[str] | None = None, extra: tuple[str, ...
     """
     command = compiler()
     directory.mkdir(parents=True, exist_ok=True)
-    return [_build_one(command, directory, form, extra) for form in forms or forms_here()]
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda form: _build_one(command, directory, form, extra), forms or forms_here()))
 
 
 def _build_one(command: list[str], directory: Path, form: str, extra: tuple[str, ...]) -> Path:

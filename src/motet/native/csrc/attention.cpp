@@ -66,7 +66,7 @@ struct Attend {
         for (int64_t r = 0; r < rows; r += ROWS) {
             const int64_t n = least(ROWS, rows - r);
             Tile t{q + r * packed_row(K, width), unit_of(call.pool, call.pool.keys, span, head, unit), 0, out + r * ld, ld, width, false, 0};
-            tile_of<K, 1, ROWS>(n, t);
+            multiply_tile(K, n, 1, t);
         }
     }
 
@@ -84,9 +84,9 @@ struct Attend {
                 pack_rows<K>(Type::f32, weights + r * ld, ld, n, k, packed);
             int64_t u = 0;
             for (; u + 2 <= units; u += 2)
-                tile_of<K, 2, ROWS>(n, Tile{packed, values + u * step, step, out + r * width + u * LANES, width, k, true, 0});
+                multiply_tile(K, n, 2, Tile{packed, values + u * step, step, out + r * width + u * LANES, width, k, true, 0});
             if (u < units)
-                tile_of<K, 1, ROWS>(n, Tile{packed, values + u * step, step, out + r * width + u * LANES, width, k, true, 0});
+                multiply_tile(K, n, 1, Tile{packed, values + u * step, step, out + r * width + u * LANES, width, k, true, 0});
         }
     }
 

@@ -81,10 +81,10 @@ struct Backward {
             const int64_t n = least(MOST_EXACT, rows - r);
             int64_t u = 0;
             for (; u + 2 <= columns; u += 2)
-                tile_of<F32, 2, MOST_EXACT>(n, Tile{packed + r * line, reinterpret_cast<const char*>(b + u * k * LANES),
+                multiply_tile(F32, n, 2, Tile{packed + r * line, reinterpret_cast<const char*>(b + u * k * LANES),
                                                     k * LANES * 4, c + r * ldc + u * LANES, ldc, k, keep, 0});
             if (u < columns)
-                tile_of<F32, 1, MOST_EXACT>(n, Tile{packed + r * line, reinterpret_cast<const char*>(b + u * k * LANES), 0,
+                multiply_tile(F32, n, 1, Tile{packed + r * line, reinterpret_cast<const char*>(b + u * k * LANES), 0,
                                                     c + r * ldc + u * LANES, ldc, k, keep, 0});
         }
     }

@@ -119,9 +119,9 @@ API double motet_ceiling(int32_t arithmetic) {
         for (int64_t i = 0; i < repeats; i++) {
             Tile t{a, b, k * 32, c, 32, k, true, 0};
             if (pairs)
-                tile<Kind::pairs, MOST_PAIRS, 2>(t);
+                multiply_tile(Kind::pairs, MOST_PAIRS, 2, t);
             else
-                tile<Kind::exact_bf16, MOST_EXACT, 2>(t);
+                multiply_tile(Kind::exact_bf16, MOST_EXACT, 2, t);
         }
         const double flops = 2.0 * static_cast<double>(k * repeats * 32 * (pairs ? MOST_PAIRS : MOST_EXACT));
         const double rate = flops / (cpu_seconds() - start) * 1e-9;

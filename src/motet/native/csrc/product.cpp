@@ -43,7 +43,7 @@ void multiply(const Product& p) {
                 float* c = p.c + (m + first(i)) * p.ldc + u * LANES;
                 Tile t{packed + first(i) * row_bytes, b, step, c, p.ldc, p.k, p.add, i == 0 ? AHEAD : 0};
                 if (width >= 2 * LANES) {
-                    tile_of<K, 2, most>(count, t);
+                    multiply_tile(K, count, 2, t);
                     continue;
                 }
                 float part[most * 2 * LANES];  // the end of the columns goes through a whole tile
@@ -52,9 +52,9 @@ void multiply(const Product& p) {
                 if (p.add)
                     for (int64_t r = 0; r < count; r++) std::memcpy(part + r * t.ldc, c + r * p.ldc, width * 4);
                 if (width > LANES)
-                    tile_of<K, 2, most>(count, t);
+                    multiply_tile(K, count, 2, t);
                 else
-                    tile_of<K, 1, most>(count, t);
+                    multiply_tile(K, count, 1, t);
                 for (int64_t r = 0; r < count; r++) std::memcpy(c + r * p.ldc, part + r * t.ldc, width * 4);
             }
         }
