@@ -1,5 +1,4 @@
 // The kernels by themselves, in C: for tests, the trial at load, and `motet doctor`.
-#include <chrono>
 #include <ctime>
 
 #include "pool.hpp"
@@ -61,6 +60,10 @@ API void motet_write_keys_values(const Pool* pool, const Span* span, const float
 API void motet_attend(const Attention* call, const Span* span) {
     FlushDenormals flush;
     attend(*call, *span, 0, call->pool.n_kv);
+}
+API void motet_attend_backward(const AttentionBackward* call, const Span* span) {
+    FlushDenormals flush;
+    attend_backward(*call, *span, 0, call->call.pool.n_kv);
 }
 
 API void motet_row_sum(const float* logits, int64_t n, float temperature, RowSum* sum) {
