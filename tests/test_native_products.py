@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.native_calls import EXACT, PAIRS, AdamW, Cache, Kernels, forms, kernels
+from tests.native_calls import EXACT, PAIRS, TYPES, AdamW, Cache, Kernels, address, forms, kernels
 
 WAYS = [(EXACT, torch.bfloat16), (PAIRS, torch.bfloat16), (EXACT, torch.float32)]
 NAN, INF = math.nan, math.inf
@@ -110,6 +110,22 @@ def test_a_sum_may_begin_with_what_is_there_and_stop_before_the_end(own, arithme
         stale = b.clone()
         stale[:, k:] = NAN  # not read, not even as the other half of a pair
         assert same(own.product(a, stale, arithmetic, k=k), short)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_packing_any_strides(own, dtype, source):
+    """[unit][k][16] in fp32, [unit][pair][16][2] in bf16, filled up with zeros."""
+    for k, n in ((33, 50), (64, 32), (1, 16), (7, 3)):
+        b_KN = normal(k, n, dtype=source)
+        units, rows = -(-n // 16), k if dtype == torch.float32 else k + k % 2
+        wanted = F.pad(b_KN.float().to(dtype), (0, units * 16 - n, 0, rows - k)).view(rows, units, 16).transpose(0, 1)
+        if dtype == torch.bfloat16:
+            wanted = wanted.reshape(units, rows // 2, 2, 16).transpose(2, 3)
+        for stored in (b_KN, b_KN.T.contiguous().T, F.pad(b_KN, (0, 5))[:, :n]):
+            packed = torch.empty(own.calls.motet_packed_bytes(TYPES[dtype], k, n), dtype=torch.uint8)
+            own.calls.motet_pack(TYPES[source], stored.data_ptr(), *stored.stride(), k, n, TYPES[dtype], address(packed))
+            assert torch.equal(packed.view(dtype), wanted.flatten())
 
 
 def test_denormals_are_zero_and_the_callers_mode_comes_back(own):

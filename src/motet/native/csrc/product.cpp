@@ -63,20 +63,66 @@ void multiply(const Product& p) {
 
 }  // namespace
 
+namespace {
+
+// One unit of n columns, whatever the strides.
+void pack_unit(Type source_type, const void* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, Type type,
+               void* packed) {
+    const int64_t rows = type == Type::bf16 ? round_up(k, 2) : k;
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < LANES; j++) {
+            const float value = i < k && j < n ? number(source_type, source, i * stride_k + j * stride_n) : 0.0f;
+            if (type == Type::f32)
+                static_cast<float*>(packed)[i * LANES + j] = value;
+            else
+                static_cast<bf16*>(packed)[i / 2 * 32 + j * 2 + i % 2] = to_bf16_one(value);
+        }
+}
+
+// The same of 16 columns that lie side by side (stride_n 1) or of rows that do (stride_k 1), without a change of type.
+bool pack_copied(Type type, const void* source, int64_t stride_k, int64_t stride_n, int64_t k, void* packed) {
+    const bf16* half = static_cast<const bf16*>(source);
+    const float* whole = static_cast<const float*>(source);
+    uint32_t* pairs = static_cast<uint32_t*>(packed);
+    float* out = static_cast<float*>(packed);
+    if (stride_n == 1 && type == Type::f32) {
+        for (int64_t i = 0; i < k; i++) std::memcpy(out + i * LANES, whole + i * stride_k, LANES * 4);
+    } else if (stride_n == 1) {
+        for (int64_t i = 0; i < k; i += 2) {
+            const bf16 *low = half + i * stride_k, *high = low + stride_k;
+            if (i + 1 < k)
+                for (int64_t j = 0; j < LANES; j++) pairs[i * 8 + j] = low[j] | static_cast<uint32_t>(high[j]) << 16;
+            else
+                for (int64_t j = 0; j < LANES; j++) pairs[i * 8 + j] = low[j];
+        }
+    } else if (stride_k == 1 && type == Type::f32) {
+        for (int64_t i = 0; i < k; i += LANES)
+            for (int64_t j = 0; j < LANES; j++)
+                for (int64_t l = i; l < k && l < i + LANES; l++) out[l * LANES + j] = whole[j * stride_n + l];
+    } else if (stride_k == 1) {
+        for (int64_t i = 0; i < k; i += 2 * LANES)
+            for (int64_t j = 0; j < LANES; j++)
+                for (int64_t l = i; l < k && l < i + 2 * LANES; l += 2) {
+                    uint32_t pair = half[j * stride_n + l];
+                    if (l + 1 < k) std::memcpy(&pair, half + j * stride_n + l, 4);
+                    pairs[l * 8 + j] = pair;
+                }
+    } else
+        return false;
+    return true;
+}
+
+}  // namespace
+
 void pack(Type source_type, const void* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, Type type,
           void* packed) {
-    const int64_t units = round_up(n, LANES) / LANES, rows = type == Type::bf16 ? round_up(k, 2) : k;
-    for (int64_t u = 0; u < units; u++)
-        for (int64_t i = 0; i < rows; i++)
-            for (int64_t j = 0; j < LANES; j++) {
-                const int64_t column = u * LANES + j;
-                const bool inside = i < k && column < n;
-                const float value = inside ? number(source_type, source, i * stride_k + column * stride_n) : 0.0f;
-                if (type == Type::f32)
-                    static_cast<float*>(packed)[(u * k + i) * LANES + j] = value;
-                else
-                    static_cast<bf16*>(packed)[((u * rows + i / 2 * 2) * LANES) + j * 2 + i % 2] = to_bf16_one(value);
-            }
+    for (int64_t u = 0; u * LANES < n; u++) {
+        const char* from = static_cast<const char*>(source) + u * LANES * stride_n * bytes_of(source_type);
+        char* to = static_cast<char*>(packed) + u * unit_bytes(type, k);
+        const int64_t columns = n - u * LANES < LANES ? n - u * LANES : LANES;
+        if (columns == LANES && source_type == type && pack_copied(type, from, stride_k, stride_n, k, to)) continue;
+        pack_unit(source_type, from, stride_k, stride_n, k, columns, type, to);
+    }
 }
 
 Product columns_of(const Product& p, int64_t first_unit, int64_t last_unit) {
