@@ -37,6 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     ),
     frozenset({"protocols", "channel", "apart", "jobfile", "device", "budgets", "allocator", "mkl", "stops"}),
     frozenset({"tasks", "model"}),
+    frozenset({"native"}),
     frozenset({"rollout", "training", "agents"}),
     frozenset({"runtime"}),
     frozenset({"cluster"}),

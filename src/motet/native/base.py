@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.model.attention import AttentionPass, LayerCall, Prefix, Span
+from motet.model.frozen_weight import FrozenWeight
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, Routing
 from motet.model.lora_model import LoraModel
@@ -107,14 +108,13 @@ class NativeBase:
 
     def __init__(self, base: LoraModel, library: Calls, arithmetic: int) -> None:
         """`base` must be covered (see `motet.native.cover`)."""
-        self._base, self._library, self._arithmetic = base, library, arithmetic
+        self.base, self._library, self._arithmetic = base, library, arithmetic
         self.attention = NativeAttention(base.block_size)
         self._memory: list[Any] = []
+        self._weights: list[tuple[Weight, FrozenWeight]] = []
         self._adapters: dict[int, tuple[weakref.ref[AdapterWeights], PackedAdapter]] = {}
         self._pools: weakref.WeakKeyDictionary[KVCache, tuple[Any, Any]] = weakref.WeakKeyDictionary()
         self._backward = False
-        self.recompute = False
-        """Whether a pass keeps the inputs of layers alone."""
         self._plan = self._make()
 
     def read_keys_in_blocks(self, block_size: int) -> None:
@@ -124,7 +124,7 @@ class NativeBase:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _make(self) -> Plan:
-        base = self._base
+        base = self.base
         decoder: Any = base.decoder
         config = base.model.config.get_text_config()
         calls = _calls(base)
@@ -144,12 +144,11 @@ class NativeBase:
             leaders = (attention.q_proj, attention.o_proj, module.mlp.gate_proj, module.mlp.down_proj)
             for which, linear in enumerate(leaders):
                 self._places[linear.fused.leader] = (index * LINEARS + which, linear.fused.sizes)
-                frozen = linear.fused.frozen
-                layer.linears[which] = self._weight(frozen.dense(), frozen.bias)
+                self._fill(layer.linears[which], linear.fused.frozen)
         cosines, sines = _angles(decoder, base.info.max_positions)
         width = cosines.shape[1] * 2
         self._memory.append(layers)
-        return Plan(
+        plan = Plan(
             n_layers=len(layers),
             width=config.hidden_size,
             heads=config.num_attention_heads,
@@ -165,10 +164,11 @@ class NativeBase:
             layers=layers,
             norm_out=self._numbers(decoder.norm.weight),
             embedding=decoder.embed_tokens.weight.data_ptr(),
-            head=self._weight(base.head.dense(), None),
             cosines=self._numbers(cosines),
             sines=self._numbers(sines),
         )
+        self._fill(plan.head, base.head)
+        return plan
 
     def _numbers(self, tensor: Tensor) -> int:
         """The address of a copy in fp32."""
@@ -176,31 +176,24 @@ class NativeBase:
         self._memory.append(numbers)
         return numbers.data_ptr()
 
-    def _weight(self, weight_NK: Tensor, bias: Tensor | None) -> Weight:
-        n_outputs, n_inputs = weight_NK.shape
-        memory, (forward,) = pack_all(self._library, [forth(weight_NK)], self._base.dtype)
+    def _fill(self, weight: Weight, frozen: FrozenWeight) -> None:
+        weight.n, weight.k = frozen.shape
+        weight.bias = None if frozen.bias is None else self._numbers(frozen.bias)
+        memory, (weight.forward,) = pack_all(self._library, [forth(frozen.dense())], self.base.dtype)
         self._memory.append(memory)
-        return Weight(forward, 0, None if bias is None else self._numbers(bias), n_inputs, n_outputs)
+        self._weights.append((weight, frozen))
 
     def _pack_for_backward(self) -> None:
         """Weights are packed a second time when the first gradient is wanted."""
         if self._backward:
             return
-        base, decoder = self._base, self._base.decoder
-        targets = [(self._plan.head, base.head)]
-        for layer, module in zip(self._memory_layers(), decoder.layers, strict=True):
-            attention, mlp = module.self_attn, module.mlp
-            for which, linear in enumerate((attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)):
-                targets.append((layer.linears[which], linear.fused.frozen))
-        for weight, frozen in targets:
-            memory, (weight.back,) = pack_all(self._library, [back(frozen.dense())], base.dtype)
+        for weight, frozen in self._weights:
+            memory, (weight.back,) = pack_all(self._library, [back(frozen.dense())], self.base.dtype)
             self._memory.append(memory)
         self._backward = True
 
-    def _memory_layers(self) -> Any:
-        return self._plan.layers[: self._plan.n_layers]
-
-    def _adapter(self, weights: AdapterWeights, *, backward: bool) -> PackedAdapter:
+    def packed(self, weights: AdapterWeights, *, backward: bool) -> PackedAdapter:
+        """An adapter's matrices as the kernels read them, packed once for each version."""
         known = self._adapters.get(id(weights))
         if known is not None and (known[1].backward or not backward):
             return known[1]
@@ -234,18 +227,17 @@ class NativeBase:
     def _rows(self, function: Any, rows: Tensor, n_outputs: int) -> Tensor:
         rows = rows.detach().float().contiguous()
         out = torch.empty(len(rows), n_outputs)
-        _check(
-            function(ctypes.byref(self._plan), rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads())
-        )
+        _check(function(ctypes.byref(self._plan), rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads()))
         return out
 
     def pools(self, cache: KVCache) -> tuple[Any, Any]:
         """Addresses of each layer's keys and values."""
         known = self._pools.get(cache)
         if known is None:
-            nothing = torch.empty(0, self._plan.kv_heads, self._plan.head_width, dtype=self._base.dtype)
+            nothing = torch.empty(0, self._plan.kv_heads, self._plan.head_width, dtype=self.base.dtype)
             layers = [cache.layer(index, nothing, nothing) for index in range(self._plan.n_layers)]
-            known = tuple((ctypes.c_void_p * len(layers))(*(pool.data_ptr() for pool in kind)) for kind in zip(*layers))
+            addresses = ctypes.c_void_p * len(layers)
+            known = addresses(*(keys.data_ptr() for keys, _ in layers)), addresses(*(vs.data_ptr() for _, vs in layers))
             self._pools[cache] = known
         return known
 
@@ -256,7 +248,7 @@ class _Call:
     def __init__(
         self, own: NativeBase, token_ids_T: Tensor, positions_T: Tensor, attention: NativePass, routing: Routing
     ) -> None:
-        self._own, self._backward = own, False
+        self._own = own
         starts = np.cumsum([0, *map(len, attention.tables)])
         blocks = np.concatenate([*attention.tables, np.zeros(1, np.int32)])
         places = blocks.ctypes.data + 4 * starts
@@ -300,29 +292,34 @@ class _Call:
                 (weights, start, start + n, 1.0, None) for weights, start, n in routing.runs if weights is not None
             ]
         backward = any(gradient is not None for *_, gradient in members)
-        self._weights = [weights for weights, *_ in members]  # their matrices stay while they are used
-        packed = [self._own._adapter(weights, backward=backward) for weights in self._weights]
-        self._adapters = packed
+        packed = [self._own.packed(weights, backward=backward) for weights, *_ in members]
+        self._adapters = packed  # their matrices stay while they are used
         runs = (Run * len(members))()
         for run, own, (_, first, last, scaling, gradient) in zip(runs, packed, members, strict=True):
             run.first, run.last, run.scaling, run.gradient = first, last, scaling, gradient
             run.adapter = ctypes.pointer(own.adapter)
         return runs
 
-    def forward(self, *, keep: bool = False) -> Tensor:
-        own, plan = self._own, ctypes.byref(self._own._plan)
+    def room(self) -> Tensor:
+        """Memory for what the backward pass reads; the inputs of layers alone where they are computed again."""
+        own = self._own
+        self._pass.recompute = int(own.base.decoder.layers[0].training)
+        return torch.empty(
+            own._library.kept_bytes(ctypes.byref(own._plan), ctypes.byref(self._pass)), dtype=torch.uint8
+        )
+
+    def forward(self, kept: Tensor | None = None) -> Tensor:
+        """Final hidden states [T, D]."""
+        own = self._own
         hidden_TD = torch.empty(self._n_rows, own._plan.width)
-        self._pass.hidden = hidden_TD.data_ptr()
-        if keep:
-            self._pass.recompute = int(own.recompute)
-            self.kept = torch.empty(own._library.kept_bytes(plan, ctypes.byref(self._pass)), dtype=torch.uint8)
-            self._pass.kept = self.kept.data_ptr()
-        _check(own._library.forward(plan, ctypes.byref(self._pass)))
+        self._pass.hidden, self._pass.kept = hidden_TD.data_ptr(), None if kept is None else kept.data_ptr()
+        _check(own._library.forward(ctypes.byref(own._plan), ctypes.byref(self._pass)))
         return hidden_TD
 
-    def backward(self, grad_TD: Tensor) -> None:
-        own = self._own
-        grad_TD = grad_TD.float().contiguous()
+    def backward(self, kept: Tensor, grad_TD: Tensor) -> None:
+        """Add the gradients of the adapters."""
+        own, grad_TD = self._own, grad_TD.float().contiguous()
+        self._pass.kept = kept.data_ptr()
         _check(own._library.backward(ctypes.byref(own._plan), ctypes.byref(self._pass), grad_TD.data_ptr()))
 
 
@@ -331,12 +328,14 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, call: _Call) -> Tensor:
-        ctx.call = call
-        return call.forward(keep=True)
+        ctx.call, kept = call, call.room()
+        ctx.save_for_backward(kept)
+        return call.forward(kept)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, None]:
-        ctx.call.backward(grad_TD)
+        (kept,) = ctx.saved_tensors
+        ctx.call.backward(kept, grad_TD)
         return None, None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,10 +12,13 @@ from motet.model.exactness import check_exactness, packed_logits
 from motet.model.lora import NoAdapters
 from motet.model.lora_model import LoraModel
 from motet.model.proof import LENGTHS, TOLERANCE
+from motet.native import library
 from motet.native.base import NativeBase
+from motet.native.library import ARITHMETICS
 from motet.native.plan import Calls
 
-ARITHMETICS = {"exact": 0, "exact-dpbf16": 1}
+Kernels = Literal["torch", "native", "native-dpbf16"]
+_ARITHMETICS = {"native": "exact", "native-dpbf16": "exact-dpbf16"}
 
 _DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 """Decoders of transformers whose layers the plan has."""
@@ -54,19 +56,23 @@ def refusal(base: LoraModel) -> str:
 
 
 @torch.no_grad()
-def compute_natively(base: LoraModel, library: ctypes.CDLL, arithmetic: Literal["exact", "exact-dpbf16"]) -> None:
-    """Hand a base's passes to own kernels, and prove that they compute the same, in bits that no company changes.
+def compute_with(base: LoraModel, kernels: Kernels) -> None:
+    """Hand a base's passes to the kernels of a setting, and prove that they compute the same, in bits that no company changes.
 
     Raises:
         BaseModelError: they do not cover it, or logits differ from torch's.
+        ConfigError: they are not compiled.
     """
+    if kernels == "torch":
+        return
+    native, arithmetic = library.load(), _ARITHMETICS[kernels]
     if reason := refusal(base):
         raise BaseModelError(f"{base.info.name}: {reason}; set engine.kernels to torch")
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, base.info.vocab_size, (length,), generator=generator) for length in LENGTHS]
     with base.routed(NoAdapters()):
         theirs = packed_logits(base, sequences)[0]
-    base.kernels = NativeBase(base, Calls(library), ARITHMETICS[arithmetic])
+    base.kernels = NativeBase(base, Calls(native.calls), ARITHMETICS[arithmetic])
     base.attention = base.kernels.attention
     with base.routed(NoAdapters()):
         ours = packed_logits(base, sequences)[0]
@@ -78,6 +84,9 @@ def compute_natively(base: LoraModel, library: ctypes.CDLL, arithmetic: Literal[
                 "set engine.kernels to torch"
             )
         notes = tuple(note for note in base.info.notes if note != base.info.inexact)
-        base.info = replace(base.info, notes=notes, inexact="")
+        base.info = replace(base.info, notes=notes, inexact="", processor=f"motet {arithmetic}")
         check_exactness(base, sequences)
-    base.revise(f"own kernels compute this base ({arithmetic} arithmetic)")
+    slowly = arithmetic == "exact-dpbf16" and not native.multiplies_pairs
+    base.revise(
+        f"own kernels compute this base ({arithmetic}, {native.form}{', slowly: this processor has no vdpbf16ps' * slowly})"
+    )

@@ -52,10 +52,14 @@ class Calls:
 
 
 class Weight(ctypes.Structure):
+    """A frozen weight, or several that lie side by side."""
+
     _fields_ = [("forward", c_void_p), ("back", c_void_p), ("bias", c_void_p), ("k", c_int64), ("n", c_int64)]
 
 
 class Layer(ctypes.Structure):
+    """One layer of the decoder."""
+
     _fields_ = [
         *((name, c_void_p) for name in ("norm_in", "norm_mlp", "norm_q", "norm_k")),
         ("linears", Weight * LINEARS),
@@ -64,6 +68,8 @@ class Layer(ctypes.Structure):
 
 
 class Plan(ctypes.Structure):
+    """A base."""
+
     _fields_ = [
         *(
             (name, c_int64)
@@ -92,10 +98,14 @@ class Plan(ctypes.Structure):
 
 
 class Part(ctypes.Structure):
+    """An adapted layer among fused ones."""
+
     _fields_ = [("first", c_int64), ("n", c_int64), ("b", c_void_p), ("b_back", c_void_p), ("gradient", c_int64)]
 
 
 class Lora(ctypes.Structure):
+    """An adapter's matrices on one fused product."""
+
     _fields_ = [
         ("rank", c_int64),
         ("columns", c_int64),
@@ -108,10 +118,14 @@ class Lora(ctypes.Structure):
 
 
 class Adapter(ctypes.Structure):
+    """An adapter's matrices on all of them."""
+
     _fields_ = [("linears", ctypes.POINTER(Lora)), ("scaling", c_float)]
 
 
 class Run(ctypes.Structure):
+    """Rows that have an adapter."""
+
     _fields_ = [
         ("first", c_int64),
         ("last", c_int64),
@@ -122,6 +136,8 @@ class Run(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
+    """One call."""
+
     _fields_ = [
         *((name, c_int64) for name in ("n_rows", "n_spans", "n_writes", "n_runs", "threads")),
         ("tokens", c_void_p),
