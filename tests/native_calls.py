@@ -178,7 +178,13 @@ class Kernels:
         out = x_THE.clone()
         rows, heads, width = out.shape
         self.calls.motet_rope(
-            pointer(address(out)), pointer(address(cos)), pointer(address(sin)), int(back), i64(rows), i64(heads), i64(width)
+            pointer(address(out)),
+            pointer(address(cos)),
+            pointer(address(sin)),
+            int(back),
+            i64(rows),
+            i64(heads),
+            i64(width),
         )
         return out
 
@@ -197,7 +203,9 @@ class Kernels:
         )
         return outputs
 
-    def cache(self, n_keys: int, n_kv: int, width: int, dtype: torch.dtype, block: int = 32, fill: float = 0.0) -> Cache:
+    def cache(
+        self, n_keys: int, n_kv: int, width: int, dtype: torch.dtype, block: int = 32, fill: float = 0.0
+    ) -> Cache:
         """Blocks for so many keys, in an order of their own."""
         n_blocks = -(-n_keys // block) + 2
         keys, values = (torch.full((n_blocks, n_kv, block, width), fill, dtype=dtype) for _ in range(2))
@@ -216,7 +224,7 @@ class Kernels:
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """Writes keys and values of rows at positions [first, …), and attends: out [T, H, E] and the log sums [T, H]."""
-        rows, heads, width = q_THE.shape
+        rows, heads, _ = q_THE.shape
         span = Span(0, rows, first, cache.table.data_ptr(), len(cache.table))
         self.calls.motet_write_keys_values(
             ctypes.byref(cache.pool), ctypes.byref(span), pointer(address(k_TKE)), pointer(address(v_TKE))

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.native_calls import EXACT, PAIRS, TYPES, AdamW, Cache, Kernels, address, forms, kernels
+from motet.native import building, library
+from tests.native_calls import EXACT, PAIRS, TYPES, AdamW, Cache, Kernels, address, directory, forms, kernels
 
 WAYS = [(EXACT, torch.bfloat16), (PAIRS, torch.bfloat16), (EXACT, torch.float32)]
 NAN, INF = math.nan, math.inf
@@ -77,6 +78,10 @@ def test_fp32_rows_times_bf16_columns(own):
 
 @pytest.mark.parametrize(("arithmetic", "dtype"), WAYS)
 def test_a_row_has_its_bits_in_any_company(fast, arithmetic, dtype):
+    assert_company_changes_nothing(fast, arithmetic, dtype)
+
+
+def assert_company_changes_nothing(fast, arithmetic, dtype):
     a, b = normal(131, 576, dtype=dtype), normal(80, 576, seed=1, dtype=dtype)
     alone = torch.cat([fast.product(a[i : i + 1].clone(), b, arithmetic) for i in range(len(a))])
     for rows in (2, 5, 6, 7, 12, 13, 64, 131):
@@ -96,6 +101,10 @@ def test_neighbours_that_are_not_finite_change_nothing(own, arithmetic, dtype):
 
 @pytest.mark.parametrize(("arithmetic", "dtype"), WAYS)
 def test_one_thread_and_several_give_the_same(fast, arithmetic, dtype):
+    assert_threads_change_nothing(fast, arithmetic, dtype)
+
+
+def assert_threads_change_nothing(fast, arithmetic, dtype):
     a, b = normal(9, 576, dtype=dtype), normal(200, 576, seed=1, dtype=dtype)
     assert same(*(fast.product(a, b, arithmetic, threads=threads) for threads in (1, 2, 3)))
 
@@ -124,7 +133,9 @@ def test_packing_any_strides(own, dtype, source):
             wanted = wanted.reshape(units, rows // 2, 2, 16).transpose(2, 3)
         for stored in (b_KN, b_KN.T.contiguous().T, F.pad(b_KN, (0, 5))[:, :n]):
             packed = torch.empty(own.calls.motet_packed_bytes(TYPES[dtype], k, n), dtype=torch.uint8)
-            own.calls.motet_pack(TYPES[source], stored.data_ptr(), *stored.stride(), k, n, TYPES[dtype], address(packed))
+            own.calls.motet_pack(
+                TYPES[source], stored.data_ptr(), *stored.stride(), k, n, TYPES[dtype], address(packed)
+            )
             assert torch.equal(packed.view(dtype), wanted.flatten())
 
 
@@ -159,10 +170,21 @@ def test_functions_are_those_of_doubles_within_a_few_units_of_the_last_place(own
 def test_functions_at_their_ends(own):
     x = torch.tensor([NAN, INF, -INF, 89.0, -88.0, -200.0, 88.7, 0.0] * 2)
     exp, sigmoid, tanh, log = own.functions(x)
-    assert exp[0].isnan() and exp[1] == INF and exp[2] == 0 and exp[3] == INF and exp[4] == 0 and exp[5] == 0
-    assert exp[6].isfinite() and exp[7] == 1
-    assert sigmoid[0].isnan() and sigmoid[1] == 1 and sigmoid[2] == 0 and tanh[1] == 1 and tanh[2] == -1
-    assert log[0].isnan() and log[1] == INF
+    assert exp[0].isnan()
+    assert exp[1] == INF
+    assert exp[2] == 0
+    assert exp[3] == INF
+    assert exp[4] == 0
+    assert exp[5] == 0
+    assert exp[6].isfinite()
+    assert exp[7] == 1
+    assert sigmoid[0].isnan()
+    assert sigmoid[1] == 1
+    assert sigmoid[2] == 0
+    assert tanh[1] == 1
+    assert tanh[2] == -1
+    assert log[0].isnan()
+    assert log[1] == INF
 
 
 def test_forms_have_the_same_bits():
@@ -249,7 +271,9 @@ def attention_parts(own: Kernels, arithmetic: int, dtype: torch.dtype) -> list[T
     return [out, log_sums, *own.attend_backward(cache, call, normal(*q.shape, seed=9))]
 
 
-def stock(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
+def stock(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
     """Attention in doubles, written out."""
     fold = HEADS // KV
     q, k, v = q.double(), k.double().repeat_interleave(fold, 1), v.double().repeat_interleave(fold, 1)
@@ -299,6 +323,10 @@ def test_decoding_and_prefilling_in_any_pieces_give_the_same(fast, arithmetic, d
 
 @pytest.mark.parametrize(("arithmetic", "dtype"), WAYS)
 def test_keys_that_come_later_change_nothing(own, arithmetic, dtype):
+    assert_later_keys_change_nothing(own, arithmetic, dtype)
+
+
+def assert_later_keys_change_nothing(own, arithmetic, dtype):
     q, k, v = sequence(dtype)
     clean, _ = own.attend(own.cache(LENGTH, KV, WIDTH, dtype), q, k, v, arithmetic=arithmetic)
     k[50], v[50] = NAN, INF
@@ -345,7 +373,8 @@ def test_sums_over_a_row_of_logits(own, temperature):
     logits = normal(5003) * 4
     made = own.row_sum(logits, temperature)
     wanted = (logits.double() / temperature).log_softmax(-1)
-    assert made.usable == 1 and made.best == int(logits.argmax())
+    assert made.usable == 1
+    assert made.best == int(logits.argmax())
     assert own.logprob(logits, 17, made, temperature) == pytest.approx(float(wanted[17]), abs=2e-6)
     assert made.entropy == pytest.approx(float(-(wanted.exp() * wanted).sum()), abs=1e-5)
     slope = own.logprob_slope(logits, 17, -0.5, made, temperature).double()
@@ -361,7 +390,8 @@ def test_rows_that_are_not_finite_are_not_usable(own, bad):
     assert own.row_sum(torch.full((600,), -INF)).usable == 0
     logits[300] = -INF  # a token that is ruled out
     made = own.row_sum(logits)
-    assert made.usable == 1 and math.isfinite(made.entropy)
+    assert made.usable == 1
+    assert math.isfinite(made.entropy)
 
 
 def test_draws_invert_the_cumulative_distribution(own):
@@ -373,7 +403,8 @@ def test_draws_invert_the_cumulative_distribution(own):
         token = own.draw(logits, made, uniform)
         wanted = int(torch.searchsorted(ends, torch.tensor(uniform * float(ends[-1]), dtype=torch.double), right=True))
         near = abs(float(ends[token]) - uniform) < 1e-6 or abs(float(ends[token - 1]) - uniform) < 1e-6
-        assert (token == wanted or near) and logits[token].isfinite()
+        assert token == wanted or near
+        assert logits[token].isfinite()
 
 
 def test_adamw_is_that_of_torch(own):
@@ -392,3 +423,49 @@ def test_adamw_is_that_of_torch(own):
             *(ctypes.c_void_p(x.data_ptr()) for x in (master, given, mean, square)), ctypes.c_int64(83),
         )  # fmt: skip
     assert torch.allclose(master, theirs.detach(), atol=1e-6)
+
+
+# --- building and planted faults -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("arithmetic_and_type", WAYS[:2], ids=["exact", "pairs"])
+@pytest.mark.parametrize(
+    ("fault", "claim"),
+    [
+        ("ROWS", assert_company_changes_nothing),
+        ("THREADS", assert_threads_change_nothing),
+        ("MASK", assert_later_keys_change_nothing),
+    ],
+    ids=["rows", "threads", "mask"],
+)
+def test_a_planted_fault_turns_its_test_red(tmp_path, fault, claim, arithmetic_and_type):
+    form = forms()[0]
+    building.build(tmp_path, [form], (f"-DMOTET_FAULT_{fault}",))
+    with pytest.raises(AssertionError):
+        claim(Kernels(tmp_path / building.file_name(form)), *arithmetic_and_type)
+
+
+def test_the_fastest_form_that_agrees_is_taken(tmp_path):
+    made = {form: (directory() / building.file_name(form)).read_bytes() for form in forms()}
+    if len(made) < 2:
+        pytest.skip("this processor runs one form only")
+    best = forms()[0]
+    (tmp_path / building.file_name("portable")).write_bytes(made["portable"])
+    portable = Kernels(tmp_path / building.file_name("portable")).calls
+    native = library._fastest(tmp_path, portable)
+    assert native.form == "portable"
+    assert f"{best}: not compiled" in native.passed_over
+    (tmp_path / building.file_name(best)).write_bytes(made[best])
+    assert library._fastest(tmp_path, portable).form == best
+
+
+def test_without_a_compiler_it_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(building.CannotBuild, match="install g\\+\\+"):
+        building.build(tmp_path)
+    monkeypatch.setenv("CXX", "/bin/false")
+    with pytest.raises(building.CannotBuild, match="portable form"):
+        building.build(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -68,19 +68,32 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def build(directory: Path, forms: list[str] | None = None, extra: tuple[str, ...] = ()) -> list[Path]:
-    """Compile the forms into a directory; each file appears whole or not at all.
+def build(directory: Path, forms: list[str] | None = None, extra: tuple[str, ...] = ()) -> dict[str, str | None]:
+    """Compile forms into a directory, each file whole or not at all; gives for each form why it failed, or None.
 
     Raises:
-        CannotBuild: there is no compiler, or it failed.
+        CannotBuild: there is no compiler, or the portable form, which all others are compared with, did not compile.
     """
     command = compiler()
     directory.mkdir(parents=True, exist_ok=True)
+    forms = forms or forms_here()
+
+    def one(form: str) -> str | None:
+        try:
+            _build_one(command, directory, form, extra)
+        except CannotBuild as error:
+            return str(error)
+        return None
+
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda form: _build_one(command, directory, form, extra), forms or forms_here()))
+        made = dict(zip(forms, pool.map(one, forms), strict=True))
+    failed = made.get("portable")
+    if failed is not None:
+        raise CannotBuild(failed)
+    return made
 
 
-def _build_one(command: list[str], directory: Path, form: str, extra: tuple[str, ...]) -> Path:
+def _build_one(command: list[str], directory: Path, form: str, extra: tuple[str, ...]) -> None:
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     target = directory / file_name(form)
     define = f'-DMOTET_FINGERPRINT="{fingerprint()}"'
@@ -94,4 +107,3 @@ def _build_one(command: list[str], directory: Path, form: str, extra: tuple[str,
         if done.returncode:
             raise CannotBuild(f"{command[0]} did not compile the {form} form:\n{done.stderr.strip()[-2000:]}")
         output.replace(target)
-    return target

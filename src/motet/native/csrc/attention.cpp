@@ -93,6 +93,9 @@ struct Attend {
     // The same for a unit of which keys [from, to) are in reach of all rows.
     void mix_part(float* weights, int64_t ld, int64_t rows, int64_t unit, int64_t from, int64_t to, float* out) const {
         const char* values = unit_of(call.pool, call.pool.values, span, head, unit);
+#if defined(MOTET_FAULT_MASK)  // keys out of reach are multiplied by zero
+        return mix(weights, ld, rows, values, LANES, out);
+#endif
         if (from == 0) return mix(weights, ld, rows, values, to, out);
         const int64_t bytes = bytes_of(call.pool.type), size = LANES * width;
         char* copy = static_cast<char*>(scratch(4, size * bytes));

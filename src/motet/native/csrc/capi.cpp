@@ -25,6 +25,9 @@ API void motet_pack(int32_t source_type, const void* source, int64_t stride_k, i
 API void motet_product(const Product* p, int64_t threads) {
     const int64_t units = (p->n + LANES - 1) / LANES, share = (units + threads - 1) / threads;
     FlushDenormals flush;
+#if defined(MOTET_FAULT_THREADS)  // two threads share k
+    if (threads == 2) return product_in_two(*p, p->k / 64 * 32 + 16);
+#endif
     parallel(threads, threads, [&](int64_t part) {
         const int64_t last = (part + 1) * share < units ? (part + 1) * share : units;
         if (part * share < last) product(columns_of(*p, part * share, last));

@@ -480,6 +480,8 @@ const char* fault_in(const Plan& plan, const Pass& pass) {
         if (pass.tokens[row] < 0 || pass.tokens[row] >= plan.vocabulary) return "a token is outside the vocabulary";
         if (pass.positions[row] < 0 || pass.positions[row] >= plan.positions) return "a position is beyond the longest sequence";
     }
+    if (pass.block % LANES || plan.head_width % LANES || plan.heads % plan.kv_heads || plan.heads / plan.kv_heads > 64)
+        return "blocks and heads need a multiple of 16, and at most 64 query heads for each of keys";
     int64_t last = 0;
     for (int64_t r = 0; r < pass.n_runs; r++) {
         const Run& run = pass.runs[r];

@@ -134,8 +134,9 @@ Product columns_of(const Product& p, int64_t first_unit, int64_t last_unit) {
     return part;
 }
 
-void product(const Product& p) {
-    if (p.m <= 0 || p.n <= 0) return;
+namespace {
+
+void multiply_any(const Product& p) {
     if (p.k <= 0) {
         if (!p.add)
             for (int64_t r = 0; r < p.m; r++) std::memset(p.c + r * p.ldc, 0, p.n * 4);
@@ -147,6 +148,31 @@ void product(const Product& p) {
         multiply<Kind::exact_bf16>(p);
     else
         multiply<Kind::exact_f32>(p);
+}
+
+}  // namespace
+
+// What planted faults do: k is cut, and the sums of both parts are added.
+void product_in_two(const Product& p, int64_t k) {
+    Product first = p, second = p;
+    first.k = k;
+    second.k = p.k - k;
+    second.a = static_cast<const char*>(p.a) + k * bytes_of(p.a_type);
+    second.b = static_cast<const char*>(p.b) + k * LANES * bytes_of(p.b_type);
+    second.c = static_cast<float*>(scratch(1, p.m * p.n * 4));
+    second.ldc = p.n;
+    second.add = false;
+    multiply_any(first);
+    multiply_any(second);
+    add_rows(p.c, p.ldc, second.c, p.n, p.m, p.n);
+}
+
+void product(const Product& p) {
+    if (p.m <= 0 || p.n <= 0) return;
+#if defined(MOTET_FAULT_ROWS)  // many rows, and the sum is cut in two
+    if (p.m > 12 && p.k > 64) return product_in_two(p, 48);
+#endif
+    multiply_any(p);
 }
 
 }  // namespace motet
