@@ -43,9 +43,9 @@ def compiler() -> list[str]:
     if named:
         return shlex.split(named)
     for name in ("g++", "clang++", "c++"):
-        found = shutil.which(name)
-        if found:
-            return [found]
+        installed = shutil.which(name)
+        if installed:
+            return [installed]
     raise CannotBuild("no C++ compiler was found: install g++ or clang++, or name one in CXX")
 
 
