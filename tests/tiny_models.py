@@ -24,6 +24,8 @@ from motet.model.lora import AdapterLayout, AdapterWeights, NoAdapters, Routing,
 from motet.model.lora_model import LoraModel
 from motet.model.proof import TOLERANCE
 from motet.model.routing import AdapterStacks
+from motet.native.cover import compute_with
+from tests import native_calls
 from tests import tiny_models as tiny
 
 VOCABULARY = 276
@@ -403,9 +405,14 @@ def _save_tokenizer(place: Path) -> None:
 
 
 def load(name: str, dtype: str = "float32") -> LoraModel:
-    """A base of its own, for tests that change it."""
+    """A base of its own, for tests that change it; `native bfloat16` is one that own kernels compute."""
+    kernels, _, dtype = dtype.rpartition(" ")
     with torch.inference_mode(False):  # a test may ask for it inside, and the proof takes gradients
-        return load_base(str(directory(name)), dtype=dtype, device="cpu", block_size=BLOCK)
+        model = load_base(str(directory(name)), dtype=dtype, device="cpu", block_size=BLOCK)
+        if kernels:
+            native_calls.directory()
+            compute_with(model, kernels)  # type: ignore[arg-type]
+    return model
 
 
 @functools.cache

@@ -50,6 +50,10 @@ def refusal(base: LoraModel) -> str:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if width % 16:
         return f"own kernels need heads of a multiple of 16 numbers, and these have {width}"
+    if config.num_attention_heads > 64 * config.num_key_value_heads:
+        return "own kernels take at most 64 query heads for each of keys"
+    if base.block_size % 16:
+        return f"own kernels need KV blocks of a multiple of 16 tokens, and these have {base.block_size}"
     if first.self_attn.q_proj.out_features != config.num_attention_heads * width:
         return "queries have another width than the heads"
     return ""
@@ -65,7 +69,8 @@ def compute_with(base: LoraModel, kernels: Kernels) -> None:
     """
     if kernels == "torch":
         return
-    native, arithmetic = library.load(), _ARITHMETICS[kernels]
+    native = library.load()
+    arithmetic = "exact" if base.dtype == torch.float32 else _ARITHMETICS[kernels]
     if reason := refusal(base):
         raise BaseModelError(f"{base.info.name}: {reason}; set engine.kernels to torch")
     generator = torch.Generator().manual_seed(0)
