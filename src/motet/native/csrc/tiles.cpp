@@ -6,6 +6,11 @@ namespace {
 
 inline V fold(bool fresh, const float* c, V sum) { return add(fresh ? zero() : load(c), sum); }
 
+// How far ahead of a place in its unit B is fetched: from the end of a unit on, where the tile's next columns begin.
+inline int64_t fetched(const Tile& t, int64_t place, int units) {
+    return t.ahead && place + t.ahead >= t.b_step ? t.ahead + (units - 1) * t.b_step : t.ahead;
+}
+
 template <Type B, int U>
 inline void load_pair(const char* b, int64_t step, int64_t pair, int64_t ahead, V (&even_U)[U], V (&odd_U)[U]) {
 #pragma GCC unroll 2
@@ -68,7 +73,7 @@ void tile_exact(const Tile& t) {
             for (int u = 0; u < U; u++) e[r][u] = o[r][u] = zero();
         const int64_t left = t.k - k < 32 ? t.k - k : 32;
         for (int64_t i = 0; i < left; i += 16, a += R * 16, b += bytes)
-            add_line<B, R, U>(a, b, t.b_step, left - i < 16 ? left - i : 16, t.ahead, e, o);
+            add_line<B, R, U>(a, b, t.b_step, left - i < 16 ? left - i : 16, fetched(t, b - t.b, U), e, o);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
@@ -97,14 +102,14 @@ MOTET_DPBF16 void tile_pairs_native(const Tile& t) {
 #pragma GCC unroll 2
         for (int u = 0; u < U; u++) c[r][u] = t.add ? _mm512_loadu_ps(t.c + r * t.ldc + u * 16) : _mm512_setzero_ps();
     for (int64_t pair = 0; pair < t.k / 2; pair += 16, a += R * 16) {
-        const int64_t left = t.k / 2 - pair < 16 ? t.k / 2 - pair : 16;
+        const int64_t left = t.k / 2 - pair < 16 ? t.k / 2 - pair : 16, ahead = fetched(t, pair * 64, U);
         for (int64_t i = 0; i < left; i++) {
             __m512i b[U];
 #pragma GCC unroll 2
             for (int u = 0; u < U; u++) {
                 const char* line = t.b + u * t.b_step + (pair + i) * 64;
                 b[u] = _mm512_loadu_si512(line);
-                _mm_prefetch(line + t.ahead, _MM_HINT_T0);
+                _mm_prefetch(line + ahead, _MM_HINT_T0);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++)
