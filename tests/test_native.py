@@ -48,21 +48,21 @@ def same(*tensors: torch.Tensor) -> bool:
 # --- what is computed -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3_wide"])
 def test_logits_are_those_of_transformers(name: str) -> None:
     tiny.assert_equals_stock(name, tiny.base(name, "native float32"), (70, 9, 37))
 
 
 @pytest.mark.parametrize("own", OWN[1:])
 def test_logits_in_bfloat16_are_nearer_to_fp32_than_torchs(own: str) -> None:
-    packed = [(None, tiny.tokens(length)) for length in LENGTHS]
+    packed: tiny.Packed = [(None, tiny.tokens(length)) for length in LENGTHS]
     exact, ours, torchs = (
         torch.cat(tiny.packed_logits(tiny.base("llama", dtype), packed)) for dtype in ("float32", own, "bfloat16")
     )
     assert float((ours - exact).square().mean()) < float((torchs - exact).square().mean())
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3_wide"])
 def test_gradients_are_those_of_autograd(name: str) -> None:
     """Within 1e-5 of the largest in fp32."""
     found = []

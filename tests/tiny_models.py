@@ -85,6 +85,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_deep": ("LlamaConfig", {"num_hidden_layers": 10}),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 24}),
+    "qwen3_wide": ("Qwen3Config", {"head_dim": 32}),
     "gemma2": (
         "Gemma2Config",
         {

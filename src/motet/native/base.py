@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from motet.model.attention import AttentionPass, LayerCall, Prefix, Span
+from motet.model.attention import AttentionBackend, AttentionPass, LayerCall, Prefix, Span
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, Routing
@@ -109,7 +109,7 @@ class NativeBase:
     def __init__(self, base: LoraModel, library: Calls, arithmetic: int) -> None:
         """`base` must be covered (see `motet.native.cover`)."""
         self.base, self._library, self._arithmetic = base, library, arithmetic
-        self.attention = NativeAttention(base.block_size)
+        self.attention: AttentionBackend = NativeAttention(base.block_size)
         self._memory: list[Any] = []
         self._weights: list[tuple[Weight, FrozenWeight]] = []
         self._adapters: dict[int, tuple[weakref.ref[AdapterWeights], PackedAdapter]] = {}
@@ -262,8 +262,7 @@ class _Call:
         runs = self._runs(routing)
         self._memory = (token_ids_T.contiguous(), positions_T.contiguous(), blocks, spans, writes)
         self._n_rows = len(token_ids_T)
-        keys, values = (None, None) if attention.cache is None else own.pools(attention.cache)
-        self._pools = keys, values
+        self._pools: tuple[Any, Any] = (None, None) if attention.cache is None else own.pools(attention.cache)
         self._pass = Pass(
             n_rows=self._n_rows,
             n_spans=len(spans),
@@ -275,8 +274,8 @@ class _Call:
             spans=spans.ctypes.data,
             writes=writes.ctypes.data,
             runs=runs,
-            keys=ctypes.cast(keys, ctypes.c_void_p),
-            values=ctypes.cast(values, ctypes.c_void_p),
+            keys=ctypes.cast(self._pools[0], ctypes.c_void_p),
+            values=ctypes.cast(self._pools[1], ctypes.c_void_p),
             n_blocks=attention.n_blocks,
             block=attention.block_size,
         )
@@ -303,7 +302,8 @@ class _Call:
     def room(self) -> Tensor:
         """Memory for what the backward pass reads; the inputs of layers alone where they are computed again."""
         own = self._own
-        self._pass.recompute = int(own.base.decoder.layers[0].training)
+        layers: Any = own.base.decoder.layers
+        self._pass.recompute = int(layers[0].training)
         return torch.empty(
             own._library.kept_bytes(ctypes.byref(own._plan), ctypes.byref(self._pass)), dtype=torch.uint8
         )

@@ -20,9 +20,9 @@ class Load(Message, frozen=True):
     base_format: Literal["auto", "unpacked", "packed"]
     trust_remote_code: bool
     numerics: Literal["exact", "fast"]
-    kernels: Literal["torch", "native", "native-dpbf16"]
     limits: dict[str, int]
     """Of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`, `kept_tokens`, `host_kv_bytes`."""
+    kernels: Literal["torch", "native", "native-dpbf16"] = "torch"
     files: str = ""
     """The directory of the adapters' bytes, which the process removes at its end."""
 
