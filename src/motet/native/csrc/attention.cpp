@@ -59,12 +59,12 @@ struct Attend {
     int64_t head;
     int64_t width, fold;
 
-    static constexpr int ROWS = most_rows(K);
+    static constexpr int ROWS = most_rows(K, 2);    // of a tile of weights
+    static constexpr int QUERIES = most_rows(K, 1);  // and of queries
 
     void scores(const char* q, int64_t rows, int64_t unit, float* out, int64_t ld) const {
-        // rows of q come packed in tiles of at most ROWS
-        for (int64_t r = 0; r < rows; r += ROWS) {
-            const int64_t n = least(ROWS, rows - r);
+        for (int64_t r = 0; r < rows; r += QUERIES) {  // as they are packed
+            const int64_t n = least(QUERIES, rows - r);
             Tile t{q + r * packed_row(K, width), unit_of(call.pool, call.pool.keys, span, head, unit), 0, out + r * ld, ld, width, false, 0};
             multiply_tile(K, n, 1, t);
         }
@@ -156,9 +156,9 @@ struct Attend {
         }
         const bool half = call.pool.type == Type::bf16;
         if (half) to_bf16(plain, rounded, rows * width);
-        for (int64_t r = 0; r < rows; r += ROWS) {
+        for (int64_t r = 0; r < rows; r += QUERIES) {
             const void* from = half ? static_cast<const void*>(rounded + r * width) : plain + r * width;
-            pack_rows<K>(call.pool.type, from, width, least(ROWS, rows - r), width, out + r * packed_row(K, width));
+            pack_rows<K>(call.pool.type, from, width, least(QUERIES, rows - r), width, out + r * packed_row(K, width));
         }
     }
 

@@ -23,7 +23,9 @@ template <Kind K>
 void multiply(const Product& p) {
     const int64_t step = unit_bytes(p.b_type, p.b_k), units = round_up(p.n, LANES) / LANES;
     const int64_t row_bytes = packed_row(K, p.k);
-    constexpr int most = most_rows(K);
+    // So few rows that one tile of one unit holds them are not cut: each number of B is read once.
+    const int64_t across = units > 1 && (p.m <= most_rows(K, 2) || p.m > most_rows(K, 1)) ? 2 : 1;
+    const int64_t most = most_rows(K, across);
     int64_t block = (int64_t{512} << 10) / row_bytes / most * most;  // rows of A that stay in the cache
     if (block < most) block = most;
     for (int64_t m = 0; m < p.m; m += block) {
@@ -35,18 +37,18 @@ void multiply(const Product& p) {
             const char* a = static_cast<const char*>(p.a) + (m + first(i)) * p.lda * bytes_of(p.a_type);
             pack_rows<K>(p.a_type, a, p.lda, first(i + 1) - first(i), p.k, packed + first(i) * row_bytes);
         }
-        for (int64_t u = 0; u < units; u += 2) {
+        for (int64_t u = 0; u < units; u += across) {
             const char* b = static_cast<const char*>(p.b) + u * step;
             const int64_t width = p.n - u * LANES;  // columns that are left
             for (int64_t i = 0; i < tiles; i++) {
                 const int64_t count = first(i + 1) - first(i);
                 float* c = p.c + (m + first(i)) * p.ldc + u * LANES;
                 Tile t{packed + first(i) * row_bytes, b, step, c, p.ldc, p.k, p.add, i == 0 ? AHEAD : 0};
-                if (width >= 2 * LANES) {
-                    multiply_tile(K, count, 2, t);
+                if (width >= across * LANES) {
+                    multiply_tile(K, count, across, t);
                     continue;
                 }
-                float part[most * 2 * LANES];  // the end of the columns goes through a whole tile
+                float part[most_rows(K, 1) * 2 * LANES];  // the end of the columns goes through a whole tile
                 t.c = part;
                 t.ldc = 2 * LANES;
                 if (p.add)

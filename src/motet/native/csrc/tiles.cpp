@@ -37,11 +37,11 @@ inline __attribute__((always_inline)) void add_line(const float* a, const char* 
     for (int64_t i = 0; i < k / 2; i++) {
         V be[U], bo[U];
         load_pair<B, U>(b, step, i, ahead, be, bo);
-#pragma GCC unroll 16
+#pragma GCC unroll 24
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
             for (int u = 0; u < U; u++) e[r][u] = fma(set1(a[r * 16 + 2 * i]), be[u], e[r][u]);
-#pragma GCC unroll 16
+#pragma GCC unroll 24
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
             for (int u = 0; u < U; u++) o[r][u] = fma(set1(a[r * 16 + 2 * i + 1]), bo[u], o[r][u]);
@@ -54,7 +54,7 @@ inline __attribute__((always_inline)) void add_line(const float* a, const char* 
                 be = even(reinterpret_cast<const bf16*>(b + u * step) + k / 2 * 32);
             else
                 be = load(reinterpret_cast<const float*>(b + u * step) + k / 2 * 32);
-#pragma GCC unroll 16
+#pragma GCC unroll 24
             for (int r = 0; r < R; r++) e[r][u] = fma(set1(a[r * 16 + k - 1]), be, e[r][u]);
         }
     }
@@ -67,14 +67,14 @@ void tile_exact(const Tile& t) {
     constexpr int64_t bytes = (B == Type::bf16 ? 2 : 4) * 16 * 16;  // of a line's part of a unit
     for (int64_t k = 0; k < t.k; k += 32) {
         V e[R][U], o[R][U];
-#pragma GCC unroll 16
+#pragma GCC unroll 24
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
             for (int u = 0; u < U; u++) e[r][u] = o[r][u] = zero();
         const int64_t left = t.k - k < 32 ? t.k - k : 32;
         for (int64_t i = 0; i < left; i += 16, a += R * 16, b += bytes)
             add_line<B, R, U>(a, b, t.b_step, left - i < 16 ? left - i : 16, fetched(t, b - t.b, U), e, o);
-#pragma GCC unroll 16
+#pragma GCC unroll 24
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
             for (int u = 0; u < U; u++) {
@@ -97,7 +97,7 @@ template <int R, int U>
 MOTET_DPBF16 void tile_pairs_native(const Tile& t) {
     const uint32_t* a = static_cast<const uint32_t*>(t.a);
     __m512 c[R][U];
-#pragma GCC unroll 16
+#pragma GCC unroll 24
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int u = 0; u < U; u++) c[r][u] = t.add ? _mm512_loadu_ps(t.c + r * t.ldc + u * 16) : _mm512_setzero_ps();
@@ -111,7 +111,7 @@ MOTET_DPBF16 void tile_pairs_native(const Tile& t) {
                 b[u] = _mm512_loadu_si512(line);
                 _mm_prefetch(line + ahead, _MM_HINT_T0);
             }
-#pragma GCC unroll 16
+#pragma GCC unroll 24
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
                 for (int u = 0; u < U; u++) {
@@ -126,12 +126,12 @@ MOTET_DPBF16 void tile_pairs_native(const Tile& t) {
 #pragma GCC unroll 2
         for (int u = 0; u < U; u++) {
             const __m512i b = _mm512_and_si512(half, _mm512_loadu_si512(t.b + u * t.b_step + t.k / 2 * 64));
-#pragma GCC unroll 16
+#pragma GCC unroll 24
             for (int r = 0; r < R; r++)
                 c[r][u] = _mm512_dpbf16_ps(c[r][u], (__m512bh)_mm512_set1_epi32(static_cast<int>(last[r * 16] & 0xffffu)), (__m512bh)b);
         }
     }
-#pragma GCC unroll 16
+#pragma GCC unroll 24
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int u = 0; u < U; u++) _mm512_storeu_ps(t.c + r * t.ldc + u * 16, c[r][u]);
@@ -183,9 +183,9 @@ void tile_of(int64_t rows, const Tile& t) {
 template <Kind K>
 void tile_of_kind(int64_t rows, int64_t units, const Tile& t) {
     if (units == 2)
-        tile_of<K, 2, most_rows(K)>(rows, t);
+        tile_of<K, 2, most_rows(K, 2)>(rows, t);
     else
-        tile_of<K, 1, most_rows(K)>(rows, t);
+        tile_of<K, 1, most_rows(K, 1)>(rows, t);
 }
 
 }  // namespace

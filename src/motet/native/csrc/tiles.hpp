@@ -46,14 +46,16 @@ inline void* scratch(int place, int64_t bytes) {
     return held.memory[place];
 }
 
-// Rows of a tile by U units: as many as registers hold.
+// Rows of a tile by two units: as many as registers hold; by one unit it is twice as many.
 #if defined(MOTET_AVX512)
 constexpr int MOST_EXACT = 6, MOST_PAIRS = 12;
 #else
 constexpr int MOST_EXACT = 2, MOST_PAIRS = 2;
 #endif
 
-constexpr int most_rows(Kind kind) { return kind == Kind::pairs ? MOST_PAIRS : MOST_EXACT; }
+constexpr int most_rows(Kind kind, int64_t units) {
+    return (kind == Kind::pairs ? MOST_PAIRS : MOST_EXACT) * (units == 1 ? 2 : 1);
+}
 
 // Bytes of a packed row.
 inline int64_t packed_row(Kind kind, int64_t k) { return kind == Kind::pairs ? round_up(k, 32) * 2 : round_up(k, 16) * 4; }
