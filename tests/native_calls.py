@@ -21,8 +21,14 @@ i64, i32, f32, pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.
 
 
 class Pool(ctypes.Structure):
-    _fields_ = [("type", i32), ("keys", pointer), ("values", pointer)] + [
-        (name, i64) for name in ("n_blocks", "block", "n_kv", "width")
+    _fields_ = [
+        ("type", i32),
+        ("keys", pointer),
+        ("values", pointer),
+        ("n_blocks", i64),
+        ("block", i64),
+        ("n_kv", i64),
+        ("width", i64),
     ]
 
 

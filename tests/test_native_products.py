@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -288,10 +289,10 @@ def stock(
     return torch.einsum("hts,she->the", scores.softmax(-1)[..., : len(k)], v)
 
 
-OPTIONS = [{}, {"window": 20}, {"softcap": 2.0}, {"sinks": True}]
+OPTIONS: list[dict[str, Any]] = [{}, {"window": 20}, {"softcap": 2.0}, {"sinks": True}]
 
 
-def options_of(option: dict[str, object]) -> dict[str, object]:
+def options_of(option: dict[str, Any]) -> dict[str, Any]:
     return {**option, "sinks": normal(HEADS, seed=7)} if "sinks" in option else option
 
 
