@@ -35,6 +35,7 @@ from motet.native.plan import (
     back,
     forth,
     pack_all,
+    room,
 )
 
 # --- which rows attend to which keys ----------------------------------------------------------------------------------
@@ -115,6 +116,8 @@ class NativeBase:
         self._adapters: dict[int, tuple[weakref.ref[AdapterWeights], PackedAdapter]] = {}
         self._pools: weakref.WeakKeyDictionary[KVCache, tuple[Any, Any]] = weakref.WeakKeyDictionary()
         self._backward = False
+        self.spare: Tensor | None = None
+        """Memory of the pass before."""
         self._plan = self._make()
 
     def read_keys_in_blocks(self, block_size: int) -> None:
@@ -262,7 +265,7 @@ class _Call:
         runs = self._runs(routing)
         self._memory = (token_ids_T.contiguous(), positions_T.contiguous(), blocks, spans, writes)
         self._n_rows = len(token_ids_T)
-        self._pools: tuple[Any, Any] = (None, None) if attention.cache is None else own.pools(attention.cache)
+        pools: Any = (None, None) if attention.cache is None else own.pools(attention.cache)
         self._pass = Pass(
             n_rows=self._n_rows,
             n_spans=len(spans),
@@ -274,8 +277,8 @@ class _Call:
             spans=spans.ctypes.data,
             writes=writes.ctypes.data,
             runs=runs,
-            keys=ctypes.cast(self._pools[0], ctypes.c_void_p),
-            values=ctypes.cast(self._pools[1], ctypes.c_void_p),
+            keys=ctypes.cast(pools[0], ctypes.c_void_p),
+            values=ctypes.cast(pools[1], ctypes.c_void_p),
             n_blocks=attention.n_blocks,
             block=attention.block_size,
         )
@@ -301,12 +304,15 @@ class _Call:
 
     def room(self) -> Tensor:
         """Memory for what the backward pass reads; the inputs of layers alone where they are computed again."""
-        own = self._own
-        layers: Any = own.base.decoder.layers
-        self._pass.recompute = int(layers[0].training)
-        return torch.empty(
-            own._library.kept_bytes(ctypes.byref(own._plan), ctypes.byref(self._pass)), dtype=torch.uint8
-        )
+        own, layers = self._own, self._own.base.decoder.layers
+        self._pass.recompute = int(layers[0].training)  # type: ignore[index,union-attr]
+        n_bytes = own._library.kept_bytes(ctypes.byref(own._plan), ctypes.byref(self._pass))
+        spare, own.spare = own.spare, None
+        return spare if spare is not None and n_bytes <= len(spare) <= 4 * n_bytes else room(n_bytes)
+
+    def give_back(self, kept: Tensor) -> None:
+        """Let the next pass have the memory: fresh pages would take a tenth of its time."""
+        self._own.spare = kept
 
     def forward(self, kept: Tensor | None = None) -> Tensor:
         """Final hidden states [T, D]."""
@@ -336,6 +342,7 @@ class _Hidden(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, None]:
         (kept,) = ctx.saved_tensors
         ctx.call.backward(kept, grad_TD)
+        ctx.call.give_back(kept)
         return None, None
 
 

@@ -5,7 +5,9 @@ Legend: K inputs, N outputs of a product, R rank, W columns of A.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from motet.allocator import memory_apart
 from motet.model.lora import AdapterWeights
 
 ALIGNMENT = 64
@@ -155,6 +158,20 @@ class Pass(ctypes.Structure):
     ]
 
 
+_HUGE = 4 << 20
+"""Bytes from which memory is asked for in large pages."""
+
+
+def room(n_bytes: int) -> Tensor:
+    """Memory that begins at a multiple of `ALIGNMENT`, in large pages where there is much of it and Linux has them."""
+    if n_bytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(n_bytes, dtype=torch.uint8)
+    memory = memory_apart(n_bytes)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 Matrix = tuple[Tensor, int, int, int, int]
 """What is packed: a tensor, its strides over k and n, k, and n."""
 
@@ -163,7 +180,7 @@ def pack_all(library: Calls, matrices: Sequence[Matrix], dtype: torch.dtype) -> 
     """Matrices packed into one piece of memory, and the address of each."""
     kind = TYPES[dtype]
     sizes = [-(-library.packed_bytes(kind, k, n) // ALIGNMENT) * ALIGNMENT for _, _, _, k, n in matrices]
-    memory = torch.empty(sum(sizes) + ALIGNMENT, dtype=torch.uint8)
+    memory = room(sum(sizes) + ALIGNMENT)
     address = -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
     addresses = []
     for (source, stride_k, stride_n, k, n), size in zip(matrices, sizes, strict=True):

@@ -182,7 +182,7 @@ class Call {
     void linear(int64_t layer, int which, float* to, bool add, float* inner) const;
     void attention(int64_t layer, Kept& kept) const;
     void rotate(const Layer& layer, Kept& kept) const;
-    void linear_back(int64_t layer, int which, const void* in, float* inner, float* to);
+    void linear_back(int64_t layer, int which, const float* slope, const void* in, float* inner, float* to);
     void gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* in, const float* inner, int64_t wide);
     void attention_back(int64_t layer, Kept& kept);
 
@@ -347,11 +347,11 @@ void Call::gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, con
     });
 }
 
-// From the gradient of what a fused linear gave, `dy`, to one of its input `in`, in `to` (null: not wanted).
-void Call::linear_back(int64_t layer, int which, const void* in, float* inner, float* to) {
+// From the gradient `slope` of what a fused linear gave to one of its input `in`, in `to` (null: not wanted).
+void Call::linear_back(int64_t layer, int which, const float* slope, const void* in, float* inner, float* to) {
     const Weight& w = plan.layers[layer].linears[which];
     const int64_t wide = columns[which];
-    by_rows([&](int64_t row, int64_t m) { typed(dy + row * w.n, w.n, at(type, dy_typed, row * w.n), w.n, m, w.n); });
+    by_rows([&](int64_t row, int64_t m) { typed(slope + row * w.n, w.n, at(type, dy_typed, row * w.n), w.n, m, w.n); });
     if (to)
         shared_product({dy_typed, type, w.n, w.back, type, w.n, to, w.k, pass.n_rows, w.n, w.k, false, arithmetic}, pass.threads);
     if (!wide) return;
@@ -359,17 +359,17 @@ void Call::linear_back(int64_t layer, int which, const void* in, float* inner, f
         const Rows& own = run_rows[part];
         const Lora& lora = pass.runs[own.of].adapter->linears[layer * 4 + which];
         if (!lora.n_parts) return;
-        float* slope = ds + own.first * wide;
-        void* slope_typed = at(type, ds_typed, own.first * wide);
-        for (int64_t row = 0; row < own.n; row++) std::memset(slope + row * wide, 0, size_t(lora.columns) * 4);
+        float* narrow = ds + own.first * wide;
+        void* narrow_typed = at(type, ds_typed, own.first * wide);
+        for (int64_t row = 0; row < own.n; row++) std::memset(narrow + row * wide, 0, size_t(lora.columns) * 4);
         for (int64_t p = 0; p < lora.n_parts; p++) {
             const Part& b = lora.parts[p];
-            product({at(type, dy_typed, own.first * w.n + b.first), type, w.n, b.b_back, type, b.n, slope + p * lora.rank, wide,
+            product({at(type, dy_typed, own.first * w.n + b.first), type, w.n, b.b_back, type, b.n, narrow + p * lora.rank, wide,
                      own.n, b.n, lora.rank, false, arithmetic});
         }
-        typed(slope, wide, slope_typed, wide, own.n, lora.columns);
+        typed(narrow, wide, narrow_typed, wide, own.n, lora.columns);
         if (to)
-            product({slope_typed, type, wide, lora.a_back, type, lora.columns, to + own.first * w.k, w.k, own.n, lora.columns, w.k,
+            product({narrow_typed, type, wide, lora.a_back, type, lora.columns, to + own.first * w.k, w.k, own.n, lora.columns, w.k,
                      true, arithmetic});
     });
     for (int64_t r = 0; r < pass.n_runs; r++) {
@@ -435,15 +435,14 @@ void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
             std::memcpy(both, from, size_t(m * 2 * inner) * 4);
         gate_up(Gate::silu, both, 2 * inner, both + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
     });
-    std::memcpy(dy, dx, size_t(pass.n_rows * width) * 4);
-    linear_back(index, DOWN, a, kept.inner[DOWN], din);
+    linear_back(index, DOWN, dx, a, kept.inner[DOWN], din);
     by_rows([&](int64_t row, int64_t m) {
         float *both = y + row * 2 * inner, *slope = dy + row * 2 * inner;
         gate_up_backward(Gate::silu, both, 2 * inner, both + inner, 2 * inner, din + row * inner, inner, slope, 2 * inner,
                          slope + inner, 2 * inner, m, inner);
     });
     norm(kept.x_mid, layer.norm_mlp, a);
-    linear_back(index, GATE_UP, a, kept.inner[GATE_UP], din);
+    linear_back(index, GATE_UP, dy, a, kept.inner[GATE_UP], din);
     auto through_norm = [&](const float* from, const float* weight) {
         by_rows([&](int64_t row, int64_t m) {
             int64_t place = row * width;
@@ -452,11 +451,10 @@ void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
     };
     through_norm(kept.x_mid, layer.norm_mlp);
     by_rows([&](int64_t row, int64_t m) { typed(kept.out + row * wide, wide, at(type, a, row * wide), wide, m, wide); });
-    std::memcpy(dy, dx, size_t(pass.n_rows * width) * 4);
-    linear_back(index, OUT, a, kept.inner[OUT], din);
+    linear_back(index, OUT, dx, a, kept.inner[OUT], din);
     attention_back(index, kept);
     norm(x_in, layer.norm_in, a);
-    linear_back(index, QKV, a, kept.inner[QKV], index ? din : nullptr);
+    linear_back(index, QKV, dy, a, kept.inner[QKV], index ? din : nullptr);
     if (index) through_norm(x_in, layer.norm_in);
 }
 
