@@ -19,24 +19,26 @@ char* unit_of(const Pool& pool, void* memory, const Span& span, int64_t head, in
 }  // namespace
 
 void write_keys_values(const Pool& pool, const Span& span, const float* k, int64_t ldk, const float* v, int64_t ldv) {
-    const bool half = pool.type == Type::bf16;
+    const int64_t width = pool.width;
+    bf16* rounded = static_cast<bf16*>(scratch(7, 2 * width * 2));
     for (int64_t i = 0; i < span.n_rows; i++) {
         const int64_t position = span.first_position + i, j = position % LANES;
         for (int64_t h = 0; h < pool.n_kv; h++) {
-            const float* key = k + (span.first_row + i) * ldk + h * pool.width;
-            const float* value = v + (span.first_row + i) * ldv + h * pool.width;
+            const float* key = k + (span.first_row + i) * ldk + h * width;
+            const float* value = v + (span.first_row + i) * ldv + h * width;
             char* keys = unit_of(pool, pool.keys, span, h, position / LANES);
             char* values = unit_of(pool, pool.values, span, h, position / LANES);
-            for (int64_t e = 0; e < pool.width; e++) {
-                const int64_t unit = e / LANES * LANES * LANES;
-                if (half) {
-                    reinterpret_cast<bf16*>(keys)[e / 2 * 32 + j * 2 + e % 2] = to_bf16_one(key[e]);
-                    reinterpret_cast<bf16*>(values)[unit + j / 2 * 32 + e % LANES * 2 + j % 2] = to_bf16_one(value[e]);
-                } else {
-                    reinterpret_cast<float*>(keys)[e * LANES + j] = key[e];
-                    reinterpret_cast<float*>(values)[unit + j * LANES + e % LANES] = value[e];
-                }
+            if (pool.type == Type::f32) {
+                for (int64_t e = 0; e < width; e++) reinterpret_cast<float*>(keys)[e * LANES + j] = key[e];
+                for (int64_t e = 0; e < width; e += LANES)
+                    store(reinterpret_cast<float*>(values) + e * LANES + j * LANES, load(value + e));
+                continue;
             }
+            to_bf16(key, rounded, width);
+            to_bf16(value, rounded + width, width);
+            for (int64_t e = 0; e < width; e += 2) std::memcpy(keys + (e / 2 * 32 + j * 2) * 2, rounded + e, 4);
+            for (int64_t e = 0; e < width; e++)
+                reinterpret_cast<bf16*>(values)[e / LANES * 256 + j / 2 * 32 + e % LANES * 2 + j % 2] = rounded[width + e];
         }
     }
 }

@@ -25,7 +25,6 @@ struct Backward {
 
     int64_t size() const { return width * LANES; }  // numbers of a unit
 
-    float round_one(float x) const { return call.pool.type == Type::f32 ? x : from_bf16(to_bf16_one(x)); }
     V round_lanes(V x) const {
         if (call.pool.type == Type::f32) return x;
         bf16 half[16];
@@ -43,32 +42,45 @@ struct Backward {
         dkeys = floats(4, n_units * size());
         dvalues = floats(5, n_units * size());
         std::memset(dkeys, 0, n_units * size() * 4);
-        std::memset(dvalues, 0, n_units * size() * 4);
-        const bool half = call.pool.type == Type::bf16;
         for (int64_t u = 0; u < n_units; u++) {
             const int64_t slot = u * LANES / call.pool.block;
             if (slot >= span.n_table || span.blocks[slot] < 0 || span.blocks[slot] >= call.pool.n_blocks) std::abort();
             const int64_t row = (span.blocks[slot] * call.pool.n_kv + head) * call.pool.block + u * LANES % call.pool.block;
+            float *own_keys = keys + u * size(), *own_rows = key_rows + u * size(), *own_values = values + u * size();
+            read_unit(row * width, own_keys, dvalues + u * size());
+            const int64_t left = end - u * LANES;  // keys that are there
             for (int64_t e = 0; e < width; e++)
-                for (int64_t j = 0; j < LANES; j++) {
-                    const int64_t unit = e / LANES * LANES * LANES;
-                    float key = 0.0f, value = 0.0f;
-                    if (u * LANES + j < end) {
-                        const int64_t key_at = half ? e / 2 * 32 + j * 2 + e % 2 : e * LANES + j;
-                        const int64_t value_at = unit + (half ? j / 2 * 32 + e % LANES * 2 + j % 2 : j * LANES + e % LANES);
-                        key = number(call.pool.keys, row * width + key_at);
-                        value = number(call.pool.values, row * width + value_at);
-                    }
-                    keys[u * size() + e * LANES + j] = key;
-                    values[u * size() + e * LANES + j] = value;
-                    key_rows[u * size() + unit + j * LANES + e % LANES] = key;
-                }
+                store(own_keys + e * LANES, select(first(left), load(own_keys + e * LANES), zero()));
+            for (int64_t e = 0; e < width; e += LANES) {
+                float* value_rows = dvalues + u * size() + e * LANES;
+                for (int64_t j = left; j < LANES; j++) store(value_rows + j * LANES, zero());
+                turn(own_keys + e * LANES, own_rows + e * LANES);
+                turn(value_rows, own_values + e * LANES);
+            }
+        }
+        std::memset(dvalues, 0, n_units * size() * 4);
+    }
+
+    // A unit's keys [width][16] and values [width / 16][16 keys][16] in fp32.
+    void read_unit(int64_t place, float* key, float* value) const {
+        if (call.pool.type == Type::f32) {
+            std::memcpy(key, static_cast<const float*>(call.pool.keys) + place, size() * 4);
+            std::memcpy(value, static_cast<const float*>(call.pool.values) + place, size() * 4);
+            return;
+        }
+        const bf16 *k = static_cast<const bf16*>(call.pool.keys) + place, *v = static_cast<const bf16*>(call.pool.values) + place;
+        for (int64_t pair = 0; pair < size() / 32; pair++) {
+            store(key + pair * 32, even(k + pair * 32));
+            store(key + pair * 32 + LANES, odd(k + pair * 32));
+            store(value + pair * 32, even(v + pair * 32));
+            store(value + pair * 32 + LANES, odd(v + pair * 32));
         }
     }
 
-    float number(const void* memory, int64_t place) const {
-        return call.pool.type == Type::f32 ? static_cast<const float*>(memory)[place]
-                                           : from_bf16(static_cast<const bf16*>(memory)[place]);
+    // The transpose of 16 × 16 numbers.
+    static void turn(const float* from, float* to) {
+        for (int64_t i = 0; i < LANES; i++)
+            for (int64_t j = 0; j < LANES; j++) to[j * LANES + i] = from[i * LANES + j];
     }
 
     int64_t low(int64_t position) const { return call.window ? most(0, position + 1 - call.window) : 0; }
@@ -117,9 +129,9 @@ struct Backward {
             for (int64_t e = 0; e < width; e += 16) sum = fma(load(out + e), load(given + e), sum);
             common[r] = sum_lanes(sum);
             log_sums[r] = call.log_sums[row * heads + head * fold + r % fold];
-            for (int64_t e = 0; e < width; e++) {
-                q[r * width + e] = round_one(call.q[row * call.ldq + place + e]);
-                slope[r * width + e] = round_one(given[e]);
+            for (int64_t e = 0; e < width; e += 16) {
+                store(q + r * width + e, round_lanes(load(call.q + row * call.ldq + place + e)));
+                store(slope + r * width + e, round_lanes(load(given + e)));
             }
         }
         pack_tiles(q, width, 1, rows, width, q_tiles);
