@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,6 +111,28 @@ def test_one_thread_and_several_give_the_same(fast, arithmetic, dtype):
 def assert_threads_change_nothing(fast, arithmetic, dtype):
     a, b = normal(9, 576, dtype=dtype), normal(200, 576, seed=1, dtype=dtype)
     assert same(*(fast.product(a, b, arithmetic, threads=threads) for threads in (1, 2, 3)))
+
+
+FORK = """
+import os, sys, time
+from tests.native_calls import forms, kernels
+import torch
+own, a, b = kernels(forms()[0]), torch.ones(8, 64), torch.ones(512, 64)
+def multiply():
+    return all(float(own.product(a, b, threads=2).sum()) == 8 * 512 * 64 for _ in range(50))
+good = multiply()
+time.sleep(0.01)  # longer than threads spin: they sleep
+good = multiply() and good
+child = os.fork()
+if child == 0:
+    os._exit(0 if multiply() else 1)
+sys.exit(not good or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_threads_sleep_wake_and_are_made_anew_after_a_fork():
+    directory()  # compiled before the clock runs
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120, cwd=Path(__file__).parents[1])
 
 
 @pytest.mark.parametrize(("arithmetic", "dtype"), WAYS)
