@@ -127,7 +127,7 @@ ALSO = {"channel": {"Message"}}  # what processes send each other is a message t
 PROTOCOLS = "service."  # the service has the words of the protocols that it speaks
 
 HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
-HEAVY_HOMES = ("model", "training", "rollout", "algorithms.losses")
+HEAVY_HOMES = ("model", "native", "training", "rollout", "algorithms.losses")
 SERVERS = (
     "server",
     "replica",
@@ -145,7 +145,10 @@ SERVERS = (
     "in_vllm",
     "in_vllm.motet_vllm",
 )
-LIGHT = frozenset({"rollout", "rollout.fake", "algorithms", *(f"rollout.{name}" for name in SERVERS)})  # no torch here
+LIGHT = frozenset(  # no torch here
+    {"rollout", "rollout.fake", "algorithms", "native", "native.building", "native.library"}
+    | {f"rollout.{name}" for name in SERVERS}
+)
 OVER_HTTP = frozenset({"vllm", "sglang"})
 IN_VLLM = "rollout.in_vllm.motet_vllm"  # loaded by vLLM, in an environment that has no Motet
 BANNED_NAMES = frozenset({"utils", "common", "helpers", "misc", "manager", "v2", "experimental"})
