@@ -25,12 +25,12 @@ from motet.model.routing import SamplerRouting, TrainerRouting
 from motet.native.plan import (
     LINEARS,
     TYPES,
+    AdaptedRows,
     Calls,
     Layer,
     PackedAdapter,
     Pass,
     Plan,
-    Run,
     Weight,
     back,
     forth,
@@ -210,7 +210,7 @@ class NativeBase:
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass, routing: Routing) -> Tensor:
         """Final hidden states [T, D] of packed tokens, fp32."""
         assert isinstance(attention, NativePass)
-        call = _Call(self, token_ids_T, positions_T, attention, routing)
+        call = _OnePass(self, token_ids_T, positions_T, attention, routing)
         if isinstance(routing, TrainerRouting) and routing.anchor.requires_grad and torch.is_grad_enabled():
             self._pack_for_backward()
             hidden: Tensor = _Hidden.apply(routing.anchor, call)  # type: ignore[no-untyped-call]
@@ -245,7 +245,7 @@ class NativeBase:
         return known
 
 
-class _Call:
+class _OnePass:
     """One pass: what its structures point to lives as long as it does."""
 
     def __init__(
@@ -296,7 +296,7 @@ class _Call:
         backward = any(gradient is not None for *_, gradient in members)
         packed = [self._own.packed(weights, backward=backward) for weights, *_ in members]
         self._adapters = packed  # their matrices stay while they are used
-        runs = (Run * len(members))()
+        runs = (AdaptedRows * len(members))()
         for run, own, (_, first, last, scaling, gradient) in zip(runs, packed, members, strict=True):
             run.first, run.last, run.scaling, run.gradient = first, last, scaling, gradient
             run.adapter = ctypes.pointer(own.adapter)
@@ -333,7 +333,7 @@ class _Hidden(torch.autograd.Function):
     """A pass whose backward pass adds the gradients of adapters where their routing says."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, call: _OnePass) -> Tensor:
         ctx.call, kept = call, call.room()
         ctx.save_for_backward(kept)
         return call.forward(kept)

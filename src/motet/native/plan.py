@@ -126,7 +126,7 @@ class Adapter(ctypes.Structure):
     _fields_ = [("linears", ctypes.POINTER(Lora)), ("scaling", c_float)]
 
 
-class Run(ctypes.Structure):
+class AdaptedRows(ctypes.Structure):
     """Rows that have an adapter."""
 
     _fields_ = [
@@ -147,7 +147,7 @@ class Pass(ctypes.Structure):
         ("positions", c_void_p),
         ("spans", c_void_p),
         ("writes", c_void_p),
-        ("runs", ctypes.POINTER(Run)),
+        ("runs", ctypes.POINTER(AdaptedRows)),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("n_blocks", c_int64),
