@@ -173,6 +173,19 @@ def test_an_overflowing_neighbour_changes_no_gradient() -> None:
     assert same(gradient(company, "a"), gradient(alone, "a"))
 
 
+@torch.no_grad()
+def test_many_rows_have_the_bits_of_few(small: Any) -> None:
+    """Products of 256 rows and more are cut otherwise than those of few."""
+    slopes = torch.randn(256, small.info.vocab_size, generator=torch.Generator().manual_seed(0))
+    assert same(small.through_head(slopes)[:3], small.through_head(slopes[:3]))
+    crowd = [torch.arange(length) * 7 % small.info.vocab_size for length in (150, 3, 180)]
+    positions = torch.cat([torch.arange(len(each)) for each in crowd])
+    with small.routed(NoAdapters()):
+        whole = small.hidden(torch.cat(crowd), positions, small.attention.packed([150, 3, 180]))
+        alone = small.hidden(crowd[1], positions[150:153], small.attention.packed([3]))
+    assert same(whole[150:153], alone)
+
+
 # --- jobs -----------------------------------------------------------------------------------------------------------------
 
 

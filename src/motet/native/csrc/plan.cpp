@@ -13,7 +13,8 @@ namespace {
 
 enum Linear { QKV = 0, OUT = 1, GATE_UP = 2, DOWN = 3 };
 constexpr int64_t ROWS = 64;      // rows of a part of a call on rows
-constexpr int64_t TALL = 256;     // products of more rows are shared by rows, of fewer by columns
+constexpr int64_t TALL = 256;     // products of so many rows are shared by rows, of fewer by columns
+constexpr int64_t DEEP = 768;     // of k at a time, a multiple of 32, where there are many rows
 constexpr int64_t UNITS = 12;     // units of columns of a part, at least
 constexpr int64_t CHUNK = 64;     // columns of a gradient that are made at a time
 
@@ -194,7 +195,7 @@ class Call {
 // Threads share few rows by columns, and many by rows, so that a thread's part of A stays near it.
 void shared_product(const Product& p, int64_t threads) {
     int64_t units = (p.n + LANES - 1) / LANES;
-    int64_t tall = p.m > TALL ? (p.m + TALL / 2 - 1) / (TALL / 2) : 1;
+    int64_t tall = p.m >= TALL ? (p.m + TALL / 2 - 1) / (TALL / 2) : 1;
     int64_t wide = tall > 1 || threads == 1 ? 1 : std::max<int64_t>(1, std::min(units / UNITS, 4 * threads));
     parallel(threads, tall * wide, [&](int64_t part) {
         FlushDenormals flush;
@@ -206,7 +207,15 @@ void shared_product(const Product& p, int64_t threads) {
             own.c = own.c + first * p.ldc;
             own.m = std::min(TALL / 2, p.m - first);
         }
-        product(own);
+        if (tall == 1) return product(own);
+        for (int64_t first = 0; first < p.k; first += DEEP) {  // the same sums, with columns that stay near
+            Product some = own;
+            some.a = at(p.a_type, own.a, first);
+            some.b = at(p.b_type, own.b, first * LANES);
+            some.k = std::min(DEEP, p.k - first);
+            some.add = own.add || first > 0;
+            product(some);
+        }
     });
 }
 
