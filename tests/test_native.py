@@ -18,12 +18,12 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import NoAdapters
 from motet.model.routing import AdapterStacks
 from motet.native.cover import compute_with, refusal
-from tests import native_calls, test_invariants, test_trainer
+from tests import native_calls
 from tests import tiny_models as tiny
 from tests.segments import gradient, make_segment, make_trainer
-from tests.small_runs import REWARDS, job
+from tests.small_runs import REWARDS, job, metrics, run
 
-OWN = ("native float32", "native bfloat16", "native-dpbf16 bfloat16")
+OWN = (("llama/native", "float32"), ("llama/native", "bfloat16"), ("llama/native-dpbf16", "bfloat16"))
 LENGTHS = (70, 9, 37, 48, 1)
 
 
@@ -50,14 +50,15 @@ def same(*tensors: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3_wide"])
 def test_logits_are_those_of_transformers(name: str) -> None:
-    tiny.assert_equals_stock(name, tiny.base(name, "native float32"), (70, 9, 37))
+    tiny.assert_equals_stock(name, tiny.base(f"{name}/native"), (70, 9, 37))
 
 
-@pytest.mark.parametrize("own", OWN[1:])
-def test_logits_in_bfloat16_are_nearer_to_fp32_than_torchs(own: str) -> None:
+@pytest.mark.parametrize("name", ["llama/native", "llama/native-dpbf16"])
+def test_logits_in_bfloat16_are_nearer_to_fp32_than_torchs(name: str) -> None:
     packed: tiny.Packed = [(None, tiny.tokens(length)) for length in LENGTHS]
     exact, ours, torchs = (
-        torch.cat(tiny.packed_logits(tiny.base("llama", dtype), packed)) for dtype in ("float32", own, "bfloat16")
+        torch.cat(tiny.packed_logits(tiny.base(*each), packed))
+        for each in (("llama", "float32"), (name, "bfloat16"), ("llama", "bfloat16"))
     )
     assert float((ours - exact).square().mean()) < float((torchs - exact).square().mean())
 
@@ -66,32 +67,32 @@ def test_logits_in_bfloat16_are_nearer_to_fp32_than_torchs(own: str) -> None:
 def test_gradients_are_those_of_autograd(name: str) -> None:
     """Within 1e-5 of the largest in fp32."""
     found = []
-    for dtype in ("float32", OWN[0]):
-        trainer = make_trainer(tiny.base(name, dtype))
+    for each in (name, f"{name}/native"):
+        trainer = make_trainer(tiny.base(each))
         trainer.forward_backward(Batch(tuple(make_segment(each) for each in "abc")))
         found.append([gradient(trainer, each) for each in "abc"])
     for theirs, ours in zip(*found, strict=True):
         assert float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max())
 
 
-@pytest.mark.parametrize("own", OWN[1:])
-def test_gradients_in_bfloat16_are_nearer_to_fp32_than_torchs(own: str) -> None:
-    found = {}
-    for dtype in ("float32", own, "bfloat16"):
-        trainer = make_trainer(tiny.base("llama", dtype), "a")
+@pytest.mark.parametrize("name", ["llama/native", "llama/native-dpbf16"])
+def test_gradients_in_bfloat16_are_nearer_to_fp32_than_torchs(name: str) -> None:
+    found = []
+    for each in (("llama", "float32"), (name, "bfloat16"), ("llama", "bfloat16")):
+        trainer = make_trainer(tiny.base(*each), "a")
         trainer.forward_backward(Batch((make_segment("a"),)))
-        found[dtype] = gradient(trainer, "a")
-    error, theirs = (float((found[dtype] - found["float32"]).square().sum()) for dtype in (own, "bfloat16"))
-    assert error < theirs
+        found.append(gradient(trainer, "a"))
+    exact, ours, torchs = found
+    assert float((ours - exact).square().sum()) < float((torchs - exact).square().sum())
 
 
 # --- company --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", OWN)
-def test_decoding_is_prefilling_is_the_whole_pass(own: str) -> None:
+def test_decoding_is_prefilling_is_the_whole_pass(own: tuple[str, str]) -> None:
     """However a sequence is cut, alone and beside others that overflow, with two threads and one: the same bits."""
-    base, ids = tiny.base("llama", own), tiny.tokens(70)
+    base, ids = tiny.base(*own), tiny.tokens(70)
     broken = tiny.adapter(base, scale=1e30, seed=1)
     mine = tiny.adapter(base, rank=3, seed=2)
     (whole,) = tiny.packed_logits(base, [(mine, ids)])
@@ -132,25 +133,8 @@ def _in_pieces(base: Any, weights: Any, ids: torch.Tensor, cuts: list[int]) -> t
 
 
 @pytest.mark.parametrize("own", OWN)
-def test_the_trainers_logprobs_are_the_samplers(own: str) -> None:
-    test_trainer.test_forward_equals_the_sampler_bitwise("llama", own)
-
-
-@pytest.mark.parametrize("own", OWN)
-def test_a_packed_batch_equals_each_adapter_alone(own: str) -> None:
-    test_trainer.test_packed_batch_equals_each_adapter_alone_bitwise("llama", own)
-    test_trainer.test_segments_of_few_rows_equal_each_alone_bitwise(own)
-
-
-@pytest.mark.parametrize("own", OWN)
-def test_shared_prompts_keep_logprobs_and_gradients(own: str) -> None:
-    test_trainer.test_shared_prompts_keep_logprobs_and_gradients("llama", own, 13)
-    test_trainer.test_shared_prefixes_keep_logprobs_and_gradients("llama", own)
-
-
-@pytest.mark.parametrize("own", OWN)
-def test_two_threads_and_recomputing_change_no_bit_of_a_gradient(own: str) -> None:
-    base = tiny.load("llama", own)
+def test_two_threads_and_recomputing_change_no_bit_of_a_gradient(own: tuple[str, str]) -> None:
+    base = tiny.load(*own)
     batch, found = Batch(tuple(make_segment(each) for each in "abc")), []
     for threads, recompute in ((1, False), (2, False), (2, True)):
         torch.set_num_threads(threads)
@@ -163,7 +147,7 @@ def test_two_threads_and_recomputing_change_no_bit_of_a_gradient(own: str) -> No
 
 
 def test_an_overflowing_neighbour_changes_no_gradient() -> None:
-    base = tiny.base("llama", OWN[1])
+    base = tiny.base(*OWN[1])
     alone, company = make_trainer(base, "a"), make_trainer(base)
     arena = company._arena("c")
     arena.set_masters(torch.full_like(arena.masters, 1e30))
@@ -190,12 +174,11 @@ def test_many_rows_have_the_bits_of_few(small: Any) -> None:
 
 
 def test_on_policy(small: Any, tmp_path: Path, rewards: Path) -> None:
-    test_invariants.test_on_policy(small, tmp_path, rewards)
-
-
-@pytest.mark.soak
-def test_isolation(small: Any, tmp_path: Path, rewards: Path) -> None:
-    test_invariants.test_isolation(small, tmp_path, rewards)
+    """Trainer and sampler agree on every bit of every logprob."""
+    jobs = [job("plain", rewards), job("warm", rewards, sampling={"temperature": 0.7}, adapter={"rank": 8})]
+    assert run(small, tmp_path / "run", jobs).ok
+    trained = [line for each in jobs for line in metrics(tmp_path / "run" / each["name"]) if line.get("tokens")]
+    assert {line["logprob_gap"] for line in trained} == {0.0}
 
 
 def test_what_computed_a_job_is_written_down(small: Any) -> None:
@@ -250,7 +233,7 @@ def test_settings_that_do_not_go_together_are_refused(engine: dict[str, Any], sa
     ],
 )
 def test_the_kernels_check_their_bounds(token: int, position: int, block: int, said: str) -> None:
-    base = tiny.base("llama", OWN[0])
+    base = tiny.base(*OWN[0])
     attention = base.attention.cached([Span(0, 1, [block])], KVCache(2, tiny.BLOCK, base.device))
     with base.routed(NoAdapters()), pytest.raises(RuntimeError, match=said):
         base.hidden(torch.tensor([token]), torch.tensor([position]), attention)

@@ -406,13 +406,13 @@ def _save_tokenizer(place: Path) -> None:
 
 
 def load(name: str, dtype: str = "float32") -> LoraModel:
-    """A base of its own, for tests that change it; `native bfloat16` is one that own kernels compute."""
-    kernels, _, dtype = dtype.rpartition(" ")
+    """A base of its own, for tests that change it; `llama/native` is one that own kernels compute."""
+    name, _, kernels = name.partition("/")
     with torch.inference_mode(False):  # a test may ask for it inside, and the proof takes gradients
         model = load_base(str(directory(name)), dtype=dtype, device="cpu", block_size=BLOCK)
         if kernels:
             native_calls.directory()
-            compute_with(model, kernels)  # type: ignore[arg-type]
+            compute_with(model, "native" if kernels == "native" else "native-dpbf16")
     return model
 
 
