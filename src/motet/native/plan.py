@@ -123,7 +123,7 @@ class Lora(ctypes.Structure):
 class Adapter(ctypes.Structure):
     """An adapter's matrices on all of them."""
 
-    _fields_ = [("linears", ctypes.POINTER(Lora)), ("scaling", c_float)]
+    _fields_ = [("linears", ctypes.POINTER(Lora))]
 
 
 class AdaptedRows(ctypes.Structure):
@@ -245,4 +245,4 @@ class PackedAdapter:
                 part.b, part.b_back = b, b_back
             loras[place] = Lora(rank, group.width, a, a_back, group.offset, parts, len(parts))
             kept.append(parts)
-        return cls(Adapter(loras, weights.scaling), backward, kept)
+        return cls(Adapter(loras), backward, kept)

@@ -48,7 +48,6 @@ struct Lora {  // adapters on one fused product
 
 struct Adapter {
     const Lora* linears;  // [n_layers × 4]
-    float scaling;        // of the gradient of A
 };
 
 struct Run {  // rows [first, last) have an adapter
