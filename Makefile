@@ -28,7 +28,7 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Motet needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/motet/native/csrc/*) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serve]'
 	@touch $@
 

@@ -36,7 +36,7 @@ def tell(routing: TableRouting, slots: Sequence[int]) -> None:
 
 def through(base: LoraModel, routing: Any, x: dict[str, Tensor]) -> list[Tensor]:
     """What the linear layers make of rows."""
-    whole = SamplerRouting([routing]) if isinstance(routing, TableRouting) else routing
+    whole = SamplerRouting(lambda: [routing]) if isinstance(routing, TableRouting) else routing
     found: list[Tensor] = []
     with torch.no_grad():
         for layer in {id(layer.fused): layer for layer in base.linears.values()}.values():

@@ -300,6 +300,7 @@ def test_doctor_says_what_this_machine_can_do(says: Motet) -> None:
         "yes, bit for bit",
         "tokens/s",
         "slots: 16 adapters at once",
+        "own CPU kernels",
         "opening a socket",
     ):
         assert text in out

@@ -22,12 +22,14 @@ from motet.launch import load
 from motet.results import RunResult
 from motet.running import run_config
 from motet.types import JobState
+from tests import native_calls
 from tests.small_runs import REWARDS, STEPS, config, fingerprint, job, metrics, run
 
 BASES = [
     pytest.param(("small", "float32"), id="small-fp32"),
     pytest.param(("small", "bfloat16"), id="small-bf16"),
     pytest.param(("small", "bfloat16", 2), id="small-bf16-two-threads", marks=pytest.mark.soak),
+    pytest.param(("small/native", "bfloat16"), id="small-native", marks=pytest.mark.soak),
     pytest.param(("smollm2", "bfloat16"), id="smollm2-bf16", marks=[pytest.mark.smollm2, pytest.mark.soak]),
     pytest.param(("smollm2", "float32"), id="smollm2-fp32", marks=[pytest.mark.smollm2, pytest.mark.soak]),
 ]
@@ -38,7 +40,10 @@ def base(request: pytest.FixtureRequest) -> Any:
     name, dtype, *threads = request.param
     if name == "smollm2":
         request.getfixturevalue("smollm2_dir")
-    loaded = load(name, EngineConfig(dtype=dtype, threads=1))
+    name, _, kernels = name.partition("/")
+    if kernels:
+        native_calls.directory()
+    loaded = load(name, EngineConfig(dtype=dtype, threads=1, kernels=kernels or "torch"))
     for _ in threads:
         loaded.revise("two threads")
     return loaded

@@ -26,6 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"protocols", "channel", "apart", "jobfile", "device", "budgets", "allocator", "mkl", "stops"}),
     frozenset({"tasks", "model"}),
     frozenset({"chat"}),
+    frozenset({"native"}),
     frozenset({"rollout", "training", "agents"}),
     frozenset({"runtime"}),
     frozenset({"cluster"}),
@@ -63,7 +64,7 @@ SHARED = frozenset({"Adapters", "Asked", "Models", "Tenants"})
 """What a service keeps, and its answers about it."""
 
 HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
-HEAVY_HOMES = ("model", "training", "rollout", "algorithms.losses")
+HEAVY_HOMES = ("model", "native", "training", "rollout", "algorithms.losses")
 SERVERS = (
     "server",
     "replica",
@@ -81,7 +82,10 @@ SERVERS = (
     "in_vllm",
     "in_vllm.motet_vllm",
 )
-LIGHT = frozenset({"rollout", "rollout.fake", "algorithms", *(f"rollout.{name}" for name in SERVERS)})  # no torch here
+LIGHT = frozenset(  # no torch here
+    {"rollout", "rollout.fake", "algorithms", "native", "native.building", "native.library"}
+    | {f"rollout.{name}" for name in SERVERS}
+)
 OVER_HTTP = frozenset({"vllm", "sglang"})
 IN_VLLM = "rollout.in_vllm.motet_vllm"  # loaded by vLLM, in an environment that has no Motet
 BANNED_NAMES = frozenset({"utils", "common", "helpers", "misc", "manager", "v2", "experimental"})

@@ -45,6 +45,8 @@ from tests.segments import (
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 DTYPES = ("float32", "bfloat16")
+OWN = ("llama/native", "llama/native-dpbf16")
+"""Computed by own kernels."""
 
 
 # --- against peft and plain PyTorch -----------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ def test_each_step_brings_its_own_adamw(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "name", few(["llama", "gemma2", "opt", "phi3", "lfm2", "qwen3_5", "falcon_h1"], "llama", "lfm2")
+    "name", few(["llama", "gemma2", "opt", "phi3", "lfm2", "qwen3_5", "falcon_h1", *OWN], "llama", "lfm2", *OWN)
 )
 def test_packed_batch_equals_each_adapter_alone_bitwise(name, dtype):
     base = tiny.base(name, dtype)
@@ -348,7 +350,7 @@ def test_optimizer_state_that_does_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", few(["llama", "gemma2", "lfm2", "qwen3_5"], "llama", "lfm2"))
+@pytest.mark.parametrize("name", few(["llama", "gemma2", "lfm2", "qwen3_5", *OWN], "llama", "lfm2", *OWN))
 def test_forward_equals_the_sampler_bitwise(name, dtype):
     base = tiny.base(name, dtype)
     trainer, segments = make_trainer(base), tuple(make_segment(each) for each in "abc")
@@ -399,7 +401,9 @@ def group_samples(prompt: int, completions: Sequence[int], seed: int) -> tuple[S
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", few(["llama", "gemma2", "qwen2", "lfm2", "qwen3_5", "falcon_h1"], "llama", "lfm2"))
+@pytest.mark.parametrize(
+    "name", few(["llama", "gemma2", "qwen2", "lfm2", "qwen3_5", "falcon_h1", *OWN], "llama", "lfm2", *OWN)
+)
 @pytest.mark.parametrize("prompt", few([1, 13, 16, 40], 1, 16))
 def test_shared_prompts_keep_logprobs_and_gradients(name, dtype, prompt):
     """Logprobs equal those of whole samples bit for bit, gradients within rounding; two groups, two adapters, one alone."""
@@ -424,7 +428,9 @@ def test_shared_prompts_keep_logprobs_and_gradients(name, dtype, prompt):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", few(["llama", "gemma2", "qwen2", "lfm2", "qwen3_5", "falcon_h1"], "llama", "lfm2"))
+@pytest.mark.parametrize(
+    "name", few(["llama", "gemma2", "qwen2", "lfm2", "qwen3_5", "falcon_h1", *OWN], "llama", "lfm2", *OWN)
+)
 def test_shared_prefixes_keep_logprobs_and_gradients(name, dtype):
     """Of branches that part one after another: logprobs have whole samples' bits, gradients agree, alone as in company."""
     base = tiny.base(name, dtype)

@@ -24,6 +24,8 @@ from motet.model.lora import AdapterLayout, AdapterWeights, NoAdapters, Routing,
 from motet.model.lora_model import LoraModel
 from motet.model.proof import TOLERANCE
 from motet.model.routing import AdapterStacks
+from motet.native.cover import compute_with
+from tests import native_calls
 from tests import tiny_models as tiny
 
 VOCABULARY = 276
@@ -83,6 +85,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_deep": ("LlamaConfig", {"num_hidden_layers": 10}),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 24}),
+    "qwen3_wide": ("Qwen3Config", {"head_dim": 32}),
     "gemma2": (
         "Gemma2Config",
         {
@@ -403,9 +406,14 @@ def _save_tokenizer(place: Path) -> None:
 
 
 def load(name: str, dtype: str = "float32") -> LoraModel:
-    """A base of its own, for tests that change it."""
+    """A base of its own, for tests that change it; `llama/native` is one that own kernels compute."""
+    name, _, kernels = name.partition("/")
     with torch.inference_mode(False):  # a test may ask for it inside, and the proof takes gradients
-        return load_base(str(directory(name)), dtype=dtype, device="cpu", block_size=BLOCK)
+        model = load_base(str(directory(name)), dtype=dtype, device="cpu", block_size=BLOCK)
+        if kernels:
+            native_calls.directory()
+            compute_with(model, "native" if kernels == "native" else "native-dpbf16")
+    return model
 
 
 @functools.cache

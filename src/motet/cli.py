@@ -168,10 +168,13 @@ def doctor(
     directory: Annotated[Path, typer.Option(help="With --ray: what all nodes are to see under this path.")] = Path(
         "runs"
     ),
+    build: Annotated[bool, typer.Option("--build", help="Compile Motet's own CPU kernels (about a minute).")] = False,
 ) -> None:
     """Show this machine, the budgets Motet derives from it, and whether results are bit-exact on it."""
-    from motet.commands.doctor import examine, examine_cluster
+    from motet.commands.doctor import build_kernels, examine, examine_cluster
 
+    if build:
+        raise typer.Exit(build_kernels())
     raise typer.Exit(examine(base) if ray is None else examine_cluster(ray, directory.resolve()))
 
 

@@ -125,18 +125,24 @@ def _load(base: str, config: EngineConfig) -> LoraModel:
     import torch
 
     from motet.model.load import load_base
+    from motet.native import library
+    from motet.native.cover import compute_with
 
     torch.set_num_threads(_threads(config))
-    return load_base(
+    if config.kernels != "torch":
+        library.load()  # whether they are compiled is said before the base is read
+    loaded = load_base(
         base,
         dtype=config.dtype,
         device=config.device,
         block_size=config.block_size,
-        pack=config.pack_weights,
+        pack=config.pack_weights and config.kernels == "torch",
         numerics=config.numerics,
         base_format=config.base_format,
         trust_remote_code=config.trust_remote_code,
     )
+    compute_with(loaded, config.kernels)
+    return loaded
 
 
 def assemble(
@@ -339,11 +345,12 @@ def _start_samplers(
     message = LoadSampler(
         base=base.info.name,
         dtype=base.info.dtype,
-        pack=config.pack_weights,
+        pack=config.pack_weights and config.kernels == "torch",
         base_format=config.base_format,
         block_size=base.block_size,
         trust_remote_code=config.trust_remote_code,
         numerics=config.numerics,
+        kernels=config.kernels,
         limits=limits,
     )
     return [SamplerLink(message, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]

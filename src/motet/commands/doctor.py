@@ -90,6 +90,7 @@ def _machine() -> Table:
     table.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")
     table.add_row("cores, free memory", f"{budgets.cores()}, {memory:.1f} GiB")
     table.add_row("processor", _processor())
+    table.add_row("own CPU kernels", _kernels())
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             table.add_row(f"cuda:{index}", torch.cuda.get_device_name(index))
@@ -104,6 +105,36 @@ def _processor() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
     return f"{capability}{', fast bfloat16' if bf16 else ', bfloat16 is slow here: set engine.dtype to float32'}"
+
+
+def _kernels() -> str:
+    """Which form of the C++ kernels is taken, why no faster one, and the most that a core multiplies with it."""
+    from motet.native import library
+
+    try:
+        native = library.load()
+    except ConfigError as error:
+        return str(error)
+    rates = [f"{name} {native.ceiling(name):,.0f}" for name in library.ARITHMETICS]
+    slow = "" if native.multiplies_pairs else " (exact-dpbf16 is emulated here)"
+    return "; ".join([f"{native.form}, {', '.join(rates)} GFLOP/s per core{slow}", *native.passed_over])
+
+
+def build_kernels() -> int:
+    """Compile the C++ kernels into the cache and print which form is taken; returns 0 when that worked, 1 when not."""
+    from motet.native import building, library
+
+    directory = library.cache_directory()
+    try:
+        made = building.build(directory)
+    except (building.CannotBuild, OSError) as error:
+        raise ConfigError(f"the kernels were not compiled: {error}") from error
+    console = Console()
+    for form, why in made.items():
+        console.print(f"{form}: {why or directory / building.file_name(form)}", soft_wrap=True, markup=False)
+    library.load.cache_clear()
+    console.print(f"own CPU kernels: {_kernels()}", soft_wrap=True, markup=False)
+    return 0
 
 
 def _decode_rate(base: LoraModel, config: EngineConfig) -> float:

@@ -21,6 +21,10 @@ class EngineConfig(Config):
     """`exact` gives each row the same bits in any company, `fast` lets the libraries choose kernels by the number of rows, and
     says how far sampler and trainer differ. On a CPU they are the same, but for bfloat16 where it has units for matrices and
     for [states](hybrids.md#fast-numerics)."""
+    kernels: Literal["torch", "native", "native-dpbf16"] = "torch"
+    """What computes the base on a CPU: `torch`, or [Motet's own kernels](native.md), sooner and with nothing left to a
+    library. `native` adds in one order on every processor; `native-dpbf16` is faster where there is `vdpbf16ps` (AMD since
+    Zen 4, Intel since Sapphire Rapids). Each has bits of its own."""
     threads: int = Field(0, ge=0, le=4096)
     """Cores to use on CPU; 0 takes OMP_NUM_THREADS, or all there are. Training uses them together."""
     samplers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
@@ -104,6 +108,7 @@ class EngineConfig(Config):
             raise ValueError(
                 "resident is set and device is cpu: set parking to a directory on a disk, or nothing is saved"
             )
+        self._own_kernels_fit()
         if self.offload is not None and not self.recompute:
             raise ValueError("offload moves what recompute keeps: set recompute to true, or leave offload out")
         if self.offload is not None and self.shard > 1:
@@ -127,6 +132,21 @@ class EngineConfig(Config):
                 "set samplers to auto"
             )
         return self
+
+    def _own_kernels_fit(self) -> None:
+        if self.kernels == "torch":
+            return
+        unfit = {
+            f"device is {self.device}": self.device not in ("auto", "cpu"),
+            f"shard is {self.shard}": self.shard > 1,
+            "offload is set": self.offload is not None,
+            f"numerics is {self.numerics}": self.numerics != "exact",
+            f"block_size is {self.block_size}, no multiple of 16": self.block_size % 16 != 0,
+        }
+        if reasons := [reason for reason, holds in unfit.items() if holds]:
+            raise ValueError(
+                f"kernels is {self.kernels}, and {reasons[0]}, which do not go together: change one of them"
+            )
 
     @field_validator("trust_remote_code", mode="before")
     @classmethod

@@ -289,7 +289,7 @@ class CudaGraphRunner:
     def _run(self, graph: _Graph) -> Tensor:
         base = self._base
         graph.attention.calls.clear()
-        with base.routed(SamplerRouting(graph.routings)):
+        with base.routed(SamplerRouting(lambda: graph.routings)):
             return base.raw_logits(base.hidden(graph.token_ids_T, graph.positions_T, graph.attention))
 
 

@@ -12,7 +12,7 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,28 @@ if TYPE_CHECKING:
 _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
+class Kernels(Protocol):
+    """Own kernels that compute a base's passes in the place of its torch modules, for sampling and training alike."""
+
+    attention: AttentionBackend
+
+    def read_keys_in_blocks(self, block_size: int) -> None:
+        """Choose the attention backend for KV blocks of this many tokens."""
+        ...
+
+    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass, routing: Routing) -> Tensor:
+        """Final hidden states [T, D] of packed tokens; its backward pass adds the gradients of the routing's adapters."""
+        ...
+
+    def raw_logits(self, hidden_ND: Tensor) -> Tensor:
+        """What the head's product gives [N, V]."""
+        ...
+
+    def through_head(self, slope_raw_NV: Tensor) -> Tensor:
+        """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
+        ...
+
+
 @dataclass
 class LoraModel:
     """The live base. Weights are frozen; `context` says which adapters the next forward pass uses."""
@@ -59,6 +81,8 @@ class LoraModel:
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     shards: Shards | None = None
     """How the weights lie over several ranks; None where they are all here."""
+    kernels: Kernels | None = None
+    """What computes passes where torch does not."""
     attention: AttentionBackend = field(init=False)
     products: LoraProducts = field(init=False)
     _layouts: dict[tuple[tuple[str, ...], int], AdapterLayout] = field(default_factory=dict)
@@ -92,6 +116,10 @@ class LoraModel:
     def read_keys_in_blocks(self, block_size: int) -> None:
         """Choose the attention backend for KV blocks of this many tokens."""
         self.block_size = block_size
+        if self.kernels is not None:
+            self.kernels.read_keys_in_blocks(block_size)
+            self.attention = self.kernels.attention
+            return
         width = _least_head_width(self.model.config.get_text_config())
         self.attention = attention_backend(self.arithmetic, self.device, self.dtype, width=width, block_size=block_size)
         if self.stateful:
@@ -140,6 +168,8 @@ class LoraModel:
 
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass) -> Tensor:
         """Final hidden states [T, D] of packed tokens."""
+        if self.kernels is not None:
+            return self.kernels.hidden(token_ids_T, positions_T, attention, self.context.routing)
         output = self.decoder(
             input_ids=token_ids_T[None],
             position_ids=positions_T[None],
@@ -155,7 +185,9 @@ class LoraModel:
         return self.finish_logits(self.raw_logits(hidden_ND))
 
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
-        """What the head's product gives, in the base's dtype [N, V]."""
+        """What the head's product gives [N, V], in the base's dtype or in fp32."""
+        if self.kernels is not None:
+            return self.kernels.raw_logits(hidden_ND)
         raw_NV: Tensor = self.head(hidden_ND)
         return raw_NV
 
@@ -189,6 +221,8 @@ class LoraModel:
 
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
         """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
+        if self.kernels is not None:
+            return self.kernels.through_head(slope_raw_NV)
         return self.head.back(slope_raw_NV)
 
     @torch.no_grad()

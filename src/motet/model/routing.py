@@ -9,7 +9,8 @@ rows (those of a bucket's adapters, one adapter after another), S segments of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -108,14 +109,26 @@ class Adds(Protocol):
 class SamplerRouting:
     """Rows of a decode or prefill batch."""
 
-    def __init__(self, buckets: Sequence[Adds], expert_runs: Sequence[ExpertRun] = ()) -> None:
-        self._buckets = buckets
+    def __init__(
+        self,
+        buckets: Callable[[], Sequence[Adds]],
+        expert_runs: Sequence[ExpertRun] = (),
+        runs: Sequence[AdapterRows] = (),
+    ) -> None:
+        """`buckets` is called when torch multiplies; `runs` are for kernels that need no stacked weights."""
+        self._make = buckets
         self.expert_runs = expert_runs
+        self.runs = runs
+
+    @functools.cached_property
+    def buckets(self) -> Sequence[Adds]:
+        """Adapters of equal layout, with their stacked weights."""
+        return self._make()
 
     def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply base and adapters of fused layers to x [1, T, K] → [1, T, N] each."""
         y = fused.frozen(x)
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.apply(fused, x[0], y[0])
         return tuple(y.split(fused.sizes, dim=-1))
 
@@ -143,16 +156,19 @@ class AdapterStacks:
 
     def routing(self, runs: Sequence[AdapterRows], device: torch.device) -> SamplerRouting:
         """Routing of runs that each belong to one adapter, in the order of their rows."""
-        buckets = []
-        for members in _by_layout(runs):
-            stacked = self._stacked(tuple(weights for weights, _, _ in members))
-            buckets.append(_bucket(members, stacked, device, self._products))
         adapting = [
             ExpertRun(start, start + length, weights)
             for weights, start, length in runs
             if weights is not None and weights.layout.experts
         ]
-        return SamplerRouting(buckets, adapting)
+        return SamplerRouting(lambda: self._buckets(runs, device), adapting, runs)
+
+    def _buckets(self, runs: Sequence[AdapterRows], device: torch.device) -> list[_Bucket]:
+        buckets = []
+        for members in _by_layout(runs):
+            stacked = self._stacked(tuple(weights for weights, _, _ in members))
+            buckets.append(_bucket(members, stacked, device, self._products))
+        return buckets
 
 
 def _by_layout(runs: Iterable[AdapterRows]) -> list[list[Member]]:
@@ -225,13 +241,19 @@ class TrainerRouting:
         """Segments in the order of their rows, each with a multiple of `Arithmetic.rows`."""
         self.segments = tuple(segments)
         self._device, self._products, self._backward = device, products, backward
-        linear = [segment for segment in segments if segment.weights.layout.fused]
-        self.trained = [_Trained.of(members, device, products) for members in _alike(linear, products.least_fill)]
         self.anchor = torch.zeros((), device=device, requires_grad=backward)
         self.expert_runs = [
             ExpertRun(each.start, each.stop, each.weights, each.gradients, each.scaling, self.anchor)
             for each in segments
             if each.weights.layout.experts
+        ]
+
+    @functools.cached_property
+    def trained(self) -> list[_Trained]:
+        """Adapters of equal layout with their stacked weights, made when torch first multiplies."""
+        linear = [segment for segment in self.segments if segment.weights.layout.fused]
+        return [
+            _Trained.of(members, self._device, self._products) for members in _alike(linear, self._products.least_fill)
         ]
 
     def alike(self, segments: Sequence[TrainSegment]) -> TrainerRouting:

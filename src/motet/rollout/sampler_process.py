@@ -23,6 +23,7 @@ from motet.device import Device
 from motet.errors import EngineError, MotetError
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
+from motet.native.cover import compute_with
 from motet.rollout import sampler_messages as m
 from motet.rollout.embedded import EmbeddedEngine
 from motet.types import GenerateRequest
@@ -45,6 +46,7 @@ class SamplerProcess:
             trust_remote_code=load.trust_remote_code,
             numerics=load.numerics,
         )
+        compute_with(self.base, load.kernels)
         self.device = Device()
         self.engine = EmbeddedEngine(self.base, self.device, **load.limits)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -1,0 +1,109 @@
+"""Compiles the C++ kernels: one library for each form of the code, from the same sources.
+
+It needs nothing but this file and a C++ compiler, so that `pip install` can run it before Motet is installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+
+FLAGS = (
+    "-std=c++17 -O2 -fPIC -shared -pthread -fvisibility=hidden -fvisibility-inlines-hidden -ffp-contract=off "
+    "-Wall -Wextra -Wno-maybe-uninitialized -Wno-unknown-warning-option"
+).split()
+
+FORMS: dict[str, tuple[str, ...]] = {
+    "avx512": ("-DMOTET_AVX512", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
+    "avx2": ("-DMOTET_AVX2", "-mavx2", "-mfma"),
+    "portable": (),
+}
+"""Flags of each form, the fastest first. Only `portable` compiles for other processors than x86-64."""
+
+SECONDS = 600
+"""Within which one form must be compiled."""
+
+
+class CannotBuild(Exception):
+    """There is no compiler, or it failed; the message has its words."""
+
+
+def compiler() -> list[str]:
+    """The command of the C++ compiler: `$CXX`, or the first of g++, clang++ and c++ that is installed."""
+    named = os.environ.get("CXX")
+    if named:
+        return shlex.split(named)
+    for name in ("g++", "clang++", "c++"):
+        installed = shutil.which(name)
+        if installed:
+            return [installed]
+    raise CannotBuild("no C++ compiler was found: install g++ or clang++, or name one in CXX")
+
+
+def forms_here() -> list[str]:
+    """Forms that can be compiled for this machine, the fastest first."""
+    intel = platform.machine().lower() in {"x86_64", "amd64"}
+    return list(FORMS) if intel else ["portable"]
+
+
+def file_name(form: str) -> str:
+    """Of a form's library."""
+    return f"libmotet_{form}.so"
+
+
+def fingerprint() -> str:
+    """Of the sources and the flags: a library with another one is out of date."""
+    digest = hashlib.sha256(repr((FLAGS, FORMS)).encode())
+    for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.hpp")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build(directory: Path, forms: list[str] | None = None, extra: tuple[str, ...] = ()) -> dict[str, str | None]:
+    """Compile forms into a directory, each file whole or not at all; gives for each form why it failed, or None.
+
+    Raises:
+        CannotBuild: there is no compiler, or the portable form, which all others are compared with, did not compile.
+    """
+    command = compiler()
+    directory.mkdir(parents=True, exist_ok=True)
+    forms = forms or forms_here()
+
+    def one(form: str) -> str | None:
+        try:
+            _build_one(command, directory, form, extra)
+        except CannotBuild as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        made = dict(zip(forms, pool.map(one, forms), strict=True))
+    failed = made.get("portable")
+    if failed is not None:
+        raise CannotBuild(failed)
+    return made
+
+
+def _build_one(command: list[str], directory: Path, form: str, extra: tuple[str, ...]) -> None:
+    sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+    target = directory / file_name(form)
+    define = f'-DMOTET_FINGERPRINT="{fingerprint()}"'
+    with tempfile.TemporaryDirectory(dir=directory) as made:
+        output = Path(made) / target.name
+        call = [*command, *FLAGS, *FORMS[form], *extra, define, *sources, "-o", str(output)]
+        try:
+            done = subprocess.run(call, capture_output=True, text=True, timeout=SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CannotBuild(f"{command[0]} did not compile the {form} form: {error}") from error
+        if done.returncode:
+            raise CannotBuild(f"{command[0]} did not compile the {form} form:\n{done.stderr.strip()[-2000:]}")
+        output.replace(target)

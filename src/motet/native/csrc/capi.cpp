@@ -1,0 +1,137 @@
+// The kernels by themselves, in C: for tests, the trial at load, and `motet doctor`.
+#include <ctime>
+
+#include "pool.hpp"
+#include "tiles.hpp"
+
+#ifndef MOTET_FINGERPRINT
+#define MOTET_FINGERPRINT ""
+#endif
+#define API extern "C" __attribute__((visibility("default")))
+
+using namespace motet;
+
+API const char* motet_form() { return form(); }
+API const char* motet_fingerprint() { return MOTET_FINGERPRINT; }
+API int motet_form_runs(const char* name) { return form_runs(name); }
+API int motet_has_dpbf16() { return has_dpbf16(); }
+
+API int64_t motet_packed_bytes(int32_t type, int64_t k, int64_t n) { return packed_bytes(static_cast<Type>(type), k, n); }
+API void motet_pack(int32_t source_type, const void* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n,
+                    int32_t type, void* packed) {
+    pack(static_cast<Type>(source_type), source, stride_k, stride_n, k, n, static_cast<Type>(type), packed);
+}
+
+API void motet_product(const Product* p, int64_t threads) {
+    const int64_t units = (p->n + LANES - 1) / LANES, share = (units + threads - 1) / threads;
+    FlushDenormals flush;
+#if defined(MOTET_FAULT_THREADS)  // two threads share k
+    if (threads == 2) return product_in_two(*p, p->k / 64 * 32 + 16);
+#endif
+    parallel(threads, threads, [&](int64_t part) {
+        const int64_t last = (part + 1) * share < units ? (part + 1) * share : units;
+        if (part * share < last) product(columns_of(*p, part * share, last));
+    });
+}
+
+API void motet_rms_norm(const float* x, const float* weight, float epsilon, int32_t type, void* out, int64_t m, int64_t n) {
+    FlushDenormals flush;
+    rms_norm(x, n, weight, epsilon, static_cast<Type>(type), out, n, nullptr, m, n);
+}
+API void motet_rms_norm_backward(const float* x, const float* weight, float epsilon, const float* dout, float* dx, int64_t m,
+                                 int64_t n) {
+    FlushDenormals flush;
+    rms_norm_backward(x, n, weight, epsilon, dout, n, dx, n, false, m, n);
+}
+API void motet_rope(float* x, const float* cos, const float* sin, int32_t back, int64_t m, int64_t heads, int64_t width) {
+    FlushDenormals flush;
+    rope(x, heads * width, cos, sin, width / 2, back, m, heads, width);
+}
+API void motet_gate_up(int32_t gate, const float* x, const float* up, int32_t type, void* out, int64_t m, int64_t n) {
+    FlushDenormals flush;
+    gate_up(static_cast<Gate>(gate), x, n, up, n, static_cast<Type>(type), out, n, m, n);
+}
+API void motet_gate_up_backward(int32_t gate, const float* x, const float* up, const float* dout, float* dx, float* dup,
+                                int64_t m, int64_t n) {
+    FlushDenormals flush;
+    gate_up_backward(static_cast<Gate>(gate), x, n, up, n, dout, n, dx, n, dup, n, m, n);
+}
+
+API void motet_write_keys_values(const Pool* pool, const Span* span, const float* k, const float* v) {
+    write_keys_values(*pool, *span, k, pool->n_kv * pool->width, v, pool->n_kv * pool->width);
+}
+API void motet_attend(const Attention* call, const Span* span) {
+    FlushDenormals flush;
+    attend(*call, *span, 0, call->pool.n_kv);
+}
+API void motet_attend_backward(const AttentionBackward* call, const Span* span) {
+    FlushDenormals flush;
+    attend_backward(*call, *span, 0, call->call.pool.n_kv);
+}
+
+API void motet_row_sum(const float* logits, int64_t n, float temperature, RowSum* sum) {
+    FlushDenormals flush;
+    row_sum(logits, n, temperature, sum);
+}
+API int64_t motet_draw(const float* logits, int64_t n, float temperature, const RowSum* sum, double uniform) {
+    FlushDenormals flush;
+    return draw(logits, n, temperature, *sum, uniform);
+}
+API float motet_logprob(const float* logits, int64_t token, float temperature, const RowSum* sum) {
+    FlushDenormals flush;
+    return logprob(logits, token, temperature, *sum);
+}
+API void motet_logprob_slope(const float* logits, int64_t n, float temperature, const RowSum* sum, int64_t token, float slope,
+                             int32_t type, void* out) {
+    FlushDenormals flush;
+    logprob_slope(logits, n, temperature, *sum, token, slope, static_cast<Type>(type), out);
+}
+API void motet_adamw(const AdamW* options, float* master, const float* gradient, float* mean, float* square, int64_t n) {
+    FlushDenormals flush;
+    adamw(*options, master, gradient, mean, square, n);
+}
+
+// exp, sigmoid, tanh and log of n numbers (n a multiple of 16)
+API void motet_functions(const float* x, float* exps, float* sigmoids, float* tanhs, float* logs, int64_t n) {
+    FlushDenormals flush;
+    for (int64_t i = 0; i < n; i += 16) {
+        store(exps + i, exp(load(x + i)));
+        store(sigmoids + i, sigmoid(load(x + i)));
+        store(tanhs + i, tanh(load(x + i)));
+    }
+    for (int64_t i = 0; i < n; i++) logs[i] = log_one(x[i]);
+}
+
+namespace {
+
+double cpu_seconds() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
+}  // namespace
+
+// The most that one thread multiplies, in GFLOP/s of its CPU time: a tile that stays in the first cache, best of several.
+API double motet_ceiling(int32_t arithmetic) {
+    FlushDenormals flush;
+    alignas(64) static thread_local char a[64 * 1024], b[64 * 1024];
+    alignas(64) float c[MOST_PAIRS * 32] = {};
+    double best = 0.0;
+    constexpr int64_t k = 128, repeats = 2000;
+    for (int trial = 0; trial < 5; trial++) {
+        const double start = cpu_seconds();
+        const bool pairs = arithmetic == static_cast<int32_t>(Arithmetic::dpbf16);
+        for (int64_t i = 0; i < repeats; i++) {
+            Tile t{a, b, k * 32, c, 32, k, true, 0};
+            if (pairs)
+                multiply_tile(Kind::pairs, MOST_PAIRS, 2, t);
+            else
+                multiply_tile(Kind::exact_bf16, MOST_EXACT, 2, t);
+        }
+        const double flops = 2.0 * static_cast<double>(k * repeats * 32 * (pairs ? MOST_PAIRS : MOST_EXACT));
+        const double rate = flops / (cpu_seconds() - start) * 1e-9;
+        best = rate > best ? rate : best;
+    }
+    return best;
+}

@@ -1,0 +1,184 @@
+// Kernels of Motet for CPUs: every function computes rows by themselves, in one order that no number of rows, threads or
+// neighbours changes.
+//
+// One library is built for each form of the code (portable, avx2, avx512) from the same sources; all give the same bits.
+// A function here runs on the calling thread. Threads share work by rows or by columns (see pool.hpp), never by k.
+// Every caller holds a `FlushDenormals` while it computes.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace motet {
+
+using bf16 = uint16_t;
+
+enum class Type : int32_t { f32 = 0, bf16 = 1 };
+inline int64_t bytes_of(Type type) { return type == Type::f32 ? 4 : 2; }
+
+// How products add up (see `product`).
+enum class Arithmetic : int32_t { exact = 0, dpbf16 = 1 };
+
+constexpr int64_t LANES = 16;  // columns of a unit, keys of a unit
+
+// Flushes denormals to zero on this thread, and gives the caller's mode back.
+class FlushDenormals {
+ public:
+    FlushDenormals();
+    ~FlushDenormals();
+
+ private:
+    uint64_t before_;
+};
+
+const char* form();            // "portable", "avx2", "avx512"
+bool form_runs(const char* form);  // whether this processor has the instructions of a form
+bool has_dpbf16();             // whether the processor multiplies in pairs itself; else `dpbf16` is computed in its order, slowly
+int64_t round_up(int64_t n, int64_t multiple);
+
+// ---- products ---------------------------------------------------------------------------------------------------------
+
+// A packed matrix B [k × n]: units of 16 columns, the last one filled up with zeros.
+//   bf16: [unit][pair of k][16 columns][2]   (the last pair of an odd k is filled up with a zero)
+//   f32:  [unit][k][16 columns]
+int64_t packed_bytes(Type type, int64_t k, int64_t n);
+
+// Packs B, whose element (k, n) is source[k * stride_k + n * stride_n]. A frozen weight [outputs, inputs] of torch is
+// stride_k = 1, stride_n = inputs for x · Wᵀ, and stride_k = inputs, stride_n = 1 for dy · W.
+void pack(Type source_type, const void* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, Type type,
+          void* packed);
+
+// C[m × n] = A · B, or C += A · B. A has rows of k numbers, `lda` apart. fp32 sums.
+//   exact:  for each 32 of k from the first: even = 0, odd = 0; even = fma(a[2i], b[2i], even), odd = fma(a[2i+1], b[2i+1],
+//           odd) for i upwards; C = C + (even + odd). C starts as 0 if `add` is false.
+//   dpbf16: for each pair i upwards C = dp(C, a[2i], a[2i+1], b[2i], b[2i+1]), as vdpbf16ps does; bf16 only.
+// Types: bf16 · bf16, f32 · f32, and f32 · bf16 (exact only; A is used as it is). An odd k ends with half a pair; the other
+// half is not read as a number. Columns lie in lanes: nothing moves from one row or column to another.
+struct Product {
+    const void* a;
+    Type a_type;
+    int64_t lda;
+    const void* b;  // packed
+    Type b_type;
+    int64_t b_k;  // the k that B was packed with, at least k: a product may stop before B ends
+    float* c;
+    int64_t ldc;
+    int64_t m, k, n;
+    bool add;
+    Arithmetic arithmetic;
+};
+void product(const Product& p);
+
+// The columns of units [first, last) of p: what one of several threads computes.
+Product columns_of(const Product& p, int64_t first_unit, int64_t last_unit);
+
+// ---- rows: x is fp32 [m][n], rows `ld` apart ------------------------------------------------------------------------------
+
+void to_bf16(const float* x, bf16* out, int64_t n);  // to the nearest, ties to even
+void to_f32(const bf16* x, float* out, int64_t n);
+void fill(float* x, int64_t ld, const float* row, int64_t m, int64_t n);  // every row becomes `row` (a bias), or zeros if null
+void add_rows(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n);  // x += y
+void embed(Type type, const void* table, const int64_t* tokens, float scale, float* out, int64_t ldo, int64_t m, int64_t n);
+
+// out = x / rms(x) · weight; weight may be null. inverse [m] (1 / rms) may be null.
+void rms_norm(const float* x, int64_t ldx, const float* weight, float epsilon, Type out_type, void* out, int64_t ldo,
+              float* inverse, int64_t m, int64_t n);
+// dx = or += (`add`) the gradient, from x and the gradient of out.
+void rms_norm_backward(const float* x, int64_t ldx, const float* weight, float epsilon, const float* dout, int64_t ldd,
+                       float* dx, int64_t lddx, bool add, int64_t m, int64_t n);
+
+// Rotates halves of `heads` heads of each row in place. cos, sin: [m][width / 2] fp32, `ldt` apart. `back`: the transpose.
+void rope(float* x, int64_t ldx, const float* cos, const float* sin, int64_t ldt, bool back, int64_t m, int64_t heads,
+          int64_t width);
+
+enum class Gate : int32_t { silu = 0, gelu_tanh = 1 };
+// out = gate(x) · up
+void gate_up(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ldu, Type out_type, void* out, int64_t ldo,
+             int64_t m, int64_t n);
+// dx and dup from the gradient of out; dx may be x and dup may be up.
+void gate_up_backward(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ldu, const float* dout, int64_t ldd,
+                      float* dx, int64_t lddx, float* ddup, int64_t lddup, int64_t m, int64_t n);
+
+// ---- attention: keys and values in units of 16 keys ---------------------------------------------------------------------------
+
+// A pool has blocks of `block` keys (a multiple of 16). The unit u of a block and a KV head begins at element
+// ((block · n_kv + head) · block + 16 u) · width of its pool:
+//   keys:   a packed B [width × 16 keys]     bf16 [width / 2][16 keys][2]           f32 [width][16 keys]
+//   values: a packed B [16 keys × width]     bf16 [width / 16][8 pairs][16][2]      f32 [width / 16][16 keys][16]
+// so that a pool takes as much memory as plain rows do. width is a multiple of 16.
+struct Pool {
+    Type type;
+    void* keys;
+    void* values;
+    int64_t n_blocks;  // for bounds
+    int64_t block, n_kv, width;
+};
+
+// A run of rows of one sequence: row `first_row` + i is at position `first_position` + i and reads keys [0, position], or the
+// last `window` of them. blocks [n_table]: which block of the pool has keys [block · i, block · (i + 1)).
+struct Span {
+    int64_t first_row, n_rows, first_position;
+    const int32_t* blocks;
+    int64_t n_table;
+};
+
+// Puts keys and values (fp32 [rows][n_kv · width]) of a span's rows into the pool.
+void write_keys_values(const Pool& pool, const Span& span, const float* k, int64_t ldk, const float* v, int64_t ldv);
+// Copies a block's keys and values of all heads.
+void copy_block(const Pool& pool, int64_t from, int64_t to);
+
+struct Attention {
+    Pool pool;
+    Arithmetic arithmetic;  // queries and weights are rounded to the pool's type first
+    int64_t fold;           // query heads of a KV head; query head h reads KV head h / fold
+    float scale, softcap;   // softcap 0: none
+    int64_t window;         // 0: none
+    const float* sinks;     // [heads] or null
+    const float* q;         // fp32 [rows][heads · width], rotated
+    int64_t ldq;
+    float* out;  // fp32 [rows][heads · width]
+    int64_t ldo;
+    float* log_sums;  // fp32 [rows][heads]: of each row's exponentials, for the backward pass; may be null
+};
+// Order, for each row and head: scores in units of 16 keys, times scale; their largest; weights exp(score − largest), their sum
+// in 16 lanes over units, the lanes added as a tree; out = Σ over units (a product that starts from zero for each) / sum.
+// Keys out of a row's reach are left out, never multiplied by zero. Heads [first_head, last_head) are KV heads.
+void attend(const Attention& call, const Span& span, int64_t first_head, int64_t last_head);
+
+struct AttentionBackward {
+    Attention call;       // with out and log_sums of the forward pass
+    const float* dout;    // as out
+    float* dq;            // fp32 as q, set
+    int64_t lddq;
+    float* dk;            // fp32 [block][n_kv][block keys][width] in the places of the pool, rows of keys; added to
+    float* dv;
+};
+// Rows in order, so that a span's sums begin at its first row. Heads as in `attend`.
+void attend_backward(const AttentionBackward& call, const Span& span, int64_t first_head, int64_t last_head);
+
+// ---- logits ------------------------------------------------------------------------------------------------------------
+
+// Of a row of n logits, divided by a temperature.
+struct RowSum {
+    float peak;       // the largest of logit / temperature
+    float log_total;  // log Σ exp(logit / temperature − peak); a logprob is (logit / temperature − peak) − log_total
+    float entropy;    // nats
+    int32_t best;     // the first place of the largest
+    int32_t usable;   // 0 where a logit is NaN, or the peak is infinite
+};
+void row_sum(const float* logits, int64_t n, float temperature, RowSum* sum);
+// The token at which the cumulative exponentials pass uniform · total: block by block of 256, then within one.
+int64_t draw(const float* logits, int64_t n, float temperature, const RowSum& sum, double uniform);
+float logprob(const float* logits, int64_t token, float temperature, const RowSum& sum);
+// out [n] = slope · d logprob(token) / d logits = slope · (onehot − p) / temperature
+void logprob_slope(const float* logits, int64_t n, float temperature, const RowSum& sum, int64_t token, float slope,
+                   Type out_type, void* out);
+
+// ---- optimizer ---------------------------------------------------------------------------------------------------------
+
+struct AdamW {
+    float lr, beta1, beta2, epsilon, weight_decay;
+    int64_t step;  // from 1
+};
+void adamw(const AdamW& options, float* master, const float* gradient, float* mean, float* square, int64_t n);
+
+}  // namespace motet

@@ -1,0 +1,637 @@
+#include "plan.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "pool.hpp"
+
+namespace motet {
+namespace {
+
+enum Linear { QKV = 0, OUT = 1, GATE_UP = 2, DOWN = 3 };
+constexpr int64_t ROWS = 64;      // rows of a part of a call on rows
+constexpr int64_t TALL = 256;     // products of so many rows are shared by rows, of fewer by columns
+constexpr int64_t DEEP = 768;     // of k at a time, a multiple of 32, where there are many rows
+constexpr int64_t UNITS = 12;     // units of columns of a part, at least
+constexpr int64_t CHUNK = 64;     // columns of a gradient that are made at a time
+
+// ---- memory ---------------------------------------------------------------------------------------------------------------
+
+// Hands out parts of a piece of memory, or only counts them where there is none yet.
+class Carver {
+ public:
+    explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
+    template <class T>
+    T* take(int64_t n) {
+        T* here = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
+        used_ += round_up(n * int64_t(sizeof(T)), 64);
+        return here;
+    }
+    void* take_bytes(int64_t n) { return take<char>(n); }
+    int64_t used() const { return used_; }
+
+ private:
+    char* base_;
+    int64_t used_ = 0;
+};
+
+// Memory of a thread that grows and stays with it.
+class Scratch {
+ public:
+    ~Scratch() { std::free(memory_); }
+    void* at_least(int64_t bytes) {
+        if (bytes > size_) {
+            std::free(memory_);
+            size_ = 0;
+            memory_ = std::aligned_alloc(64, size_t(round_up(bytes, 64)));
+            if (!memory_) throw std::bad_alloc();
+            size_ = bytes;
+        }
+        return memory_;
+    }
+
+ private:
+    void* memory_ = nullptr;
+    int64_t size_ = 0;
+};
+thread_local Scratch scratch;    // of a call
+thread_local Scratch part_room;  // of a part of one
+
+int64_t attended(const Plan& plan) { return plan.heads * plan.head_width; }
+int64_t keys_wide(const Plan& plan) { return plan.kv_heads * plan.head_width; }
+int64_t joint(const Plan& plan) { return attended(plan) + 2 * keys_wide(plan); }
+Type type_of(const Plan& plan) { return Type(plan.type); }
+Arithmetic arithmetic_of(const Plan& plan) { return Arithmetic(plan.arithmetic); }
+const void* at(Type type, const void* x, int64_t place) { return static_cast<const char*>(x) + place * bytes_of(type); }
+void* at(Type type, void* x, int64_t place) { return static_cast<char*>(x) + place * bytes_of(type); }
+
+// What the backward pass reads of a layer.
+struct Kept {
+    float *qkv, *plain, *out, *log_sums, *x_mid;
+    void* gate_up;
+    float* inner[4];  // products with A of each fused linear
+
+    Kept(Carver& memory, const Plan& plan, int64_t rows, const int64_t* columns) {
+        bool normed = plan.layers[0].norm_q != nullptr;
+        qkv = memory.take<float>(rows * joint(plan));
+        plain = memory.take<float>(normed ? rows * joint(plan) : 0);  // before norms of queries and keys
+        out = memory.take<float>(rows * attended(plan));
+        log_sums = memory.take<float>(rows * plan.heads);
+        x_mid = memory.take<float>(rows * plan.width);
+        gate_up = memory.take_bytes(rows * 2 * plan.inner * bytes_of(type_of(plan)));
+        for (int i = 0; i < 4; i++) inner[i] = memory.take<float>(rows * columns[i]);
+    }
+};
+
+struct Rows {  // of a run or a span, few enough for a part of a call
+    int64_t of, first, n;
+};
+
+// A pass under way and its memory.
+class Call {
+ public:
+    const Plan& plan;
+    const Pass& pass;
+    const Type type;
+    const Arithmetic arithmetic;
+    int64_t columns[4] = {0, 0, 0, 0};  // the widest A of each fused linear
+    std::vector<Rows> run_rows, span_rows;
+    float *cosines, *sines, *x, *y;
+    void *a, *narrow, *keys, *values;
+    // backward
+    float *dx = nullptr, *dy, *din, *ds, *dk, *dv;
+    void *dy_typed, *ds_typed;
+
+    Call(const Plan& plan, const Pass& pass) : plan(plan), pass(pass), type(type_of(plan)), arithmetic(arithmetic_of(plan)) {
+        for (int64_t r = 0; r < pass.n_runs; r++) {
+            cut(run_rows, r, pass.runs[r].first, pass.runs[r].last - pass.runs[r].first);
+            for (int64_t i = 0; i < plan.n_layers * 4; i++)
+                columns[i % 4] = std::max(columns[i % 4], pass.runs[r].adapter->linears[i].columns);
+        }
+        for (int64_t s = 0; s < pass.n_spans; s++) cut(span_rows, s, 0, pass.spans[s].n_rows);
+    }
+
+    void carve(Carver& memory, bool backward) {
+        int64_t rows = pass.n_rows, size = bytes_of(type), inner = *std::max_element(columns, columns + 4);
+        int64_t in = std::max({plan.width, attended(plan), plan.inner});
+        int64_t out = std::max({joint(plan), 2 * plan.inner, plan.width});
+        int64_t pool = pass.keys ? 0 : pass.n_blocks * pass.block * keys_wide(plan);
+        cosines = memory.take<float>(rows * plan.head_width / 2);
+        sines = memory.take<float>(rows * plan.head_width / 2);
+        x = memory.take<float>(rows * plan.width);
+        y = memory.take<float>(rows * out);
+        a = memory.take_bytes(rows * in * size);
+        narrow = memory.take_bytes(rows * inner * size);
+        keys = memory.take_bytes(pool * size);
+        values = memory.take_bytes(pool * size);
+        if (!backward) return;
+        dx = memory.take<float>(rows * plan.width);
+        dy = memory.take<float>(rows * out);
+        dy_typed = memory.take_bytes(rows * out * size);
+        din = memory.take<float>(rows * in);
+        ds = memory.take<float>(rows * inner);
+        ds_typed = memory.take_bytes(rows * inner * size);
+        dk = memory.take<float>(pool);
+        dv = memory.take<float>(pool);
+    }
+
+    Pool pool(int64_t layer) const {
+        void* k = pass.keys ? pass.keys[layer] : keys;
+        void* v = pass.keys ? pass.values[layer] : values;
+        return {type, k, v, pass.n_blocks, pass.block, plan.kv_heads, plan.head_width};
+    }
+
+    // f(part) for each part; threads share them.
+    template <class F>
+    void shared(int64_t parts, F&& f) const {
+        parallel(pass.threads, parts, [&](int64_t part) {
+            FlushDenormals flush;
+            f(part);
+        });
+    }
+
+    // f(first, n) on some of the rows each
+    template <class F>
+    void by_rows(F&& f) const {
+        shared((pass.n_rows + ROWS - 1) / ROWS,
+               [&](int64_t part) { f(part * ROWS, std::min(ROWS, pass.n_rows - part * ROWS)); });
+    }
+
+    void typed(const float* from, int64_t ldf, void* to, int64_t ldt, int64_t rows, int64_t n) const {
+        for (int64_t row = 0; row < rows; row++) {
+            if (type == Type::bf16)
+                to_bf16(from + row * ldf, static_cast<bf16*>(to) + row * ldt, n);
+            else
+                std::memcpy(static_cast<float*>(to) + row * ldt, from + row * ldf, size_t(n) * 4);
+        }
+    }
+
+    void norm(const float* from, const float* weight, void* to) const {
+        by_rows([&](int64_t row, int64_t m) {
+            rms_norm(from + row * plan.width, plan.width, weight, plan.epsilon, type, at(type, to, row * plan.width),
+                     plan.width, nullptr, m, plan.width);
+        });
+    }
+
+    void forward_layer(int64_t layer, Kept& kept);
+    void backward_layer(int64_t layer, Kept& kept, const float* x_in);
+
+ private:
+    void linear(int64_t layer, int which, float* to, bool add, float* inner) const;
+    void attention(int64_t layer, Kept& kept) const;
+    void rotate(const Layer& layer, Kept& kept) const;
+    void linear_back(int64_t layer, int which, const float* slope, const void* in, float* inner, float* to);
+    void gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* in, const float* inner, int64_t wide);
+    void attention_back(int64_t layer, Kept& kept);
+
+    static void cut(std::vector<Rows>& rows, int64_t of, int64_t first, int64_t n) {
+        for (int64_t done = 0; done < n; done += ROWS) rows.push_back({of, first + done, std::min(ROWS, n - done)});
+    }
+};
+
+// Threads share few rows by columns, and many by rows, so that a thread's part of A stays near it.
+void shared_product(const Product& p, int64_t threads) {
+    int64_t units = (p.n + LANES - 1) / LANES;
+    int64_t tall = p.m >= TALL ? (p.m + TALL / 2 - 1) / (TALL / 2) : 1;
+    int64_t wide = tall > 1 || threads == 1 ? 1 : std::max<int64_t>(1, std::min(units / UNITS, 4 * threads));
+    parallel(threads, tall * wide, [&](int64_t part) {
+        FlushDenormals flush;
+        int64_t down = part / wide, across = part % wide;
+        Product own = wide > 1 ? columns_of(p, units * across / wide, units * (across + 1) / wide) : p;
+        if (tall > 1) {
+            int64_t first = down * (TALL / 2);
+            own.a = at(p.a_type, p.a, first * p.lda);
+            own.c = own.c + first * p.ldc;
+            own.m = std::min(TALL / 2, p.m - first);
+        }
+        if (tall == 1) return product(own);
+        for (int64_t first = 0; first < p.k; first += DEEP) {  // the same sums, with columns that stay near
+            Product some = own;
+            some.a = at(p.a_type, own.a, first);
+            some.b = at(p.b_type, own.b, first * LANES);
+            some.k = std::min(DEEP, p.k - first);
+            some.add = own.add || first > 0;
+            product(some);
+        }
+    });
+}
+
+// ---- forward ------------------------------------------------------------------------------------------------------------------
+
+// A fused linear of `a` [rows × k] with its bias and the adapters of each row; `inner` gets the products with A.
+void Call::linear(int64_t layer, int which, float* to, bool add, float* inner) const {
+    const Weight& w = plan.layers[layer].linears[which];
+    const int64_t wide = columns[which];
+    shared_product({a, type, w.k, w.forward, type, w.k, to, w.n, pass.n_rows, w.k, w.n, add, arithmetic}, pass.threads);
+    if (w.bias) by_rows([&](int64_t row, int64_t m) { add_rows(to + row * w.n, w.n, w.bias, 0, m, w.n); });
+    if (!wide) return;
+    shared(int64_t(run_rows.size()), [&](int64_t part) {
+        const Rows& own = run_rows[part];
+        const Lora& lora = pass.runs[own.of].adapter->linears[layer * 4 + which];
+        if (!lora.n_parts) return;
+        float* s = inner + own.first * wide;
+        void* s_typed = at(type, narrow, own.first * wide);
+        product({at(type, a, own.first * w.k), type, w.k, lora.a, type, w.k, s, wide, own.n, w.k, lora.columns, false, arithmetic});
+        typed(s, wide, s_typed, wide, own.n, lora.columns);
+        for (int64_t p = 0; p < lora.n_parts; p++) {
+            const Part& b = lora.parts[p];
+            product({at(type, s_typed, p * lora.rank), type, wide, b.b, type, lora.rank, to + own.first * w.n + b.first, w.n,
+                     own.n, lora.rank, b.n, true, arithmetic});
+        }
+    });
+}
+
+// Norms of heads, where there are any, and rotation, of queries and keys.
+void Call::rotate(const Layer& layer, Kept& kept) const {
+    const int64_t n = joint(plan), e = plan.head_width;
+    by_rows([&](int64_t first, int64_t m) {
+        float* rows = kept.qkv + first * n;
+        if (layer.norm_q) {
+            std::memcpy(kept.plain + first * n, rows, size_t(m * n) * 4);
+            for (int64_t row = 0; row < m; row++) {
+                const float* from = kept.plain + (first + row) * n;
+                rms_norm(from, e, layer.norm_q, plan.epsilon, Type::f32, rows + row * n, e, nullptr, plan.heads, e);
+                rms_norm(from + attended(plan), e, layer.norm_k, plan.epsilon, Type::f32, rows + row * n + attended(plan), e,
+                         nullptr, plan.kv_heads, e);
+            }
+        }
+        rope(rows, n, cosines + first * e / 2, sines + first * e / 2, e / 2, false, m, plan.heads + plan.kv_heads, e);
+    });
+}
+
+void Call::attention(int64_t layer, Kept& kept) const {
+    const int64_t n = joint(plan), wide = attended(plan);
+    const Pool pool = this->pool(layer);
+    shared(pass.n_writes, [&](int64_t part) {
+        write_keys_values(pool, pass.writes[part], kept.qkv + wide, n, kept.qkv + wide + keys_wide(plan), n);
+    });
+    std::memset(kept.out, 0, size_t(pass.n_rows * wide) * 4);
+    Attention call{pool, arithmetic, plan.heads / plan.kv_heads, plan.scale, 0, plan.layers[layer].window, nullptr,
+                   kept.qkv, n, kept.out, wide, kept.log_sums};
+    shared(int64_t(span_rows.size()) * plan.kv_heads, [&](int64_t part) {
+        const Rows& own = span_rows[part / plan.kv_heads];
+        Span span = pass.spans[own.of];
+        span.first_row += own.first, span.first_position += own.first, span.n_rows = own.n;
+        attend(call, span, part % plan.kv_heads, part % plan.kv_heads + 1);
+    });
+}
+
+void Call::forward_layer(int64_t index, Kept& kept) {
+    const Layer& layer = plan.layers[index];
+    norm(x, layer.norm_in, a);
+    linear(index, QKV, kept.qkv, false, kept.inner[QKV]);
+    rotate(layer, kept);
+    attention(index, kept);
+    const int64_t wide = attended(plan), inner = plan.inner;
+    by_rows([&](int64_t row, int64_t m) { typed(kept.out + row * wide, wide, at(type, a, row * wide), wide, m, wide); });
+    linear(index, OUT, x, true, kept.inner[OUT]);
+    std::memcpy(kept.x_mid, x, size_t(pass.n_rows * plan.width) * 4);
+    norm(x, layer.norm_mlp, a);
+    linear(index, GATE_UP, y, false, kept.inner[GATE_UP]);
+    by_rows([&](int64_t row, int64_t m) {
+        const float* own = y + row * 2 * inner;
+        typed(own, 2 * inner, at(type, kept.gate_up, row * 2 * inner), 2 * inner, m, 2 * inner);
+        gate_up(Gate::silu, own, 2 * inner, own + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
+    });
+    linear(index, DOWN, x, true, kept.inner[DOWN]);
+}
+
+// ---- backward -----------------------------------------------------------------------------------------------------------------
+
+void transpose(Type type, const void* from, int64_t ld, int64_t rows, int64_t columns, void* to) {
+    auto copy = [&](auto* source, auto* target) {
+        for (int64_t first = 0; first < rows; first += 16)
+            for (int64_t column = 0; column < columns; column++)
+                for (int64_t row = first; row < std::min(rows, first + 16); row++)
+                    target[column * rows + row] = source[row * ld + column];
+    };
+    if (type == Type::bf16)
+        copy(static_cast<const bf16*>(from), static_cast<bf16*>(to));
+    else
+        copy(static_cast<const float*>(from), static_cast<float*>(to));
+}
+
+// Adds the gradients of a run's A and B on a fused linear. Each is a sum over the run's rows from its first.
+void Call::gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* in, const float* inner, int64_t wide) {
+    const int64_t rows = run.last - run.first, size = bytes_of(type), used = lora.rank * lora.n_parts;
+    std::vector<char> sums_t(size_t(rows * lora.columns * size) + 64), slopes(size_t(packed_bytes(type, rows, lora.columns)) + 64);
+    auto align = [](std::vector<char>& v) { return reinterpret_cast<void*>(round_up(int64_t(v.data()), 64)); };
+    void *s_t = align(sums_t), *d = align(slopes);
+    {
+        FlushDenormals flush;
+        std::vector<char> s(size_t(rows * lora.columns * size));
+        typed(inner + run.first * wide, wide, s.data(), lora.columns, rows, lora.columns);
+        transpose(type, s.data(), lora.columns, rows, used, s_t);
+        pack(type, at(type, ds_typed, run.first * wide), wide, 1, rows, lora.columns, type, d);
+    }
+    const int64_t parts_a = (k + CHUNK - 1) / CHUNK;
+    std::vector<Rows> parts;  // of B: the part, its first column, how many
+    for (int64_t p = 0; p < lora.n_parts; p++)
+        for (int64_t first = 0; first < lora.parts[p].n; first += CHUNK)
+            parts.push_back({p, first, std::min(CHUNK, lora.parts[p].n - first)});
+    shared(parts_a + int64_t(parts.size()), [&](int64_t part) {
+        int64_t room = round_up(rows, 2) * CHUNK * size + 64, sums = CHUNK * std::max(lora.columns, lora.rank) * 4;
+        char* memory = static_cast<char*>(part_room.at_least(round_up(room, 64) + sums));
+        float* c = reinterpret_cast<float*>(memory + round_up(room, 64));
+        if (part < parts_a) {
+            int64_t first = part * CHUNK, m = std::min(CHUNK, k - first);
+            transpose(type, at(type, in, run.first * k + first), k, rows, m, memory);
+            product({memory, type, rows, d, type, rows, c, lora.columns, m, rows, lora.columns, false, arithmetic});
+            float* to = run.gradient + lora.gradient + first * lora.columns;
+            for (int64_t i = 0; i < m * lora.columns; i++) to[i] += run.scaling * c[i];
+            return;
+        }
+        const Rows& own = parts[part - parts_a];
+        const Part& b = lora.parts[own.of];
+        pack(type, at(type, dy_typed, run.first * n + b.first + own.first), n, 1, rows, own.n, type, memory);
+        product({at(type, s_t, own.of * lora.rank * rows), type, rows, memory, type, rows, c, own.n, lora.rank, rows, own.n, false,
+                 arithmetic});
+        for (int64_t r = 0; r < lora.rank; r++) {
+            float* to = run.gradient + b.gradient + r * b.n + own.first;
+            for (int64_t i = 0; i < own.n; i++) to[i] += c[r * own.n + i];
+        }
+    });
+}
+
+// From the gradient `slope` of what a fused linear gave to one of its input `in`, in `to` (null: not wanted).
+void Call::linear_back(int64_t layer, int which, const float* slope, const void* in, float* inner, float* to) {
+    const Weight& w = plan.layers[layer].linears[which];
+    const int64_t wide = columns[which];
+    by_rows([&](int64_t row, int64_t m) { typed(slope + row * w.n, w.n, at(type, dy_typed, row * w.n), w.n, m, w.n); });
+    if (to)
+        shared_product({dy_typed, type, w.n, w.back, type, w.n, to, w.k, pass.n_rows, w.n, w.k, false, arithmetic}, pass.threads);
+    if (!wide) return;
+    shared(int64_t(run_rows.size()), [&](int64_t part) {
+        const Rows& own = run_rows[part];
+        const Lora& lora = pass.runs[own.of].adapter->linears[layer * 4 + which];
+        if (!lora.n_parts) return;
+        float* narrow = ds + own.first * wide;
+        void* narrow_typed = at(type, ds_typed, own.first * wide);
+        for (int64_t row = 0; row < own.n; row++) std::memset(narrow + row * wide, 0, size_t(lora.columns) * 4);
+        for (int64_t p = 0; p < lora.n_parts; p++) {
+            const Part& b = lora.parts[p];
+            product({at(type, dy_typed, own.first * w.n + b.first), type, w.n, b.b_back, type, b.n, narrow + p * lora.rank, wide,
+                     own.n, b.n, lora.rank, false, arithmetic});
+        }
+        typed(narrow, wide, narrow_typed, wide, own.n, lora.columns);
+        if (to)
+            product({narrow_typed, type, wide, lora.a_back, type, lora.columns, to + own.first * w.k, w.k, own.n, lora.columns, w.k,
+                     true, arithmetic});
+    });
+    for (int64_t r = 0; r < pass.n_runs; r++) {
+        const Run& run = pass.runs[r];
+        const Lora& lora = run.adapter->linears[layer * 4 + which];
+        if (lora.n_parts && run.gradient) gradients(run, lora, w.k, w.n, in, inner, wide);
+    }
+}
+
+// From the gradient of attention's output, `din`, to one of the fused queries, keys and values, in `dy`.
+void Call::attention_back(int64_t layer, Kept& kept) {
+    const int64_t n = joint(plan), wide = attended(plan), e = plan.head_width, kv = plan.kv_heads;
+    const Layer& own = plan.layers[layer];
+    const Pool pool = this->pool(layer);
+    const int64_t of_block = kv * pass.block * e;
+    shared(pass.n_writes, [&](int64_t part) {
+        write_keys_values(pool, pass.writes[part], kept.qkv + wide, n, kept.qkv + wide + keys_wide(plan), n);
+    });
+    shared(pass.n_blocks, [&](int64_t block) {
+        std::memset(dk + block * of_block, 0, size_t(of_block) * 4);
+        std::memset(dv + block * of_block, 0, size_t(of_block) * 4);
+    });
+    std::memset(dy, 0, size_t(pass.n_rows * n) * 4);
+    AttentionBackward call{{pool, arithmetic, plan.heads / kv, plan.scale, 0, own.window, nullptr, kept.qkv, n, kept.out, wide,
+                            kept.log_sums},
+                           din, dy, n, dk, dv};
+    shared(pass.n_spans * kv, [&](int64_t part) { attend_backward(call, pass.spans[part / kv], part % kv, part % kv + 1); });
+    shared(kv, [&](int64_t head) {  // a row that several sequences read gets their gradients in their order
+        for (int64_t w = 0; w < pass.n_writes; w++) {
+            const Span& span = pass.writes[w];
+            for (int64_t i = 0; i < span.n_rows; i++) {
+                int64_t key = span.first_position + i;
+                int64_t place = ((span.blocks[key / pass.block] * kv + head) * pass.block + key % pass.block) * e;
+                float* row = dy + (span.first_row + i) * n + wide + head * e;
+                add_rows(row, e, dk + place, e, 1, e);
+                add_rows(row + kv * e, e, dv + place, e, 1, e);
+            }
+        }
+    });
+    by_rows([&](int64_t first, int64_t m) {
+        float* rows = dy + first * n;
+        rope(rows, n, cosines + first * e / 2, sines + first * e / 2, e / 2, true, m, plan.heads + kv, e);
+        if (!own.norm_q) return;
+        float* slope = static_cast<float*>(part_room.at_least((wide + kv * e) * 4));
+        for (int64_t row = 0; row < m; row++) {
+            const float* from = kept.plain + (first + row) * n;
+            std::memcpy(slope, rows + row * n, size_t(wide + kv * e) * 4);
+            rms_norm_backward(from, e, own.norm_q, plan.epsilon, slope, e, rows + row * n, e, false, plan.heads, e);
+            rms_norm_backward(from + wide, e, own.norm_k, plan.epsilon, slope + wide, e, rows + row * n + wide, e, false, kv, e);
+        }
+    });
+}
+
+void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
+    const Layer& layer = plan.layers[index];
+    const int64_t wide = attended(plan), inner = plan.inner, width = plan.width;
+    by_rows([&](int64_t row, int64_t m) {
+        const void* from = at(type, kept.gate_up, row * 2 * inner);
+        float* both = y + row * 2 * inner;
+        if (type == Type::bf16)
+            to_f32(static_cast<const bf16*>(from), both, m * 2 * inner);
+        else
+            std::memcpy(both, from, size_t(m * 2 * inner) * 4);
+        gate_up(Gate::silu, both, 2 * inner, both + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
+    });
+    linear_back(index, DOWN, dx, a, kept.inner[DOWN], din);
+    by_rows([&](int64_t row, int64_t m) {
+        float *both = y + row * 2 * inner, *slope = dy + row * 2 * inner;
+        gate_up_backward(Gate::silu, both, 2 * inner, both + inner, 2 * inner, din + row * inner, inner, slope, 2 * inner,
+                         slope + inner, 2 * inner, m, inner);
+    });
+    norm(kept.x_mid, layer.norm_mlp, a);
+    linear_back(index, GATE_UP, dy, a, kept.inner[GATE_UP], din);
+    auto through_norm = [&](const float* from, const float* weight) {
+        by_rows([&](int64_t row, int64_t m) {
+            int64_t place = row * width;
+            rms_norm_backward(from + place, width, weight, plan.epsilon, din + place, width, dx + place, width, true, m, width);
+        });
+    };
+    through_norm(kept.x_mid, layer.norm_mlp);
+    by_rows([&](int64_t row, int64_t m) { typed(kept.out + row * wide, wide, at(type, a, row * wide), wide, m, wide); });
+    linear_back(index, OUT, dx, a, kept.inner[OUT], din);
+    attention_back(index, kept);
+    norm(x_in, layer.norm_in, a);
+    linear_back(index, QKV, dy, a, kept.inner[QKV], index ? din : nullptr);
+    if (index) through_norm(x_in, layer.norm_in);
+}
+
+// ---- what a caller may ask ----------------------------------------------------------------------------------------------------
+
+const char* fault_in_spans(const Pass& pass, const Span* spans, int64_t n) {
+    for (int64_t s = 0; s < n; s++) {
+        const Span& span = spans[s];
+        if (span.n_rows < 1 || span.first_row < 0 || span.first_row + span.n_rows > pass.n_rows) return "a span has rows that are not there";
+        if (span.first_position < 0 || span.n_table < 1 || span.first_position + span.n_rows > span.n_table * pass.block)
+            return "a span has positions beyond its blocks";
+        for (int64_t i = 0; i < span.n_table; i++)
+            if (span.blocks[i] < 0 || span.blocks[i] >= pass.n_blocks) return "a span has a block that is not there";
+    }
+    return nullptr;
+}
+
+const char* fault_in(const Plan& plan, const Pass& pass) {
+    if (pass.n_rows < 1 || pass.threads < 1 || pass.block < 1) return "a pass needs rows, threads and a size of blocks";
+    for (int64_t row = 0; row < pass.n_rows; row++) {
+        if (pass.tokens[row] < 0 || pass.tokens[row] >= plan.vocabulary) return "a token is outside the vocabulary";
+        if (pass.positions[row] < 0 || pass.positions[row] >= plan.positions) return "a position is beyond the longest sequence";
+    }
+    if (pass.block % LANES || plan.head_width % LANES || plan.heads % plan.kv_heads || plan.heads / plan.kv_heads > 64)
+        return "blocks and heads need a multiple of 16, and at most 64 query heads for each of keys";
+    int64_t last = 0;
+    for (int64_t r = 0; r < pass.n_runs; r++) {
+        const Run& run = pass.runs[r];
+        if (run.first < last || run.last <= run.first || run.last > pass.n_rows) return "runs of adapters are out of order";
+        last = run.last;
+    }
+    const char* fault = fault_in_spans(pass, pass.spans, pass.n_spans);
+    return fault ? fault : fault_in_spans(pass, pass.writes, pass.n_writes);
+}
+
+// The memory of a pass: what one layer needs, and what is kept of all of them.
+struct Memory {
+    std::vector<float*> x_in;  // of each layer, and after the last
+    std::vector<Kept> kept;
+
+    Memory(Carver& memory, const Call& call) {
+        const Plan& plan = call.plan;
+        for (int64_t layer = 0; layer <= plan.n_layers; layer++) {
+            x_in.push_back(memory.take<float>(call.pass.n_rows * plan.width));
+            if (!call.pass.recompute && layer < plan.n_layers) kept.emplace_back(memory, plan, call.pass.n_rows, call.columns);
+        }
+    }
+};
+
+// Carves a call's memory, and that of one layer where it is not kept.
+Kept prepare(Call& call, bool backward) {
+    auto carve = [&](void* base) {
+        Carver memory(base);
+        call.carve(memory, backward);
+        Kept kept(memory, call.plan, call.pass.n_rows, call.columns);
+        return std::make_pair(kept, memory.used());
+    };
+    return carve(scratch.at_least(carve(nullptr).second)).first;
+}
+
+void gather_angles(Call& call) {
+    const int64_t half = call.plan.head_width / 2;
+    for (int64_t row = 0; row < call.pass.n_rows; row++) {
+        std::memcpy(call.cosines + row * half, call.plan.cosines + call.pass.positions[row] * half, size_t(half) * 4);
+        std::memcpy(call.sines + row * half, call.plan.sines + call.pass.positions[row] * half, size_t(half) * 4);
+    }
+}
+
+void forward(const Plan& plan, const Pass& pass) {
+    FlushDenormals flush;
+    Call call(plan, pass);
+    Kept one = prepare(call, false);
+    Carver carver(pass.kept);
+    Memory memory(carver, call);
+    gather_angles(call);
+    const int64_t width = plan.width, bytes = pass.n_rows * width * 4;
+    call.by_rows([&](int64_t row, int64_t m) {
+        embed(call.type, plan.embedding, pass.tokens + row, 1.0f, call.x + row * width, width, m, width);
+    });
+    for (int64_t layer = 0; layer < plan.n_layers; layer++) {
+        if (pass.kept) std::memcpy(memory.x_in[layer], call.x, size_t(bytes));
+        call.forward_layer(layer, pass.kept && !pass.recompute ? memory.kept[layer] : one);
+    }
+    if (pass.kept) std::memcpy(memory.x_in[plan.n_layers], call.x, size_t(bytes));
+    call.by_rows([&](int64_t row, int64_t m) {
+        rms_norm(call.x + row * width, width, plan.norm_out, plan.epsilon, Type::f32, pass.hidden + row * width, width, nullptr, m,
+                 width);
+    });
+}
+
+void backward(const Plan& plan, const Pass& pass, const float* slope) {
+    FlushDenormals flush;
+    Call call(plan, pass);
+    Kept one = prepare(call, true);
+    Carver carver(pass.kept);
+    Memory memory(carver, call);
+    gather_angles(call);
+    const int64_t width = plan.width;
+    call.by_rows([&](int64_t row, int64_t m) {
+        rms_norm_backward(memory.x_in[plan.n_layers] + row * width, width, plan.norm_out, plan.epsilon, slope + row * width, width,
+                          call.dx + row * width, width, false, m, width);
+    });
+    for (int64_t layer = plan.n_layers - 1; layer >= 0; layer--) {
+        if (pass.recompute) {
+            std::memcpy(call.x, memory.x_in[layer], size_t(pass.n_rows * width) * 4);
+            call.forward_layer(layer, one);
+        }
+        call.backward_layer(layer, pass.recompute ? one : memory.kept[layer], memory.x_in[layer]);
+    }
+}
+
+const char* head_product(const Plan& plan, const void* packed, int64_t k, int64_t n, const float* in, int64_t rows, float* out,
+                         int64_t threads) {
+    if (rows < 1 || threads < 1) return "a product needs rows and threads";
+    if (!packed) return "the head was not packed for this";
+    FlushDenormals flush;
+    Type type = type_of(plan);
+    void* typed = scratch.at_least(rows * k * bytes_of(type));
+    if (type == Type::bf16)
+        to_bf16(in, static_cast<bf16*>(typed), rows * k);
+    else
+        std::memcpy(typed, in, size_t(rows * k) * 4);
+    shared_product({typed, type, k, packed, type, k, out, n, rows, k, n, false, arithmetic_of(plan)}, threads);
+    return nullptr;
+}
+
+template <class F>
+const char* guarded(F&& f) {
+    try {
+        return f();
+    } catch (const std::bad_alloc&) {
+        return "there is not enough memory for a pass";
+    }
+}
+
+}  // namespace
+}  // namespace motet
+
+using namespace motet;
+
+int64_t motet_kept_bytes(const Plan* plan, const Pass* pass) {
+    Carver carver(nullptr);
+    Memory memory(carver, Call(*plan, *pass));
+    return carver.used();
+}
+
+const char* motet_forward(const Plan* plan, const Pass* pass) {
+    return guarded([&]() -> const char* {
+        if (const char* fault = fault_in(*plan, *pass)) return fault;
+        forward(*plan, *pass);
+        return nullptr;
+    });
+}
+
+const char* motet_backward(const Plan* plan, const Pass* pass, const float* slope) {
+    return guarded([&]() -> const char* {
+        if (const char* fault = fault_in(*plan, *pass)) return fault;
+        if (!pass->kept || pass->keys) return "a pass without what was kept of it has no backward pass";
+        if (!plan->layers[0].linears[0].back) return "the weights were not packed for a backward pass";
+        backward(*plan, *pass, slope);
+        return nullptr;
+    });
+}
+
+const char* motet_head(const Plan* plan, const float* hidden, int64_t rows, float* logits, int64_t threads) {
+    return guarded([&] { return head_product(*plan, plan->head.forward, plan->width, plan->vocabulary, hidden, rows, logits, threads); });
+}
+
+const char* motet_head_back(const Plan* plan, const float* slope, int64_t rows, float* out, int64_t threads) {
+    return guarded([&] { return head_product(*plan, plan->head.back, plan->vocabulary, plan->width, slope, rows, out, threads); });
+}

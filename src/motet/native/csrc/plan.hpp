@@ -1,0 +1,81 @@
+// A decoder's passes in one call each: forward over packed rows, backward to the gradients of adapters.
+//
+// The structures are plain C and are filled by motet/native/plan.py, field for field. Every function returns null, or a
+// sentence that says what is wrong; nothing was computed then.
+#pragma once
+#include "kernels.hpp"
+
+namespace motet {
+
+struct Weight {          // of k inputs and n outputs; gate and up, or queries, keys and values, lie side by side
+    const void* forward;  // packed [k × n]
+    const void* back;     // packed [n × k]; null where nothing is trained
+    const float* bias;    // [n] or null
+    int64_t k, n;
+};
+
+struct Layer {
+    const float *norm_in, *norm_mlp;  // [width]
+    const float *norm_q, *norm_k;     // [head_width], or null
+    Weight linears[4];                // queries keys values, output, gate up, down
+    int64_t window;                   // 0: none
+};
+
+struct Plan {
+    int64_t n_layers, width, heads, kv_heads, head_width, inner, vocabulary, positions;
+    int32_t type, arithmetic;
+    float epsilon, scale;
+    const Layer* layers;
+    const float* norm_out;
+    const void* embedding;  // [vocabulary × width]
+    Weight head;
+    const float *cosines, *sines;  // [positions × head_width / 2]
+};
+
+struct Part {                 // an adapted layer among fused ones
+    int64_t first, n;         // its columns
+    const void *b, *b_back;   // packed [rank × n] and [n × rank]
+    int64_t gradient;         // where the gradient of B [rank × n] begins, in numbers
+};
+
+struct Lora {  // adapters on one fused product
+    int64_t rank, columns;  // columns of A, filled up with zeros
+    const void *a, *a_back;  // packed [k × columns] and [columns × k]
+    int64_t gradient;       // where the gradient of A [k × columns] begins
+    const Part* parts;
+    int64_t n_parts;  // 0 where none is adapted
+};
+
+struct Adapter {
+    const Lora* linears;  // [n_layers × 4]
+};
+
+struct Run {  // rows [first, last) have an adapter
+    int64_t first, last;
+    const Adapter* adapter;
+    float scaling;    // what the gradient of A is multiplied with
+    float* gradient;  // added to; null where nothing is trained
+};
+
+struct Pass {
+    int64_t n_rows, n_spans, n_writes, n_runs, threads;
+    const int64_t *tokens, *positions;  // [n_rows]
+    const Span* spans;                  // rows that attend; rows of none get zeros
+    const Span* writes;                 // rows whose keys and values go to blocks
+    const Run* runs;                    // in the order of their rows, apart from each other
+    void* const *keys, *const *values;  // the pool of each layer; null where one pool of the pass serves all
+    int64_t n_blocks, block;
+    void* kept;       // for the backward pass, `motet_kept_bytes` of it; null where there is none
+    int64_t recompute;  // keep the inputs of layers alone
+    float* hidden;    // [n_rows × width]
+};
+
+}  // namespace motet
+
+#define MOTET_CALL extern "C" __attribute__((visibility("default")))
+
+MOTET_CALL int64_t motet_kept_bytes(const motet::Plan* plan, const motet::Pass* pass);
+MOTET_CALL const char* motet_forward(const motet::Plan* plan, const motet::Pass* pass);
+MOTET_CALL const char* motet_backward(const motet::Plan* plan, const motet::Pass* pass, const float* slope);
+MOTET_CALL const char* motet_head(const motet::Plan* plan, const float* hidden, int64_t rows, float* logits, int64_t threads);
+MOTET_CALL const char* motet_head_back(const motet::Plan* plan, const float* slope, int64_t rows, float* out, int64_t threads);

@@ -1,0 +1,239 @@
+// Kernels that go over rows: norms, rotary positions, gates, AdamW. And the mode of the processor.
+#include "simd.hpp"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <xmmintrin.h>
+#endif
+
+namespace motet {
+
+#if defined(__x86_64__)
+FlushDenormals::FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr(static_cast<unsigned>(before_) | 0x8040u); }
+FlushDenormals::~FlushDenormals() { _mm_setcsr(static_cast<unsigned>(before_)); }
+#elif defined(__aarch64__)
+FlushDenormals::FlushDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(before_ | (uint64_t{1} << 24)));
+}
+FlushDenormals::~FlushDenormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+#else
+FlushDenormals::FlushDenormals() : before_(0) {}
+FlushDenormals::~FlushDenormals() {}
+#endif
+
+const char* form() {
+#if defined(MOTET_AVX512)
+    return "avx512";
+#elif defined(MOTET_AVX2)
+    return "avx2";
+#else
+    return "portable";
+#endif
+}
+
+bool form_runs(const char* form) {
+#if defined(__x86_64__)
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (!std::strcmp(form, "avx2")) return avx2;
+    if (!std::strcmp(form, "avx512"))
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#endif
+    return !std::strcmp(form, "portable");
+}
+
+bool has_dpbf16() {
+#if defined(MOTET_AVX512)
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
+#else
+    return false;
+#endif
+}
+
+void to_bf16(const float* x, bf16* out, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) store_bf16_first(out + i, n - i, load_first(x + i, n - i));
+}
+
+void to_f32(const bf16* x, float* out, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) store_first(out + i, n - i, load_bf16_first(x + i, n - i));
+}
+
+void fill(float* x, int64_t ld, const float* row, int64_t m, int64_t n) {
+    for (int64_t r = 0; r < m; r++) {
+        if (row)
+            std::memcpy(x + r * ld, row, n * 4);
+        else
+            std::memset(x + r * ld, 0, n * 4);
+    }
+}
+
+void add_rows(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n) {
+    for (int64_t r = 0; r < m; r++)
+        for (int64_t i = 0; i < n; i += 16) {
+            float* p = x + r * ldx + i;
+            store_first(p, n - i, add(load_first(p, n - i), load_first(y + r * ldy + i, n - i)));
+        }
+}
+
+void embed(Type type, const void* table, const int64_t* tokens, float scale, float* out, int64_t ldo, int64_t m, int64_t n) {
+    for (int64_t r = 0; r < m; r++)
+        for (int64_t i = 0; i < n; i += 16) {
+            const int64_t place = tokens[r] * n + i;
+            const V x = type == Type::f32 ? load_first(static_cast<const float*>(table) + place, n - i)
+                                          : load_bf16_first(static_cast<const bf16*>(table) + place, n - i);
+            store_first(out + r * ldo + i, n - i, mul(x, set1(scale)));
+        }
+}
+
+namespace {
+
+// Σ f(i) over units of a row, in four chains of units, then lanes as a tree.
+template <class F>
+float sum_row(int64_t n, F&& f) {
+    V sums[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t i = 0, chain = 0; i < n; i += 16, chain = (chain + 1) % 4) sums[chain] = f(i, sums[chain]);
+    return sum_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+float inverse_rms(const float* x, float epsilon, int64_t n) {
+    const float squares = sum_row(n, [&](int64_t i, V sum) {
+        const V each = load_first(x + i, n - i);
+        return fma(each, each, sum);
+    });
+    return 1.0f / std::sqrt(squares / static_cast<float>(n) + epsilon);
+}
+
+void store_type(Type type, void* out, int64_t place, int64_t n, V x) {
+    if (type == Type::f32)
+        store_first(static_cast<float*>(out) + place, n, x);
+    else
+        store_bf16_first(static_cast<bf16*>(out) + place, n, x);
+}
+
+}  // namespace
+
+void rms_norm(const float* x, int64_t ldx, const float* weight, float epsilon, Type out_type, void* out, int64_t ldo,
+              float* inverse, int64_t m, int64_t n) {
+    for (int64_t r = 0; r < m; r++) {
+        const float* row = x + r * ldx;
+        const float scale = inverse_rms(row, epsilon, n);
+        if (inverse) inverse[r] = scale;
+        for (int64_t i = 0; i < n; i += 16) {
+            V y = mul(load_first(row + i, n - i), set1(scale));
+            if (weight) y = mul(y, load_first(weight + i, n - i));
+            store_type(out_type, out, r * ldo + i, n - i, y);
+        }
+    }
+}
+
+void rms_norm_backward(const float* x, int64_t ldx, const float* weight, float epsilon, const float* dout, int64_t ldd,
+                       float* dx, int64_t lddx, bool keep, int64_t m, int64_t n) {
+    for (int64_t r = 0; r < m; r++) {
+        const float *row = x + r * ldx, *slope = dout + r * ldd;
+        float* out = dx + r * lddx;
+        const float scale = inverse_rms(row, epsilon, n);
+        auto weighted = [&](int64_t i) {
+            const V each = load_first(slope + i, n - i);
+            return weight ? mul(each, load_first(weight + i, n - i)) : each;
+        };
+        const float along = sum_row(n, [&](int64_t i, V sum) {
+            return fma(weighted(i), mul(load_first(row + i, n - i), set1(scale)), sum);
+        });
+        const V mean = set1(along / static_cast<float>(n));
+        for (int64_t i = 0; i < n; i += 16) {
+            const V normal = mul(load_first(row + i, n - i), set1(scale));
+            V each = mul(fnma(normal, mean, weighted(i)), set1(scale));
+            if (keep) each = add(load_first(out + i, n - i), each);
+            store_first(out + i, n - i, each);
+        }
+    }
+}
+
+void rope(float* x, int64_t ldx, const float* cos, const float* sin, int64_t ldt, bool back, int64_t m, int64_t heads,
+          int64_t width) {
+    const int64_t half = width / 2;
+    for (int64_t r = 0; r < m; r++)
+        for (int64_t h = 0; h < heads; h++) {
+            float* head = x + r * ldx + h * width;
+            for (int64_t i = 0; i < half; i += 16) {
+                const V c = load_first(cos + r * ldt + i, half - i);
+                V s = load_first(sin + r * ldt + i, half - i);
+                if (back) s = sub(zero(), s);
+                const V a = load_first(head + i, half - i), b = load_first(head + half + i, half - i);
+                store_first(head + i, half - i, fnma(b, s, mul(a, c)));
+                store_first(head + half + i, half - i, fma(a, s, mul(b, c)));
+            }
+        }
+}
+
+namespace {
+
+// gate(x), and its slope where wanted
+struct Gated {
+    V value, slope;
+};
+
+Gated gated(Gate gate, V x) {
+    if (gate == Gate::silu) {
+        const V s = sigmoid(x);
+        return {mul(x, s), mul(s, fma(x, sub(set1(1.0f), s), set1(1.0f)))};
+    }
+    const V c = set1(0.7978845608f), k = set1(0.044715f);
+    const V square = mul(x, x);
+    const V t = tanh(mul(c, mul(x, fma(k, square, set1(1.0f)))));
+    const V half = mul(set1(0.5f), add(set1(1.0f), t));
+    const V inner = mul(c, fma(set1(3.0f * 0.044715f), square, set1(1.0f)));
+    const V outer = mul(mul(set1(0.5f), x), fnma(t, t, set1(1.0f)));
+    return {mul(x, half), fma(outer, inner, half)};
+}
+
+}  // namespace
+
+void gate_up(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ldu, Type out_type, void* out, int64_t ldo,
+             int64_t m, int64_t n) {
+    for (int64_t r = 0; r < m; r++)
+        for (int64_t i = 0; i < n; i += 16) {
+            const V y = mul(gated(gate, load_first(x + r * ldx + i, n - i)).value, load_first(up + r * ldu + i, n - i));
+            store_type(out_type, out, r * ldo + i, n - i, y);
+        }
+}
+
+void gate_up_backward(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ldu, const float* dout, int64_t ldd,
+                      float* dx, int64_t lddx, float* ddup, int64_t lddup, int64_t m, int64_t n) {
+    for (int64_t r = 0; r < m; r++)
+        for (int64_t i = 0; i < n; i += 16) {
+            const Gated g = gated(gate, load_first(x + r * ldx + i, n - i));
+            const V u = load_first(up + r * ldu + i, n - i), d = load_first(dout + r * ldd + i, n - i);
+            store_first(dx + r * lddx + i, n - i, mul(mul(d, u), g.slope));
+            store_first(ddup + r * lddup + i, n - i, mul(d, g.value));
+        }
+}
+
+// As torch.optim.AdamW with `fused`; the corrections are computed in doubles, once.
+void adamw(const AdamW& o, float* master, const float* gradient, float* mean, float* square, int64_t n) {
+    double power1 = 1.0, power2 = 1.0;
+    for (int64_t i = 0; i < o.step; i++) {
+        power1 *= static_cast<double>(o.beta1);
+        power2 *= static_cast<double>(o.beta2);
+    }
+    const V step = set1(static_cast<float>(static_cast<double>(o.lr) / (1.0 - power1)));
+    const V correction = set1(static_cast<float>(std::sqrt(1.0 - power2)));
+    const V decay = set1(static_cast<float>(1.0 - static_cast<double>(o.lr) * static_cast<double>(o.weight_decay)));
+    const V rest1 = set1(1.0f - o.beta1), rest2 = set1(1.0f - o.beta2);
+    for (int64_t i = 0; i < n; i += 16) {
+        const int64_t left = n - i;
+        const V g = load_first(gradient + i, left);
+        V m = load_first(mean + i, left), v = load_first(square + i, left);
+        m = fma(rest1, sub(g, m), m);
+        v = fma(rest2, mul(g, g), mul(set1(o.beta2), v));
+        const V size = add(div(root(v), correction), set1(o.epsilon));
+        const V p = mul(load_first(master + i, left), decay);
+        store_first(master + i, left, sub(p, div(mul(step, m), size)));
+        store_first(mean + i, left, m);
+        store_first(square + i, left, v);
+    }
+}
+
+}  // namespace motet

@@ -1,0 +1,84 @@
+// Products of R rows by U units of columns in registers. R rows of A come packed by lines of 64 bytes:
+// [16 of k][R][16] fp32, or for pairs [32 of k][R][32] bf16.
+#pragma once
+#include <cstdlib>
+
+#include "simd.hpp"
+
+namespace motet {
+
+struct Tile {
+    const void* a;   // packed rows
+    const char* b;   // the first unit
+    int64_t b_step;  // bytes from one unit to the next
+    float* c;
+    int64_t ldc;
+    int64_t k;
+    bool add;
+    int64_t ahead;  // bytes ahead of B that are fetched
+};
+
+enum class Kind { exact_bf16, exact_f32, pairs };
+
+// C (+)= A · B of 1 to `most_rows` rows and 1 or 2 units.
+void multiply_tile(Kind kind, int64_t rows, int64_t units, const Tile& tile);
+
+void product_in_two(const Product& p, int64_t k);  // for planted faults alone
+
+namespace {
+
+// Memory of this thread that grows and stays; `place` tells users of one thread apart.
+inline void* scratch(int place, int64_t bytes) {
+    struct Held {
+        void* memory[12] = {};
+        int64_t size[12] = {};
+        ~Held() {
+            for (void* each : memory) std::free(each);
+        }
+    };
+    static thread_local Held held;
+    if (held.size[place] < bytes) {
+        std::free(held.memory[place]);
+        held.size[place] = (bytes + 4095) / 4096 * 4096;
+        held.memory[place] = std::aligned_alloc(64, static_cast<size_t>(held.size[place]));
+        if (!held.memory[place]) std::abort();
+    }
+    return held.memory[place];
+}
+
+// Rows of a tile by two units: as many as registers hold; by one unit it is twice as many.
+#if defined(MOTET_AVX512)
+constexpr int MOST_EXACT = 6, MOST_PAIRS = 12;
+#else
+constexpr int MOST_EXACT = 2, MOST_PAIRS = 2;
+#endif
+
+constexpr int most_rows(Kind kind, int64_t units) {
+    return (kind == Kind::pairs ? MOST_PAIRS : MOST_EXACT) * (units == 1 ? 2 : 1);
+}
+
+// Bytes of a packed row.
+inline int64_t packed_row(Kind kind, int64_t k) { return kind == Kind::pairs ? round_up(k, 32) * 2 : round_up(k, 16) * 4; }
+
+// Packs rows of A for a tile; the end of the last line stays undefined.
+template <Kind K>
+inline void pack_rows(Type type, const void* a, int64_t lda, int64_t rows, int64_t k, void* out) {
+    for (int64_t r = 0; r < rows; r++) {
+        if constexpr (K == Kind::pairs) {
+            const bf16* row = static_cast<const bf16*>(a) + r * lda;
+            bf16* o = static_cast<bf16*>(out) + r * 32;
+            int64_t i = 0;
+            for (; i + 32 <= k; i += 32, o += rows * 32) std::memcpy(o, row + i, 64);
+            if (i < k) std::memcpy(o, row + i, (k - i) * 2);
+        } else {
+            float* o = static_cast<float*>(out) + r * 16;
+            const float* plain = static_cast<const float*>(a) + r * lda;
+            const bf16* half = static_cast<const bf16*>(a) + r * lda;
+            for (int64_t i = 0; i < k; i += 16, o += rows * 16)
+                store(o, type == Type::f32 ? load_first(plain + i, k - i) : load_bf16_first(half + i, k - i));
+        }
+    }
+}
+
+}  // namespace
+}  // namespace motet

@@ -1,0 +1,157 @@
+"""Finds the compiled kernels, tries each form on this processor, and gives the fastest that computes what it should.
+
+Nothing is compiled here: `pip install` does that where a compiler is, and `motet doctor --build` later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.errors import ConfigError
+from motet.native import building
+
+ARITHMETICS = {"exact": 0, "exact-dpbf16": 1}
+"""Orders of sums by name: `Arithmetic` of csrc/kernels.hpp."""
+
+INSTALLED = Path(__file__).parent / "built"
+"""Where `pip install` puts the libraries."""
+
+
+class Product(ctypes.Structure):
+    """`Product` of csrc/kernels.hpp."""
+
+    _fields_ = [
+        ("a", ctypes.c_void_p),
+        ("a_type", ctypes.c_int32),
+        ("lda", ctypes.c_int64),
+        ("b", ctypes.c_void_p),
+        ("b_type", ctypes.c_int32),
+        ("b_k", ctypes.c_int64),
+        ("c", ctypes.c_void_p),
+        ("ldc", ctypes.c_int64),
+        ("m", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("add", ctypes.c_bool),
+        ("arithmetic", ctypes.c_int32),
+    ]
+
+
+@dataclass(frozen=True)
+class Native:
+    """The kernels of one form."""
+
+    calls: ctypes.CDLL
+    form: str
+    path: Path
+    passed_over: tuple[str, ...]
+    """Why faster forms were not taken."""
+
+    @property
+    def multiplies_pairs(self) -> bool:
+        """Whether the processor has `vdpbf16ps`; without it `exact-dpbf16` is as exact, and slow."""
+        return bool(self.calls.motet_has_dpbf16())
+
+    def ceiling(self, arithmetic: str) -> float:
+        """The most that one core multiplies in an arithmetic, in GFLOP/s, measured now."""
+        return float(self.calls.motet_ceiling(ARITHMETICS[arithmetic]))
+
+
+def cache_directory() -> Path:
+    """Where `motet doctor --build` puts libraries of these sources."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "motet" / "native" / building.fingerprint()
+
+
+@functools.cache
+def load() -> Native:
+    """The fastest form that runs here and agrees with the portable one.
+
+    Raises:
+        ConfigError: the kernels are not compiled, or not from these sources.
+    """
+    for directory in (INSTALLED, cache_directory()):
+        portable = _open(directory / building.file_name("portable"))
+        if portable is not None:
+            return _fastest(directory, portable)
+    raise ConfigError(
+        "Motet's own kernels are not compiled here, or were compiled from other sources: run motet doctor --build "
+        "(it needs a C++ compiler), or set engine.kernels to torch"
+    )
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    """A library, unless it is missing, of other sources, or of another system."""
+    try:
+        calls = ctypes.CDLL(str(path))
+    except OSError:
+        return None
+    declare(calls)
+    return calls if calls.motet_fingerprint().decode() == building.fingerprint() else None
+
+
+def declare(calls: ctypes.CDLL) -> None:
+    """Say what the calls that this module makes return and take."""
+    i64, i32, pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+    calls.motet_form.restype = calls.motet_fingerprint.restype = ctypes.c_char_p
+    calls.motet_form_runs.argtypes = [ctypes.c_char_p]
+    calls.motet_ceiling.argtypes, calls.motet_ceiling.restype = [i32], ctypes.c_double
+    calls.motet_packed_bytes.argtypes, calls.motet_packed_bytes.restype = [i32, i64, i64], i64
+    calls.motet_pack.argtypes, calls.motet_pack.restype = [i32, pointer, i64, i64, i64, i64, i32, pointer], None
+    calls.motet_product.argtypes, calls.motet_product.restype = [pointer, i64], None
+    calls.motet_functions.argtypes, calls.motet_functions.restype = [pointer] * 5 + [i64], None
+
+
+def _fastest(directory: Path, portable: ctypes.CDLL) -> Native:
+    passed_over = []
+    for form in building.FORMS:
+        path = directory / building.file_name(form)
+        if not portable.motet_form_runs(form.encode()):
+            passed_over.append(f"{form}: this processor lacks its instructions")
+            continue
+        calls = portable if form == "portable" else _open(path)
+        if calls is None:
+            passed_over.append(f"{form}: not compiled")
+        elif form != "portable" and trial(calls) != trial(portable):
+            passed_over.append(f"{form}: its results differ from the portable form's")
+        else:
+            return Native(calls, form, path, tuple(passed_over))
+    raise AssertionError("the portable form runs everywhere")
+
+
+def trial(calls: ctypes.CDLL) -> bytes:
+    """Bits of products in all arithmetics and of the functions, the same in every form."""
+    random = np.random.default_rng(0)
+    rows, k, n = 7, 75, 40
+    a, b = (_bf16(random.standard_normal(shape, np.float32)) for shape in ((rows, k), (n, k)))
+    results = []
+    for kind, arithmetic in ((1, 0), (1, 1), (0, 0)):
+        left, right = (a, b) if kind else (_f32(a), _f32(b))
+        packed = np.empty(calls.motet_packed_bytes(kind, k, n), np.uint8)
+        calls.motet_pack(kind, right.ctypes.data, 1, k, k, n, kind, packed.ctypes.data)
+        output = np.zeros((rows, n), np.float32)
+        call = Product(
+            left.ctypes.data, kind, k, packed.ctypes.data, kind, k, output.ctypes.data, n, rows, k, n, False, arithmetic
+        )
+        calls.motet_product(ctypes.byref(call), 1)
+        results.append(output)
+    x = np.abs(random.standard_normal(64, np.float32)) * 8 + np.float32(0.01)
+    functions = np.empty((4, 64), np.float32)
+    calls.motet_functions(x.ctypes.data, *(row.ctypes.data for row in functions), 64)
+    return b"".join(each.tobytes() for each in [*results, functions])
+
+
+def _bf16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper halves of fp32 numbers."""
+    return np.ascontiguousarray(x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
+def _f32(x: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)

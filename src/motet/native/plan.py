@@ -1,0 +1,248 @@
+"""The structures of `csrc/plan.hpp`, field for field, and a base's weights in them.
+
+Legend: K inputs, N outputs of a product, R rank, W columns of A.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet.allocator import memory_apart
+from motet.model.lora import AdapterWeights
+
+ALIGNMENT = 64
+"""Bytes."""
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+LINEARS = 4
+"""Fused products of a layer: queries keys values, output, gate up, down."""
+
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
+    "pack": (None, [c_int32, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int32, c_void_p]),
+    "kept_bytes": (c_int64, [c_void_p, c_void_p]),
+    "forward": (c_char_p, [c_void_p, c_void_p]),
+    "backward": (c_char_p, [c_void_p, c_void_p, c_void_p]),
+    "head": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64]),
+    "head_back": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64]),
+}
+
+
+class Calls:
+    """The calls of `csrc/plan.hpp`, as a library has them."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, (result, arguments) in _PROTOTYPES.items():
+            function = getattr(library, f"motet_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    packed_bytes: Callable[..., int]
+    pack: Callable[..., None]
+    kept_bytes: Callable[..., int]
+    forward: Callable[..., bytes | None]
+    backward: Callable[..., bytes | None]
+    head: Callable[..., bytes | None]
+    head_back: Callable[..., bytes | None]
+
+
+class Weight(ctypes.Structure):
+    """A frozen weight, or several that lie side by side."""
+
+    _fields_ = [("forward", c_void_p), ("back", c_void_p), ("bias", c_void_p), ("k", c_int64), ("n", c_int64)]
+
+
+class Layer(ctypes.Structure):
+    """One layer of the decoder."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("norm_in", "norm_mlp", "norm_q", "norm_k")),
+        ("linears", Weight * LINEARS),
+        ("window", c_int64),
+    ]
+
+
+class Plan(ctypes.Structure):
+    """A base."""
+
+    _fields_ = [
+        *(
+            (name, c_int64)
+            for name in (
+                "n_layers",
+                "width",
+                "heads",
+                "kv_heads",
+                "head_width",
+                "inner",
+                "vocabulary",
+                "positions",
+            )
+        ),
+        ("type", c_int32),
+        ("arithmetic", c_int32),
+        ("epsilon", c_float),
+        ("scale", c_float),
+        ("layers", ctypes.POINTER(Layer)),
+        ("norm_out", c_void_p),
+        ("embedding", c_void_p),
+        ("head", Weight),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+    ]
+
+
+class Part(ctypes.Structure):
+    """An adapted layer among fused ones."""
+
+    _fields_ = [("first", c_int64), ("n", c_int64), ("b", c_void_p), ("b_back", c_void_p), ("gradient", c_int64)]
+
+
+class Lora(ctypes.Structure):
+    """An adapter's matrices on one fused product."""
+
+    _fields_ = [
+        ("rank", c_int64),
+        ("columns", c_int64),
+        ("a", c_void_p),
+        ("a_back", c_void_p),
+        ("gradient", c_int64),
+        ("parts", ctypes.POINTER(Part)),
+        ("n_parts", c_int64),
+    ]
+
+
+class Adapter(ctypes.Structure):
+    """An adapter's matrices on all of them."""
+
+    _fields_ = [("linears", ctypes.POINTER(Lora))]
+
+
+class AdaptedRows(ctypes.Structure):
+    """Rows that have an adapter."""
+
+    _fields_ = [
+        ("first", c_int64),
+        ("last", c_int64),
+        ("adapter", ctypes.POINTER(Adapter)),
+        ("scaling", c_float),
+        ("gradient", c_void_p),
+    ]
+
+
+class Pass(ctypes.Structure):
+    """One call."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("n_rows", "n_spans", "n_writes", "n_runs", "threads")),
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("spans", c_void_p),
+        ("writes", c_void_p),
+        ("runs", ctypes.POINTER(AdaptedRows)),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("n_blocks", c_int64),
+        ("block", c_int64),
+        ("kept", c_void_p),
+        ("recompute", c_int64),
+        ("hidden", c_void_p),
+    ]
+
+
+_HUGE = 4 << 20
+"""Bytes from which memory is asked for in large pages."""
+
+
+def room(n_bytes: int) -> Tensor:
+    """Memory that begins at a multiple of `ALIGNMENT`, in large pages where there is much of it and Linux has them."""
+    if n_bytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(n_bytes, dtype=torch.uint8)
+    memory = memory_apart(n_bytes)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+Matrix = tuple[Tensor, int, int, int, int]
+"""What is packed: a tensor, its strides over k and n, k, and n."""
+
+
+def pack_all(library: Calls, matrices: Sequence[Matrix], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
+    """Matrices packed into one piece of memory, and the address of each."""
+    kind = TYPES[dtype]
+    sizes = [-(-library.packed_bytes(kind, k, n) // ALIGNMENT) * ALIGNMENT for _, _, _, k, n in matrices]
+    memory = room(sum(sizes) + ALIGNMENT)
+    address = -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
+    addresses = []
+    for (source, stride_k, stride_n, k, n), size in zip(matrices, sizes, strict=True):
+        library.pack(TYPES[source.dtype], source.data_ptr(), stride_k, stride_n, k, n, kind, address)
+        addresses.append(address)
+        address += size
+    return memory, addresses
+
+
+def forth(weight_NK: Tensor) -> Matrix:
+    """For products x Wᵀ."""
+    n_outputs, n_inputs = weight_NK.shape
+    return weight_NK, 1, n_inputs, n_inputs, n_outputs
+
+
+def back(weight_NK: Tensor) -> Matrix:
+    """For products of gradients with W."""
+    n_outputs, n_inputs = weight_NK.shape
+    return weight_NK, n_inputs, 1, n_outputs, n_inputs
+
+
+@dataclass
+class PackedAdapter:
+    """An adapter's matrices as the kernels read them."""
+
+    adapter: Adapter
+    backward: bool
+    """Whether the matrices of the backward pass are there too."""
+    memory: list[Any] = field(default_factory=list)
+    """What the structure points to."""
+
+    @classmethod
+    def of(
+        cls,
+        library: Calls,
+        weights: AdapterWeights,
+        places: dict[str, tuple[int, tuple[int, ...]]],
+        *,
+        backward: bool,
+    ) -> PackedAdapter:
+        """`places`: for the leader of fused layers, which linear of the plan it is, and the outputs of each layer."""
+        rank = weights.layout.rank
+        matrices: list[Matrix] = []
+        for group in weights.layout.fused:
+            own = weights.matrices[group.leader]
+            for matrix_KN in (own.a, *(b for _, b in own.bs)):
+                n_inputs, n_outputs = matrix_KN.shape
+                matrices.append((matrix_KN, n_outputs, 1, n_inputs, n_outputs))
+                if backward:
+                    matrices.append((matrix_KN, 1, n_outputs, n_outputs, n_inputs))
+        memory, addresses = pack_all(library, matrices, weights.flat.dtype)
+        given = iter(addresses)
+        loras = (Lora * (max(place for place, _ in places.values()) + 1))()
+        kept: list[Any] = [memory, loras]
+        for group in weights.layout.fused:
+            place, sizes = places[group.leader]
+            a, a_back = next(given), next(given) if backward else 0
+            parts = (Part * len(group.members))()
+            for part, (index, layer) in zip(parts, group.members, strict=True):
+                b, b_back = next(given), next(given) if backward else 0
+                part.first, part.n, part.gradient = sum(sizes[:index]), layer.n_out, layer.offset
+                part.b, part.b_back = b, b_back
+            loras[place] = Lora(rank, group.width, a, a_back, group.offset, parts, len(parts))
+            kept.append(parts)
+        return cls(Adapter(loras), backward, kept)

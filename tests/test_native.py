@@ -1,0 +1,239 @@
+"""Bases that own kernels compute: what they give, in any company, and that sampler and trainer agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from motet.batch import Batch
+from motet.config import EngineConfig
+from motet.errors import BaseModelError, ConfigError
+from motet.jobfile import validate
+from motet.launch import load
+from motet.model.attention import Span
+from motet.model.kv_cache import KVCache
+from motet.model.lora import NoAdapters
+from motet.model.routing import AdapterStacks
+from motet.native.cover import compute_with, refusal
+from tests import native_calls
+from tests import tiny_models as tiny
+from tests.segments import gradient, make_segment, make_trainer
+from tests.small_runs import REWARDS, job, metrics, run
+
+OWN = (("llama/native", "float32"), ("llama/native", "bfloat16"), ("llama/native-dpbf16", "bfloat16"))
+LENGTHS = (70, 9, 37, 48, 1)
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    native_calls.directory()
+    return load("small", EngineConfig(threads=1, kernels="native"))
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def same(*tensors: torch.Tensor) -> bool:
+    """Bit for bit, NaN included."""
+    return all(torch.equal(each.view(torch.int32), tensors[0].view(torch.int32)) for each in tensors)
+
+
+# --- what is computed -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3_wide"])
+def test_logits_are_those_of_transformers(name: str) -> None:
+    tiny.assert_equals_stock(name, tiny.base(f"{name}/native"), (70, 9, 37))
+
+
+@pytest.mark.parametrize("name", ["llama/native", "llama/native-dpbf16"])
+def test_logits_in_bfloat16_are_nearer_to_fp32_than_torchs(name: str) -> None:
+    packed: tiny.Packed = [(None, tiny.tokens(length)) for length in LENGTHS]
+    exact, ours, torchs = (
+        torch.cat(tiny.packed_logits(tiny.base(*each), packed))
+        for each in (("llama", "float32"), (name, "bfloat16"), ("llama", "bfloat16"))
+    )
+    assert float((ours - exact).square().mean()) < float((torchs - exact).square().mean())
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3_wide"])
+def test_gradients_are_those_of_autograd(name: str) -> None:
+    """Within 1e-5 of the largest in fp32."""
+    found = []
+    for each in (name, f"{name}/native"):
+        trainer = make_trainer(tiny.base(each))
+        trainer.forward_backward(Batch(tuple(make_segment(each) for each in "abc")))
+        found.append([gradient(trainer, each) for each in "abc"])
+    for theirs, ours in zip(*found, strict=True):
+        assert float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max())
+
+
+@pytest.mark.parametrize("name", ["llama/native", "llama/native-dpbf16"])
+def test_gradients_in_bfloat16_are_nearer_to_fp32_than_torchs(name: str) -> None:
+    found = []
+    for each in (("llama", "float32"), (name, "bfloat16"), ("llama", "bfloat16")):
+        trainer = make_trainer(tiny.base(*each), "a")
+        trainer.forward_backward(Batch((make_segment("a"),)))
+        found.append(gradient(trainer, "a"))
+    exact, ours, torchs = found
+    assert float((ours - exact).square().sum()) < float((torchs - exact).square().sum())
+
+
+# --- company --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_decoding_is_prefilling_is_the_whole_pass(own: tuple[str, str]) -> None:
+    """However a sequence is cut, alone and beside others that overflow, with two threads and one: the same bits."""
+    base, ids = tiny.base(*own), tiny.tokens(70)
+    broken = tiny.adapter(base, scale=1e30, seed=1)
+    mine = tiny.adapter(base, rank=3, seed=2)
+    (whole,) = tiny.packed_logits(base, [(mine, ids)])
+    crowd = [
+        (broken, tiny.tokens(40)),
+        (mine, ids),
+        (None, tiny.tokens(9)),
+        (tiny.adapter(base, seed=3), tiny.tokens(21)),
+    ]
+    packed = tiny.packed_logits(base, crowd)
+    assert not torch.isfinite(packed[0]).all()
+    assert same(packed[1], whole)
+    torch.set_num_threads(2)
+    assert all(same(one, other) for one, other in zip(tiny.packed_logits(base, crowd), packed, strict=True))
+    for cuts in ([70], [1] * 70, [33, 1, 16, 20]):
+        assert same(_in_pieces(base, mine, ids, cuts), whole)
+
+
+@torch.no_grad()
+def _in_pieces(base: Any, weights: Any, ids: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    """Logits of a sequence that is read a piece at a time, beside another whose blocks lie between its own."""
+    cache = KVCache(2 * 5, tiny.BLOCK, base.device, clean=False)
+    for pool in (each for index in range(2) for each in base.kernels.pools(cache)[index]):
+        assert pool
+    for keys, values in cache._layers.values():
+        keys.fill_(torch.nan), values.fill_(torch.nan)
+    taken, stacks = cache.take(10), AdapterStacks(base.products)
+    found, start = [], 0
+    for length in cuts:
+        spans = [Span(start, length, taken[1::2]), Span(start, 1, taken[::2])]
+        rows = torch.cat([ids[start : start + length], ids[start : start + 1]])
+        positions = torch.cat([torch.arange(start, start + length), torch.tensor([start])])
+        with base.routed(stacks.routing([(weights, 0, length), (None, length, 1)], base.device)):
+            hidden = base.hidden(rows, positions, base.attention.cached(spans, cache))
+        found.append(base.logits(hidden)[:length])
+        start += length
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_two_threads_and_recomputing_change_no_bit_of_a_gradient(own: tuple[str, str]) -> None:
+    base = tiny.load(*own)
+    batch, found = Batch(tuple(make_segment(each) for each in "abc")), []
+    for threads, recompute in ((1, False), (2, False), (2, True)):
+        torch.set_num_threads(threads)
+        trainer = make_trainer(base, recompute=recompute)
+        stats = [each.stats for each in trainer.forward_backward(batch)]
+        found.append((stats, [gradient(trainer, each) for each in "abc"]))
+    for stats, gradients in found[1:]:
+        assert stats == found[0][0]
+        assert all(same(one, other) for one, other in zip(gradients, found[0][1], strict=True))
+
+
+def test_an_overflowing_neighbour_changes_no_gradient() -> None:
+    base = tiny.base(*OWN[1])
+    alone, company = make_trainer(base, "a"), make_trainer(base)
+    arena = company._arena("c")
+    arena.set_masters(torch.full_like(arena.masters, 1e30))
+    alone.forward_backward(Batch((make_segment("a"),)))
+    company.forward_backward(Batch((make_segment("c"), make_segment("a"))))
+    assert not torch.isfinite(gradient(company, "c")).all()
+    assert same(gradient(company, "a"), gradient(alone, "a"))
+
+
+@torch.no_grad()
+def test_many_rows_have_the_bits_of_few(small: Any) -> None:
+    """Products of 256 rows and more are cut otherwise than those of few."""
+    slopes = torch.randn(256, small.info.vocab_size, generator=torch.Generator().manual_seed(0))
+    assert same(small.through_head(slopes)[:3], small.through_head(slopes[:3]))
+    crowd = [torch.arange(length) * 7 % small.info.vocab_size for length in (150, 3, 180)]
+    positions = torch.cat([torch.arange(len(each)) for each in crowd])
+    with small.routed(NoAdapters()):
+        whole = small.hidden(torch.cat(crowd), positions, small.attention.packed([150, 3, 180]))
+        alone = small.hidden(crowd[1], positions[150:153], small.attention.packed([3]))
+    assert same(whole[150:153], alone)
+
+
+# --- jobs -----------------------------------------------------------------------------------------------------------------
+
+
+def test_on_policy(small: Any, tmp_path: Path, rewards: Path) -> None:
+    """Trainer and sampler agree on every bit of every logprob."""
+    jobs = [job("plain", rewards), job("warm", rewards, sampling={"temperature": 0.7}, adapter={"rank": 8})]
+    assert run(small, tmp_path / "run", jobs).ok
+    trained = [line for each in jobs for line in metrics(tmp_path / "run" / each["name"]) if line.get("tokens")]
+    assert {line["logprob_gap"] for line in trained} == {0.0}
+
+
+def test_what_computed_a_job_is_written_down(small: Any) -> None:
+    assert small.info.processor == "motet exact"
+    assert not small.info.inexact
+    assert any("own kernels" in note for note in small.info.notes)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("gemma2", "this is Gemma2Model"), ("qwen3", "multiple of 16"), ("lfm2", "this is Lfm2Model")]
+)
+def test_a_base_that_is_not_covered_is_refused(name: str, said: str) -> None:
+    base = tiny.base(name)
+    assert said in refusal(base)
+    native_calls.directory()
+    with pytest.raises(BaseModelError, match=r"set engine\.kernels to torch"):
+        compute_with(base, "native")
+    assert base.kernels is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"device": "cuda"}, "device is cuda"),
+        ({"shard": 2}, "shard is 2"),
+        ({"block_size": 24}, "no multiple of 16"),
+        ({"numerics": "fast"}, "numerics is fast"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(engine: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        validate(
+            {
+                "base": "small",
+                "run": str(tmp_path),
+                "engine": {"kernels": "native", **engine},
+                "jobs": [job("one", tmp_path / "rewards.py")],
+            },
+            "test",
+        )
+
+
+@pytest.mark.parametrize(
+    ("token", "position", "block", "said"),
+    [
+        (tiny.VOCABULARY, 0, 1, "outside the vocabulary"),
+        (3, 256, 1, "longest sequence"),
+        (3, 0, 99, "a block that is not there"),
+    ],
+)
+def test_the_kernels_check_their_bounds(token: int, position: int, block: int, said: str) -> None:
+    base = tiny.base(*OWN[0])
+    attention = base.attention.cached([Span(0, 1, [block])], KVCache(2, tiny.BLOCK, base.device))
+    with base.routed(NoAdapters()), pytest.raises(RuntimeError, match=said):
+        base.hidden(torch.tensor([token]), torch.tensor([position]), attention)
