@@ -330,6 +330,7 @@ class Terminal:
 
     def __init__(self, provider: Provider, home: Path) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MOTET_")}
+        kept["COLUMNS"] = "200"
         self.env = {**kept, "MOTET_URL": provider.url, "XDG_CONFIG_HOME": str(home), "PYTHONUNBUFFERED": "1"}
         self.keys = home / "motet" / "keys.json"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
@@ -62,9 +63,19 @@ def _sides(places: Sequence[str], url: str | None, key: str | None) -> list[Side
     runs = [place for place in places if Path(place).is_dir() and not (Path(place) / "metrics.jsonl").is_file()]
     if runs and len(runs) < len(places):
         raise ConfigError(f"{runs[0]} is a run, and not all others are: compare runs with runs, or jobs with jobs")
+    names = _short(places)
     if runs:
-        return [side_of_run(Path(place)) for place in places]
-    return [side_of_job(place, _job(place, url, key)) for place in places]
+        return [replace(side_of_run(Path(place)), name=name) for name, place in zip(names, places, strict=True)]
+    return [side_of_job(name, _job(place, url, key)) for name, place in zip(names, places, strict=True)]
+
+
+def _short(places: Sequence[str]) -> list[str]:
+    """As many of the last parts of some paths as tell them apart."""
+    parts = [Path(place).parts for place in places]
+    n = 1
+    while n < max(map(len, parts)) and len({one[-n:] for one in parts}) < len(parts):
+        n += 1
+    return [str(Path(*one[-n:])) for one in parts]
 
 
 def _job(place: str, url: str | None, key: str | None) -> EvaluatedJob:

@@ -145,7 +145,7 @@ function makeHead(context, refreshed, complain, leaving) {
 
 /** Tabs after the pattern that screen readers know: arrow keys move, one tab stop. */
 function makeTabs(context, job, chosen, opened) {
-  const offered = TABS.filter(([key]) => key !== "chat" || context.may("completions"));
+  const offered = TABS.filter(([key]) => !["chat", "use"].includes(key) || context.may("completions"));
   const list = el("div", {role: "tablist", "aria-label": "What to see of the job"}), panel = el("div", {role: "tabpanel", id: "panel", "aria-labelledby": "", tabindex: -1});
   const tabs = offered.map(([key, text]) => el("button", {type: "button", role: "tab", id: `tab-${key}`, "aria-controls": "panel", onclick: () => open(key)}, text));
   list.addEventListener("keydown", event => {
