@@ -299,3 +299,28 @@ def test_text_that_comes_in_pieces_is_shown_without_its_calls(text: str, step: i
     assert whole.strip() == (without_calls(text) if calls else text).strip()
     assert calls or whole == text
     assert not any("<tool_call" in one for one in shown)
+
+
+def test_arguments_of_tool_calls_are_bounded_like_the_request_that_has_them(scripted: tuple[House, Says]) -> None:
+    """They are JSON in a text, which is read a second time."""
+    service, _ = scripted
+    many = {"name": "add", "arguments": json.dumps({"x": [[]] * 9000})}
+    call: dict[str, Any] = {"id": "a", "type": "function", "function": many}
+    body = {
+        "model": "small",
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}],
+    }
+    assert "arguments of tool calls" in service.refused(400, "POST", "/v1/chat/completions", json=body)["message"]
+    body = {
+        "model": "small",
+        "input": [{"type": "function_call", "name": "add", "arguments": "[" + "1," * 9000 + "1]"}],
+    }
+    assert "arguments of tool calls" in service.refused(400, "POST", "/v1/responses", json=body)["message"]
+    quoted = {"a": "[{," * 9000}
+    call["function"] = {"name": "add", "arguments": json.dumps(quoted)}
+    body = {
+        "model": "small",
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}],
+    }
+    said = service.refused(400, "POST", "/v1/chat/completions", json=body)["message"]
+    assert "a prompt of" in said, "what a text of the arguments holds does not count"

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.device import Device
+from motet.device import DECODES, Device
 from motet.errors import DeviceError, EngineError
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
@@ -23,6 +23,7 @@ from motet.model.lora_model import LoraModel
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sequences import Prompt, SampledSequence
+from motet.tenant_turns import Payer, TenantTurns
 from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from tests import tiny_models as tiny
 
@@ -486,3 +487,20 @@ def test_a_completion_that_comes_back_is_told_too(device):
     """The fault comes while a preempted completion, the only one of its request, is brought in again."""
     requests = [as_request(f"r{i}", Ask(19, 30), stop=STOP) for i in range(2)]
     assert_all_are_told(device, requests, lambda _, decoder: decoder.prefills > len(requests))
+
+
+def test_who_waits_for_a_row_holds_up_nobodys_calls() -> None:
+    """It is served no sooner by it: all rows are another tenant's."""
+    base, turns = tiny.base("llama"), TenantTurns()
+    decoder = Decoder(base, KVCache(64, BLOCK, CPU, slots=3), max_rows=2, prefill_tokens=64, turns=turns)
+    first = replace(as_request("long", Ask(5, 30, seeds=(1, 2))), tenant="long")
+    add(decoder, first, None)
+    for _ in range(3):
+        decoder.tick()
+    add(decoder, replace(as_request("waits", Ask(5, 3)), tenant="waits"), None)
+    decoder.tick()
+    turns.come(["caller"], "calls")
+    turns.charge(1.0, [(Payer("one", "caller"), 1.0)])
+    turns.charge(2.0, [(Payer("other", "long"), 1.0)])
+    decoder.tick()
+    assert turns.ahead("caller", DECODES) <= 0

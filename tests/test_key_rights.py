@@ -158,3 +158,11 @@ def test_a_tenants_admin_has_its_keys_and_none_of_a_higher_role(house: House, wo
     assert house.ask("GET", "/v1/tenants", f"an admin {word}").is_success
     assert act(member) in (201, 204)
     assert house.refused(403, "POST", "/v1/keys", f"head {word}", json={"role": "admin"})["param"] == "role"
+
+
+def test_a_key_that_samples_ends_no_gradients(house: House) -> None:
+    key_of(house, "chat app", "member", ["completions"])
+    path, model = "/tinker/api/v1/cancel_future", "session-0123456789abcdef:train:0"
+    said = house.refused(403, "POST", path, "chat app", json={"request_id": f"{model}/1"})["message"]
+    assert "'jobs'" in said
+    assert house.ask("POST", path, "chat app", json={"request_id": "sample-1"}).is_success

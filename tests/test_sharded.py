@@ -306,7 +306,7 @@ def test_a_rank_ends_at_once_with_its_parent(tmp_path: Path) -> None:
         f"join = Join({str(tiny.directory('llama'))!r}, 'float32', {tiny.BLOCK}, False, 1, 8, False, 1)\n"
         "group = RankGroup(join); pipe = os.path.join(os.environ['PLACE'], 'adapter_config.json')\n"
         "os.mkfifo(pipe); group.ask({0: AddAdapter('a', {'rank': 2}, 0, 0)})\n"
-        "group._ranks[0].send(Save('a', os.environ['PLACE'], False))\n"
+        "group._ranks[0].send(SaveAdapter('a', os.environ['PLACE'], False))\n"
         "print(*group.pids, flush=True); time.sleep(60)"
     )
     environment = {**os.environ, "PLACE": str(tmp_path)}

@@ -405,10 +405,10 @@ def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, on_generate: str 
         "import json, os, sys, time",
         "def say(**message): print(json.dumps(message), flush=True)",
         "json.loads(sys.stdin.readline())",
-        f"say(type='Ready', fingerprint={says!r})",
+        f"say(type='SamplerReady', fingerprint={says!r})",
         "for line in sys.stdin:",
         "    message = json.loads(line)",
-        "    if message['type'] == 'Generate':",
+        "    if message['type'] == 'SampleRequest':",
         textwrap.indent(on_generate, " " * 8),
     ]
     script.write_text("\n".join(lines))

@@ -27,8 +27,8 @@ _NEXT_CALL_SECONDS = 0.005
 """For which ticks wait for the next call of a job that has just made one, while calls are owed time: a step makes several."""
 
 
-_CALLS, DECODES = "calls", "decodes"
-"""Where tenants may have something to do."""
+_CALLS, DECODES, WAITS = "calls", "decodes", "waits"
+"""Where tenants may have something to do: calls; tokens that the next tick can make; anything at the decoder."""
 
 
 @dataclass

@@ -211,6 +211,8 @@ def _build_on_servers(
     memory = None
     if trainer is None:
         assert isinstance(base, LoraModel)
+        if base.kernels is not None:
+            base.kernels.pack_for_training()
         memory = FreeMemory(free_memory(base.device))
         base.read_keys_in_blocks(config.engine.block_size)
         trainer = make_trainer(base, config.engine)
@@ -275,6 +277,8 @@ def build(
     base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
     n_samplers = _samplers(base.info, config)
     rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
+    if base.kernels is not None:
+        base.kernels.pack_for_training()
     free = free_memory(base.device)
     memory = int(free * config.kv_memory_fraction) // (1 + n_samplers)
     rows = budgets.rows_with_states(rows, base.info.state_bytes, memory)

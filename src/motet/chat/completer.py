@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -19,6 +19,8 @@ EVENTS = "text/event-stream"
 MOST_MESSAGES = 4096
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"logit_bias": ({},), "audio": (), "functions": ()}
 """Fields that would change what is sampled, and their values that do not."""
+_MOST_ARGUMENTS = 8192
+"""Values in the arguments of all tool calls of a request."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,22 @@ def text_of(content: Any) -> str:
                 )
         return "".join(part.get("text") or str(part.get("refusal") or "") for part in content)
     return content or ""
+
+
+def check_arguments(texts: Iterable[str]) -> None:
+    """Bound the arguments of all tool calls of a request: they are JSON inside its JSON.
+
+    Raises:
+        ChatRefusal: they hold more values than a request may.
+    """
+    n_values = 0
+    for text in texts:
+        outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
+        n_values += sum(map(outside.count, "[{,"))
+    if n_values > _MOST_ARGUMENTS:
+        raise ChatRefusal(
+            f"the arguments of tool calls hold {n_values} values, more than the {_MOST_ARGUMENTS} of a request"
+        )
 
 
 def call_of(name: str, arguments: str) -> ToolCall:

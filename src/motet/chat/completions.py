@@ -17,6 +17,7 @@ from motet.chat.completer import (
     Reply,
     arguments_of,
     call_of,
+    check_arguments,
     event,
     text_of,
 )
@@ -76,6 +77,8 @@ class ChatRequest(ChatFormat):
 
     def conversation(self) -> Conversation:
         """What is asked."""
+        calls = (call for one in self.messages for call in one.tool_calls or ())
+        check_arguments(call.function.arguments for call in calls)
         tools = () if self.tool_choice == "none" else self.tools or ()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         grammar = grammar_of(self.response_format, tools=bool(tools))

@@ -17,6 +17,7 @@ from motet.chat.completer import (
     Reply,
     arguments_of,
     call_of,
+    check_arguments,
     event,
     text_of,
 )
@@ -47,6 +48,7 @@ class ResponsesRequest(ChatFormat):
         if self.previous_response_id is not None:
             raise ChatRefusal("previous_response_id: nothing is kept here; send the whole conversation as `input`")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        check_arguments(str(item.get("arguments", "")) for item in items)
         messages = [Message("system", self.instructions)] if self.instructions else []
         for item in items:
             _append(messages, item)

@@ -46,6 +46,10 @@ class Kernels(Protocol):
         """Choose the attention backend for KV blocks of this many tokens."""
         ...
 
+    def pack_for_training(self) -> None:
+        """Take the memory now that the first backward pass would take."""
+        ...
+
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass, routing: Routing) -> Tensor:
         """Final hidden states [T, D] of packed tokens; its backward pass adds the gradients of the routing's adapters."""
         ...

@@ -186,8 +186,8 @@ class NativeBase:
         self._memory.append(memory)
         self._weights.append((weight, frozen))
 
-    def _pack_for_backward(self) -> None:
-        """Weights are packed a second time when the first gradient is wanted."""
+    def pack_for_training(self) -> None:
+        """Pack weights a second time, as gradients read them."""
         if self._backward:
             return
         for weight, frozen in self._weights:
@@ -212,7 +212,7 @@ class NativeBase:
         assert isinstance(attention, NativePass)
         call = _OnePass(self, token_ids_T, positions_T, attention, routing)
         if isinstance(routing, TrainerRouting) and routing.anchor.requires_grad and torch.is_grad_enabled():
-            self._pack_for_backward()
+            self.pack_for_training()
             hidden: Tensor = _Hidden.apply(routing.anchor, call)  # type: ignore[no-untyped-call]
             return hidden
         return call.forward()
@@ -224,7 +224,7 @@ class NativeBase:
 
     def through_head(self, slope_NV: Tensor) -> Tensor:
         """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
-        self._pack_for_backward()
+        self.pack_for_training()
         return self._rows(self._library.head_back, slope_NV, self._plan.width)
 
     def _rows(self, function: Any, rows: Tensor, n_outputs: int) -> Tensor:
@@ -251,6 +251,9 @@ class _OnePass:
     def __init__(
         self, own: NativeBase, token_ids_T: Tensor, positions_T: Tensor, attention: NativePass, routing: Routing
     ) -> None:
+        same = token_ids_T.dtype == positions_T.dtype == torch.int64 and len(token_ids_T) == len(positions_T)
+        if not same:
+            raise ValueError("token ids and positions are int64, one for each row")
         self._own = own
         starts = np.cumsum([0, *map(len, attention.tables)])
         blocks = np.concatenate([*attention.tables, np.zeros(1, np.int32)])

@@ -93,8 +93,14 @@ def _open(path: Path) -> ctypes.CDLL | None:
         calls = ctypes.CDLL(str(path))
     except OSError:
         return None
+    try:
+        calls.motet_fingerprint.restype = ctypes.c_char_p
+        if calls.motet_fingerprint().decode() != building.fingerprint():
+            return None
+    except AttributeError:
+        return None
     declare(calls)
-    return calls if calls.motet_fingerprint().decode() == building.fingerprint() else None
+    return calls
 
 
 def declare(calls: ctypes.CDLL) -> None:

@@ -63,6 +63,7 @@ class Decoder:
         self._waiting: deque[Prompt] = deque()
         self._preempted: deque[SampledSequence] = deque()
         self._running: list[SampledSequence] = []
+        self._no_blocks = False  # for the first prompt that waits
 
     @property
     def idle(self) -> bool:
@@ -122,16 +123,15 @@ class Decoder:
         fresh, read = self._admit()
         self._settle(fresh)
         self.spent += self._turns.read(begun, read, self.prefilled_tokens - before)
-        if self.prefilled_tokens > before and self._turns.company:
-            return
-        begun = time.perf_counter()
-        running = self._grow_or_preempt(self._turns.chosen(self._running))
-        if running:
-            self.runner.sample(running, self.runner.logits([_next_token(item) for item in running]))
-        self._settle(running)
-        self.spent += self._turns.decoded(begun, running)
-
-    # --- admission ---------------------------------------------------------------------------------------------------
+        if self.prefilled_tokens == before or not self._turns.company:
+            begun = time.perf_counter()
+            running = self._grow_or_preempt(self._turns.chosen(self._running))
+            if running:
+                self.runner.sample(running, self.runner.logits([_next_token(item) for item in running]))
+            self._settle(running)
+            self.spent += self._turns.decoded(begun, running)
+        opens = not (self._no_blocks or self._preempted) and self._rows_left() > 0
+        self._turns.can_go_on((*(self._waiting if opens else ()), *self._running))
 
     def _admit(self) -> tuple[list[SampledSequence], list[tuple[Prompt, int]]]:
         """Bring in preempted sequences, then new prompts, as far as there is room; sample their first token.
@@ -151,9 +151,8 @@ class Decoder:
             if (computes and inputs and sequence.length > budget) or not self.blocks.resume(sequence):
                 break
             if computes:
-                inputs.append(
-                    NewTokens(sequence.prompt.weights, sequence.read_ids(), 0, sequence.blocks, sequence.slot)
-                )
+                weights = sequence.prompt.weights
+                inputs.append(NewTokens(weights, sequence.read_ids(), 0, sequence.blocks, sequence.slot))
                 budget -= sequence.length
                 resumed.append(sequence)
                 read.append((sequence.prompt, sequence.length))
@@ -176,9 +175,8 @@ class Decoder:
 
     def _open_prompts(self, inputs: list[NewTokens], budget: int) -> list[Prompt]:
         """Give blocks to prompts that will be prefilled now; room for at least one completion of each is left free."""
-        opened = []
-        rows = self._rows_left()
-        reserved = 0
+        opened, self._no_blocks = [], False
+        rows, reserved = self._rows_left(), 0
         self._waiting = deque(sorted(self._waiting, key=self._turns.had))
         due = self._turns.due((*self._running, *itertools.islice(self._waiting, 1)))
         for prompt in self._waiting:
@@ -190,6 +188,7 @@ class Decoder:
                 spare = 1 if inputs or self._running else 0
                 known = self.blocks.begin(prompt, reserved + spare, budget if inputs else None)
                 if known is None:
+                    self._no_blocks = not inputs
                     break
                 token_ids = prompt.request.prompt_ids[known:].tolist()
                 if token_ids:

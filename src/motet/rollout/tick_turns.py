@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from motet.device import DECODES
+from motet.device import DECODES, WAITS
 from motet.rollout.sequences import Prompt, SampledSequence
 from motet.tenant_turns import Cost, Payer, TenantTurns
 
@@ -31,7 +31,11 @@ class TickTurns:
 
     def come(self, there: Iterable[Prompt | SampledSequence]) -> None:
         """Say who has anything to do."""
-        self._turns.come(map(_tenant, there), DECODES)
+        self._turns.come(map(_tenant, there), WAITS)
+
+    def can_go_on(self, items: Iterable[Prompt | SampledSequence]) -> None:
+        """Say who could be served by the next tick; of those that are there."""
+        self._turns.come(map(_tenant, items), DECODES)
 
     def had(self, item: Prompt | SampledSequence) -> float:
         """What orders the tenants."""

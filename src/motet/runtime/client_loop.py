@@ -136,7 +136,8 @@ class ClientLoop(Driver):
         if await asyncio.to_thread(self._journal.cancelled, number):
             await self._answer(number, _CANCELLED)
             return
-        before, work = self._tokens, asyncio.create_task(self._forward_backward(number, command))
+        before, looked = self._tokens, self._looked
+        work = asyncio.create_task(self._forward_backward(number, command))
         try:
             cancelled = await self._cancelled_before(number, work)
         finally:
@@ -149,8 +150,8 @@ class ClientLoop(Driver):
             return
         if not command.forward_only:  # those before it in the step are obeyed again, and charged again
             await self.session.undo()
-            self._stats, self._samples, before = LossStats(), 0, self._looked
-        self._looked += self._tokens - before
+            self._stats, self._samples = LossStats(), 0
+        self._looked = looked + self._tokens - before if command.forward_only else self._tokens
         await asyncio.to_thread(self._journal.look, self.session.done.step, number, self._looked)
         await self._answer(number, _CANCELLED)
         if not command.forward_only:

@@ -217,7 +217,7 @@ class Journal:
     def cancel(self, number: int) -> None:
         """Ask the session to end a gradient, if it is not done."""
         if self.known(number) and not self.done(number):
-            self._put(number, "stop", b"")
+            self._file(number, "stop").touch()
 
     def cancelled(self, number: int) -> bool:
         """Whether a command was cancelled before its outcome was there."""

@@ -21,7 +21,7 @@ REWARD, LOG_LIKELIHOOD, ACCURACY = "reward", "log-lik", "accuracy"
 def figure_of(line: Mapping[str, Any]) -> tuple[str, float]:
     """What a line of the metrics, or its `eval` part, says of the adapter; nan where it is unknown."""
     if ACCURACY in line and REWARD not in line:
-        return ACCURACY, float(line[ACCURACY])
+        return ACCURACY, math.nan if line[ACCURACY] is None else float(line[ACCURACY])
     name = REWARD if REWARD in line else LOG_LIKELIHOOD
     value = line.get(REWARD) if name == REWARD else line.get("nll", line.get("loss"))
     return name, math.nan if value is None else float(value) if name == REWARD else -float(value)

@@ -6,6 +6,7 @@ keys may be given, separated by spaces or lines: the first encrypts, all of them
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import json
@@ -37,6 +38,9 @@ class Secrets:
         """Raises ValueError where a text is no key of Fernet."""
         self._keys = [key.encode() for key in keys]
         self._fernet = MultiFernet([Fernet(key) for key in self._keys])
+        own = [hmac.digest(key, b"motet texts for clients", "sha256") for key in self._keys]
+        self._of_clients = MultiFernet([Fernet(base64.urlsafe_b64encode(key)) for key in own])
+        """With a key of their own, what tenants have sealed is no text for clients."""
 
     def seal(self, text: str) -> str:
         """A text as it is kept; one that is sealed already stays as it is."""
@@ -66,12 +70,12 @@ class Secrets:
 
     def pack(self, purpose: str, fields: Mapping[str, Any]) -> str:
         """Fields as a text that this service alone can make and read, for a client to keep."""
-        return self._fernet.encrypt(json.dumps([purpose, fields]).encode()).decode()
+        return self._of_clients.encrypt(json.dumps([purpose, fields]).encode()).decode()
 
     def unpack(self, purpose: str, text: str, seconds: int) -> dict[str, Any] | None:
         """The fields of such a text; None if it is no such text, for another purpose, or older."""
         try:
-            sealed_for, fields = json.loads(self._fernet.decrypt(text.encode(), seconds))
+            sealed_for, fields = json.loads(self._of_clients.decrypt(text.encode(), seconds))
         except InvalidToken:
             return None
         return fields if sealed_for == purpose else None

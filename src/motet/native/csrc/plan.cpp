@@ -596,6 +596,8 @@ const char* guarded(F&& f) {
         return f();
     } catch (const std::bad_alloc&) {
         return "there is not enough memory for a pass";
+    } catch (const std::exception&) {
+        return "a thread of a pass failed";
     }
 }
 

@@ -4,8 +4,11 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "kernels.hpp"
@@ -30,8 +33,11 @@ class Threads {
 
     void run(int64_t threads, int64_t parts, Work work, void* context) {
         std::lock_guard<std::mutex> turn(turns_);
-        for (; n_threads_ < threads - 1; n_threads_++)
-            std::thread([this, index = n_threads_, seen = generation_.load()] { serve(index, seen); }).detach();
+        try {
+            for (; n_threads_ < threads - 1; n_threads_++)
+                std::thread([this, index = n_threads_, seen = generation_.load()] { serve(index, seen); }).detach();
+        } catch (const std::system_error&) {  // no more threads are to be had: those that are here do it
+        }
         work_ = work;
         context_ = context;
         helpers_.store(threads - 1, std::memory_order_relaxed);
@@ -49,6 +55,7 @@ class Threads {
             pause();
             if (i > SPINS) std::this_thread::yield();
         }
+        if (fault_) std::rethrow_exception(std::exchange(fault_, nullptr));
     }
 
     const pid_t owner;
@@ -59,8 +66,13 @@ class Threads {
         for (;;) {
             const uint64_t ticket = tickets_.fetch_add(1, std::memory_order_acq_rel);
             if ((ticket & 0xffffffffu) >= ticket >> 32) return;
-            FlushDenormals flush;
-            work_(context_, static_cast<int64_t>(ticket & 0xffffffffu));
+            try {
+                FlushDenormals flush;
+                work_(context_, static_cast<int64_t>(ticket & 0xffffffffu));
+            } catch (...) {  // `run` says it once nobody uses the context any more
+                std::lock_guard<std::mutex> lock(sleep_);
+                fault_ = std::current_exception();
+            }
             done_.fetch_add(1, std::memory_order_release);
         }
     }
@@ -87,6 +99,7 @@ class Threads {
     int64_t n_threads_ = 0;
     Work work_ = nullptr;
     void* context_ = nullptr;
+    std::exception_ptr fault_;
 };
 
 std::atomic<Threads*> pool{nullptr};

@@ -69,7 +69,11 @@ Limit = Annotated[int, Field(ge=1, le=100_000)]
 _MAX_TOKENS = 16
 _MOST_FIELDS = 100
 _MOST_PROMPTS = 16
-_UNKNOWN = ("top_k", "min_p", "repetition_penalty", "min_tokens", "best_of")
+_UNKNOWN = (
+    "top_k", "min_p", "repetition_penalty", "min_tokens", "best_of", "ignore_eos", "stop_token_ids", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format", "output_format", "output_config",
+    "stop", "n", "max_tokens", "max_completion_tokens",
+)  # fmt: skip
 """Fields of other servers that would change what is sampled."""
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=200_000, fail_fast=True)]
 Prompts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]

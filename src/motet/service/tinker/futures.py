@@ -163,10 +163,15 @@ class Futures:
         sample = self._samples.get(request_id)
         if sample is not None and sample.tenant_id == who.tenant_id:
             self._cancel(request_id)
-        model_id, _, number = request_id.rpartition("/")
-        if model_id and number.isdecimal() and len(number) <= _DIGITS:
+        if self.trains(request_id):
+            model_id, _, number = request_id.rpartition("/")
             job = await asyncio.to_thread(self._models.find, who, model_id)
             await asyncio.to_thread(self._models.cancel, job, int(number))
+
+    def trains(self, request_id: str) -> bool:
+        """Whether it is a command of a model."""
+        model_id, _, number = request_id.rpartition("/")
+        return bool(model_id) and number.isdecimal() and len(number) <= _DIGITS
 
     def _cancel(self, name: str) -> None:
         sample = self._samples[name]

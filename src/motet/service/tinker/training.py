@@ -15,6 +15,7 @@ from motet.runtime.journal import Load, Nothing, OptimStep, Save
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.http.depends import ApartDep, Asker, QuotasDep, while_there
+from motet.service.http.rights import check
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import CheckpointsDep, FuturesDep, ModelsDep, new_router, numbered
@@ -228,5 +229,7 @@ async def retrieve_future(who: Asker, futures: FuturesDep, wanted: RetrieveFutur
 @router.post("/cancel_future")
 async def cancel_future(who: Asker, futures: FuturesDep, wanted: RetrieveFuture) -> dict[str, Any]:
     """End a sample or a gradient that is not done."""
+    if futures.trains(wanted.request_id):
+        check(who, "POST", "/tinker/api/v1/forward_backward")
     await futures.cancel(who, wanted.request_id)
     return {}
