@@ -13,7 +13,7 @@ from motet.own_code import OwnCode
 _OWN = OwnCode("environment", EnvironmentFault, ())
 
 
-class SkyRlEpisode:
+class Episode:
     """One episode of `init` and `step`."""
 
     def __init__(self, env: str, config: Mapping[str, Any] | None = None, **extras: Any) -> None:
