@@ -6,6 +6,7 @@ An attack asks as the tenant `mallory`, and checks its own answer; honest tenant
 from __future__ import annotations
 
 import contextlib
+import socket
 import statistics
 import threading
 import time
@@ -250,3 +251,18 @@ def _line(row: Row, neighbours: Neighbours) -> str:
 def table(rows: list[Row], neighbours: Neighbours) -> str:
     """For people: attack, answer, how long it took, a neighbour's median and longest chat, memory of the HTTP process."""
     return "\n".join(_line(row, neighbours) for row in rows)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[int, threading.Event]]:
+    """A port of this machine, and whether anybody connected to it."""
+    asked = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):
+                server.accept()
+                asked.set()
+
+        threading.Thread(target=listen, daemon=True).start()
+        yield server.getsockname()[1], asked

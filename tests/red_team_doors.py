@@ -10,7 +10,6 @@ import resource
 import socket
 import struct
 import tarfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,7 +22,7 @@ from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.wire import CONTENT_TYPE, KINDS
 from tests.adapter_files import tarred
 from tests.openai_requests import PYTHON, hostile
-from tests.red_team import Attack, Ring
+from tests.red_team import Attack, Ring, listening
 from tests.service_run import FINAL, ROWS, tiny
 from tests.tenants import CHAT
 from tests.tinker_requests import naming, wide
@@ -388,16 +387,8 @@ def messages_for_gradients(ring: Ring) -> str:
 
 def addresses_within(ring: Ring) -> str:
     """Addresses are refused at once; a name is looked up when it is asked, and what it means is looked at then."""
-    asked, names = threading.Event(), list[str]()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def listen() -> None:
-            with contextlib.suppress(OSError):
-                server.accept()
-                asked.set()
-
-        threading.Thread(target=listen, daemon=True).start()
-        port = server.getsockname()[1]
+    names = list[str]()
+    with listening() as (port, asked):
         for number, host in enumerate((*HERE, *AWAY)):
             reward = {"name": "http", "args": {"url": f"http://{host}:{port}/"}, "wall_seconds": 10}
             answer = ring.ask("POST", "/v1/jobs", json=tiny(f"within-{number}", reward=reward))

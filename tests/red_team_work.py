@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ import httpx2
 import psutil  # type: ignore[import-untyped]
 
 from motet.service.tinker.parts import PREFIX
-from tests.red_team import Attack, Ring
+from tests.red_team import Attack, Ring, listening
 from tests.service_run import FINAL, Json, tiny
 from tests.tenants import CHAT, of_agent
 
@@ -312,16 +311,8 @@ def escapes(ring: Ring) -> str:
     """Tests of the reward `code`, which are mallory's own words, reach nothing."""
     said = one(ring)
     assert said == "1", said
-    asked = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def listen() -> None:
-            with contextlib.suppress(OSError):
-                server.accept()
-                asked.set()
-
-        threading.Thread(target=listen, daemon=True).start()
-        port, trap, directory = server.getsockname()[1], ring.traps, ring.service.directory
+    with listening() as (port, asked):
+        trap, directory = ring.traps, ring.service.directory
         tests = [
             f"open({str(trap / 'written')!r}, 'w')",
             f"import os; assert os.system('touch {trap}/system') == 0",

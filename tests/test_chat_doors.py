@@ -324,3 +324,21 @@ def test_arguments_of_tool_calls_are_bounded_like_the_request_that_has_them(scri
     }
     said = service.refused(400, "POST", "/v1/chat/completions", json=body)["message"]
     assert "a prompt of" in said, "what a text of the arguments holds does not count"
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("chat/completions", "guided_json"),
+        ("messages", "response_format"),
+        ("messages", "n"),
+        ("responses", "max_tokens"),
+    ],
+)
+def test_a_field_of_another_format_that_changes_what_is_sampled_is_refused(
+    scripted: tuple[House, Says], path: str, field: str
+) -> None:
+    said = {"input": [HI]} if path == "responses" else {"messages": [HI], "max_tokens": 1}
+    assert (
+        field in scripted[0].refused(400, "POST", f"/v1/{path}", json={"model": "small", **said, field: 3})["message"]
+    )

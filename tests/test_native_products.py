@@ -486,6 +486,10 @@ def test_the_fastest_form_that_agrees_is_taken(tmp_path):
     assert library._fastest(tmp_path, portable).form == best
 
 
+def test_a_library_of_something_else_is_not_taken():
+    assert library._open(Path("libm.so.6")) is None
+
+
 def test_without_a_compiler_it_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

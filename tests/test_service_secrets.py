@@ -162,3 +162,11 @@ def test_another_password_is_no_other_job(tmp_path: Path) -> None:
     assert not open_job(directory, identity("second")), "and nothing is told of the old one"
     with pytest.raises(RunError, match=r"another\.example"):
         open_job(directory, identity("second", "https://another.example"))
+
+
+def test_what_a_tenant_has_sealed_is_no_text_for_clients() -> None:
+    secrets = Secrets([Fernet.generate_key().decode()])
+    fields = {"person": "somebody"}
+    assert secrets.unpack("code", secrets.pack("code", fields), 60) == fields
+    sealed = secrets.seal(json.dumps(["code", fields]))
+    assert secrets.unpack("code", sealed.removeprefix(SEALED), 60) is None

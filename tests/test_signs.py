@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from motet.runtime.progress import figure_of
 from motet.runtime.signs import ALIKE, FAR, LEAST, NO_SIGNAL, RECENT, Signs, no_signal
 
 Values = list[float | None]
@@ -161,3 +163,7 @@ def test_where_no_answer_has_a_reward_the_problems_are_not_blamed() -> None:
 def test_numbers_that_are_missing_warn_of_nothing() -> None:
     assert warnings(reward=None, reward_std=None, no_signal=None, distinct=None) == ()
     assert no_signal(float("nan"), float("nan")) == ""
+
+
+def test_an_unknown_accuracy_is_no_figure() -> None:
+    assert math.isnan(figure_of({"accuracy": None})[1])

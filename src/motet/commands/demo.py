@@ -25,15 +25,4 @@ def demo(
     if show:
         typer.echo(FILE.read_text(), nl=False)
         raise typer.Exit
-    raise typer.Exit(
-        run_file(
-            FILE,
-            overrides or [],
-            directory=directory,
-            sequential=False,
-            accept_changes=False,
-            tensorboard=None,
-            ray=None,
-            trust_remote_code=False,
-        )
-    )
+    raise typer.Exit(run_file(FILE, overrides or [], directory=directory))

@@ -30,11 +30,11 @@ def run_file(
     overrides: Sequence[str],
     *,
     directory: Path | None,
-    sequential: bool,
-    accept_changes: bool,
-    tensorboard: Path | None,
-    ray: str | None,
-    trust_remote_code: bool,
+    sequential: bool = False,
+    accept_changes: bool = False,
+    tensorboard: Path | None = None,
+    ray: str | None = None,
+    trust_remote_code: bool = False,
 ) -> int:
     """Run a job file; returns the exit code: 0 all succeeded or spent their budgets, 1 a job failed, 130 interrupted."""
     config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)

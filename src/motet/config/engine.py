@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from motet.section import Config
 
+Kernels = Literal["torch", "native", "native-dpbf16"]
+
 
 class EngineConfig(Config):
     """The device and its budgets, shared by all jobs of a run."""
@@ -21,7 +23,7 @@ class EngineConfig(Config):
     """`exact` gives each row the same bits in any company, `fast` lets the libraries choose kernels by the number of rows, and
     says how far sampler and trainer differ. On a CPU they are the same, but for bfloat16 where it has units for matrices and
     for [states](hybrids.md#fast-numerics)."""
-    kernels: Literal["torch", "native", "native-dpbf16"] = "torch"
+    kernels: Kernels = "torch"
     """What computes the base on a CPU: `torch`, or [Motet's own kernels](native.md), sooner and with nothing left to a
     library. `native` adds in one order on every processor; `native-dpbf16` is faster where there is `vdpbf16ps` (AMD since
     Zen 4, Intel since Sapphire Rapids). Each has bits of its own."""

@@ -258,13 +258,13 @@ class _OnePass:
         starts = np.cumsum([0, *map(len, attention.tables)])
         blocks = np.concatenate([*attention.tables, np.zeros(1, np.int32)])
         places = blocks.ctypes.data + 4 * starts
-        spans, writes = (
-            np.array(
-                [[row, n, start, places[table], len(attention.tables[table])] for row, n, start, table in stretches],
-                np.int64,
-            )
-            for stretches in (attention.spans, attention.writes)
-        )
+
+        def placed(stretches: list[tuple[int, int, int, int]]) -> NDArray[np.int64]:
+            rows = [(row, n, start, places[at], len(attention.tables[at])) for row, n, start, at in stretches]
+            return np.array(rows, np.int64)
+
+        spans = placed(attention.spans)
+        writes = spans if attention.writes is attention.spans else placed(attention.writes)
         runs = self._runs(routing)
         self._memory = (token_ids_T.contiguous(), positions_T.contiguous(), blocks, spans, writes)
         self._n_rows = len(token_ids_T)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from motet.config.engine import Kernels
 from motet.errors import BaseModelError
 from motet.model.exactness import check_exactness, packed_logits
 from motet.model.lora import NoAdapters
@@ -17,7 +18,6 @@ from motet.native.base import NativeBase
 from motet.native.library import ARITHMETICS
 from motet.native.plan import Calls
 
-Kernels = Literal["torch", "native", "native-dpbf16"]
 _ARITHMETICS = {"native": "exact", "native-dpbf16": "exact-dpbf16"}
 
 _DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")

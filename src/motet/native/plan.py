@@ -26,8 +26,6 @@ LINEARS = 4
 """Fused products of a layer: queries keys values, output, gate up, down."""
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "packed_bytes": (c_int64, [c_int32, c_int64, c_int64]),
-    "pack": (None, [c_int32, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int32, c_void_p]),
     "kept_bytes": (c_int64, [c_void_p, c_void_p]),
     "forward": (c_char_p, [c_void_p, c_void_p]),
     "backward": (c_char_p, [c_void_p, c_void_p, c_void_p]),
@@ -40,6 +38,7 @@ class Calls:
     """The calls of `csrc/plan.hpp`, as a library has them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.packed_bytes, self.pack = library.motet_packed_bytes, library.motet_pack  # `native.library` declares them
         for name, (result, arguments) in _PROTOTYPES.items():
             function = getattr(library, f"motet_{name}")
             function.restype, function.argtypes = result, arguments

@@ -213,7 +213,7 @@ class Learner:
         if not wanted:  # given up since it was chosen
             if turn.pieces is not None:
                 turn.pieces.close()
-            turn.entries, turn.charged = [], 0
+            turn.entries = []
             return ()
         if turn.pieces is None:
             turn.entries = wanted

@@ -74,7 +74,7 @@ _UNKNOWN = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format", "output_format", "output_config",
     "stop", "n", "max_tokens", "max_completion_tokens",
 )  # fmt: skip
-"""Fields of other servers that would change what is sampled."""
+"""Fields of other servers, and of other formats, that would change what is sampled."""
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=200_000, fail_fast=True)]
 Prompts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
 PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
