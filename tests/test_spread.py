@@ -87,7 +87,7 @@ def base() -> Any:
 @pytest.fixture(scope="module")
 def here(base: Any) -> Iterator[EmbeddedEngine]:
     device = Device()
-    yield EmbeddedEngine(base, device, **LIMITS)
+    yield EmbeddedEngine(base, device, **LIMITS, speculates=False)
     device.close()
 
 

@@ -299,7 +299,7 @@ def build(
             spread.turn(training)
 
     device = Device(turn)
-    here = EmbeddedEngine(base, device, **limits, share=1 / (1 + n_samplers))
+    here = EmbeddedEngine(base, device, **limits, speculates=config.speculate, share=1 / (1 + n_samplers))
     if n_samplers:
         spread = SpreadEngine(here, _start_samplers(n_samplers, base, config, limits, device, log))
     engine = spread or here
@@ -355,6 +355,7 @@ def _start_samplers(
         trust_remote_code=config.trust_remote_code,
         numerics=config.numerics,
         kernels=config.kernels,
+        speculate=config.speculate,
         limits=limits,
     )
     return [SamplerLink(message, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]

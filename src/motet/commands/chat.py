@@ -57,6 +57,7 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
         max_rows=4,
         kv_tokens=min(info.max_positions + config.block_size, max(room, config.block_size)),
         prefill_tokens=info.max_positions,
+        speculates=config.speculate,
     )
     try:
         with asyncio.Runner() as runner:

@@ -64,6 +64,9 @@ class EngineConfig(Config):
     """Tokens of a KV block; attention adds blocks in a fixed order, so results depend on it, for all jobs alike."""
     prefill_tokens: int = Field(2048, ge=64, le=10**7)
     """Prompt tokens prefilled in one forward pass."""
+    speculate: bool = True
+    """Guess tokens from earlier answers and check several at a time, where that is faster: [the same bits](speculation.md),
+    sooner."""
     train_tokens: int = Field(2048, ge=64, le=10**7)
     """Tokens of a packed training batch; several jobs' micro-batches share one."""
     micro_batch_tokens: int = Field(1024, ge=64, le=10**7)

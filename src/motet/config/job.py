@@ -188,6 +188,9 @@ class EvalConfig(Config):
     """Sample among the k most likely tokens; 0 means no limit."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Drop tokens less likely than this times the most likely one."""
+    common_random_numbers: bool = False
+    """Sample every evaluation with the same random numbers: an answer changes only where the adapter changed it. Versions
+    compare with less noise, and most tokens are [guessed](speculation.md) from the evaluation before."""
 
 
 class CheckpointConfig(Config):

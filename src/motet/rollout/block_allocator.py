@@ -84,6 +84,19 @@ class BlockAllocator:
             sequence.blocks += self._cache.take(1)
         return True
 
+    def reach(self, sequence: SampledSequence, n_tokens: int) -> int:
+        """Give a running sequence blocks for further tokens, as far as some are free; returns for how many there is room."""
+        missing = self._blocks_of(sequence.length + n_tokens) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += self._cache.take(min(missing, self._cache.n_free))
+        return min(n_tokens, len(sequence.blocks) * self._cache.block_size - sequence.length)
+
+    def trim(self, sequence: SampledSequence) -> None:
+        """Take back blocks that its tokens do not reach."""
+        n_blocks = self._blocks_of(sequence.length)
+        self._cache.give_back(sequence.blocks[n_blocks:])
+        del sequence.blocks[n_blocks:]
+
     def page_out(self, owner: Prompt | SampledSequence) -> None:
         """Take back all that it has, and leave it a copy in host memory where there is room."""
         n_tokens = owner.length - 1 if isinstance(owner, SampledSequence) else len(owner.request.prompt_ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -19,6 +19,7 @@ from motet.model.host_cache import HostCache
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
 from motet.rollout.block_allocator import BlockAllocator
+from motet.rollout.drafts import Drafts, can_draft
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import ModelRunner, NewTokens
 from motet.rollout.sequences import Prompt, SampledSequence
@@ -40,16 +41,18 @@ class Decoder:
         kept_blocks: int = 0,
         host_bytes: int = 0,
         turns: TenantTurns | None = None,
+        speculates: bool = False,
     ) -> None:
         """Between the turns of episodes at most `kept_blocks` stay with their sequences; 0 keeps none.
 
-        What gives way to others is copied to host memory, at most so many bytes of it.
+        What gives way to others is copied to host memory, at most so many bytes of it. `speculates`: see `Drafts`.
         """
         self.cache = cache
         self.host = HostCache(cache, host_bytes)
         self.kept = KeptSequences(cache, self.host, kept_blocks, stateful=bool(base.stateful))
         self.blocks = BlockAllocator(cache, self.host, self.kept)
         self.runner = ModelRunner(base, cache)
+        self.drafts = Drafts() if speculates and can_draft(base) else None
         self.max_rows = max_rows
         self.prefill_tokens = prefill_tokens
         self.prefills = 0
@@ -85,6 +88,8 @@ class Decoder:
         What was kept of these episodes is let go.
         """
         self.kept.forget(matches)
+        if self.drafts is not None:
+            self.drafts.forget(matches)
         for prompt in [prompt for prompt in self._waiting if _named(prompt, matches)]:
             self._waiting.remove(prompt)
             self._release_prompt(prompt)
@@ -126,10 +131,9 @@ class Decoder:
         if self.prefilled_tokens == before or not self._turns.company:
             begun = time.perf_counter()
             running = self._grow_or_preempt(self._turns.chosen(self._running))
-            if running:
-                self.runner.sample(running, self.runner.logits([_next_token(item) for item in running]))
+            rows = _decode(self, running, self._turns.spare(len(running)))
             self._settle(running)
-            self.spent += self._turns.decoded(begun, running)
+            self.spent += self._turns.decoded(begun, running, rows)
         opens = not (self._no_blocks or self._preempted) and self._rows_left() > 0
         self._turns.can_go_on((*(self._waiting if opens else ()), *self._running))
 
@@ -144,7 +148,7 @@ class Decoder:
         resumed: list[SampledSequence] = []
         read: list[tuple[Prompt, int]] = []
         if self._preempted:
-            self._reclaim_prompts()
+            _reclaim_prompts(self._waiting, self.blocks)
         while self._preempted and self._rows_left():
             sequence = self._preempted[0]
             computes = sequence.copy is None
@@ -238,7 +242,7 @@ class Decoder:
             while not (grown := self.blocks.grow(sequence)) and queue:
                 self._preempt(queue.pop())
             if not grown:
-                self._reclaim_prompts()
+                _reclaim_prompts(self._waiting, self.blocks)
                 grown = self.blocks.grow(sequence)
             if grown:
                 kept.append(sequence)
@@ -246,14 +250,6 @@ class Decoder:
                 self._preempt(sequence)
         self._running = kept
         return sorted((item for item in kept if item in chosen), key=_adapter_order)
-
-    def _reclaim_prompts(self) -> None:
-        """Take back the blocks of prompts that wait for a row; those that left no copy are prefilled again later."""
-        for prompt in self._waiting:
-            if prompt.blocks:
-                self.blocks.page_out(prompt)
-            if prompt.copy is None:
-                prompt.logits = None
 
     def _preempt(self, sequence: SampledSequence) -> None:
         self.blocks.page_out(sequence)
@@ -271,14 +267,45 @@ class Decoder:
 
     def _end(self, sequence: SampledSequence, reason: FinishReason) -> None:
         sequence.finish = reason
+        if self.drafts is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.drafts.keep(sequence)
         if sequence.prompt.request.episodes and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.kept.keep(sequence)
         self.blocks.give_back(sequence)
         sequence.prompt.emit(sequence.chunk(self.runner.text))
 
 
-def _next_token(item: SampledSequence) -> NewTokens:
-    return NewTokens(item.prompt.weights, item.tokens[-1:], item.length - 1, item.blocks, item.slot)
+def _reclaim_prompts(waiting: Iterable[Prompt], blocks: BlockAllocator) -> None:
+    """Take back the blocks of prompts that wait for a row; those that left no copy are prefilled again later."""
+    for prompt in waiting:
+        if prompt.blocks:
+            blocks.page_out(prompt)
+        if prompt.copy is None:
+            prompt.logits = None
+
+
+def _decode(decoder: Decoder, running: list[SampledSequence], spare: int) -> list[int]:
+    """A token for each, and those that were drafted right; returns how many rows each took. At most `spare` are drafts."""
+    drafts: list[list[int]] = [[] for _ in running]
+    begun = time.thread_time()  # others on the machine do not count
+    if decoder.drafts is not None:
+        drafts = decoder.drafts.of(running, spare)
+    for item, draft in zip(running, drafts, strict=True):
+        if draft:
+            del draft[decoder.blocks.reach(item, len(draft)) :]
+    inputs = [_next_tokens(item, draft) for item, draft in zip(running, drafts, strict=True)]
+    accepted = decoder.runner.sample(running, decoder.runner.logits(inputs), drafts) if running else 0
+    for item, draft in zip(running, drafts, strict=True):
+        if draft:
+            decoder.blocks.trim(item)
+    if decoder.drafts is not None and running:
+        decoder.drafts.checked(len(running), sum(map(len, drafts)), accepted, time.thread_time() - begun)
+    return [1 + len(draft) for draft in drafts]
+
+
+def _next_tokens(item: SampledSequence, draft: Sequence[int] = ()) -> NewTokens:
+    ids = [item.tokens[-1], *draft]
+    return NewTokens(item.prompt.weights, ids, item.length - 1, item.blocks, item.slot, len(ids))
 
 
 def _named(prompt: Prompt, names: set[str]) -> bool:

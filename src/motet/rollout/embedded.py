@@ -48,10 +48,11 @@ class EmbeddedEngine:
         kept_tokens: int = 0,
         host_kv_bytes: int = 0,
         share: float = 1.0,
+        speculates: bool = False,
     ) -> None:
         """Of the cache's tokens at most `kept_tokens` may be those of episodes between two turns.
 
-        `host_kv_bytes` of host memory are for what gives way in the cache.
+        `host_kv_bytes` of host memory are for what gives way in the cache. `speculates`: see `Decoder`.
         `share` is what a second of decoding here counts for, where other processes sample too.
         """
         self.base = base
@@ -70,6 +71,7 @@ class EmbeddedEngine:
             kept_blocks=kept_tokens // base.block_size,
             host_bytes=host_kv_bytes,
             turns=device.turns,
+            speculates=speculates,
         )
         self._grammars = Grammars(base.info)
         self._preparing: dict[str, str] = {}

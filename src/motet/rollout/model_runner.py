@@ -5,6 +5,7 @@ Legend: T packed rows, N sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ class NewTokens:
     start: int
     blocks: Sequence[int]
     slot: int = StateCache.no_slot
+    n_logits: int = 1
+    """Logits are wanted of its last tokens, so many of them."""
 
 
 class ModelRunner:
@@ -45,7 +48,7 @@ class ModelRunner:
         self._graphs = CudaGraphRunner(base, cache)
 
     def logits(self, inputs: Sequence[NewTokens]) -> Tensor:
-        """What the head gives [len(inputs), V] for the last token of each (see `LoraModel.raw_logits`).
+        """What the head gives [N, V] for the last tokens of each (see `LoraModel.raw_logits`).
 
         It may be overwritten by the next call.
         """
@@ -62,7 +65,7 @@ class ModelRunner:
         tokens: list[int] = []
         positions: list[int] = []
         runs: list[tuple[AdapterWeights | None, int, int]] = []
-        last = [0] * len(inputs)
+        last: list[range] = [range(0)] * len(inputs)
         row = 0
         for index in sorted(range(len(inputs)), key=lambda index: _by_layout(inputs[index].weights)):
             new = inputs[index]
@@ -75,31 +78,49 @@ class ModelRunner:
             else:
                 runs.append((new.weights, row, length))
             row += length
-            last[index] = row - 1
+            last[index] = range(row - new.n_logits, row)
         tokens_T = base.pad(torch.tensor(tokens, device=device))
         positions_T = base.pad(torch.tensor(positions, device=device))
         with base.routed(self.stacks.routing(runs, device)):
             hidden_TD = base.hidden(tokens_T, positions_T, base.attention.cached(spans, self.cache))
-        return base.raw_logits(base.pad(hidden_TD[torch.tensor(last, device=device)]))[: len(inputs)]
+        rows = torch.tensor(list(itertools.chain.from_iterable(last)), device=device)
+        return base.raw_logits(base.pad(hidden_TD[rows]))[: len(rows)]
 
-    def sample(self, sequences: Sequence[SampledSequence], raw_NV: Tensor) -> None:
-        """Draw each sequence's next token from its row and let it decide whether it ends."""
+    def sample(self, sequences: Sequence[SampledSequence], raw_NV: Tensor, drafts: Sequence[Sequence[int]] = ()) -> int:
+        """Draw each sequence's next tokens from its rows and let it decide whether it ends.
+
+        `raw_NV` has a row for each sequence, and after it one for each draft, of what follows if the drafts up to there are
+        right. Returns how many of them are.
+        """
+        drafts = drafts or [()] * len(sequences)
         at_a_time = self.base.arithmetic.logit_rows
-        for start in range(0, len(sequences), at_a_time):
-            rows = slice(start, min(start + at_a_time, len(sequences)))
-            self._sample(sequences[rows], self.base.finish_logits(self.base.pad(raw_NV[rows])))
+        rows = [
+            (item, offset) for item, draft in zip(sequences, drafts, strict=True) for offset in range(len(draft) + 1)
+        ]
+        drawn: list[tuple[int, float, bool]] = []
+        for start in range(0, len(rows), at_a_time):
+            part = rows[start : start + at_a_time]
+            drawn += self._draw(part, self.base.finish_logits(self.base.pad(raw_NV[start : start + len(part)])))
+        row = accepted = 0
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            for offset, (token, logprob, good) in enumerate(drawn[row : row + len(draft) + 1]):
+                sequence.append(token, logprob, good, self.text)
+                if sequence.finish is not None or offset == len(draft) or token != draft[offset]:
+                    break
+                accepted += 1
+            row += len(draft) + 1
+        return accepted
 
-    def _sample(self, sequences: Sequence[SampledSequence], logits_NV: Tensor) -> None:
-        keys = np.array([item.key for item in sequences], np.uint64)
-        positions = np.array([len(item.tokens) for item in sequences], np.uint64)
+    def _draw(self, rows: Sequence[tuple[SampledSequence, int]], logits_NV: Tensor) -> list[tuple[int, float, bool]]:
+        keys = np.array([item.key for item, _ in rows], np.uint64)
+        positions = np.array([len(item.tokens) + offset for item, offset in rows], np.uint64)
         uniforms_N = torch.from_numpy(seeds.uniforms(keys, positions)).to(logits_NV.device)
-        params = [item.prompt.request.sampling for item in sequences]
-        logits_NV = _kept_to_grammars(logits_NV, sequences)
+        params = [item.prompt.request.sampling for item, _ in rows]
+        logits_NV = _kept_to_grammars(logits_NV, [item for item, _ in rows])
         params.extend([params[-1]] * (len(logits_NV) - len(params)))
         tokens, logprobs, usable = draw(logits_NV, params, self.base.pad(uniforms_N))
-        drawn = zip(sequences, tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=False)
-        for sequence, token, logprob, good in drawn:
-            sequence.append(token, logprob, good, self.text)
+        drawn = zip(tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=True)
+        return list(itertools.islice(drawn, len(rows)))
 
     def text(self, tokens: list[int]) -> str:
         """Text of completion tokens, without special tokens."""

@@ -23,6 +23,7 @@ class LoadSampler(ChannelMessage, frozen=True):
     numerics: Literal["exact", "fast"]
     limits: dict[str, int]
     """Of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`, `kept_tokens`, `host_kv_bytes`."""
+    speculate: bool = True
     kernels: Kernels = "torch"
     files: str = ""
     """The directory of the adapters' bytes, which the process removes at its end."""

@@ -48,7 +48,7 @@ class SamplerProcess:
         )
         compute_with(self.base, load.kernels)
         self.device = Device()
-        self.engine = EmbeddedEngine(self.base, self.device, **load.limits)
+        self.engine = EmbeddedEngine(self.base, self.device, **load.limits, speculates=load.speculate)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sent: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
         """Seconds of decoding, with a full batch, and microseconds by job, as far as the parent knows."""

@@ -68,12 +68,17 @@ class TickTurns:
             self._reading.add(tokens, spent)
         return self._turns.charge(spent, [(_payer(prompt), part) for prompt, part in parts])
 
-    def decoded(self, begun: float, running: Sequence[SampledSequence]) -> Counter[str]:
-        """Charge one token of some sequences; microseconds by job."""
+    def spare(self, n_rows: int) -> int:
+        """Rows that a tick may have beside so many."""
+        most = self._decoding.most(self._rows) if self.company else 2 * self._rows + 32
+        return max(0, most - n_rows)
+
+    def decoded(self, begun: float, running: Sequence[SampledSequence], rows: Sequence[int]) -> Counter[str]:
+        """Charge some sequences, each by its rows; microseconds by job."""
         spent = time.perf_counter() - begun
         if running:
-            self._decoding.add(len(running), spent)
-        return self._turns.charge(spent, [(_payer(item.prompt), 1) for item in running])
+            self._decoding.add(sum(rows), spent)
+        return self._turns.charge(spent, [(_payer(item.prompt), n) for item, n in zip(running, rows, strict=True)])
 
 
 def _tenant(item: Prompt | SampledSequence) -> str:

@@ -74,6 +74,13 @@ class _Purpose:
     sampling: SamplingParams
     renew: bool = False
     can_stop: bool = False
+    common_numbers: bool = False
+    """Whether random numbers are the same at every step."""
+
+    def key(self, task: _Task, *parts: int) -> int:
+        """Of what is random about a group."""
+        step = 0 if self.common_numbers else task.step
+        return seeds.key(self.seed, self.name, step, task.position, task.problem.id, *parts)
 
 
 @dataclass
@@ -164,7 +171,9 @@ class JobSampler:
     async def evaluation(self, version: int) -> SampledStep:
         """Sample and score the held-out problems from a published version."""
         job = self._job
-        purpose = _Purpose("eval", job.data.evaluation_seed, job.config.eval.n, job.evaluation_sampling())
+        config, seed = job.config.eval, job.data.evaluation_seed
+        common = config.common_random_numbers
+        purpose = _Purpose("eval", seed, config.n, job.evaluation_sampling(), common_numbers=common)
         return await self._all(job.data.holdout, version, version, purpose)
 
     # --- which groups -----------------------------------------------------------------------------------------------------
@@ -271,10 +280,7 @@ class JobSampler:
         async def complete(
             prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
         ) -> list[Chunk]:
-            keys = {
-                index: seeds.key(purpose.seed, purpose.name, task.step, task.position, problem.id, index, turn)
-                for index in indices
-            }
+            keys = {index: purpose.key(task, index, turn) for index in indices}
             async with contextlib.AsyncExitStack() as admitted:
                 permit = services.scheduler.permit(job.name, len(indices))
                 await generation.unless_stopped(admitted.enter_async_context(permit))
@@ -304,7 +310,7 @@ class JobSampler:
 
         if task.rollouts is None:
             try:
-                seed = seeds.key(purpose.seed, purpose.name, task.step, task.position, problem.id)
+                seed = purpose.key(task)
                 judged = bool(job.config.rewards)
                 context = GroupContext(
                     problem, job.chat, purpose.n, generate, score, seed, judged, purpose.sampling, generation.release

@@ -1,0 +1,299 @@
+"""Drafts of the next tokens, which a tick checks beside the tokens that it has to compute.
+
+A draft is accepted where it is the token that is drawn at its place. A row's logits do not depend on the rows beside it, so
+drafts change how soon tokens come and never which ones. They are guessed from texts that may repeat: the prompt, what its other
+completions say, and what the same job answered to the same prompt before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+
+from motet.model.lora_model import LoraModel
+from motet.rollout.sequences import Prompt, SampledSequence
+from motet.types import IntArray
+
+_ORDERS = (4, 2)
+"""Tokens before a place by which the next one is guessed, where no other completion began in the same way."""
+_LONGEST = 8
+"""Tokens of one draft."""
+_ANSWERS = 8
+"""Earlier answers to a prompt that are kept."""
+_KEPT_TOKENS = 2_000_000
+_PROMPT_TOKENS = 1024
+"""The end of a prompt that is read."""
+_GAIN = 1.03
+"""Tokens per second with drafts over those without, at least."""
+_LEAST = 2e-4
+"""Seconds of a token without drafts; to guess takes some of it."""
+_LONGEST_REST = 16
+"""Ticks without any draft, after some whose drafts did not pay."""
+_TRIALS = 64
+"""Every so many times likely drafts are checked to learn what rows cost."""
+_LIKELY = 0.6
+
+Key = tuple[str, str, bytes]
+
+
+class _Guess:
+    """What followed somewhere."""
+
+    __slots__ = ("agreed", "seen", "token")
+
+    def __init__(self, token: int) -> None:
+        self.token, self.agreed, self.seen = token, 1, 1
+
+    def take(self, token: int) -> None:
+        """Hear of another; the token that most texts have is kept (Boyer and Moore)."""
+        self.seen += 1
+        if token == self.token:
+            self.agreed += 1
+        elif self.agreed:
+            self.agreed -= 1
+        else:
+            self.token, self.agreed = token, 1
+
+    @property
+    def sureness(self) -> int:
+        """0 to 7."""
+        return 2 * min(self.seen, 4) + (self.agreed == self.seen) - 2
+
+
+class _Hits:
+    """How often guesses of each kind were right, the latest counting most."""
+
+    def __init__(self) -> None:
+        self._right, self._tried = [1.0] * 64, [2.0] * 64
+
+    def rate(self, kind: int) -> float:
+        """Share of this kind that was right."""
+        return self._right[kind] / self._tried[kind]
+
+    def add(self, kind: int, right: bool) -> None:
+        """Hear of one."""
+        self._right[kind] = 0.98 * self._right[kind] + right
+        self._tried[kind] = 0.98 * self._tried[kind] + 1
+
+
+class _Place:
+    """A place in a completion, as a book knows it: by the last tokens, and by all tokens since its begin."""
+
+    __slots__ = ("length", "prefix", "recent", "seeded")
+
+    def __init__(self, recent: list[int], seed: int) -> None:
+        self.recent, self.length = recent, 0
+        self.prefix, self.seeded = 1, hash((2, seed))
+
+    def after(self, token: int) -> _Place:
+        """The next place."""
+        place = _Place.__new__(_Place)
+        place.recent, place.length = [*self.recent[1 - _ORDERS[0] :], token], self.length + 1
+        place.prefix, place.seeded = hash((self.prefix, token)), hash((self.seeded, token))
+        return place
+
+    def numbers(self) -> list[tuple[int, int]]:
+        """By which a book is asked, the most telling first: a number, and which sort of key it is."""
+        found = [(self.seeded, 0), (self.prefix, 1 + (self.length >= 8))]
+        return found + [
+            (hash(tuple(self.recent[-order:])), 3 + index)
+            for index, order in enumerate(_ORDERS)
+            if order <= len(self.recent)
+        ]
+
+
+class _Book:
+    """What followed what in the texts around one prompt."""
+
+    def __init__(self, prompt_ids: IntArray, answers: Iterable[tuple[int, IntArray]], hits: _Hits) -> None:
+        self._hits = hits
+        self._guesses: dict[int, _Guess] = {}
+        self._places: dict[int, _Place] = {}
+        self._end = prompt_ids[-_ORDERS[0] :].tolist()
+        recent: list[int] = []
+        for token in prompt_ids[-_PROMPT_TOKENS:].tolist():
+            for order in _ORDERS:
+                if order <= len(recent):
+                    self._take(hash(tuple(recent[-order:])), token)
+            recent = [*recent[1 - _ORDERS[0] :], token]
+        for seed, answer in answers:
+            place = _Place(self._end, seed)
+            for token in answer.tolist():
+                place = self._follow(place, token)
+
+    def read(self, sequence: SampledSequence) -> _Place:
+        """Take in what a completion says since it was read last; returns where it is."""
+        place = self._places.get(sequence.index) or _Place(self._end, sequence.key)
+        for token in sequence.tokens[place.length :]:
+            found = self._guess(place)
+            if found is not None:
+                self._hits.add(found[1], found[0] == token)
+            place = self._follow(place, token)
+        self._places[sequence.index] = place
+        return place
+
+    def draft(self, place: _Place, most: int) -> list[tuple[int, float]]:
+        """Tokens that may come next, and how likely all up to each are right."""
+        likely, drafted = 1.0, list[tuple[int, float]]()
+        while len(drafted) < most and (found := self._guess(place)) is not None:
+            likely *= self._hits.rate(found[1])
+            drafted.append((found[0], likely))
+            place = place.after(found[0])
+        return drafted
+
+    def _guess(self, place: _Place) -> tuple[int, int] | None:
+        """A token that may come next, and the kind of the guess."""
+        for key, sort in place.numbers():
+            found = self._guesses.get(key)
+            if found is not None:
+                return found.token, 8 * sort + found.sureness
+        return None
+
+    def _follow(self, place: _Place, token: int) -> _Place:
+        for key, _ in place.numbers():
+            self._take(key, token)
+        return place.after(token)
+
+    def _take(self, key: int, token: int) -> None:
+        known = self._guesses.get(key)
+        if known is None:
+            self._guesses[key] = _Guess(token)
+        else:
+            known.take(token)
+
+
+class _Ticks:
+    """Seconds that ticks take by their rows."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._seconds: dict[int, float] = {}
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Hear of one; a single slow one counts little."""
+        known = self._seconds.get(rows)
+        if known is None:
+            insort(self._rows, rows)
+            self._seconds[rows] = seconds
+        else:
+            self._seconds[rows] = known + 0.2 * (min(seconds, 2 * known) - known)
+
+    def knows(self, rows: int) -> bool:
+        """Whether one of so many rows was seen."""
+        return rows in self._seconds
+
+    def of(self, rows: int) -> float:
+        """Of so many rows, between those that were seen; twice the most is expected to cost no more, until it was tried."""
+        at = bisect_left(self._rows, rows)
+        if at == len(self._rows):
+            most = self._rows[-1]
+            return self._seconds[most] * max(1.0, rows / (2 * most))
+        above = self._rows[at]
+        if above == rows or at == 0:
+            return self._seconds[above]
+        below = self._rows[at - 1]
+        part = (rows - below) / (above - below)
+        return self._seconds[below] + part * (self._seconds[above] - self._seconds[below])
+
+
+@dataclass
+class Drafts:
+    """Drafts for the sequences of one decoder, where they are worth their rows."""
+
+    least: float = _LEAST
+    drafted: int = 0
+    accepted: int = 0
+    _answers: OrderedDict[Key, deque[tuple[int, IntArray]]] = field(default_factory=OrderedDict)
+    """With their seeds, by tenant, job and prompt; the one that was used least recently first."""
+    _tokens: int = 0
+    _hits: dict[tuple[str, float], _Hits] = field(default_factory=dict)
+    """By job and temperature."""
+    _ticks: _Ticks = field(default_factory=_Ticks)
+    _books: weakref.WeakKeyDictionary[Prompt, _Book] = field(default_factory=weakref.WeakKeyDictionary)
+    _rest: int = 0
+    _pause: int = 1
+    _trial: int = 0
+
+    def of(self, running: Sequence[SampledSequence], spare: int) -> list[list[int]]:
+        """What to check beside the next token of each, at most `spare` tokens together."""
+        nothing: list[list[int]] = [[] for _ in running]
+        if self._rest:
+            self._rest -= 1
+            return nothing
+        n_rows = len(running)
+        if spare <= 0 or not self._ticks.knows(n_rows) or self._ticks.of(n_rows) < self.least * n_rows:
+            return nothing
+        offers = [self._draft(item) for item in running]
+        ranked = sorted(((likely, index) for index, offer in enumerate(offers) for _, likely in offer), reverse=True)
+        n_chosen = self._worth(n_rows, [likely for likely, _ in ranked[:spare]])
+        if not n_chosen:
+            self._rest, self._pause = self._pause, min(2 * self._pause, _LONGEST_REST)
+            return nothing
+        self._pause = 1
+        chosen = [0] * len(running)
+        for _, index in ranked[:n_chosen]:
+            chosen[index] += 1
+        return [[token for token, _ in offer[:n]] for offer, n in zip(offers, chosen, strict=True)]
+
+    def checked(self, n_rows: int, drafted: int, accepted: int, seconds: float) -> None:
+        """Hear how long a tick took, and how many drafts it checked and accepted."""
+        self._ticks.add(n_rows + drafted, seconds)
+        self.drafted += drafted
+        self.accepted += accepted
+
+    def keep(self, sequence: SampledSequence) -> None:
+        """Remember an answer for those who are asked the same later."""
+        key, tokens = _key(sequence.prompt), np.array(sequence.tokens, np.int32)
+        answers = self._answers.setdefault(key, deque())
+        self._answers.move_to_end(key)
+        answers.append((sequence.key, tokens))
+        self._tokens += len(tokens)
+        if len(answers) > _ANSWERS:
+            self._tokens -= len(answers.popleft()[1])
+        while self._tokens > _KEPT_TOKENS:
+            _, oldest = self._answers.popitem(last=False)
+            self._tokens -= sum(len(tokens) for _, tokens in oldest)
+
+    def forget(self, jobs: set[str]) -> None:
+        """Let go of what these jobs answered."""
+        for key in [key for key in self._answers if key[1] in jobs]:
+            self._tokens -= sum(len(tokens) for _, tokens in self._answers.pop(key))
+        self._hits = {key: hits for key, hits in self._hits.items() if key[0] not in jobs}
+
+    def _draft(self, sequence: SampledSequence) -> list[tuple[int, float]]:
+        if sequence.grammar is not None:  # it moves on with each token
+            return []
+        prompt, sampling = sequence.prompt, sequence.prompt.request.sampling
+        book = self._books.get(prompt)
+        if book is None:
+            hits = self._hits.setdefault((prompt.request.job, sampling.temperature), _Hits())
+            book = _Book(prompt.request.prompt_ids, self._answers.get(_key(prompt), ()), hits)
+            self._books[prompt] = book
+        return book.draft(book.read(sequence), min(_LONGEST, sampling.max_tokens - len(sequence.tokens) - 1))
+
+    def _worth(self, n_rows: int, likely: list[float]) -> int:
+        """How many of the likeliest drafts give the most tokens per second; now and then more, to see what rows cost."""
+        self._trial += 1
+        if self._trial % _TRIALS == 1:
+            return sum(each >= _LIKELY for each in likely)
+        best, most = 0, n_rows / self._ticks.of(n_rows) * _GAIN
+        for n, hoped in enumerate(accumulate(likely), 1):
+            rate = (n_rows + hoped) / self._ticks.of(n_rows + n)
+            if rate > most:
+                best, most = n, rate
+        return best
+
+
+def can_draft(base: LoraModel) -> bool:
+    """Whether rows of guesses leave no trace: none beside them, none in states, none in blocks that are read past the end."""
+    return not (base.info.inexact or base.stateful or base.attention.reads_past_end or base.arithmetic.graphs)
+
+
+def _key(prompt: Prompt) -> Key:
+    return prompt.request.tenant, prompt.request.job, prompt.request.prompt_ids.tobytes()
