@@ -22,7 +22,18 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, Routing
 from motet.model.lora_model import LoraModel
 from motet.model.routing import SamplerRouting, TrainerRouting
+from motet.native.decoder import (
+    angles,
+    embedding_scale,
+    gate_of,
+    head_width,
+    linears_of,
+    norm_weight,
+    norms_of,
+    rotates,
+)
 from motet.native.plan import (
+    GATES,
     LINEARS,
     TYPES,
     AdaptedRows,
@@ -133,24 +144,19 @@ class NativeBase:
         calls = _calls(base)
         layers = (Layer * len(decoder.layers))()
         self._places: dict[str, tuple[int, tuple[int, ...]]] = {}
+        angles_of = angles(decoder, config, base.info.max_positions)
         for index, (layer, module) in enumerate(zip(layers, decoder.layers, strict=True)):
-            attention = module.self_attn
-            norms = {
-                "norm_in": module.input_layernorm,
-                "norm_mlp": module.post_attention_layernorm,
-                "norm_q": getattr(attention, "q_norm", None),
-                "norm_k": getattr(attention, "k_norm", None),
-            }
-            for name, norm in norms.items():
-                setattr(layer, name, None if norm is None else self._numbers(norm.weight))
-            layer.window = calls[index].window or 0
-            leaders = (attention.q_proj, attention.o_proj, module.mlp.gate_proj, module.mlp.down_proj)
-            for which, linear in enumerate(leaders):
+            for name, norm in norms_of(module).items():
+                setattr(layer, name, None if norm is None else self._numbers(norm_weight(norm)))
+            layer.window, layer.softcap = calls[index].window or 0, calls[index].softcap or 0.0
+            layer.scale = calls[index].scaling
+            if rotates(module.self_attn, config):
+                layer.cosines, layer.sines = map(self._numbers, angles_of(index))
+            for which, (linear, *_) in enumerate(linears_of(module)):
                 self._places[linear.fused.leader] = (index * LINEARS + which, linear.fused.sizes)
                 self._fill(layer.linears[which], linear.fused.frozen)
-        cosines, sines = _angles(decoder, base.info.max_positions)
-        width = cosines.shape[1] * 2
         self._memory.append(layers)
+        q_norm, width = norms_of(decoder.layers[0])["norm_q"], head_width(config)
         plan = Plan(
             n_layers=len(layers),
             width=config.hidden_size,
@@ -159,16 +165,18 @@ class NativeBase:
             head_width=width,
             inner=config.intermediate_size,
             vocabulary=base.head.shape[0],
-            positions=len(cosines),
+            positions=base.info.max_positions,
+            rotated=2 * angles_of(0)[0].shape[1],
+            norms_whole=q_norm is not None and len(q_norm.weight) != width,
             type=TYPES[base.dtype],
             arithmetic=self._arithmetic,
-            epsilon=decoder.norm.variance_epsilon,
-            scale=calls[0].scaling,
+            gate=GATES[gate_of(config)],
+            epsilon=config.rms_norm_eps,
+            embedding_scale=embedding_scale(decoder, config),
+            residual=getattr(config, "residual_multiplier", 1.0),
             layers=layers,
-            norm_out=self._numbers(decoder.norm.weight),
+            norm_out=self._numbers(norm_weight(decoder.norm)),
             embedding=decoder.embed_tokens.weight.data_ptr(),
-            cosines=self._numbers(cosines),
-            sines=self._numbers(sines),
         )
         self._fill(plan.head, base.head)
         return plan
@@ -367,12 +375,3 @@ def _calls(base: LoraModel) -> dict[int, LayerCall]:
     with torch.no_grad():
         base.hidden(tokens, torch.arange(len(tokens)), attention)
     return {call.layer: call for call in attention.calls}
-
-
-def _angles(decoder: Any, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions, E / 2], as the model itself makes them."""
-    places = torch.arange(positions)[None]
-    with torch.no_grad():
-        cosines, sines = decoder.rotary_emb(torch.zeros(1, 1, 1), places)
-    half = cosines.shape[-1] // 2
-    return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,47 +14,24 @@ from motet.model.lora_model import LoraModel
 from motet.model.proof import LENGTHS, TOLERANCE
 from motet.native import library
 from motet.native.base import NativeBase
+from motet.native.decoder import linears_of, refusal_of
 from motet.native.library import ARITHMETICS
 from motet.native.plan import Calls
 
 _ARITHMETICS = {"native": "exact", "native-dpbf16": "exact-dpbf16"}
 
-_DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-"""Decoders of transformers whose layers the plan has."""
-
 
 def refusal(base: LoraModel) -> str:
     """Why own kernels do not compute a base; empty where they do."""
-    decoder: Any = base.decoder
-    config = base.model.config.get_text_config()
-    kind = type(decoder).__name__
     if base.device.type != "cpu":
         return f"own kernels run on CPUs, and engine.device is {base.device.type}"
     if base.shards is not None:
         return "own kernels do not compute a base in shards"
-    if kind not in _DECODERS or base.experts or base.stateful:
-        return f"own kernels compute {', '.join(_DECODERS)}, and this is {kind}"
-    if config.hidden_act != "silu":
-        return f"own kernels know silu, and this base has {config.hidden_act}"
-    first = decoder.layers[0]
-    attention, mlp = first.self_attn, first.mlp
-    families = [
-        (attention.q_proj, attention.k_proj, attention.v_proj),
-        (attention.o_proj,),
-        (mlp.gate_proj, mlp.up_proj),
-        (mlp.down_proj,),
-    ]
+    if reason := refusal_of(base.model.config, base.block_size):
+        return reason
+    families = [family for layer in base.decoder.layers for family in linears_of(layer)]  # type: ignore[union-attr,operator]
     if any({layer.fused.paths for layer in family} != {tuple(layer.path for layer in family)} for family in families):
         return "own kernels need queries, keys and values in one product, and gate and up in another"
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if width % 16:
-        return f"own kernels need heads of a multiple of 16 numbers, and these have {width}"
-    if config.num_attention_heads > 64 * config.num_key_value_heads:
-        return "own kernels take at most 64 query heads for each of keys"
-    if base.block_size % 16:
-        return f"own kernels need KV blocks of a multiple of 16 tokens, and these have {base.block_size}"
-    if first.self_attn.q_proj.out_features != config.num_attention_heads * width:
-        return "queries have another width than the heads"
     return ""
 
 

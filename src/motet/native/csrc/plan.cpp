@@ -71,6 +71,7 @@ void* at(Type type, void* x, int64_t place) { return static_cast<char*>(x) + pla
 // What the backward pass reads of a layer.
 struct Kept {
     float *qkv, *plain, *out, *log_sums, *x_mid;
+    float *of_attention, *of_mlp;  // what attention and MLP gave, before norms
     void* gate_up;
     float* inner[4];  // products with A of each fused linear
 
@@ -81,6 +82,8 @@ struct Kept {
         out = memory.take<float>(rows * attended(plan));
         log_sums = memory.take<float>(rows * plan.heads);
         x_mid = memory.take<float>(rows * plan.width);
+        of_attention = memory.take<float>(plan.layers[0].norm_attended ? rows * plan.width : 0);
+        of_mlp = memory.take<float>(plan.layers[0].norm_done ? rows * plan.width : 0);
         gate_up = memory.take_bytes(rows * 2 * plan.inner * bytes_of(type_of(plan)));
         for (int i = 0; i < 4; i++) inner[i] = memory.take<float>(rows * columns[i]);
     }
@@ -99,7 +102,7 @@ class Call {
     const Arithmetic arithmetic;
     int64_t columns[4] = {0, 0, 0, 0};  // the widest A of each fused linear
     std::vector<Rows> run_rows, span_rows;
-    float *cosines, *sines, *x, *y;
+    float *x, *y;
     void *a, *narrow, *keys, *values;
     // backward
     float *dx = nullptr, *dy, *din, *ds, *dk, *dv;
@@ -119,8 +122,6 @@ class Call {
         int64_t in = std::max({plan.width, attended(plan), plan.inner});
         int64_t out = std::max({joint(plan), 2 * plan.inner, plan.width});
         int64_t pool = pass.keys ? 0 : pass.n_blocks * pass.block * keys_wide(plan);
-        cosines = memory.take<float>(rows * plan.head_width / 2);
-        sines = memory.take<float>(rows * plan.head_width / 2);
         x = memory.take<float>(rows * plan.width);
         y = memory.take<float>(rows * out);
         a = memory.take_bytes(rows * in * size);
@@ -169,8 +170,10 @@ class Call {
         }
     }
 
+    // What attention and MLP read of the stream: its norm, where there is one.
     void norm(const float* from, const float* weight, void* to) const {
         by_rows([&](int64_t row, int64_t m) {
+            if (!weight) return typed(from + row * plan.width, plan.width, at(type, to, row * plan.width), plan.width, m, plan.width);
             rms_norm(from + row * plan.width, plan.width, weight, plan.epsilon, type, at(type, to, row * plan.width),
                      plan.width, nullptr, m, plan.width);
         });
@@ -181,8 +184,11 @@ class Call {
 
  private:
     void linear(int64_t layer, int which, float* to, bool add, float* inner) const;
+    void add_linear(int64_t layer, int which, const float* norm, float* before, float* inner) const;
+    const float* slope_of_added(const float* norm, const float* before) const;
     void attention(int64_t layer, Kept& kept) const;
     void rotate(const Layer& layer, Kept& kept) const;
+    void rope_rows(const Layer& layer, float* rows, bool back, int64_t first, int64_t m) const;
     void linear_back(int64_t layer, int which, const float* slope, const void* in, float* inner, float* to);
     void gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* in, const float* inner, int64_t wide);
     void attention_back(int64_t layer, Kept& kept);
@@ -244,21 +250,43 @@ void Call::linear(int64_t layer, int which, float* to, bool add, float* inner) c
     });
 }
 
+// Adds to the stream a linear of `a`: through a norm where there is one, and multiplied as the plan says.
+void Call::add_linear(int64_t layer, int which, const float* norm, float* before, float* inner) const {
+    if (!norm && plan.residual == 1.0f) return linear(layer, which, x, true, inner);
+    float* given = norm ? before : y;
+    linear(layer, which, given, false, inner);
+    by_rows([&](int64_t row, int64_t m) {
+        const int64_t n = plan.width, place = row * n;
+        if (norm) rms_norm(given + place, n, norm, plan.epsilon, Type::f32, y + place, n, nullptr, m, n);
+        add_rows(x + place, n, y + place, n, m, n, plan.residual);
+    });
+}
+
+void Call::rope_rows(const Layer& layer, float* rows, bool back, int64_t first, int64_t m) const {
+    const int64_t n = joint(plan), half = plan.rotated / 2, heads = plan.heads + plan.kv_heads;
+    for (int64_t row = 0; layer.cosines && row < m; row++) {
+        const int64_t angles = pass.positions[first + row] * half;
+        rope(rows + row * n, n, layer.cosines + angles, layer.sines + angles, half, back, 1, heads, plan.head_width, plan.rotated);
+    }
+}
+
 // Norms of heads, where there are any, and rotation, of queries and keys.
 void Call::rotate(const Layer& layer, Kept& kept) const {
-    const int64_t n = joint(plan), e = plan.head_width;
+    const int64_t n = joint(plan), wide = attended(plan), kv_wide = keys_wide(plan);
+    const int64_t q_norm = plan.norms_whole ? wide : plan.head_width, k_norm = plan.norms_whole ? kv_wide : plan.head_width;
     by_rows([&](int64_t first, int64_t m) {
         float* rows = kept.qkv + first * n;
         if (layer.norm_q) {
             std::memcpy(kept.plain + first * n, rows, size_t(m * n) * 4);
             for (int64_t row = 0; row < m; row++) {
                 const float* from = kept.plain + (first + row) * n;
-                rms_norm(from, e, layer.norm_q, plan.epsilon, Type::f32, rows + row * n, e, nullptr, plan.heads, e);
-                rms_norm(from + attended(plan), e, layer.norm_k, plan.epsilon, Type::f32, rows + row * n + attended(plan), e,
-                         nullptr, plan.kv_heads, e);
+                float* to = rows + row * n;
+                rms_norm(from, q_norm, layer.norm_q, plan.epsilon, Type::f32, to, q_norm, nullptr, wide / q_norm, q_norm);
+                rms_norm(from + wide, k_norm, layer.norm_k, plan.epsilon, Type::f32, to + wide, k_norm, nullptr, kv_wide / k_norm,
+                         k_norm);
             }
         }
-        rope(rows, n, cosines + first * e / 2, sines + first * e / 2, e / 2, false, m, plan.heads + plan.kv_heads, e);
+        rope_rows(layer, rows, false, first, m);
     });
 }
 
@@ -269,7 +297,8 @@ void Call::attention(int64_t layer, Kept& kept) const {
         write_keys_values(pool, pass.writes[part], kept.qkv + wide, n, kept.qkv + wide + keys_wide(plan), n);
     });
     std::memset(kept.out, 0, size_t(pass.n_rows * wide) * 4);
-    Attention call{pool, arithmetic, plan.heads / plan.kv_heads, plan.scale, 0, plan.layers[layer].window, nullptr,
+    const Layer& of = plan.layers[layer];
+    Attention call{pool, arithmetic, plan.heads / plan.kv_heads, of.scale, of.softcap, of.window, nullptr,
                    kept.qkv, n, kept.out, wide, kept.log_sums};
     shared(int64_t(span_rows.size()) * plan.kv_heads, [&](int64_t part) {
         const Rows& own = span_rows[part / plan.kv_heads];
@@ -287,16 +316,16 @@ void Call::forward_layer(int64_t index, Kept& kept) {
     attention(index, kept);
     const int64_t wide = attended(plan), inner = plan.inner;
     by_rows([&](int64_t row, int64_t m) { typed(kept.out + row * wide, wide, at(type, a, row * wide), wide, m, wide); });
-    linear(index, OUT, x, true, kept.inner[OUT]);
+    add_linear(index, OUT, layer.norm_attended, kept.of_attention, kept.inner[OUT]);
     std::memcpy(kept.x_mid, x, size_t(pass.n_rows * plan.width) * 4);
     norm(x, layer.norm_mlp, a);
     linear(index, GATE_UP, y, false, kept.inner[GATE_UP]);
     by_rows([&](int64_t row, int64_t m) {
         const float* own = y + row * 2 * inner;
         typed(own, 2 * inner, at(type, kept.gate_up, row * 2 * inner), 2 * inner, m, 2 * inner);
-        gate_up(Gate::silu, own, 2 * inner, own + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
+        gate_up(Gate(plan.gate), own, 2 * inner, own + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
     });
-    linear(index, DOWN, x, true, kept.inner[DOWN]);
+    add_linear(index, DOWN, layer.norm_done, kept.of_mlp, kept.inner[DOWN]);
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------------------
@@ -402,8 +431,8 @@ void Call::attention_back(int64_t layer, Kept& kept) {
         std::memset(dv + block * of_block, 0, size_t(of_block) * 4);
     });
     std::memset(dy, 0, size_t(pass.n_rows * n) * 4);
-    AttentionBackward call{{pool, arithmetic, plan.heads / kv, plan.scale, 0, own.window, nullptr, kept.qkv, n, kept.out, wide,
-                            kept.log_sums},
+    AttentionBackward call{{pool, arithmetic, plan.heads / kv, own.scale, own.softcap, own.window, nullptr, kept.qkv, n, kept.out,
+                            wide, kept.log_sums},
                            din, dy, n, dk, dv};
     shared(pass.n_spans * kv, [&](int64_t part) { attend_backward(call, pass.spans[part / kv], part % kv, part % kv + 1); });
     shared(kv, [&](int64_t head) {  // a row that several sequences read gets their gradients in their order
@@ -420,16 +449,31 @@ void Call::attention_back(int64_t layer, Kept& kept) {
     });
     by_rows([&](int64_t first, int64_t m) {
         float* rows = dy + first * n;
-        rope(rows, n, cosines + first * e / 2, sines + first * e / 2, e / 2, true, m, plan.heads + kv, e);
+        rope_rows(own, rows, true, first, m);
         if (!own.norm_q) return;
+        const int64_t q_norm = plan.norms_whole ? wide : e, k_norm = plan.norms_whole ? kv * e : e;
         float* slope = static_cast<float*>(part_room.at_least((wide + kv * e) * 4));
         for (int64_t row = 0; row < m; row++) {
             const float* from = kept.plain + (first + row) * n;
             std::memcpy(slope, rows + row * n, size_t(wide + kv * e) * 4);
-            rms_norm_backward(from, e, own.norm_q, plan.epsilon, slope, e, rows + row * n, e, false, plan.heads, e);
-            rms_norm_backward(from + wide, e, own.norm_k, plan.epsilon, slope + wide, e, rows + row * n + wide, e, false, kv, e);
+            float* to = rows + row * n;
+            rms_norm_backward(from, q_norm, own.norm_q, plan.epsilon, slope, q_norm, to, q_norm, false, wide / q_norm, q_norm);
+            rms_norm_backward(from + wide, k_norm, own.norm_k, plan.epsilon, slope + wide, k_norm, to + wide, k_norm, false,
+                              kv * e / k_norm, k_norm);
         }
     });
+}
+
+// From the gradient of the stream to one of what `add_linear` multiplied, in `dy` where they differ.
+const float* Call::slope_of_added(const float* norm, const float* before) const {
+    if (!norm && plan.residual == 1.0f) return dx;
+    by_rows([&](int64_t row, int64_t m) {
+        const int64_t n = plan.width, place = row * n;
+        std::memset(dy + place, 0, size_t(m * n) * 4);
+        add_rows(dy + place, n, dx + place, n, m, n, plan.residual);
+        if (norm) rms_norm_backward(before + place, n, norm, plan.epsilon, dy + place, n, dy + place, n, false, m, n);
+    });
+    return dy;
 }
 
 void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
@@ -442,12 +486,12 @@ void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
             to_f32(static_cast<const bf16*>(from), both, m * 2 * inner);
         else
             std::memcpy(both, from, size_t(m * 2 * inner) * 4);
-        gate_up(Gate::silu, both, 2 * inner, both + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
+        gate_up(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
     });
-    linear_back(index, DOWN, dx, a, kept.inner[DOWN], din);
+    linear_back(index, DOWN, slope_of_added(layer.norm_done, kept.of_mlp), a, kept.inner[DOWN], din);
     by_rows([&](int64_t row, int64_t m) {
         float *both = y + row * 2 * inner, *slope = dy + row * 2 * inner;
-        gate_up_backward(Gate::silu, both, 2 * inner, both + inner, 2 * inner, din + row * inner, inner, slope, 2 * inner,
+        gate_up_backward(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, din + row * inner, inner, slope, 2 * inner,
                          slope + inner, 2 * inner, m, inner);
     });
     norm(kept.x_mid, layer.norm_mlp, a);
@@ -455,12 +499,13 @@ void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
     auto through_norm = [&](const float* from, const float* weight) {
         by_rows([&](int64_t row, int64_t m) {
             int64_t place = row * width;
+            if (!weight) return add_rows(dx + place, width, din + place, width, m, width);
             rms_norm_backward(from + place, width, weight, plan.epsilon, din + place, width, dx + place, width, true, m, width);
         });
     };
     through_norm(kept.x_mid, layer.norm_mlp);
     by_rows([&](int64_t row, int64_t m) { typed(kept.out + row * wide, wide, at(type, a, row * wide), wide, m, wide); });
-    linear_back(index, OUT, dx, a, kept.inner[OUT], din);
+    linear_back(index, OUT, slope_of_added(layer.norm_attended, kept.of_attention), a, kept.inner[OUT], din);
     attention_back(index, kept);
     norm(x_in, layer.norm_in, a);
     linear_back(index, QKV, dy, a, kept.inner[QKV], index ? din : nullptr);
@@ -524,24 +569,15 @@ Kept prepare(Call& call, bool backward) {
     return carve(scratch.at_least(carve(nullptr).second)).first;
 }
 
-void gather_angles(Call& call) {
-    const int64_t half = call.plan.head_width / 2;
-    for (int64_t row = 0; row < call.pass.n_rows; row++) {
-        std::memcpy(call.cosines + row * half, call.plan.cosines + call.pass.positions[row] * half, size_t(half) * 4);
-        std::memcpy(call.sines + row * half, call.plan.sines + call.pass.positions[row] * half, size_t(half) * 4);
-    }
-}
-
 void forward(const Plan& plan, const Pass& pass) {
     FlushDenormals flush;
     Call call(plan, pass);
     Kept one = prepare(call, false);
     Carver carver(pass.kept);
     Memory memory(carver, call);
-    gather_angles(call);
     const int64_t width = plan.width, bytes = pass.n_rows * width * 4;
     call.by_rows([&](int64_t row, int64_t m) {
-        embed(call.type, plan.embedding, pass.tokens + row, 1.0f, call.x + row * width, width, m, width);
+        embed(call.type, plan.embedding, pass.tokens + row, plan.embedding_scale, call.x + row * width, width, m, width);
     });
     for (int64_t layer = 0; layer < plan.n_layers; layer++) {
         if (pass.kept) std::memcpy(memory.x_in[layer], call.x, size_t(bytes));
@@ -560,7 +596,6 @@ void backward(const Plan& plan, const Pass& pass, const float* slope) {
     Kept one = prepare(call, true);
     Carver carver(pass.kept);
     Memory memory(carver, call);
-    gather_angles(call);
     const int64_t width = plan.width;
     call.by_rows([&](int64_t row, int64_t m) {
         rms_norm_backward(memory.x_in[plan.n_layers] + row * width, width, plan.norm_out, plan.epsilon, slope + row * width, width,
