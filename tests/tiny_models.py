@@ -82,6 +82,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "llama": ("LlamaConfig", {}),
+    "llama_biased": (
+        "LlamaConfig",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "qwen2_linear": ("Qwen2Config", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
     "llama_deep": ("LlamaConfig", {"num_hidden_layers": 10}),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 24}),

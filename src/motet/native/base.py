@@ -30,6 +30,7 @@ from motet.native.decoder import (
     linears_of,
     norm_weight,
     norms_of,
+    query_scales,
     rotates,
 )
 from motet.native.plan import (
@@ -156,6 +157,7 @@ class NativeBase:
                 self._places[linear.fused.leader] = (index * LINEARS + which, linear.fused.sizes)
                 self._fill(layer.linears[which], linear.fused.frozen)
         self._memory.append(layers)
+        scales = query_scales(config, base.info.max_positions)
         q_norm, width = norms_of(decoder.layers[0])["norm_q"], head_width(config)
         plan = Plan(
             n_layers=len(layers),
@@ -177,6 +179,7 @@ class NativeBase:
             layers=layers,
             norm_out=self._numbers(norm_weight(decoder.norm)),
             embedding=decoder.embed_tokens.weight.data_ptr(),
+            query_scales=None if scales is None else self._numbers(scales),
         )
         self._fill(plan.head, base.head)
         return plan

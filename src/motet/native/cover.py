@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from motet.native.decoder import linears_of, refusal_of
 from motet.native.library import ARITHMETICS
 from motet.native.plan import Calls
 
+_INSTEAD = "set engine.kernels to torch"
 _ARITHMETICS = {"native": "exact", "native-dpbf16": "exact-dpbf16"}
 
 
@@ -35,6 +37,16 @@ def refusal(base: LoraModel) -> str:
     return ""
 
 
+def check_covered(name: str, kernels: Kernels, block_size: int, config: Any) -> None:
+    """Before weights are read: whether the kernels of a setting compute bases of this configuration (of transformers).
+
+    Raises:
+        BaseModelError: they do not.
+    """
+    if kernels != "torch" and (reason := refusal_of(config, block_size)):
+        raise BaseModelError(f"{name}: {reason}; {_INSTEAD}")
+
+
 @torch.no_grad()
 def compute_with(base: LoraModel, kernels: Kernels) -> None:
     """Hand a base's passes to the kernels of a setting, and prove that they compute the same, in bits that no company changes.
@@ -48,21 +60,19 @@ def compute_with(base: LoraModel, kernels: Kernels) -> None:
     native = library.load()
     arithmetic = "exact" if base.dtype == torch.float32 else _ARITHMETICS[kernels]
     if reason := refusal(base):
-        raise BaseModelError(f"{base.info.name}: {reason}; set engine.kernels to torch")
+        raise BaseModelError(f"{base.info.name}: {reason}; {_INSTEAD}")
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, base.info.vocab_size, (length,), generator=generator) for length in LENGTHS]
     with base.routed(NoAdapters()):
-        theirs = packed_logits(base, sequences)[0]
+        theirs = torch.cat(packed_logits(base, sequences)[0])
     base.kernels = NativeBase(base, Calls(native.calls), ARITHMETICS[arithmetic])
     base.attention = base.kernels.attention
     with base.routed(NoAdapters()):
-        ours = packed_logits(base, sequences)[0]
-        largest = max(float(logits.abs().max()) for logits in theirs)
-        gap = max(float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True))
-        if not gap <= TOLERANCE[base.dtype] * largest:
+        ours = torch.cat(packed_logits(base, sequences)[0])
+        gap = float((ours - theirs).square().mean().sqrt() / theirs.square().mean().sqrt())
+        if not gap <= TOLERANCE[base.dtype]:
             raise BaseModelError(
-                f"{base.info.name}: logits of own kernels differ from torch's by {gap:.3g} (largest logit {largest:.3g}); "
-                "set engine.kernels to torch"
+                f"{base.info.name}: logits of own kernels differ from torch's by {gap:.1%} of their size; {_INSTEAD}"
             )
         notes = tuple(note for note in base.info.notes if note != base.info.inexact)
         base.info = replace(base.info, notes=notes, inexact="", processor=f"motet {arithmetic}")

@@ -23,12 +23,14 @@ FAMILIES = {
     "granite": "Granite",
     "llama": "Llama",
     "ministral": "Ministral",
+    "ministral3": "Ministral 3",
     "mistral": "Mistral",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "phi3": "Phi-3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "qwen3_vl_text": "Qwen3-VL",
     "seed_oss": "Seed-OSS",
     "smollm3": "SmolLM3",
     "vaultgemma": "VaultGemma",
@@ -121,6 +123,15 @@ def embedding_scale(decoder: Any, config: Any) -> float:
     table = decoder.embed_tokens
     scale = getattr(table, "embed_scale", getattr(config, "embedding_multiplier", 1.0))
     return float(torch.as_tensor(scale).to(table.weight.dtype))
+
+
+def query_scales(config: Any, positions: int) -> Tensor | None:
+    """What Ministral 3 multiplies queries with, for each position; None where it is one."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    beta = rotary.get("llama_4_scaling_beta")
+    if not beta:
+        return None
+    return 1 + beta * torch.log(1 + torch.arange(positions) // rotary["original_max_position_embeddings"])
 
 
 def rotates(attention: Any, config: Any) -> bool:

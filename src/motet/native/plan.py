@@ -99,6 +99,7 @@ class Plan(ctypes.Structure):
         ("layers", ctypes.POINTER(Layer)),
         ("norm_out", c_void_p),
         ("embedding", c_void_p),
+        ("query_scales", c_void_p),
         ("head", Weight),
     ]
 

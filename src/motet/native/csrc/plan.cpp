@@ -264,9 +264,12 @@ void Call::add_linear(int64_t layer, int which, const float* norm, float* before
 
 void Call::rope_rows(const Layer& layer, float* rows, bool back, int64_t first, int64_t m) const {
     const int64_t n = joint(plan), half = plan.rotated / 2, heads = plan.heads + plan.kv_heads;
-    for (int64_t row = 0; layer.cosines && row < m; row++) {
-        const int64_t angles = pass.positions[first + row] * half;
-        rope(rows + row * n, n, layer.cosines + angles, layer.sines + angles, half, back, 1, heads, plan.head_width, plan.rotated);
+    for (int64_t row = 0; row < m; row++) {
+        const int64_t position = pass.positions[first + row], angles = position * half;
+        float* own = rows + row * n;
+        if (layer.cosines)
+            rope(own, n, layer.cosines + angles, layer.sines + angles, half, back, 1, heads, plan.head_width, plan.rotated);
+        for (int64_t i = 0; plan.query_scales && i < attended(plan); i++) own[i] *= plan.query_scales[position];
     }
 }
 

@@ -34,7 +34,8 @@ struct Plan {
     float residual;         // what attention and MLP give is multiplied with it
     const Layer* layers;
     const float* norm_out;
-    const void* embedding;  // [vocabulary × width]
+    const void* embedding;      // [vocabulary × width]
+    const float* query_scales;  // [positions] that rotated queries are multiplied with, or null
     Weight head;
 };
 
