@@ -51,12 +51,23 @@ _ELSEWHERE = (
 """Fields of configurations, and what a base that has one has."""
 
 
+_OTHERWISE = {
+    "LayerNorm": ("cohere", "cohere2", "gpt_bigcode", "gpt_neox", "opt", "phi", "starcoder2"),
+    "rotation of neighbouring numbers": ("ernie4_5", "glm4", "helium"),
+    "MLPs without a gate": ("apertus", "arcee", "nanochat"),
+    "norms after rotation": ("hunyuan_v1_dense",),
+    "embeddings for each layer": ("gemma3n_text", "gemma4_text"),
+}
+"""What dense bases have that the plan does not."""
+
+
 def refusal_of(config: Any, block_size: int) -> str:
     """Why own kernels do not compute bases of a configuration (of transformers); empty where they do."""
     config = config.get_text_config()
     if config.model_type not in FAMILIES:
-        has = next((what for fields, what in _ELSEWHERE if any(getattr(config, each, None) for each in fields)), "")
-        return f"own kernels do not compute {config.model_type}" + f", which has {has}" * bool(has)
+        found = [what for fields, what in _ELSEWHERE if any(getattr(config, each, None) for each in fields)]
+        found += [what for what, kinds in _OTHERWISE.items() if config.model_type in kinds]
+        return f"own kernels do not compute {config.model_type}" + f", which has {found[0]}" * bool(found)
     if gate_of(config) not in GATES:
         return f"own kernels have the gates {' and '.join(GATES)}, and this base has {gate_of(config)}"
     if (width := head_width(config)) % 16:
