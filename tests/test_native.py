@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from motet.batch import Batch
 from motet.config import EngineConfig
-from motet.errors import BaseModelError, ConfigError
+from motet.errors import AdapterError, BaseModelError, ConfigError
 from motet.jobfile import validate
 from motet.launch import load
 from motet.model.attention import Span
@@ -30,12 +30,24 @@ OWN = (("llama/native", "float32"), ("llama/native", "bfloat16"), ("llama/native
 COVERED = (
     "llama", "llama_biased", "mistral", "ministral", "ministral3", "qwen2", "qwen2_linear", "qwen3_wide", "gemma", "gemma2",
     "gemma3", "vaultgemma", "phi3", "granite", "olmo2", "olmo3", "exaone4", "smollm3", "seed_oss", "mistral3",
-    "gemma3_seeing", "qwen3_vl",
+    "gemma3_seeing", "qwen3_vl", "mixtral", "qwen3_moe", "olmoe",
 )  # fmt: skip
 """Tiny models of every family, with each kind of position and bias."""
-EVERY_TIME = ("llama_biased", "ministral3", "gemma2", "gemma3", "phi3", "granite", "olmo2", "smollm3")
+EVERY_TIME = (
+    "llama_biased",
+    "ministral3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "granite",
+    "olmo2",
+    "smollm3",
+    "qwen3_moe",
+    "olmoe",
+)
 """One of each kind."""
 MORE = [(f"{name}/native", dtype) for name in COVERED[1:] for dtype in ("float32", "bfloat16")]
+MORE_EVERY_TIME = (("gemma2/native", "bfloat16"), ("qwen3_moe/native", "bfloat16"))
 LENGTHS = (70, 9, 37, 48, 1)
 
 
@@ -61,12 +73,13 @@ def same(*tensors: torch.Tensor) -> bool:
 
 
 def test_every_family_is_tried() -> None:
+    types = {kind: model_type for model_type, kind in CONFIG_MAPPING_NAMES.items()}
     tried = set()
     for name in COVERED:
         kind, options = tiny.CONFIGS[name]
-        config = getattr(transformers, kind)
-        text = options.get("text_config", {}).get("model_type")
-        tried.add(text or config.sub_configs.get("text_config", config).model_type)
+        wrapped = options.get("text_config", {})
+        text = kind.replace("Config", "TextConfig") if "text_config" in options else kind
+        tried.add(wrapped.get("model_type") or types[text])
     assert tried == set(FAMILIES)
 
 
@@ -111,7 +124,7 @@ def test_gradients_in_bfloat16_are_nearer_to_fp32_than_torchs(name: str) -> None
 # --- company --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*OWN, *few(MORE, ("gemma2/native", "bfloat16"))])
+@pytest.mark.parametrize(("name", "dtype"), [*OWN, *few(MORE, *MORE_EVERY_TIME)])
 def test_decoding_is_prefilling_is_the_whole_pass(name: str, dtype: str) -> None:
     """However a sequence is cut, alone and beside others that overflow, with two threads and one: the same bits."""
     base, ids = tiny.base(name, dtype), tiny.tokens(70)
@@ -154,7 +167,7 @@ def _in_pieces(base: Any, weights: Any, ids: torch.Tensor, cuts: list[int]) -> t
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("own", [*OWN, ("olmoe/native", "bfloat16")])
 def test_two_threads_and_recomputing_change_no_bit_of_a_gradient(own: tuple[str, str]) -> None:
     base = tiny.load(*own)
     batch, found = Batch(tuple(make_segment(each) for each in "abc")), []
@@ -214,7 +227,12 @@ def test_what_computed_a_job_is_written_down(small: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("cohere", "do not compute cohere"), ("qwen3", "multiple of 16"), ("lfm2", "lfm2, which has layers with a state")],
+    [
+        ("cohere", "do not compute cohere"),
+        ("qwen3", "multiple of 16"),
+        ("lfm2", "lfm2, which has layers with a state"),
+        ("gpt_oss", "gpt_oss, which has a mixture of experts of another kind"),
+    ],
 )
 def test_a_base_that_is_not_covered_is_refused_before_its_weights_are_read(
     name: str, said: str, tmp_path: Path
@@ -223,6 +241,12 @@ def test_a_base_that_is_not_covered_is_refused_before_its_weights_are_read(
     (tmp_path / "config.json").write_text((tiny.directory(name) / "config.json").read_text())
     with pytest.raises(BaseModelError, match=f"{said}.*set engine.kernels to torch"):
         load(str(tmp_path), EngineConfig(threads=1, kernels="native", block_size=tiny.BLOCK))
+
+
+def test_adapters_on_experts_are_refused() -> None:
+    base = tiny.base("qwen3_moe/native")
+    with pytest.raises(AdapterError, match="own kernels have no adapters on experts"):
+        base.adapter_layout(["experts"], 4)
 
 
 def test_a_base_whose_linear_layers_are_apart_is_refused() -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from motet.model.attention import LayerCall
 from motet.model.lora import LoraLinear
+from motet.model.lora_model import LoraModel
 from motet.native.plan import GATES
 
 FAMILIES = {
@@ -25,11 +27,14 @@ FAMILIES = {
     "ministral": "Ministral",
     "ministral3": "Ministral 3",
     "mistral": "Mistral",
+    "mixtral": "Mixtral",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
+    "olmoe": "OLMoE",
     "phi3": "Phi-3",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
     "qwen3_vl_text": "Qwen3-VL",
     "seed_oss": "Seed-OSS",
     "smollm3": "SmolLM3",
@@ -41,7 +46,10 @@ _MOST_FOLDED = 64
 """Query heads for each head of keys."""
 
 _ELSEWHERE = (
-    (("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), "a mixture of experts"),
+    (
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        "a mixture of experts of another kind",
+    ),
     (
         ("linear_num_value_heads", "mamba_d_state", "ssm_state_size", "conv_L_cache", "state_size"),
         "layers with a state",
@@ -68,6 +76,10 @@ def refusal_of(config: Any, block_size: int) -> str:
         found = [what for fields, what in _ELSEWHERE if any(getattr(config, each, None) for each in fields)]
         found += [what for what, kinds in _OTHERWISE.items() if config.model_type in kinds]
         return f"own kernels do not compute {config.model_type}" + f", which has {found[0]}" * bool(found)
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        return "own kernels need experts in every layer, and this base has them in some"
+    if getattr(config, "clip_qkv", None):
+        return "own kernels do not clip queries, keys and values"
     if gate_of(config) not in GATES:
         return f"own kernels have the gates {' and '.join(GATES)}, and this base has {gate_of(config)}"
     if (width := head_width(config)) % 16:
@@ -96,12 +108,17 @@ def linears_of(layer: Any) -> list[tuple[LoraLinear, ...]]:
     attention, mlp = layer.self_attn, layer.mlp
     queries = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
     gates = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
-    return [
-        tuple(getattr(attention, name) for name in queries),
-        (attention.o_proj,),
-        tuple(getattr(mlp, name) for name in gates),
-        (mlp.down_proj,),
-    ]
+    found = [tuple(getattr(attention, name) for name in queries), (attention.o_proj,)]
+    if not hasattr(mlp, "experts"):
+        found += [tuple(getattr(mlp, name) for name in gates), (mlp.down_proj,)]
+    return found
+
+
+def experts_of(layer: Any) -> tuple[Tensor, list[Tensor]]:
+    """A layer's router [experts, D], and for each expert gate and up as one weight, and down."""
+    mlp = layer.mlp
+    both = zip(mlp.experts.gate_up_proj, mlp.experts.down_proj, strict=True)
+    return mlp.gate.weight, [weight for pair in both for weight in pair]
 
 
 def norms_of(layer: Any) -> dict[str, Any]:
@@ -167,3 +184,12 @@ def angles(decoder: Any, config: Any, positions: int) -> Callable[[int], tuple[T
         return made[kind]
 
     return of_layer
+
+
+def attention_calls(base: LoraModel) -> dict[int, LayerCall]:
+    """What each layer asks of its attention."""
+    tokens = torch.zeros(base.arithmetic.rows, dtype=torch.long)
+    attention = base.attention.packed([len(tokens)])
+    with torch.no_grad():
+        base.hidden(tokens, torch.arange(len(tokens)), attention)
+    return {call.layer: call for call in attention.calls}

@@ -69,6 +69,8 @@ class Layer(ctypes.Structure):
         ("cosines", c_void_p),
         ("sines", c_void_p),
         ("linears", Weight * LINEARS),
+        ("router", Weight),
+        ("experts", c_void_p),
         ("window", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
@@ -92,6 +94,9 @@ class Plan(ctypes.Structure):
                 "positions",
                 "rotated",
                 "norms_whole",
+                "n_experts",
+                "n_chosen",
+                "among_chosen",
             )
         ),
         *((name, c_int32) for name in ("type", "arithmetic", "gate")),
@@ -237,7 +242,8 @@ class PackedAdapter:
                     matrices.append((matrix_KN, 1, n_outputs, n_outputs, n_inputs))
         memory, addresses = pack_all(library, matrices, weights.flat.dtype)
         given = iter(addresses)
-        loras = (Lora * (max(place for place, _ in places.values()) + 1))()
+        n_layers = max(place for place, _ in places.values()) // LINEARS + 1
+        loras = (Lora * (n_layers * LINEARS))()
         kept: list[Any] = [memory, loras]
         for group in weights.layout.fused:
             place, sizes = places[group.leader]

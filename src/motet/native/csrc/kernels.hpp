@@ -99,6 +99,15 @@ void gate_up(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ld
 void gate_up_backward(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ldu, const float* dout, int64_t ldd,
                       float* dx, int64_t lddx, float* ddup, int64_t lddup, int64_t m, int64_t n);
 
+// ---- experts ----------------------------------------------------------------------------------------------------------------
+
+// The k largest of a row's n logits, of equals the first, in the order of their numbers, and the share of each in the sum of all
+// exponentials, or of the chosen ones alone.
+void choose(const float* logits, int64_t n, int64_t k, bool among_chosen, int32_t* chosen, float* shares);
+void choose_backward(const float* logits, int64_t n, int64_t k, bool among_chosen, const int32_t* chosen, const float* shares,
+                     const float* dshares, float* dlogits);
+float dot(const float* x, const float* y, int64_t n);
+
 // ---- attention: keys and values in units of 16 keys ---------------------------------------------------------------------------
 
 // A pool has blocks of `block` keys (a multiple of 16). The unit u of a block and a KV head begins at element

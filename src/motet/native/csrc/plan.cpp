@@ -63,6 +63,7 @@ thread_local Scratch part_room;  // of a part of one
 int64_t attended(const Plan& plan) { return plan.heads * plan.head_width; }
 int64_t keys_wide(const Plan& plan) { return plan.kv_heads * plan.head_width; }
 int64_t joint(const Plan& plan) { return attended(plan) + 2 * keys_wide(plan); }
+int64_t computed(const Plan& plan) { return plan.n_experts ? plan.n_chosen : 1; }  // MLPs of a row
 Type type_of(const Plan& plan) { return Type(plan.type); }
 Arithmetic arithmetic_of(const Plan& plan) { return Arithmetic(plan.arithmetic); }
 const void* at(Type type, const void* x, int64_t place) { return static_cast<const char*>(x) + place * bytes_of(type); }
@@ -72,6 +73,7 @@ void* at(Type type, void* x, int64_t place) { return static_cast<char*>(x) + pla
 struct Kept {
     float *qkv, *plain, *out, *log_sums, *x_mid;
     float *of_attention, *of_mlp;  // what attention and MLP gave, before norms
+    float* router;  // logits
     void* gate_up;
     float* inner[4];  // products with A of each fused linear
 
@@ -84,13 +86,45 @@ struct Kept {
         x_mid = memory.take<float>(rows * plan.width);
         of_attention = memory.take<float>(plan.layers[0].norm_attended ? rows * plan.width : 0);
         of_mlp = memory.take<float>(plan.layers[0].norm_done ? rows * plan.width : 0);
-        gate_up = memory.take_bytes(rows * 2 * plan.inner * bytes_of(type_of(plan)));
+        router = memory.take<float>(rows * plan.n_experts);
+        gate_up = memory.take_bytes(rows * computed(plan) * 2 * plan.inner * bytes_of(type_of(plan)));
         for (int i = 0; i < 4; i++) inner[i] = memory.take<float>(rows * columns[i]);
     }
 };
 
 struct Rows {  // of a run or a span, few enough for a part of a call
     int64_t of, first, n;
+};
+
+void cut(std::vector<Rows>& rows, int64_t of, int64_t first, int64_t n) {
+    for (int64_t done = 0; done < n; done += ROWS) rows.push_back({of, first + done, std::min(ROWS, n - done)});
+}
+
+// Which rows the experts of a layer compute: a choice of a row has a place among the rows of all experts, expert by expert.
+struct Routed {
+    const int64_t k;
+    std::vector<int32_t> chosen;
+    std::vector<float> shares;
+    std::vector<int64_t> place, choice;  // of a choice [rows × k], and back
+    std::vector<Rows> parts;
+
+    Routed(const Plan& plan, int64_t rows, const float* logits)
+        : k(plan.n_chosen), chosen(size_t(rows * k)), shares(chosen.size()), place(chosen.size()), choice(chosen.size()) {
+        const int64_t n = plan.n_experts;
+        for (int64_t row = 0; row < rows; row++)
+            choose(logits + row * n, n, k, plan.among_chosen, &chosen[size_t(row * k)], &shares[size_t(row * k)]);
+        std::vector<int64_t> next(size_t(n + 1), 0);
+        for (int32_t expert : chosen) next[size_t(expert) + 1]++;
+        for (int64_t e = 0; e < n; e++) {
+            cut(parts, e, next[size_t(e)], next[size_t(e) + 1]);
+            next[size_t(e) + 1] += next[size_t(e)];
+        }
+        for (size_t i = 0; i < chosen.size(); i++) {
+            place[i] = next[size_t(chosen[i])]++;
+            choice[size_t(place[i])] = int64_t(i);
+        }
+    }
+    int64_t row_at(int64_t at) const { return choice[size_t(at)] / k; }
 };
 
 // A pass under way and its memory.
@@ -104,9 +138,12 @@ class Call {
     std::vector<Rows> run_rows, span_rows;
     float *x, *y;
     void *a, *narrow, *keys, *values;
+    void* chosen_typed;  // rows of experts
+    float* chosen;
     // backward
     float *dx = nullptr, *dy, *din, *ds, *dk, *dv;
-    void *dy_typed, *ds_typed;
+    float* drouter;
+    void *dy_typed, *ds_typed, *drouter_typed;
 
     Call(const Plan& plan, const Pass& pass) : plan(plan), pass(pass), type(type_of(plan)), arithmetic(arithmetic_of(plan)) {
         for (int64_t r = 0; r < pass.n_runs; r++) {
@@ -120,7 +157,8 @@ class Call {
     void carve(Carver& memory, bool backward) {
         int64_t rows = pass.n_rows, size = bytes_of(type), inner = *std::max_element(columns, columns + 4);
         int64_t in = std::max({plan.width, attended(plan), plan.inner});
-        int64_t out = std::max({joint(plan), 2 * plan.inner, plan.width});
+        int64_t out = std::max({joint(plan), 2 * plan.inner * computed(plan), plan.width});
+        int64_t by_experts = plan.n_experts ? rows * plan.n_chosen * expert_wide() : 0;
         int64_t pool = pass.keys ? 0 : pass.n_blocks * pass.block * keys_wide(plan);
         x = memory.take<float>(rows * plan.width);
         y = memory.take<float>(rows * out);
@@ -128,6 +166,8 @@ class Call {
         narrow = memory.take_bytes(rows * inner * size);
         keys = memory.take_bytes(pool * size);
         values = memory.take_bytes(pool * size);
+        chosen_typed = memory.take_bytes(by_experts * size);
+        chosen = memory.take<float>(by_experts);
         if (!backward) return;
         dx = memory.take<float>(rows * plan.width);
         dy = memory.take<float>(rows * out);
@@ -137,6 +177,8 @@ class Call {
         ds_typed = memory.take_bytes(rows * inner * size);
         dk = memory.take<float>(pool);
         dv = memory.take<float>(pool);
+        drouter = memory.take<float>(rows * plan.n_experts);
+        drouter_typed = memory.take_bytes(rows * plan.n_experts * size);
     }
 
     Pool pool(int64_t layer) const {
@@ -179,6 +221,7 @@ class Call {
         });
     }
 
+    int64_t expert_wide() const { return std::max(plan.width, plan.inner); }
     void forward_layer(int64_t layer, Kept& kept);
     void backward_layer(int64_t layer, Kept& kept, const float* x_in);
 
@@ -192,9 +235,15 @@ class Call {
     void linear_back(int64_t layer, int which, const float* slope, const void* in, float* inner, float* to);
     void gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* in, const float* inner, int64_t wide);
     void attention_back(int64_t layer, Kept& kept);
-
-    static void cut(std::vector<Rows>& rows, int64_t of, int64_t first, int64_t n) {
-        for (int64_t done = 0; done < n; done += ROWS) rows.push_back({of, first + done, std::min(ROWS, n - done)});
+    void experts(const Layer& layer, Kept& kept) const;
+    void experts_back(const Layer& layer, Kept& kept, const float* slope) const;
+    // f(weights, first, n) on some of the rows of each expert
+    template <class F>
+    void by_experts(const Layer& layer, const Routed& routed, F&& f) const {
+        shared(int64_t(routed.parts.size()), [&](int64_t part) {
+            const Rows& own = routed.parts[size_t(part)];
+            f(layer.experts + own.of * 2, own.first, own.n);
+        });
     }
 };
 
@@ -311,6 +360,28 @@ void Call::attention(int64_t layer, Kept& kept) const {
     });
 }
 
+// Experts of `a`, added to the stream in the order of their numbers.
+void Call::experts(const Layer& layer, Kept& kept) const {
+    const int64_t width = plan.width, inner = plan.inner, n = plan.n_experts, wide = expert_wide();
+    shared_product({a, type, width, layer.router.forward, type, width, kept.router, n, pass.n_rows, width, n, false, arithmetic},
+                   pass.threads);
+    const Routed routed(plan, pass.n_rows, kept.router);
+    by_experts(layer, routed, [&](const Weight* w, int64_t first, int64_t m) {
+        float *both = y + first * 2 * inner, *given = chosen + first * wide;
+        void* in = at(type, chosen_typed, first * wide);
+        for (int64_t i = 0; i < m; i++)
+            std::memcpy(at(type, in, i * wide), at(type, a, routed.row_at(first + i) * width), size_t(width * bytes_of(type)));
+        product({in, type, wide, w[0].forward, type, width, both, 2 * inner, m, width, 2 * inner, false, arithmetic});
+        typed(both, 2 * inner, at(type, kept.gate_up, first * 2 * inner), 2 * inner, m, 2 * inner);
+        gate_up(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, type, in, wide, m, inner);
+        product({in, type, wide, w[1].forward, type, inner, given, wide, m, inner, width, false, arithmetic});
+    });
+    by_rows([&](int64_t row, int64_t m) {
+        for (int64_t i = row * routed.k; i < (row + m) * routed.k; i++)
+            add_rows(x + i / routed.k * width, width, chosen + routed.place[size_t(i)] * wide, wide, 1, width, routed.shares[size_t(i)]);
+    });
+}
+
 void Call::forward_layer(int64_t index, Kept& kept) {
     const Layer& layer = plan.layers[index];
     norm(x, layer.norm_in, a);
@@ -322,6 +393,7 @@ void Call::forward_layer(int64_t index, Kept& kept) {
     add_linear(index, OUT, layer.norm_attended, kept.of_attention, kept.inner[OUT]);
     std::memcpy(kept.x_mid, x, size_t(pass.n_rows * plan.width) * 4);
     norm(x, layer.norm_mlp, a);
+    if (layer.experts) return experts(layer, kept);
     linear(index, GATE_UP, y, false, kept.inner[GATE_UP]);
     by_rows([&](int64_t row, int64_t m) {
         const float* own = y + row * 2 * inner;
@@ -467,6 +539,49 @@ void Call::attention_back(int64_t layer, Kept& kept) {
     });
 }
 
+// From the gradient of what experts gave to one of their input, in `din`, through their shares too.
+void Call::experts_back(const Layer& layer, Kept& kept, const float* slope) const {
+    const int64_t width = plan.width, inner = plan.inner, n = plan.n_experts, wide = expert_wide();
+    const Routed routed(plan, pass.n_rows, kept.router);
+    std::vector<float> dshares(routed.shares.size());
+    by_experts(layer, routed, [&](const Weight* w, int64_t first, int64_t m) {
+        float *both = y + first * 2 * inner, *given = chosen + first * wide;
+        void *in = at(type, chosen_typed, first * wide), *dboth = at(type, dy_typed, first * 2 * inner);
+        const void* from = at(type, kept.gate_up, first * 2 * inner);
+        if (type == Type::bf16)
+            to_f32(static_cast<const bf16*>(from), both, m * 2 * inner);
+        else
+            std::memcpy(both, from, size_t(m * 2 * inner) * 4);
+        for (int64_t i = 0; i < m; i++)
+            typed(slope + routed.row_at(first + i) * width, width, at(type, in, i * wide), wide, 1, width);
+        product({in, type, wide, w[1].back, type, width, given, wide, m, width, inner, false, arithmetic});
+        float* mixed = static_cast<float*>(part_room.at_least(m * inner * 4));
+        gate_up(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, Type::f32, mixed, inner, m, inner);
+        for (int64_t i = 0; i < m; i++) {
+            const size_t choice = size_t(routed.choice[size_t(first + i)]);
+            dshares[choice] = dot(mixed + i * inner, given + i * wide, inner);
+            for (int64_t e = 0; e < inner; e++) given[i * wide + e] *= routed.shares[choice];
+        }
+        gate_up_backward(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, given, wide, both, 2 * inner, both + inner,
+                         2 * inner, m, inner);
+        typed(both, 2 * inner, dboth, 2 * inner, m, 2 * inner);
+        product({dboth, type, 2 * inner, w[0].back, type, 2 * inner, given, wide, m, 2 * inner, width, false, arithmetic});
+    });
+    by_rows([&](int64_t first, int64_t m) {
+        std::memset(din + first * width, 0, size_t(m * width) * 4);
+        for (int64_t row = first; row < first + m; row++) {
+            const size_t i = size_t(row * routed.k);
+            for (size_t j = i; j < i + size_t(routed.k); j++)
+                add_rows(din + row * width, width, chosen + routed.place[j] * wide, wide, 1, width);
+            choose_backward(kept.router + row * n, n, routed.k, plan.among_chosen, &routed.chosen[i], &routed.shares[i],
+                            &dshares[i], drouter + row * n);
+        }
+        typed(drouter + first * n, n, at(type, drouter_typed, first * n), n, m, n);
+    });
+    shared_product({drouter_typed, type, n, layer.router.back, type, n, din, width, pass.n_rows, n, width, true, arithmetic},
+                   pass.threads);
+}
+
 // From the gradient of the stream to one of what `add_linear` multiplied, in `dy` where they differ.
 const float* Call::slope_of_added(const float* norm, const float* before) const {
     if (!norm && plan.residual == 1.0f) return dx;
@@ -482,23 +597,6 @@ const float* Call::slope_of_added(const float* norm, const float* before) const 
 void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
     const Layer& layer = plan.layers[index];
     const int64_t wide = attended(plan), inner = plan.inner, width = plan.width;
-    by_rows([&](int64_t row, int64_t m) {
-        const void* from = at(type, kept.gate_up, row * 2 * inner);
-        float* both = y + row * 2 * inner;
-        if (type == Type::bf16)
-            to_f32(static_cast<const bf16*>(from), both, m * 2 * inner);
-        else
-            std::memcpy(both, from, size_t(m * 2 * inner) * 4);
-        gate_up(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
-    });
-    linear_back(index, DOWN, slope_of_added(layer.norm_done, kept.of_mlp), a, kept.inner[DOWN], din);
-    by_rows([&](int64_t row, int64_t m) {
-        float *both = y + row * 2 * inner, *slope = dy + row * 2 * inner;
-        gate_up_backward(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, din + row * inner, inner, slope, 2 * inner,
-                         slope + inner, 2 * inner, m, inner);
-    });
-    norm(kept.x_mid, layer.norm_mlp, a);
-    linear_back(index, GATE_UP, dy, a, kept.inner[GATE_UP], din);
     auto through_norm = [&](const float* from, const float* weight) {
         by_rows([&](int64_t row, int64_t m) {
             int64_t place = row * width;
@@ -506,6 +604,27 @@ void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
             rms_norm_backward(from + place, width, weight, plan.epsilon, din + place, width, dx + place, width, true, m, width);
         });
     };
+    if (layer.experts) {
+        experts_back(layer, kept, dx);
+    } else {
+        by_rows([&](int64_t row, int64_t m) {
+            const void* from = at(type, kept.gate_up, row * 2 * inner);
+            float* both = y + row * 2 * inner;
+            if (type == Type::bf16)
+                to_f32(static_cast<const bf16*>(from), both, m * 2 * inner);
+            else
+                std::memcpy(both, from, size_t(m * 2 * inner) * 4);
+            gate_up(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
+        });
+        linear_back(index, DOWN, slope_of_added(layer.norm_done, kept.of_mlp), a, kept.inner[DOWN], din);
+        by_rows([&](int64_t row, int64_t m) {
+            float *both = y + row * 2 * inner, *slope = dy + row * 2 * inner;
+            gate_up_backward(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, din + row * inner, inner, slope, 2 * inner,
+                             slope + inner, 2 * inner, m, inner);
+        });
+        norm(kept.x_mid, layer.norm_mlp, a);
+        linear_back(index, GATE_UP, dy, a, kept.inner[GATE_UP], din);
+    }
     through_norm(kept.x_mid, layer.norm_mlp);
     by_rows([&](int64_t row, int64_t m) { typed(kept.out + row * wide, wide, at(type, a, row * wide), wide, m, wide); });
     linear_back(index, OUT, slope_of_added(layer.norm_attended, kept.of_attention), a, kept.inner[OUT], din);
