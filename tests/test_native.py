@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from motet.batch import Batch
 from motet.config import EngineConfig

@@ -213,8 +213,8 @@ class NativeBase:
     def _fill_experts(self, layer: Layer, module: Any) -> None:
         router, matrices = experts_of(module)
         experts = (Weight * len(matrices))()
-        self._pack([(layer.router, lambda: router)])
-        self._pack([(weight, lambda matrix=matrix: matrix) for weight, matrix in zip(experts, matrices, strict=True)])
+        self._pack([(layer.router, router.detach)])
+        self._pack([(weight, matrix.detach) for weight, matrix in zip(experts, matrices, strict=True)])
         layer.experts = ctypes.addressof(experts)
         self._memory.append(experts)
 

@@ -32,7 +32,7 @@ def refusal(base: LoraModel) -> str:
         return "own kernels do not compute a base in shards"
     if reason := refusal_of(base.model.config, base.block_size):
         return reason
-    families = [family for layer in base.decoder.layers for family in linears_of(layer)]  # type: ignore[union-attr,operator]
+    families = [family for layer in base.decoder.layers for family in linears_of(layer)]  # type: ignore[union-attr]
     if any({layer.fused.paths for layer in family} != {tuple(layer.path for layer in family)} for family in families):
         return "own kernels need queries, keys and values in one product, and gate and up in another"
     if any(isinstance(module, PackedExperts) for module in base.model.modules()):

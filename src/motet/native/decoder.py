@@ -142,7 +142,7 @@ def norms_of(layer: Any) -> dict[str, Any]:
 def norm_weight(norm: Any) -> Tensor:
     """What a norm multiplies with, fp32. Some store it less one."""
     weight: Tensor = norm.weight.float()
-    shown = norm(torch.ones_like(norm.weight)[None])[0].float()
+    shown: Tensor = norm(torch.ones(1, len(weight)))[0]
     return weight + (shown - weight).mean().round()
 
 
@@ -159,7 +159,8 @@ def query_scales(config: Any, positions: int) -> Tensor | None:
     beta = rotary.get("llama_4_scaling_beta")
     if not beta:
         return None
-    return 1 + beta * torch.log(1 + torch.arange(positions) // rotary["original_max_position_embeddings"])
+    passed_T = torch.arange(positions) // rotary["original_max_position_embeddings"]
+    return 1 + float(beta) * torch.log(1 + passed_T)
 
 
 def rotates(attention: Any, config: Any) -> bool:
