@@ -29,7 +29,7 @@ from tests.small_runs import REWARDS, job, metrics, run
 OWN = (("llama/native", "float32"), ("llama/native", "bfloat16"), ("llama/native-dpbf16", "bfloat16"))
 COVERED = (
     "llama", "llama_biased", "mistral", "ministral", "ministral3", "qwen2", "qwen2_linear", "qwen3_wide", "gemma", "gemma2",
-    "gemma3", "vaultgemma", "phi3", "granite", "olmo2", "olmo3", "exaone4", "smollm3", "seed_oss", "mistral3",
+    "gemma3", "gemma3_mixed", "vaultgemma", "phi3", "granite", "olmo2", "olmo3", "exaone4", "smollm3", "seed_oss", "mistral3",
     "gemma3_seeing", "qwen3_vl", "mixtral", "qwen3_moe", "olmoe",
 )  # fmt: skip
 """Tiny models of every family, with each kind of position and bias."""
@@ -37,7 +37,7 @@ EVERY_TIME = (
     "llama_biased",
     "ministral3",
     "gemma2",
-    "gemma3",
+    "gemma3_mixed",
     "phi3",
     "granite",
     "olmo2",

@@ -114,6 +114,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": WINDOW}),
+    "gemma3_mixed": (
+        "Gemma3TextConfig",
+        {"head_dim": 16, "sliding_window": WINDOW, "layer_types": _ALTERNATING},
+    ),
     "mistral": ("MistralConfig", {"sliding_window": WINDOW, "head_dim": 16, "num_key_value_heads": 4}),
     "phi3": ("Phi3Config", {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
     "granite": ("GraniteConfig", {"logits_scaling": 3.0, "attention_multiplier": 0.5, "residual_multiplier": 0.7}),
