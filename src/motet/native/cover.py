@@ -79,8 +79,8 @@ def compute_with(base: LoraModel, kernels: Kernels) -> None:
             raise BaseModelError(
                 f"{base.info.name}: logits of own kernels differ from torch's by {gap:.1%} of their size; {_INSTEAD}"
             )
-        base.revise(experts=(), experts_idle="own kernels have no adapters on experts")
-        base.revise(experts=(), experts_idle="own kernels have no adapters on experts")
+        if base.has_experts:
+            base.revise(experts=(), experts_idle="own kernels have no adapters on experts")
         notes = tuple(note for note in base.info.notes if note != base.info.inexact)
         base.info = replace(base.info, notes=notes, inexact="", processor=f"motet {arithmetic}")
         check_exactness(base, sequences)
