@@ -11,15 +11,17 @@ from pathlib import Path
 
 from motet.errors import BaseModelError
 from motet.model.attention import INSTEAD
+from motet.model.lora_model import LoraModel
 from motet.model_info import EXPERTS
+from motet.native.cover import refusal
 from tests import tiny_models as tiny
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "bases.md"
 BEGIN, END = "<!-- bases -->", "<!-- end of bases -->"
-HEAD = ("| architecture | known from | verdict | adapters on | remarks |", "|---|---|---|---|---|")
+HEAD = ("| architecture | known from | verdict | kernels | adapters on | remarks |", "|---|---|---|---|---|---|")
 EXACT, INEXACT, REFUSED = "exact", "taken, not exact", "refused"
 BASES = {
-    "llama": "Llama 2 and 3, SmolLM2, Yi, DeepSeek distillates", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3",
+    "llama": "Llama 2 and 3, SmolLM2, Yi, DeepSeek distillates", "qwen2": "Qwen2, Qwen2.5", "qwen3_wide": "Qwen3",
     "gemma": "Gemma", "gemma2": "Gemma 2", "gemma3": "Gemma 3 1B", "gemma3n": "Gemma 3n", "gemma4": "Gemma 4",
     "mistral": "Mistral 7B", "ministral": "Ministral 8B", "ministral3": "Ministral 3", "phi": "Phi-2",
     "phi3": "Phi-3, Phi-4", "granite": "Granite 3", "cohere": "Command R", "cohere2": "Command A, R7B",
@@ -52,6 +54,8 @@ class Row:
 
     name: str
     verdict: str
+    kernels: str = ""
+    """Which can compute it on a CPU, and why not Motet's own."""
     adapted: tuple[str, ...] = ()
     """Names of the layers that an adapter changes."""
     remarks: str = ""
@@ -59,7 +63,7 @@ class Row:
     def __str__(self) -> str:
         kind = tiny.CONFIGS[self.name][0].removesuffix("Config").removesuffix("Text")
         layers = ", ".join(f"`{name}`" for name in self.adapted)
-        return f"| {kind} | {BASES[self.name]} | {self.verdict} | {layers} | {self.remarks} |"
+        return f"| {kind} | {BASES[self.name]} | {self.verdict} | {self.kernels} | {layers} | {self.remarks} |"
 
 
 def row(name: str, dtype: str) -> Row:
@@ -75,7 +79,13 @@ def row(name: str, dtype: str) -> Row:
             "`peft` takes an adapter's gate, up and down for those of routed experts: for it, adapt attention alone"
         )
     leaves = dict.fromkeys([*(path.rsplit(".", 1)[-1] for path in base.linears), *[EXPERTS][: len(base.info.experts)]])
-    return Row(name, EXACT if base.info.exact else INEXACT, tuple(leaves), "; ".join(remarks))
+    verdict = EXACT if base.info.exact else INEXACT
+    return Row(name, verdict, _kernels(base), tuple(leaves), "; ".join(remarks))
+
+
+def _kernels(base: LoraModel) -> str:
+    why = refusal(base)
+    return f"torch: {why.partition(', which has ')[2] or why}" if why else "native"
 
 
 def written() -> list[str]:

@@ -84,9 +84,10 @@ def value_segment() -> Segment:
     return Segment("a", samples, ValueLoss(0.2), 7.0)
 
 
-def test_gradients_of_values_equal_plain_pytorch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "llama/native"])
+def test_gradients_of_values_equal_plain_pytorch(name: str, tmp_path: Path) -> None:
     """Within 2e-5 of the largest, of adapter and head, in one packed batch with a policy's segment."""
-    base, segment = tiny.base("llama"), value_segment()
+    base, segment = tiny.base(name), value_segment()
     trainer = critic_trainer(base)
     trainer.save_adapter("a", tmp_path, optimizer=False)
     model: Any = PeftModel.from_pretrained(tiny.stock("llama"), tmp_path, is_trainable=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -126,7 +127,7 @@ def _load(base: str, config: EngineConfig) -> LoraModel:
 
     from motet.model.load import load_base
     from motet.native import library
-    from motet.native.cover import compute_with
+    from motet.native.cover import check_covered, compute_with
 
     torch.set_num_threads(_threads(config))
     if config.kernels != "torch":
@@ -140,6 +141,7 @@ def _load(base: str, config: EngineConfig) -> LoraModel:
         numerics=config.numerics,
         base_format=config.base_format,
         trust_remote_code=config.trust_remote_code,
+        check=functools.partial(check_covered, base, config.kernels, config.block_size),
     )
     compute_with(loaded, config.kernels)
     return loaded

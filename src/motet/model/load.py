@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,11 @@ def load_base(
     base_format: BaseFormat = "auto",
     arithmetic: Arithmetic | None = None,
     shards: Shards | None = None,
+    check: Callable[[Any], None] = lambda config: None,
 ) -> LoraModel:
     """Load, wrap and prove a base model; with `shards`, as one rank of several. `arithmetic` overrides what suits the device.
+
+    `check` gets the configuration before weights are read; what it raises ends the loading.
 
     Raises:
         BaseModelError: it cannot be found or loaded, or failed the proof; says why and what can be used instead.
@@ -57,7 +61,7 @@ def load_base(
     place = place_of(device)
     if place.type == "cuda":
         _add_in_full_precision()
-    model, tokenizer = _load(name, dtype, trust_remote_code, base_format, place)
+    model, tokenizer = _load(name, dtype, trust_remote_code, base_format, place, check)
     model.to(place).eval().requires_grad_(False)
     limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
     arithmetic = Arithmetic.of(place, model.dtype, numerics) if arithmetic is None else arithmetic
@@ -99,7 +103,12 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def _load(
-    name: str, dtype: str, trust_remote_code: bool, base_format: BaseFormat, place: torch.device
+    name: str,
+    dtype: str,
+    trust_remote_code: bool,
+    base_format: BaseFormat,
+    place: torch.device,
+    check: Callable[[Any], None],
 ) -> tuple[Any, Any]:
     import transformers
 
@@ -112,6 +121,7 @@ def _load(
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         checkpoint = BaseCheckpoint.of(source, gguf, trust_remote_code)
+        check(checkpoint.config)
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         wanted: Any = DTYPES.get(dtype, torch.bfloat16 if checkpoint.method else "auto")
         model, report = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,21 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, Routing
 from motet.model.lora_model import LoraModel
 from motet.model.routing import SamplerRouting, TrainerRouting
+from motet.native.decoder import (
+    angles,
+    attention_calls,
+    embedding_scale,
+    experts_of,
+    gate_of,
+    head_width,
+    linears_of,
+    norm_weight,
+    norms_of,
+    query_scales,
+    rotates,
+)
 from motet.native.plan import (
+    GATES,
     LINEARS,
     TYPES,
     AdaptedRows,
@@ -112,7 +126,7 @@ class NativeBase:
         self.base, self._library, self._arithmetic = base, library, arithmetic
         self.attention: AttentionBackend = NativeAttention(base.block_size)
         self._memory: list[Any] = []
-        self._weights: list[tuple[Weight, FrozenWeight]] = []
+        self._weights: list[tuple[Weight, Callable[[], Tensor]]] = []
         self._adapters: dict[int, tuple[weakref.ref[AdapterWeights], PackedAdapter]] = {}
         self._pools: weakref.WeakKeyDictionary[KVCache, tuple[Any, Any]] = weakref.WeakKeyDictionary()
         self._backward = False
@@ -130,45 +144,50 @@ class NativeBase:
         base = self.base
         decoder: Any = base.decoder
         config = base.model.config.get_text_config()
-        calls = _calls(base)
+        calls = attention_calls(base)
         layers = (Layer * len(decoder.layers))()
         self._places: dict[str, tuple[int, tuple[int, ...]]] = {}
+        angles_of = angles(decoder, config, base.info.max_positions)
         for index, (layer, module) in enumerate(zip(layers, decoder.layers, strict=True)):
-            attention = module.self_attn
-            norms = {
-                "norm_in": module.input_layernorm,
-                "norm_mlp": module.post_attention_layernorm,
-                "norm_q": getattr(attention, "q_norm", None),
-                "norm_k": getattr(attention, "k_norm", None),
-            }
-            for name, norm in norms.items():
-                setattr(layer, name, None if norm is None else self._numbers(norm.weight))
-            layer.window = calls[index].window or 0
-            leaders = (attention.q_proj, attention.o_proj, module.mlp.gate_proj, module.mlp.down_proj)
-            for which, linear in enumerate(leaders):
+            for name, norm in norms_of(module).items():
+                setattr(layer, name, None if norm is None else self._numbers(norm_weight(norm)))
+            layer.window, layer.softcap = calls[index].window or 0, calls[index].softcap or 0.0
+            layer.scale = calls[index].scaling
+            if rotates(module.self_attn, config):
+                layer.cosines, layer.sines = map(self._numbers, angles_of(index))
+            for which, (linear, *_) in enumerate(linears_of(module)):
                 self._places[linear.fused.leader] = (index * LINEARS + which, linear.fused.sizes)
                 self._fill(layer.linears[which], linear.fused.frozen)
-        cosines, sines = _angles(decoder, base.info.max_positions)
-        width = cosines.shape[1] * 2
+            if base.has_experts:
+                self._fill_experts(layer, module)
         self._memory.append(layers)
+        n_experts = layers[0].router.n
+        scales = query_scales(config, base.info.max_positions)
+        q_norm, width = norms_of(decoder.layers[0])["norm_q"], head_width(config)
         plan = Plan(
             n_layers=len(layers),
             width=config.hidden_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_width=width,
-            inner=config.intermediate_size,
+            inner=getattr(config, "moe_intermediate_size", config.intermediate_size),
             vocabulary=base.head.shape[0],
-            positions=len(cosines),
+            positions=base.info.max_positions,
+            rotated=2 * angles_of(0)[0].shape[1],
+            n_experts=n_experts,
+            n_chosen=config.num_experts_per_tok if n_experts else 0,
+            among_chosen=getattr(config, "norm_topk_prob", True),
+            norms_whole=q_norm is not None and len(q_norm.weight) != width,
             type=TYPES[base.dtype],
             arithmetic=self._arithmetic,
-            epsilon=decoder.norm.variance_epsilon,
-            scale=calls[0].scaling,
+            gate=GATES[gate_of(config)],
+            epsilon=config.rms_norm_eps,
+            embedding_scale=embedding_scale(decoder, config),
+            residual=getattr(config, "residual_multiplier", 1.0),
             layers=layers,
-            norm_out=self._numbers(decoder.norm.weight),
+            norm_out=self._numbers(norm_weight(decoder.norm)),
             embedding=decoder.embed_tokens.weight.data_ptr(),
-            cosines=self._numbers(cosines),
-            sines=self._numbers(sines),
+            query_scales=None if scales is None else self._numbers(scales),
         )
         self._fill(plan.head, base.head)
         return plan
@@ -180,18 +199,31 @@ class NativeBase:
         return numbers.data_ptr()
 
     def _fill(self, weight: Weight, frozen: FrozenWeight) -> None:
-        weight.n, weight.k = frozen.shape
         weight.bias = None if frozen.bias is None else self._numbers(frozen.bias)
-        memory, (weight.forward,) = pack_all(self._library, [forth(frozen.dense())], self.base.dtype)
+        self._pack([(weight, frozen.dense)])
+
+    def _pack(self, weights: Sequence[tuple[Weight, Callable[[], Tensor]]]) -> None:
+        sources = [weight_NK() for _, weight_NK in weights]
+        memory, addresses = pack_all(self._library, [forth(source) for source in sources], self.base.dtype)
+        for (weight, _), source, address in zip(weights, sources, addresses, strict=True):
+            (weight.n, weight.k), weight.forward = source.shape, address
         self._memory.append(memory)
-        self._weights.append((weight, frozen))
+        self._weights += weights
+
+    def _fill_experts(self, layer: Layer, module: Any) -> None:
+        router, matrices = experts_of(module)
+        experts = (Weight * len(matrices))()
+        self._pack([(layer.router, router.detach)])
+        self._pack([(weight, matrix.detach) for weight, matrix in zip(experts, matrices, strict=True)])
+        layer.experts = ctypes.addressof(experts)
+        self._memory.append(experts)
 
     def pack_for_training(self) -> None:
         """Pack weights a second time, as gradients read them."""
         if self._backward:
             return
-        for weight, frozen in self._weights:
-            memory, (weight.back,) = pack_all(self._library, [back(frozen.dense())], self.base.dtype)
+        for weight, weight_NK in self._weights:
+            memory, (weight.back,) = pack_all(self._library, [back(weight_NK())], self.base.dtype)
             self._memory.append(memory)
         self._backward = True
 
@@ -358,21 +390,3 @@ def _flat(weights: AdapterWeights, gradients: dict[str, Any]) -> int:
 def _check(fault: bytes | None) -> None:
     if fault:
         raise RuntimeError(f"native kernels: {fault.decode()}")
-
-
-def _calls(base: LoraModel) -> dict[int, LayerCall]:
-    """What each layer asks of its attention."""
-    tokens = torch.zeros(base.arithmetic.rows, dtype=torch.long)
-    attention = base.attention.packed([len(tokens)])
-    with torch.no_grad():
-        base.hidden(tokens, torch.arange(len(tokens)), attention)
-    return {call.layer: call for call in attention.calls}
-
-
-def _angles(decoder: Any, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [positions, E / 2], as the model itself makes them."""
-    places = torch.arange(positions)[None]
-    with torch.no_grad():
-        cosines, sines = decoder.rotary_emb(torch.zeros(1, 1, 1), places)
-    half = cosines.shape[-1] // 2
-    return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()

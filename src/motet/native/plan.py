@@ -22,6 +22,8 @@ from motet.model.lora import AdapterWeights
 ALIGNMENT = 64
 """Bytes."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
+GATES = {"silu": 0, "gelu_pytorch_tanh": 1}
+"""`Gate` of csrc/kernels.hpp, by the names of transformers."""
 LINEARS = 4
 """Fused products of a layer: queries keys values, output, gate up, down."""
 
@@ -63,9 +65,15 @@ class Layer(ctypes.Structure):
     """One layer of the decoder."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("norm_in", "norm_mlp", "norm_q", "norm_k")),
+        *((name, c_void_p) for name in ("norm_in", "norm_mlp", "norm_attended", "norm_done", "norm_q", "norm_k")),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
         ("linears", Weight * LINEARS),
+        ("router", Weight),
+        ("experts", c_void_p),
         ("window", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
     ]
 
 
@@ -84,18 +92,20 @@ class Plan(ctypes.Structure):
                 "inner",
                 "vocabulary",
                 "positions",
+                "rotated",
+                "norms_whole",
+                "n_experts",
+                "n_chosen",
+                "among_chosen",
             )
         ),
-        ("type", c_int32),
-        ("arithmetic", c_int32),
-        ("epsilon", c_float),
-        ("scale", c_float),
+        *((name, c_int32) for name in ("type", "arithmetic", "gate")),
+        *((name, c_float) for name in ("epsilon", "embedding_scale", "residual")),
         ("layers", ctypes.POINTER(Layer)),
         ("norm_out", c_void_p),
         ("embedding", c_void_p),
+        ("query_scales", c_void_p),
         ("head", Weight),
-        ("cosines", c_void_p),
-        ("sines", c_void_p),
     ]
 
 
@@ -232,7 +242,8 @@ class PackedAdapter:
                     matrices.append((matrix_KN, 1, n_outputs, n_outputs, n_inputs))
         memory, addresses = pack_all(library, matrices, weights.flat.dtype)
         given = iter(addresses)
-        loras = (Lora * (max(place for place, _ in places.values()) + 1))()
+        n_layers = max(place for place, _ in places.values()) // LINEARS + 1
+        loras = (Lora * (n_layers * LINEARS))()
         kept: list[Any] = [memory, loras]
         for group in weights.layout.fused:
             place, sizes = places[group.leader]

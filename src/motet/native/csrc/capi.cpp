@@ -45,7 +45,7 @@ API void motet_rms_norm_backward(const float* x, const float* weight, float epsi
 }
 API void motet_rope(float* x, const float* cos, const float* sin, int32_t back, int64_t m, int64_t heads, int64_t width) {
     FlushDenormals flush;
-    rope(x, heads * width, cos, sin, width / 2, back, m, heads, width);
+    rope(x, heads * width, cos, sin, width / 2, back, m, heads, width, width);
 }
 API void motet_gate_up(int32_t gate, const float* x, const float* up, int32_t type, void* out, int64_t m, int64_t n) {
     FlushDenormals flush;

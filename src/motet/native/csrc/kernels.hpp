@@ -76,7 +76,7 @@ Product columns_of(const Product& p, int64_t first_unit, int64_t last_unit);
 void to_bf16(const float* x, bf16* out, int64_t n);  // to the nearest, ties to even
 void to_f32(const bf16* x, float* out, int64_t n);
 void fill(float* x, int64_t ld, const float* row, int64_t m, int64_t n);  // every row becomes `row` (a bias), or zeros if null
-void add_rows(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n);  // x += y
+void add_rows(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n, float factor = 1.0f);  // x += factor · y
 void embed(Type type, const void* table, const int64_t* tokens, float scale, float* out, int64_t ldo, int64_t m, int64_t n);
 
 // out = x / rms(x) · weight; weight may be null. inverse [m] (1 / rms) may be null.
@@ -86,9 +86,10 @@ void rms_norm(const float* x, int64_t ldx, const float* weight, float epsilon, T
 void rms_norm_backward(const float* x, int64_t ldx, const float* weight, float epsilon, const float* dout, int64_t ldd,
                        float* dx, int64_t lddx, bool add, int64_t m, int64_t n);
 
-// Rotates halves of `heads` heads of each row in place. cos, sin: [m][width / 2] fp32, `ldt` apart. `back`: the transpose.
+// Rotates halves of the first `rotated` numbers of `heads` heads of each row in place. cos, sin: [m][rotated / 2] fp32, `ldt`
+// apart. `back`: the transpose.
 void rope(float* x, int64_t ldx, const float* cos, const float* sin, int64_t ldt, bool back, int64_t m, int64_t heads,
-          int64_t width);
+          int64_t width, int64_t rotated);
 
 enum class Gate : int32_t { silu = 0, gelu_tanh = 1 };
 // out = gate(x) · up
@@ -97,6 +98,15 @@ void gate_up(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ld
 // dx and dup from the gradient of out; dx may be x and dup may be up.
 void gate_up_backward(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ldu, const float* dout, int64_t ldd,
                       float* dx, int64_t lddx, float* ddup, int64_t lddup, int64_t m, int64_t n);
+
+// ---- experts ----------------------------------------------------------------------------------------------------------------
+
+// The k largest of a row's n logits, of equals the first, in the order of their numbers, and the share of each in the sum of all
+// exponentials, or of the chosen ones alone.
+void choose(const float* logits, int64_t n, int64_t k, bool among_chosen, int32_t* chosen, float* shares);
+void choose_backward(const float* logits, int64_t n, int64_t k, bool among_chosen, const int32_t* chosen, const float* shares,
+                     const float* dshares, float* dlogits);
+float dot(const float* x, const float* y, int64_t n);
 
 // ---- attention: keys and values in units of 16 keys ---------------------------------------------------------------------------
 

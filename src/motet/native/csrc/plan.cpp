@@ -63,6 +63,7 @@ thread_local Scratch part_room;  // of a part of one
 int64_t attended(const Plan& plan) { return plan.heads * plan.head_width; }
 int64_t keys_wide(const Plan& plan) { return plan.kv_heads * plan.head_width; }
 int64_t joint(const Plan& plan) { return attended(plan) + 2 * keys_wide(plan); }
+int64_t computed(const Plan& plan) { return plan.n_experts ? plan.n_chosen : 1; }  // MLPs of a row
 Type type_of(const Plan& plan) { return Type(plan.type); }
 Arithmetic arithmetic_of(const Plan& plan) { return Arithmetic(plan.arithmetic); }
 const void* at(Type type, const void* x, int64_t place) { return static_cast<const char*>(x) + place * bytes_of(type); }
@@ -71,6 +72,8 @@ void* at(Type type, void* x, int64_t place) { return static_cast<char*>(x) + pla
 // What the backward pass reads of a layer.
 struct Kept {
     float *qkv, *plain, *out, *log_sums, *x_mid;
+    float *of_attention, *of_mlp;  // what attention and MLP gave, before norms
+    float* router;  // logits
     void* gate_up;
     float* inner[4];  // products with A of each fused linear
 
@@ -81,13 +84,47 @@ struct Kept {
         out = memory.take<float>(rows * attended(plan));
         log_sums = memory.take<float>(rows * plan.heads);
         x_mid = memory.take<float>(rows * plan.width);
-        gate_up = memory.take_bytes(rows * 2 * plan.inner * bytes_of(type_of(plan)));
+        of_attention = memory.take<float>(plan.layers[0].norm_attended ? rows * plan.width : 0);
+        of_mlp = memory.take<float>(plan.layers[0].norm_done ? rows * plan.width : 0);
+        router = memory.take<float>(rows * plan.n_experts);
+        gate_up = memory.take_bytes(rows * computed(plan) * 2 * plan.inner * bytes_of(type_of(plan)));
         for (int i = 0; i < 4; i++) inner[i] = memory.take<float>(rows * columns[i]);
     }
 };
 
 struct Rows {  // of a run or a span, few enough for a part of a call
     int64_t of, first, n;
+};
+
+void cut(std::vector<Rows>& rows, int64_t of, int64_t first, int64_t n) {
+    for (int64_t done = 0; done < n; done += ROWS) rows.push_back({of, first + done, std::min(ROWS, n - done)});
+}
+
+// Which rows the experts of a layer compute: a choice of a row has a place among the rows of all experts, expert by expert.
+struct Routed {
+    const int64_t k;
+    std::vector<int32_t> chosen;
+    std::vector<float> shares;
+    std::vector<int64_t> place, choice;  // of a choice [rows × k], and back
+    std::vector<Rows> parts;
+
+    Routed(const Plan& plan, int64_t rows, const float* logits)
+        : k(plan.n_chosen), chosen(size_t(rows * k)), shares(chosen.size()), place(chosen.size()), choice(chosen.size()) {
+        const int64_t n = plan.n_experts;
+        for (int64_t row = 0; row < rows; row++)
+            choose(logits + row * n, n, k, plan.among_chosen, &chosen[size_t(row * k)], &shares[size_t(row * k)]);
+        std::vector<int64_t> next(size_t(n + 1), 0);
+        for (int32_t expert : chosen) next[size_t(expert) + 1]++;
+        for (int64_t e = 0; e < n; e++) {
+            cut(parts, e, next[size_t(e)], next[size_t(e) + 1]);
+            next[size_t(e) + 1] += next[size_t(e)];
+        }
+        for (size_t i = 0; i < chosen.size(); i++) {
+            place[i] = next[size_t(chosen[i])]++;
+            choice[size_t(place[i])] = int64_t(i);
+        }
+    }
+    int64_t row_at(int64_t at) const { return choice[size_t(at)] / k; }
 };
 
 // A pass under way and its memory.
@@ -99,11 +136,14 @@ class Call {
     const Arithmetic arithmetic;
     int64_t columns[4] = {0, 0, 0, 0};  // the widest A of each fused linear
     std::vector<Rows> run_rows, span_rows;
-    float *cosines, *sines, *x, *y;
+    float *x, *y;
     void *a, *narrow, *keys, *values;
+    void* chosen_typed;  // rows of experts
+    float* chosen;
     // backward
     float *dx = nullptr, *dy, *din, *ds, *dk, *dv;
-    void *dy_typed, *ds_typed;
+    float* drouter;
+    void *dy_typed, *ds_typed, *drouter_typed;
 
     Call(const Plan& plan, const Pass& pass) : plan(plan), pass(pass), type(type_of(plan)), arithmetic(arithmetic_of(plan)) {
         for (int64_t r = 0; r < pass.n_runs; r++) {
@@ -117,16 +157,17 @@ class Call {
     void carve(Carver& memory, bool backward) {
         int64_t rows = pass.n_rows, size = bytes_of(type), inner = *std::max_element(columns, columns + 4);
         int64_t in = std::max({plan.width, attended(plan), plan.inner});
-        int64_t out = std::max({joint(plan), 2 * plan.inner, plan.width});
+        int64_t out = std::max({joint(plan), 2 * plan.inner * computed(plan), plan.width});
+        int64_t by_experts = plan.n_experts ? rows * plan.n_chosen * expert_wide() : 0;
         int64_t pool = pass.keys ? 0 : pass.n_blocks * pass.block * keys_wide(plan);
-        cosines = memory.take<float>(rows * plan.head_width / 2);
-        sines = memory.take<float>(rows * plan.head_width / 2);
         x = memory.take<float>(rows * plan.width);
         y = memory.take<float>(rows * out);
         a = memory.take_bytes(rows * in * size);
         narrow = memory.take_bytes(rows * inner * size);
         keys = memory.take_bytes(pool * size);
         values = memory.take_bytes(pool * size);
+        chosen_typed = memory.take_bytes(by_experts * size);
+        chosen = memory.take<float>(by_experts);
         if (!backward) return;
         dx = memory.take<float>(rows * plan.width);
         dy = memory.take<float>(rows * out);
@@ -136,6 +177,8 @@ class Call {
         ds_typed = memory.take_bytes(rows * inner * size);
         dk = memory.take<float>(pool);
         dv = memory.take<float>(pool);
+        drouter = memory.take<float>(rows * plan.n_experts);
+        drouter_typed = memory.take_bytes(rows * plan.n_experts * size);
     }
 
     Pool pool(int64_t layer) const {
@@ -169,26 +212,38 @@ class Call {
         }
     }
 
+    // What attention and MLP read of the stream: its norm, where there is one.
     void norm(const float* from, const float* weight, void* to) const {
         by_rows([&](int64_t row, int64_t m) {
+            if (!weight) return typed(from + row * plan.width, plan.width, at(type, to, row * plan.width), plan.width, m, plan.width);
             rms_norm(from + row * plan.width, plan.width, weight, plan.epsilon, type, at(type, to, row * plan.width),
                      plan.width, nullptr, m, plan.width);
         });
     }
 
+    int64_t expert_wide() const { return std::max(plan.width, plan.inner); }
     void forward_layer(int64_t layer, Kept& kept);
     void backward_layer(int64_t layer, Kept& kept, const float* x_in);
 
  private:
     void linear(int64_t layer, int which, float* to, bool add, float* inner) const;
+    void add_linear(int64_t layer, int which, const float* norm, float* before, float* inner) const;
+    const float* slope_of_added(const float* norm, const float* before) const;
     void attention(int64_t layer, Kept& kept) const;
     void rotate(const Layer& layer, Kept& kept) const;
+    void rope_rows(const Layer& layer, float* rows, bool back, int64_t first, int64_t m) const;
     void linear_back(int64_t layer, int which, const float* slope, const void* in, float* inner, float* to);
     void gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* in, const float* inner, int64_t wide);
     void attention_back(int64_t layer, Kept& kept);
-
-    static void cut(std::vector<Rows>& rows, int64_t of, int64_t first, int64_t n) {
-        for (int64_t done = 0; done < n; done += ROWS) rows.push_back({of, first + done, std::min(ROWS, n - done)});
+    void experts(const Layer& layer, Kept& kept) const;
+    void experts_back(const Layer& layer, Kept& kept, const float* slope) const;
+    // f(weights, first, n) on some of the rows of each expert
+    template <class F>
+    void by_experts(const Layer& layer, const Routed& routed, F&& f) const {
+        shared(int64_t(routed.parts.size()), [&](int64_t part) {
+            const Rows& own = routed.parts[size_t(part)];
+            f(layer.experts + own.of * 2, own.first, own.n);
+        });
     }
 };
 
@@ -244,21 +299,46 @@ void Call::linear(int64_t layer, int which, float* to, bool add, float* inner) c
     });
 }
 
+// Adds to the stream a linear of `a`: through a norm where there is one, and multiplied as the plan says.
+void Call::add_linear(int64_t layer, int which, const float* norm, float* before, float* inner) const {
+    if (!norm && plan.residual == 1.0f) return linear(layer, which, x, true, inner);
+    float* given = norm ? before : y;
+    linear(layer, which, given, false, inner);
+    by_rows([&](int64_t row, int64_t m) {
+        const int64_t n = plan.width, place = row * n;
+        if (norm) rms_norm(given + place, n, norm, plan.epsilon, Type::f32, y + place, n, nullptr, m, n);
+        add_rows(x + place, n, y + place, n, m, n, plan.residual);
+    });
+}
+
+void Call::rope_rows(const Layer& layer, float* rows, bool back, int64_t first, int64_t m) const {
+    const int64_t n = joint(plan), half = plan.rotated / 2, heads = plan.heads + plan.kv_heads;
+    for (int64_t row = 0; row < m; row++) {
+        const int64_t position = pass.positions[first + row], angles = position * half;
+        float* own = rows + row * n;
+        if (layer.cosines)
+            rope(own, n, layer.cosines + angles, layer.sines + angles, half, back, 1, heads, plan.head_width, plan.rotated);
+        for (int64_t i = 0; plan.query_scales && i < attended(plan); i++) own[i] *= plan.query_scales[position];
+    }
+}
+
 // Norms of heads, where there are any, and rotation, of queries and keys.
 void Call::rotate(const Layer& layer, Kept& kept) const {
-    const int64_t n = joint(plan), e = plan.head_width;
+    const int64_t n = joint(plan), wide = attended(plan), kv_wide = keys_wide(plan);
+    const int64_t q_norm = plan.norms_whole ? wide : plan.head_width, k_norm = plan.norms_whole ? kv_wide : plan.head_width;
     by_rows([&](int64_t first, int64_t m) {
         float* rows = kept.qkv + first * n;
         if (layer.norm_q) {
             std::memcpy(kept.plain + first * n, rows, size_t(m * n) * 4);
             for (int64_t row = 0; row < m; row++) {
                 const float* from = kept.plain + (first + row) * n;
-                rms_norm(from, e, layer.norm_q, plan.epsilon, Type::f32, rows + row * n, e, nullptr, plan.heads, e);
-                rms_norm(from + attended(plan), e, layer.norm_k, plan.epsilon, Type::f32, rows + row * n + attended(plan), e,
-                         nullptr, plan.kv_heads, e);
+                float* to = rows + row * n;
+                rms_norm(from, q_norm, layer.norm_q, plan.epsilon, Type::f32, to, q_norm, nullptr, wide / q_norm, q_norm);
+                rms_norm(from + wide, k_norm, layer.norm_k, plan.epsilon, Type::f32, to + wide, k_norm, nullptr, kv_wide / k_norm,
+                         k_norm);
             }
         }
-        rope(rows, n, cosines + first * e / 2, sines + first * e / 2, e / 2, false, m, plan.heads + plan.kv_heads, e);
+        rope_rows(layer, rows, false, first, m);
     });
 }
 
@@ -269,13 +349,36 @@ void Call::attention(int64_t layer, Kept& kept) const {
         write_keys_values(pool, pass.writes[part], kept.qkv + wide, n, kept.qkv + wide + keys_wide(plan), n);
     });
     std::memset(kept.out, 0, size_t(pass.n_rows * wide) * 4);
-    Attention call{pool, arithmetic, plan.heads / plan.kv_heads, plan.scale, 0, plan.layers[layer].window, nullptr,
+    const Layer& of = plan.layers[layer];
+    Attention call{pool, arithmetic, plan.heads / plan.kv_heads, of.scale, of.softcap, of.window, nullptr,
                    kept.qkv, n, kept.out, wide, kept.log_sums};
     shared(int64_t(span_rows.size()) * plan.kv_heads, [&](int64_t part) {
         const Rows& own = span_rows[part / plan.kv_heads];
         Span span = pass.spans[own.of];
         span.first_row += own.first, span.first_position += own.first, span.n_rows = own.n;
         attend(call, span, part % plan.kv_heads, part % plan.kv_heads + 1);
+    });
+}
+
+// Experts of `a`, added to the stream in the order of their numbers.
+void Call::experts(const Layer& layer, Kept& kept) const {
+    const int64_t width = plan.width, inner = plan.inner, n = plan.n_experts, wide = expert_wide();
+    shared_product({a, type, width, layer.router.forward, type, width, kept.router, n, pass.n_rows, width, n, false, arithmetic},
+                   pass.threads);
+    const Routed routed(plan, pass.n_rows, kept.router);
+    by_experts(layer, routed, [&](const Weight* w, int64_t first, int64_t m) {
+        float *both = y + first * 2 * inner, *given = chosen + first * wide;
+        void* in = at(type, chosen_typed, first * wide);
+        for (int64_t i = 0; i < m; i++)
+            std::memcpy(at(type, in, i * wide), at(type, a, routed.row_at(first + i) * width), size_t(width * bytes_of(type)));
+        product({in, type, wide, w[0].forward, type, width, both, 2 * inner, m, width, 2 * inner, false, arithmetic});
+        typed(both, 2 * inner, at(type, kept.gate_up, first * 2 * inner), 2 * inner, m, 2 * inner);
+        gate_up(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, type, in, wide, m, inner);
+        product({in, type, wide, w[1].forward, type, inner, given, wide, m, inner, width, false, arithmetic});
+    });
+    by_rows([&](int64_t row, int64_t m) {
+        for (int64_t i = row * routed.k; i < (row + m) * routed.k; i++)
+            add_rows(x + i / routed.k * width, width, chosen + routed.place[size_t(i)] * wide, wide, 1, width, routed.shares[size_t(i)]);
     });
 }
 
@@ -287,16 +390,17 @@ void Call::forward_layer(int64_t index, Kept& kept) {
     attention(index, kept);
     const int64_t wide = attended(plan), inner = plan.inner;
     by_rows([&](int64_t row, int64_t m) { typed(kept.out + row * wide, wide, at(type, a, row * wide), wide, m, wide); });
-    linear(index, OUT, x, true, kept.inner[OUT]);
+    add_linear(index, OUT, layer.norm_attended, kept.of_attention, kept.inner[OUT]);
     std::memcpy(kept.x_mid, x, size_t(pass.n_rows * plan.width) * 4);
     norm(x, layer.norm_mlp, a);
+    if (layer.experts) return experts(layer, kept);
     linear(index, GATE_UP, y, false, kept.inner[GATE_UP]);
     by_rows([&](int64_t row, int64_t m) {
         const float* own = y + row * 2 * inner;
         typed(own, 2 * inner, at(type, kept.gate_up, row * 2 * inner), 2 * inner, m, 2 * inner);
-        gate_up(Gate::silu, own, 2 * inner, own + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
+        gate_up(Gate(plan.gate), own, 2 * inner, own + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
     });
-    linear(index, DOWN, x, true, kept.inner[DOWN]);
+    add_linear(index, DOWN, layer.norm_done, kept.of_mlp, kept.inner[DOWN]);
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------------------
@@ -402,8 +506,8 @@ void Call::attention_back(int64_t layer, Kept& kept) {
         std::memset(dv + block * of_block, 0, size_t(of_block) * 4);
     });
     std::memset(dy, 0, size_t(pass.n_rows * n) * 4);
-    AttentionBackward call{{pool, arithmetic, plan.heads / kv, plan.scale, 0, own.window, nullptr, kept.qkv, n, kept.out, wide,
-                            kept.log_sums},
+    AttentionBackward call{{pool, arithmetic, plan.heads / kv, own.scale, own.softcap, own.window, nullptr, kept.qkv, n, kept.out,
+                            wide, kept.log_sums},
                            din, dy, n, dk, dv};
     shared(pass.n_spans * kv, [&](int64_t part) { attend_backward(call, pass.spans[part / kv], part % kv, part % kv + 1); });
     shared(kv, [&](int64_t head) {  // a row that several sequences read gets their gradients in their order
@@ -420,47 +524,110 @@ void Call::attention_back(int64_t layer, Kept& kept) {
     });
     by_rows([&](int64_t first, int64_t m) {
         float* rows = dy + first * n;
-        rope(rows, n, cosines + first * e / 2, sines + first * e / 2, e / 2, true, m, plan.heads + kv, e);
+        rope_rows(own, rows, true, first, m);
         if (!own.norm_q) return;
+        const int64_t q_norm = plan.norms_whole ? wide : e, k_norm = plan.norms_whole ? kv * e : e;
         float* slope = static_cast<float*>(part_room.at_least((wide + kv * e) * 4));
         for (int64_t row = 0; row < m; row++) {
             const float* from = kept.plain + (first + row) * n;
             std::memcpy(slope, rows + row * n, size_t(wide + kv * e) * 4);
-            rms_norm_backward(from, e, own.norm_q, plan.epsilon, slope, e, rows + row * n, e, false, plan.heads, e);
-            rms_norm_backward(from + wide, e, own.norm_k, plan.epsilon, slope + wide, e, rows + row * n + wide, e, false, kv, e);
+            float* to = rows + row * n;
+            rms_norm_backward(from, q_norm, own.norm_q, plan.epsilon, slope, q_norm, to, q_norm, false, wide / q_norm, q_norm);
+            rms_norm_backward(from + wide, k_norm, own.norm_k, plan.epsilon, slope + wide, k_norm, to + wide, k_norm, false,
+                              kv * e / k_norm, k_norm);
         }
     });
+}
+
+// From the gradient of what experts gave to one of their input, in `din`, through their shares too.
+void Call::experts_back(const Layer& layer, Kept& kept, const float* slope) const {
+    const int64_t width = plan.width, inner = plan.inner, n = plan.n_experts, wide = expert_wide();
+    const Routed routed(plan, pass.n_rows, kept.router);
+    std::vector<float> dshares(routed.shares.size());
+    by_experts(layer, routed, [&](const Weight* w, int64_t first, int64_t m) {
+        float *both = y + first * 2 * inner, *given = chosen + first * wide;
+        void *in = at(type, chosen_typed, first * wide), *dboth = at(type, dy_typed, first * 2 * inner);
+        const void* from = at(type, kept.gate_up, first * 2 * inner);
+        if (type == Type::bf16)
+            to_f32(static_cast<const bf16*>(from), both, m * 2 * inner);
+        else
+            std::memcpy(both, from, size_t(m * 2 * inner) * 4);
+        for (int64_t i = 0; i < m; i++)
+            typed(slope + routed.row_at(first + i) * width, width, at(type, in, i * wide), wide, 1, width);
+        product({in, type, wide, w[1].back, type, width, given, wide, m, width, inner, false, arithmetic});
+        float* mixed = static_cast<float*>(part_room.at_least(m * inner * 4));
+        gate_up(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, Type::f32, mixed, inner, m, inner);
+        for (int64_t i = 0; i < m; i++) {
+            const size_t choice = size_t(routed.choice[size_t(first + i)]);
+            dshares[choice] = dot(mixed + i * inner, given + i * wide, inner);
+            for (int64_t e = 0; e < inner; e++) given[i * wide + e] *= routed.shares[choice];
+        }
+        gate_up_backward(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, given, wide, both, 2 * inner, both + inner,
+                         2 * inner, m, inner);
+        typed(both, 2 * inner, dboth, 2 * inner, m, 2 * inner);
+        product({dboth, type, 2 * inner, w[0].back, type, 2 * inner, given, wide, m, 2 * inner, width, false, arithmetic});
+    });
+    by_rows([&](int64_t first, int64_t m) {
+        std::memset(din + first * width, 0, size_t(m * width) * 4);
+        for (int64_t row = first; row < first + m; row++) {
+            const size_t i = size_t(row * routed.k);
+            for (size_t j = i; j < i + size_t(routed.k); j++)
+                add_rows(din + row * width, width, chosen + routed.place[j] * wide, wide, 1, width);
+            choose_backward(kept.router + row * n, n, routed.k, plan.among_chosen, &routed.chosen[i], &routed.shares[i],
+                            &dshares[i], drouter + row * n);
+        }
+        typed(drouter + first * n, n, at(type, drouter_typed, first * n), n, m, n);
+    });
+    shared_product({drouter_typed, type, n, layer.router.back, type, n, din, width, pass.n_rows, n, width, true, arithmetic},
+                   pass.threads);
+}
+
+// From the gradient of the stream to one of what `add_linear` multiplied, in `dy` where they differ.
+const float* Call::slope_of_added(const float* norm, const float* before) const {
+    if (!norm && plan.residual == 1.0f) return dx;
+    by_rows([&](int64_t row, int64_t m) {
+        const int64_t n = plan.width, place = row * n;
+        std::memset(dy + place, 0, size_t(m * n) * 4);
+        add_rows(dy + place, n, dx + place, n, m, n, plan.residual);
+        if (norm) rms_norm_backward(before + place, n, norm, plan.epsilon, dy + place, n, dy + place, n, false, m, n);
+    });
+    return dy;
 }
 
 void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
     const Layer& layer = plan.layers[index];
     const int64_t wide = attended(plan), inner = plan.inner, width = plan.width;
-    by_rows([&](int64_t row, int64_t m) {
-        const void* from = at(type, kept.gate_up, row * 2 * inner);
-        float* both = y + row * 2 * inner;
-        if (type == Type::bf16)
-            to_f32(static_cast<const bf16*>(from), both, m * 2 * inner);
-        else
-            std::memcpy(both, from, size_t(m * 2 * inner) * 4);
-        gate_up(Gate::silu, both, 2 * inner, both + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
-    });
-    linear_back(index, DOWN, dx, a, kept.inner[DOWN], din);
-    by_rows([&](int64_t row, int64_t m) {
-        float *both = y + row * 2 * inner, *slope = dy + row * 2 * inner;
-        gate_up_backward(Gate::silu, both, 2 * inner, both + inner, 2 * inner, din + row * inner, inner, slope, 2 * inner,
-                         slope + inner, 2 * inner, m, inner);
-    });
-    norm(kept.x_mid, layer.norm_mlp, a);
-    linear_back(index, GATE_UP, dy, a, kept.inner[GATE_UP], din);
     auto through_norm = [&](const float* from, const float* weight) {
         by_rows([&](int64_t row, int64_t m) {
             int64_t place = row * width;
+            if (!weight) return add_rows(dx + place, width, din + place, width, m, width);
             rms_norm_backward(from + place, width, weight, plan.epsilon, din + place, width, dx + place, width, true, m, width);
         });
     };
+    if (layer.experts) {
+        experts_back(layer, kept, dx);
+    } else {
+        by_rows([&](int64_t row, int64_t m) {
+            const void* from = at(type, kept.gate_up, row * 2 * inner);
+            float* both = y + row * 2 * inner;
+            if (type == Type::bf16)
+                to_f32(static_cast<const bf16*>(from), both, m * 2 * inner);
+            else
+                std::memcpy(both, from, size_t(m * 2 * inner) * 4);
+            gate_up(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
+        });
+        linear_back(index, DOWN, slope_of_added(layer.norm_done, kept.of_mlp), a, kept.inner[DOWN], din);
+        by_rows([&](int64_t row, int64_t m) {
+            float *both = y + row * 2 * inner, *slope = dy + row * 2 * inner;
+            gate_up_backward(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, din + row * inner, inner, slope, 2 * inner,
+                             slope + inner, 2 * inner, m, inner);
+        });
+        norm(kept.x_mid, layer.norm_mlp, a);
+        linear_back(index, GATE_UP, dy, a, kept.inner[GATE_UP], din);
+    }
     through_norm(kept.x_mid, layer.norm_mlp);
     by_rows([&](int64_t row, int64_t m) { typed(kept.out + row * wide, wide, at(type, a, row * wide), wide, m, wide); });
-    linear_back(index, OUT, dx, a, kept.inner[OUT], din);
+    linear_back(index, OUT, slope_of_added(layer.norm_attended, kept.of_attention), a, kept.inner[OUT], din);
     attention_back(index, kept);
     norm(x_in, layer.norm_in, a);
     linear_back(index, QKV, dy, a, kept.inner[QKV], index ? din : nullptr);
@@ -524,24 +691,15 @@ Kept prepare(Call& call, bool backward) {
     return carve(scratch.at_least(carve(nullptr).second)).first;
 }
 
-void gather_angles(Call& call) {
-    const int64_t half = call.plan.head_width / 2;
-    for (int64_t row = 0; row < call.pass.n_rows; row++) {
-        std::memcpy(call.cosines + row * half, call.plan.cosines + call.pass.positions[row] * half, size_t(half) * 4);
-        std::memcpy(call.sines + row * half, call.plan.sines + call.pass.positions[row] * half, size_t(half) * 4);
-    }
-}
-
 void forward(const Plan& plan, const Pass& pass) {
     FlushDenormals flush;
     Call call(plan, pass);
     Kept one = prepare(call, false);
     Carver carver(pass.kept);
     Memory memory(carver, call);
-    gather_angles(call);
     const int64_t width = plan.width, bytes = pass.n_rows * width * 4;
     call.by_rows([&](int64_t row, int64_t m) {
-        embed(call.type, plan.embedding, pass.tokens + row, 1.0f, call.x + row * width, width, m, width);
+        embed(call.type, plan.embedding, pass.tokens + row, plan.embedding_scale, call.x + row * width, width, m, width);
     });
     for (int64_t layer = 0; layer < plan.n_layers; layer++) {
         if (pass.kept) std::memcpy(memory.x_in[layer], call.x, size_t(bytes));
@@ -560,7 +718,6 @@ void backward(const Plan& plan, const Pass& pass, const float* slope) {
     Kept one = prepare(call, true);
     Carver carver(pass.kept);
     Memory memory(carver, call);
-    gather_angles(call);
     const int64_t width = plan.width;
     call.by_rows([&](int64_t row, int64_t m) {
         rms_norm_backward(memory.x_in[plan.n_layers] + row * width, width, plan.norm_out, plan.epsilon, slope + row * width, width,

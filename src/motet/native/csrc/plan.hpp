@@ -15,21 +15,31 @@ struct Weight {          // of k inputs and n outputs; gate and up, or queries, 
 };
 
 struct Layer {
-    const float *norm_in, *norm_mlp;  // [width]
-    const float *norm_q, *norm_k;     // [head_width], or null
-    Weight linears[4];                // queries keys values, output, gate up, down
-    int64_t window;                   // 0: none
+    const float *norm_in, *norm_mlp;         // [width] of what attention and MLP read, or null
+    const float *norm_attended, *norm_done;  // [width] of what they give, or null
+    const float *norm_q, *norm_k;            // [head_width], or [all heads] (`norms_whole`), or null
+    const float *cosines, *sines;            // [positions × rotated / 2], or null: no rotation
+    Weight linears[4];                       // queries keys values, output, gate up, down
+    Weight router;                           // one output for each expert
+    const Weight* experts;                   // [n_experts][gate up, down] in the place of both linears, or null
+    int64_t window;                          // 0: none
+    float scale, softcap;                    // of attention's scores; softcap 0: none
 };
 
 struct Plan {
     int64_t n_layers, width, heads, kv_heads, head_width, inner, vocabulary, positions;
-    int32_t type, arithmetic;
-    float epsilon, scale;
+    int64_t rotated;      // numbers of a head that are rotated, from its first
+    int64_t norms_whole;  // norms of queries and keys go over all heads at once
+    int64_t n_experts, n_chosen, among_chosen;  // see `choose`; 0 where there are none
+    int32_t type, arithmetic, gate;
+    float epsilon;
+    float embedding_scale;  // embeddings are multiplied with it
+    float residual;         // what attention and MLP give is multiplied with it
     const Layer* layers;
     const float* norm_out;
-    const void* embedding;  // [vocabulary × width]
+    const void* embedding;      // [vocabulary × width]
+    const float* query_scales;  // [positions] that rotated queries are multiplied with, or null
     Weight head;
-    const float *cosines, *sines;  // [positions × head_width / 2]
 };
 
 struct Part {                 // an adapted layer among fused ones

@@ -69,11 +69,11 @@ void fill(float* x, int64_t ld, const float* row, int64_t m, int64_t n) {
     }
 }
 
-void add_rows(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n) {
+void add_rows(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n, float factor) {
     for (int64_t r = 0; r < m; r++)
         for (int64_t i = 0; i < n; i += 16) {
             float* p = x + r * ldx + i;
-            store_first(p, n - i, add(load_first(p, n - i), load_first(y + r * ldy + i, n - i)));
+            store_first(p, n - i, fma(set1(factor), load_first(y + r * ldy + i, n - i), load_first(p, n - i)));
         }
 }
 
@@ -152,8 +152,8 @@ void rms_norm_backward(const float* x, int64_t ldx, const float* weight, float e
 }
 
 void rope(float* x, int64_t ldx, const float* cos, const float* sin, int64_t ldt, bool back, int64_t m, int64_t heads,
-          int64_t width) {
-    const int64_t half = width / 2;
+          int64_t width, int64_t rotated) {
+    const int64_t half = rotated / 2;
     for (int64_t r = 0; r < m; r++)
         for (int64_t h = 0; h < heads; h++) {
             float* head = x + r * ldx + h * width;

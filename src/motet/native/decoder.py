@@ -1,0 +1,196 @@
+"""The decoders of transformers that own kernels compute: which they are, and where their layers keep what the plan needs.
+
+Legend: D model width, E rotated numbers of a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet.model.attention import LayerCall
+from motet.model.lora import LoraLinear
+from motet.model.lora_model import LoraModel
+from motet.native.plan import GATES
+
+FAMILIES = {
+    "exaone4": "EXAONE 4",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3",
+    "granite": "Granite",
+    "llama": "Llama",
+    "ministral": "Ministral",
+    "ministral3": "Ministral 3",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "olmoe": "OLMoE",
+    "phi3": "Phi-3",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "qwen3_vl_text": "Qwen3-VL",
+    "seed_oss": "Seed-OSS",
+    "smollm3": "SmolLM3",
+    "vaultgemma": "VaultGemma",
+}
+"""What the plan can compute, by `model_type`."""
+
+_MOST_FOLDED = 64
+"""Query heads for each head of keys."""
+
+_ELSEWHERE = (
+    (
+        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        "a mixture of experts of another kind",
+    ),
+    (
+        ("linear_num_value_heads", "mamba_d_state", "ssm_state_size", "conv_L_cache", "state_size"),
+        "layers with a state",
+    ),
+    (("kv_lora_rank",), "latent attention"),
+)
+"""Fields of configurations, and what a base that has one has."""
+
+
+_OTHERWISE = {
+    "LayerNorm": ("cohere", "cohere2", "gpt_bigcode", "gpt_neox", "opt", "phi", "starcoder2"),
+    "rotation of neighbouring numbers": ("ernie4_5", "glm4", "helium"),
+    "MLPs without a gate": ("apertus", "arcee", "nanochat"),
+    "norms after rotation": ("hunyuan_v1_dense",),
+    "embeddings for each layer": ("gemma3n_text", "gemma4_text"),
+}
+"""What dense bases have that the plan does not."""
+
+
+def refusal_of(config: Any, block_size: int) -> str:
+    """Why own kernels do not compute bases of a configuration (of transformers); empty where they do."""
+    config = config.get_text_config()
+    if config.model_type not in FAMILIES:
+        found = [what for fields, what in _ELSEWHERE if any(getattr(config, each, None) for each in fields)]
+        found += [what for what, kinds in _OTHERWISE.items() if config.model_type in kinds]
+        return f"own kernels do not compute {config.model_type}" + f", which has {found[0]}" * bool(found)
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        return "own kernels need experts in every layer, and this base has them in some"
+    if getattr(config, "clip_qkv", None):
+        return "own kernels do not clip queries, keys and values"
+    if gate_of(config) not in GATES:
+        return f"own kernels have the gates {' and '.join(GATES)}, and this base has {gate_of(config)}"
+    if (width := head_width(config)) % 16:
+        return f"own kernels need heads of a multiple of 16 numbers, and these have {width}"
+    if config.num_attention_heads > _MOST_FOLDED * config.num_key_value_heads:
+        return f"own kernels take at most {_MOST_FOLDED} query heads for each head of keys"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "own kernels do not compute attention to what comes after a token"
+    if block_size % 16:
+        return f"own kernels need KV blocks of a multiple of 16 tokens, and these have {block_size}"
+    return ""
+
+
+def gate_of(config: Any) -> str:
+    """The activation of the MLPs."""
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+
+
+def head_width(config: Any) -> int:
+    """Numbers of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def linears_of(layer: Any) -> list[tuple[LoraLinear, ...]]:
+    """The linear layers of each product of the plan."""
+    attention, mlp = layer.self_attn, layer.mlp
+    queries = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+    gates = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+    found = [tuple(getattr(attention, name) for name in queries), (attention.o_proj,)]
+    if not hasattr(mlp, "experts"):
+        found += [tuple(getattr(mlp, name) for name in gates), (mlp.down_proj,)]
+    return found
+
+
+def experts_of(layer: Any) -> tuple[Tensor, list[Tensor]]:
+    """A layer's router [experts, D], and for each expert gate and up as one weight, and down."""
+    mlp = layer.mlp
+    both = zip(mlp.experts.gate_up_proj, mlp.experts.down_proj, strict=True)
+    return mlp.gate.weight, [weight for pair in both for weight in pair]
+
+
+def norms_of(layer: Any) -> dict[str, Any]:
+    """The norms of a layer, by their names in the plan; None where it has none."""
+
+    def norm(name: str) -> Any:
+        return getattr(layer, f"{name}_layernorm", None)
+
+    after = norm("post_feedforward") is not None or norm("pre_feedforward") is not None
+    return {
+        "norm_in": norm("input"),
+        "norm_attended": norm("post_attention") if after else None,
+        "norm_mlp": norm("pre_feedforward") if after else norm("post_attention"),
+        "norm_done": norm("post_feedforward"),
+        "norm_q": getattr(layer.self_attn, "q_norm", None),
+        "norm_k": getattr(layer.self_attn, "k_norm", None),
+    }
+
+
+@torch.no_grad()
+def norm_weight(norm: Any) -> Tensor:
+    """What a norm multiplies with, fp32. Some store it less one."""
+    weight: Tensor = norm.weight.float()
+    shown: Tensor = norm(torch.ones(1, len(weight)))[0]
+    return weight + (shown - weight).mean().round()
+
+
+def embedding_scale(decoder: Any, config: Any) -> float:
+    """What embeddings are multiplied with."""
+    table = decoder.embed_tokens
+    scale = getattr(table, "embed_scale", getattr(config, "embedding_multiplier", 1.0))
+    return float(torch.as_tensor(scale).to(table.weight.dtype))
+
+
+def query_scales(config: Any, positions: int) -> Tensor | None:
+    """What Ministral 3 multiplies queries with, for each position; None where it is one."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    beta = rotary.get("llama_4_scaling_beta")
+    if not beta:
+        return None
+    passed_T = torch.arange(positions) // rotary["original_max_position_embeddings"]
+    return 1 + float(beta) * torch.log(1 + passed_T)
+
+
+def rotates(attention: Any, config: Any) -> bool:
+    """Whether a layer knows positions by rotation."""
+    if config.model_type == "exaone4":
+        return attention.sliding_window is None or bool(attention.is_sliding)
+    return bool(getattr(attention, "use_rope", True))
+
+
+def angles(decoder: Any, config: Any, positions: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """For a layer: cosines and sines [positions, E / 2], as the model itself makes them, once for each kind of layers."""
+    by_kind = "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
+    made: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+
+    def of_layer(index: int) -> tuple[Tensor, Tensor]:
+        kind = (config.layer_types[index],) if by_kind else ()
+        if kind not in made:
+            with torch.no_grad():
+                cosines, sines = decoder.rotary_emb(torch.zeros(1, 1, 1), torch.arange(positions)[None], *kind)
+            half = cosines.shape[-1] // 2
+            made[kind] = cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
+        return made[kind]
+
+    return of_layer
+
+
+def attention_calls(base: LoraModel) -> dict[int, LayerCall]:
+    """What each layer asks of its attention."""
+    tokens = torch.zeros(base.arithmetic.rows, dtype=torch.long)
+    attention = base.attention.packed([len(tokens)])
+    with torch.no_grad():
+        base.hidden(tokens, torch.arange(len(tokens)), attention)
+    return {call.layer: call for call in attention.calls}
