@@ -39,7 +39,7 @@ class EngineConfig(Config):
     """On CPU in bfloat16, keep a second copy of the base in the layout that its kernels want: the same bits, sooner."""
     slots: int = Field(16, ge=1, le=10**5)
     """Adapters that train at once; further jobs wait in the queue. A note says where memory has
-    [no room](scale.md#how-many-adapters-fit) for so many of the largest rank."""
+    [no room](capacity.md#how-many-adapters-fit) for so many of the largest rank."""
     resident: int = Field(0, ge=0, le=10**5)
     """Adapters that keep masters and AdamW's moments on the device, 16 of their 18 bytes a parameter; those of the others are
     brought in when they train. 0 is all of them. The bytes of adapters do not depend on it."""
