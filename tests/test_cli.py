@@ -252,7 +252,7 @@ def test_a_full_disk_that_names_no_file_is_a_message(says: Motet, monkeypatch: p
     with contextlib.suppress(OSError), Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         code, _, err = says("--version")
-    said = "motet: a file could not be written: No space left on device; make room and try again\n"
+    said = "motet: a file could not be written: No space left on device; free some space and try again\n"
     assert (code, err) == (2, said)
 
 

@@ -20,7 +20,7 @@ class Dpo(Preference):
 
     type: Literal["dpo"] = "dpo"
     length_normalised: bool = False
-    """Compare the mean log probability of a token instead of that of the whole answer."""
+    """Compare mean log probabilities of tokens instead of sums over answers."""
     sft: float = Field(0.0, ge=0, le=1e6)
     """Weight of a supervised term: the mean cross entropy of the chosen answer's tokens (RPO, arXiv 2404.19733)."""
 
