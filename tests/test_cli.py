@@ -156,7 +156,7 @@ def test_one_run_with_everything_that_happens_to_it(tmp_path: Path, processes: l
     assert re.search(r"^finishing step \d+ of add, then saving; press Ctrl-C again to stop now$", out, re.MULTILINE), (
         out
     )
-    assert "go on with: motet run jobs.yaml" in out
+    assert "resume with: motet run jobs.yaml" in out
     assert "Traceback" not in out + err
     for name in ("add", "sort"):
         steps = max(int(item.name) for item in (run / name / "state").iterdir())

@@ -22,7 +22,7 @@ Values = NDArray[np.float64]
 
 
 class CriticConfig(Config):
-    """A second adapter on the same base, with a head of one number; it counts as a slot of its own."""
+    """A second adapter on the same base with a scalar head. It takes a slot."""
 
     rank: int = Field(32, ge=1, le=512)
     """Rank of the critic."""

@@ -63,7 +63,7 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         at: datetime | str | float | None = None,
         base: str | None = None,
     ) -> Job:
-        """Submit a job, as it stands in a job file.
+        """Submit a job, given as in a job file.
 
         Args:
             job: what to train.
@@ -189,7 +189,7 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return (await self._ask(Models, "GET", "/v1/models")).data
 
     async def rewards(self) -> list[Reward]:
-        """Rewards that jobs may use: built in, installed by whoever runs the service, and scored elsewhere."""
+        """Rewards that jobs may use: built in, installed by the operator, and scored elsewhere."""
         return (await self._ask(Rewards, "GET", "/v1/rewards")).data
 
     async def health(self) -> Health:

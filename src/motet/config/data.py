@@ -73,7 +73,7 @@ class DataConfig(Config):
         if (rows := _rows_of(given)) is not None:
             return {**(value if inside else {}), "source": GIVEN_ROWS, "rows": rows}
         if isinstance(value, dict) and value.get("rows") is not None and given != GIVEN_ROWS:
-            raise ValueError("rows stand in no field of their own; give them in the place of source")
+            raise ValueError("there is no field `rows`; give rows as the source")
         return value
 
 

@@ -93,7 +93,7 @@ class EngineConfig(Config):
     def _are_devices(cls, given: str | list[str]) -> str | list[str]:
         for device in [given] if isinstance(given, str) else given:
             if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
-                raise ValueError("must be auto, cpu, cuda or, where there are several, cuda:1")
+                raise ValueError("must be auto, cpu, cuda or a numbered card such as cuda:1")
         return given
 
     @model_validator(mode="after")
@@ -130,7 +130,7 @@ class EngineConfig(Config):
         alone = all(device.startswith("cuda") for device in self.devices or (self.device,))
         if alone and self.samplers != "auto" and self.samplers > 0:
             raise ValueError(
-                f"samplers is {self.samplers} and device {cards[0]}, but processes of their own sample on CPUs alone: "
+                f"samplers is {self.samplers} and device {cards[0]}, but sampling processes run on CPUs only: "
                 "set samplers to auto"
             )
         return self

@@ -174,7 +174,7 @@ class OptimizerConfig(Config):
 
 
 class EvalConfig(Config):
-    """Evaluation on held-out problems, at the start, every so many steps and at the end."""
+    """Evaluation on held-out problems: at the start, every `every` steps and at the end."""
 
     every: int = Field(10, ge=0, le=10**7)
     """Steps between evaluations; 0 evaluates only at the start and the end."""

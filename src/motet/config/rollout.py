@@ -132,7 +132,7 @@ class RolloutConfig(Config):
             raise ValueError("agents are sent versions as files: leave them out, or publish_by: tensors")
         if self.keep_versions == 0:
             raise ValueError(
-                "keep_versions: 0 keeps versions for after the run, when nobody is there to fetch them from: "
+                "keep_versions: 0 keeps versions after the run, when no process can hand them out: "
                 "leave out publish_by: tensors"
             )
 
@@ -146,7 +146,7 @@ def check_effect(engine: EngineConfig, rollout: RolloutConfig) -> None:
     kind = rollout.engine
     if kind == "embedded":
         idle = [f"rollout.{name}" for name in _set(rollout)]
-        instead = "it is of servers; the embedded engine has engine.max_rows and its neighbours"
+        instead = "it applies to servers; the embedded engine has engine.max_rows and similar fields"
     else:
         idle = [f"engine.{name}" for name in _set(engine) if name in OF_SAMPLING]
         idle += ["rollout.launch.lora_backend"] * bool(

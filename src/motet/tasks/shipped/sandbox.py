@@ -43,7 +43,7 @@ class Tools:
         for name, text in (row.get(self._files) or {}).items():
             path = (self.directory / name).resolve()
             if not path.is_relative_to(self.directory.resolve()):
-                raise ValueError(f"the file {name!r} lies outside of the sandbox")
+                raise ValueError(f"the file {name!r} is outside the sandbox")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
 
