@@ -76,7 +76,7 @@ class Credited:
     policy: StepBatch
     critic: StepBatch
     explained: float
-    """Share of the returns' variance that the values explained; NaN where all returns are equal."""
+    """Share of the returns' variance that the values explained; NaN if all returns are equal."""
 
 
 def credited(batch: StepBatch, values: Sequence[FloatArray], config: CriticConfig) -> Credited:

@@ -1,4 +1,4 @@
-"""Jobs of one file that go on with each other's adapters."""
+"""Jobs of one file that start from each other's adapters."""
 
 from __future__ import annotations
 

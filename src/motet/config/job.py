@@ -75,7 +75,7 @@ class EnvironmentConfig(Config):
     }
     """The classes that ship, by their names."""
     AGENT: ClassVar[str] = "agent"
-    """Stands for an agent that does not run here."""
+    """Name of an agent that runs elsewhere."""
 
     name: str = "single"
     """`single`: one answer. `retry`: the model is told whether it was right and may answer once more. `sandbox`, `mcp`,
