@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import make_site
+import motet
 from tests.pages import FENCE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,3 +99,7 @@ def test_guides_have_short_sentences() -> None:
             for sentence in re.split(r"(?<=[.:;?!])[*\"]*\s", block):
                 words = [word for word in sentence.split() if re.search(r"\w", word)]
                 assert len(words) <= 30, f"{page.name}: {' '.join(words)}"
+
+
+def test_the_citation_names_this_version() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == motet.__version__
