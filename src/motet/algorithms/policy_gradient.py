@@ -88,8 +88,8 @@ class PolicyGradient(Algorithm):
     """Dynamic sampling: a step has this many times groups_per_step problems and samples them in data order until
     groups_per_step groups have a signal."""
     share_prefixes: bool = False
-    """Train a prefix that branches of a rollout, or rollouts of a group, share only once. This saves work for agents that
-    rewrite their history. Logprobs keep their bits; gradients, and so the bytes of the adapter, agree within rounding."""
+    """Train shared prefixes of branches, and of rollouts in a group, once. This saves work for agents that rewrite their
+    history. Logprobs keep their bits; gradients, and so the bytes of the adapter, agree within rounding."""
     mask_truncated: bool = False
     """Leave answers that reached max_tokens out of the loss."""
     max_failed_fraction: float = Field(0.25, ge=0, le=1)
