@@ -114,8 +114,9 @@ gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m "soak or not soak" -rs tests/test_kernels.py tests/test_recurrence_kernels.py tests/test_cuda_graph.py $(PYTEST_ARGS)
 
 .PHONY: docs
-docs: $(VENV)/.installed-dev  ## write the reference pages anew: docs/configuration.md, docs/cli.md, docs/http.md
+docs: $(VENV)/.installed-dev  ## write the reference pages, then build and check the website in site/ (VERSION=0.1: also public/0.1)
 	$(BIN)/python scripts/make_reference.py
+	$(BIN)/python scripts/make_site.py $(if $(VERSION),--version $(VERSION))
 
 .PHONY: bases
 bases: $(VENV)/.installed-dev  ## write the table of docs/bases.md anew (a few minutes)
@@ -127,5 +128,5 @@ small-base: $(VENV)/.installed  ## train the small base anew (about half an hour
 
 .PHONY: clean
 clean:  ## remove caches and build outputs; .venv and runs/ stay
-	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .cache src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(wildcard src tests scripts bench examples) -name __pycache__ -type d -prune -exec rm -rf {} +

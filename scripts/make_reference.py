@@ -186,9 +186,9 @@ def configuration() -> str:
     if len(set(names)) < len(names):
         raise ValueError(f"two sections of the configuration share a heading: {names}")
     head = (
-        "# Configuration\n\nEvery field of a job file, with its default; from [service](#service) on of the file that "
-        "`motet serve --config` reads, from [simulation](#simulation) on of that of `motet simulate`. An unknown field is an "
-        "error.\n\n"
+        "# Configuration\n\nEvery field with its default. Sections up to `checkpoint` are for job files, those from "
+        "[service](#service) for `motet serve --config`, and those from [simulation](#simulation) for `motet simulate`. "
+        "An unknown field is an error.\n\n"
     )
     contents = "".join(
         f"- [{name}](#{name.replace(' ', '-')}){f': `{path}`' if path else ''}\n" for name, path, _ in found

@@ -63,7 +63,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "judge": ({"reward": "judge"}, ("reward 'judge' is scored beside a service",)),
     "address": ({"reward": {"name": "http", "args": {}}}, ("reward http: args.url: is missing",)),
     "lambda": ({"reward": lambda problem: 1.0}, ("takes problem; write def reward(problem, completion)",)),
-    "scorer": ({"reward": "scorer"}, ("only reasoning-gym:NAME data has a scorer of its own",)),
+    "scorer": ({"reward": "scorer"}, ("only reasoning-gym:NAME data has a scorer",)),
     "answers": (
         {"data": {"source": "plain.jsonl", "holdout": 1}},
         ("no row of plain.jsonl has one; name its column in data.answer",),

@@ -156,7 +156,7 @@ def test_one_run_with_everything_that_happens_to_it(tmp_path: Path, processes: l
     assert re.search(r"^finishing step \d+ of add, then saving; press Ctrl-C again to stop now$", out, re.MULTILINE), (
         out
     )
-    assert "go on with: motet run jobs.yaml" in out
+    assert "resume with: motet run jobs.yaml" in out
     assert "Traceback" not in out + err
     for name in ("add", "sort"):
         steps = max(int(item.name) for item in (run / name / "state").iterdir())
@@ -252,7 +252,7 @@ def test_a_full_disk_that_names_no_file_is_a_message(says: Motet, monkeypatch: p
     with contextlib.suppress(OSError), Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         code, _, err = says("--version")
-    said = "motet: a file could not be written: No space left on device; make room and try again\n"
+    said = "motet: a file could not be written: No space left on device; free some space and try again\n"
     assert (code, err) == (2, said)
 
 

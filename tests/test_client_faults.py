@@ -99,7 +99,7 @@ def test_following_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("given", [float("nan"), float("inf"), {1, 2}, "\ud800"])
 def test_what_json_cannot_hold_is_told_before_it_is_sent(given: Any) -> None:
-    reason = "this cannot be sent to the service: .*; what is sent has to be JSON"
+    reason = "this cannot be sent to the service: .*; send JSON"
     with motet.Client("http://127.0.0.1:1") as client:
         with pytest.raises(ConfigError, match=reason):
             client.set_limits("ours", {"share": given})

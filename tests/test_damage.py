@@ -209,7 +209,7 @@ def test_a_run_of_an_earlier_version_is_verified_and_resumed(directory: JobDirec
         del values["after"]
         state.write_bytes(sealed(values))
     assert verify(directory.path.parent) == 0
-    assert re.search("earlier version of Motet, so files that were removed cannot be noticed", capsys.readouterr().out)
+    assert re.search("earlier version of Motet wrote them, so removed files cannot be noticed", capsys.readouterr().out)
     shutil.rmtree(directory.version(6))
     again = JobDirectory(directory.path)
     open_job(again, whole)

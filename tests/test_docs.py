@@ -284,11 +284,11 @@ def test_the_page_about_algorithms_has_every_name() -> None:
     assert names_in(table(text, "kl.type")) == list(get_args(KLConfig.model_fields["type"].annotation))
 
 
-def test_the_page_about_runs_has_every_field() -> None:
+def test_the_page_about_metrics_has_every_field() -> None:
     from motet.device import BusyTime
     from motet.runtime.metrics import STEP_FIELDS, timing_record
 
-    text = page_text("runs")
+    text = page_text("metrics")
     about_metrics, about_timings = text.split("## metrics.jsonl")[1], text.split("## timings.jsonl")[1]
     assert {row[0]: row[1] for row in table(about_metrics, "field")} == STEP_FIELDS
     seconds = dict.fromkeys(("sample", "reward", "train", "publish"), 0.0)
@@ -299,16 +299,17 @@ def test_the_page_about_runs_has_every_field() -> None:
     shown = [name.strip("`") for row in table(about_timings, "field") for name in row[0].split(", ")]
     shown.remove("errors")  # only of steps with failed rewards
     assert shown == [name for names in nested for name in names]
-    for number, example in enumerate(fences(text, "py")):
-        compile(example, f"runs.md, example {number}", "exec")
+    for page in ("runs", "adapters", "python-client", "chat"):
+        for number, example in enumerate(fences(page_text(page), "py")):
+            compile(example, f"{page}.md, example {number}", "exec")
 
 
 def test_figures_of_learning_say_at_which_commit_they_were_made() -> None:
     for section in page_text("learning").split("\n## "):
-        assert "|---" not in section or re.search(r"commits? [0-9a-f]{7}\b", section), section.partition("\n")[0]
+        assert "|---" not in section or re.search(r"[Cc]ommits? [0-9a-f]{7}\b", section), section.partition("\n")[0]
 
 
-@pytest.mark.parametrize("page", ["architecture", "exactness"])
+@pytest.mark.parametrize("page", ["architecture", "extend", "exactness"])
 def test_the_pages_about_the_house_name_what_exists(page: str) -> None:
     text = page_text(page)
     source = ROOT / "src" / "motet"

@@ -285,11 +285,11 @@ def test_experts_one_by_one_that_lack_something_are_refused(tmp_path: Path) -> N
             load(whole, base)
     export(tmp_path / "llama", tiny.base("llama"), tiny.adapter(tiny.base("llama")), "all-linear")
     with pytest.raises(
-        BaseModelError, match=r"\(llama\) do not have experts one by one; give a server the adapter as it is"
+        BaseModelError, match=r"\(llama\) do not store experts one by one; give a server the adapter unchanged"
     ):
         split_experts(tmp_path / "llama", None, tmp_path / "no")
     export(tmp_path / "heads", base, tiny.adapter(base, targets=["q_proj"]), ["q_proj"])
-    with pytest.raises(AdapterError, match="has nothing on experts"):
+    with pytest.raises(AdapterError, match="has no weights on experts"):
         split_experts(tmp_path / "heads", None, tmp_path / "no")
 
 

@@ -348,7 +348,7 @@ FILES = {
     ),
     "duplicate names": (
         "base: small\njobs: [{name: a, data: x, reward: exact}, {name: a, data: y, reward: exact}]",
-        "jobs: two jobs have the name 'a'; every job needs a name of its own",
+        "jobs: two jobs have the name 'a'; give every job another name",
     ),
     **{
         f"device {device!r}": (
@@ -400,14 +400,14 @@ IDLE = {
     "rollout: {engine: vllm, urls: ['http://:80']}": "'http://:80' is not the address of a server: it names no host",
     "rollout: {engine: vllm, urls: ['http://a:0']}": "'http://a:0' is not the address of a server: nothing listens on port 0",
     "rollout: {engine: vllm, urls: ['http://a b:80']}": "'http://a b:80' is not the address of a server: it has a blank",
-    "rollout: {rows: 8}": "rollout.rows has no effect here: it is of servers; the embedded engine has engine.max_rows",
+    "rollout: {rows: 8}": "rollout.rows has no effect here: it applies to servers; the embedded engine has engine.max_rows",
     f"engine: {{max_rows: 8}}\n{VLLM}": "engine.max_rows has no effect here: rollout.engine vllm does not read it",
     f"engine: {{samplers: 0}}\n{VLLM}": "engine.samplers has no effect here: rollout.engine vllm does not read it",
     f"engine: {{kept_kv: 0.25}}\n{VLLM}": "engine.kept_kv has no effect here: rollout.engine vllm does not read it",
     "rollout: {engine: vllm, launch: {lora_backend: csgmv}}": "rollout.launch.lora_backend has no effect here",
     "engine: {parking: /tmp}": "parking has no effect while all adapters stay on the device: set resident",
     "engine: {shard: 2, numerics: fast}": "a base in shards is computed as `exact` has it: set numerics to exact",
-    "engine: {device: cuda, samplers: 2}": "samplers is 2 and device cuda, but processes of their own sample on CPUs",
+    "engine: {device: cuda, samplers: 2}": "samplers is 2 and device cuda, but sampling processes run on CPUs",
     "rollout: {engine: vllm, launch: {colocate: true}}": "colocate: there is no such field; it is rollout.launch.gpu_memory",
 }
 

@@ -77,7 +77,7 @@ def test_no_answer_reaches_anything(smollm2_service: Service, tmp_path: Path):
 
 
 def attempt(service: Service, where: Path, scorers: Mapping[str, object]) -> None:
-    """Nothing is written, nobody is asked, no process is started; the service goes on."""
+    """Nothing is written, nobody is asked, no process is started; the service continues."""
     asked = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
 

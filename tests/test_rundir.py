@@ -95,9 +95,7 @@ def test_words_reach_a_running_process_only(holder: subprocess.Popen[str], tmp_p
     assert (run / "a" / "control").read_text() == "pause"
     holder.kill()
     holder.wait()
-    with pytest.raises(
-        RunError, match=r"no process runs .*run; start it with `motet run`, which goes on where it stopped"
-    ):
+    with pytest.raises(RunError, match=r"no process runs .*run; start it with `motet run`, which resumes it"):
         send(run, "a", "pause")
     with pytest.raises(RunError, match="there is no run directory"):
         send(tmp_path / "nowhere", "a", "cancel")

@@ -385,7 +385,7 @@ def test_what_was_of_another_base_is_not_taken_for_the_only_one(tmp_path: Path) 
         return create_app(Settings(base, tmp_path, config=ServiceConfig(**bases), open_to_all=True)).state.parts
 
     alone = opened("small")
-    reason = "its base 'math' is not served any more"
+    reason = "its base 'math' is no longer served"
     with pytest.raises(ConfigError, match=reason):
         alone[Adapters].of_model(who, "ended@best")
     assert alone[Adapters].of_model(who, "brought").base == "small"
@@ -398,7 +398,7 @@ def test_what_was_of_another_base_is_not_taken_for_the_only_one(tmp_path: Path) 
     other = opened("/models/math")
     assert other[Adapters].of_model(who, "ended@best").base == "/models/math", "the same base under its path"
     assert [one.job["name"] for one in other[Handover].open_jobs()] == [waiting.id]
-    with pytest.raises(ConfigError, match="its base 'small' is not served any more"):
+    with pytest.raises(ConfigError, match="its base 'small' is no longer served"):
         other[Adapters].of_model(who, "brought")
     moved = opened("", bases={"math": "/elsewhere/math"})
     assert moved[Adapters].of_model(who, "ended@best").base == "math", "the operator says where it is now"

@@ -337,7 +337,7 @@ def test_a_job_whose_base_is_not_served_any_more_says_so() -> None:
     assert Bases({"moved": "/models/a"}).of("/models/b") == "moved"
     several = Bases({"a": "/models/a", "b": "/models/b"})
     assert [several.of(None), several.of("b"), several.of("/models/b")] == ["a", "b", "b"]
-    with pytest.raises(ConfigError, match="'c' is not served any more"):
+    with pytest.raises(ConfigError, match="'c' is no longer served"):
         several.of("c")
     known = {"a": "/models/a", "b": "/models/b", "c": "/models/c"}
     for now, (none, by_name, by_place) in {
@@ -365,7 +365,7 @@ def test_jobs_of_a_base_that_is_left_out_wait_until_it_is_back(tmp_path: Path) -
     parts = opened({"small": "small", "third": "/models/third"})
     assert [one.job["name"] for one in parts[Handover].open_jobs()] == names[:1]
     waits = parts[Store].job(who, "on-twin")
-    assert (waits.state, "'twin' is not served any more" in waits.message) == ("queued", True)
+    assert (waits.state, "'twin' is no longer served" in waits.message) == ("queued", True)
     assert [one.job["name"] for one in opened(TWO)[Handover].open_jobs()] == names
 
 

@@ -635,7 +635,7 @@ def test_an_interrupted_run_saves_and_leaves_no_process(tmp_path: Path, number: 
         finally:
             process.kill()
     assert process.returncode == 130, out + err
-    assert "go on with: motet run jobs.yaml" in out
+    assert "resume with: motet run jobs.yaml" in out
     assert "Traceback" not in out + err
     assert "sampling process" not in out
     assert json.loads((metrics.parent / "status.json").read_text())["state"] == JobState.PAUSED

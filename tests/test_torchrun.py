@@ -90,7 +90,7 @@ def test_whoever_interrupts_torchrun_has_what_was_done_saved(tmp_path: Path, alo
     first.send_signal(signal.SIGINT)
     assert first.wait(60) != 0
     said = (tmp_path / "log").read_text()
-    assert "1 job saved; go on with" in said, said
+    assert "1 job saved; resume with" in said, said
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     assert weights(tmp_path / "run", "a", 6) == alone
 

@@ -28,7 +28,7 @@ Example job file (jobs.yaml):
         algorithm: {type: dr_grpo, group_size: 16}
 
 \b
-A reward of your own in rewards.py is named `rewards.py:reward`:
+Your own reward in rewards.py is `rewards.py:reward`:
     def reward(problem, completion):
         return float(problem.answer in completion)
 
@@ -56,7 +56,9 @@ RunDir = Annotated[Path, typer.Argument(help="The run directory.", show_default=
 Steered = Annotated[
     list[str],
     typer.Argument(
-        metavar="[DIRECTORY] JOB", help="A job of a run directory; without one, of the service.", show_default=False
+        metavar="[DIRECTORY] JOB",
+        help="`RUN_DIR JOB` for a local run, `JOB` for a job on the service.",
+        show_default=False,
     ),
 ]
 
@@ -84,7 +86,7 @@ def run(
         Path | None, typer.Option("--run", help="Run directory [default: runs/<name of the job file>].")
     ] = None,
     sequential: Annotated[
-        bool, typer.Option("--sequential", help="One job after another; same bytes, more time.")
+        bool, typer.Option("--sequential", help="Run jobs one at a time: slower, identical results.")
     ] = False,
     accept_changes: Annotated[
         bool,
@@ -95,11 +97,11 @@ def run(
     tensorboard: Annotated[Path | None, typer.Option(help="Also write TensorBoard events to this directory.")] = None,
     ray: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Have the hosts on the nodes of a Ray cluster; `auto` finds it."),
+        typer.Option(metavar="ADDRESS", help="Run the hosts on the nodes of this Ray cluster; `auto` finds it."),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Train all jobs of a file at once. The same command goes on after Ctrl-C, a crash or a power cut."""
+    """Train all jobs of a file at once. Run the same command again to resume."""
     from motet.commands.run import run_file
 
     raise typer.Exit(
@@ -149,7 +151,7 @@ def chat(
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Talk to a base or an adapter. An empty line or Ctrl-D ends; `/base`, `/adapter`: who answers; `/new`: start over."""
+    """Talk to a base or an adapter. `/base` and `/adapter` switch, `/new` starts over, an empty line or Ctrl-D ends."""
     from motet.commands.chat import Style, chat_over_http, chat_with
 
     style = Style(temperature, top_p, max_tokens, seed)
@@ -163,11 +165,10 @@ def chat(
 def doctor(
     base: Annotated[str, typer.Argument(help="The base to test with.")] = "small",
     ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Look at the nodes of a Ray cluster instead; `auto` finds it.")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Examine the nodes of this Ray cluster instead; `auto` finds it."),
     ] = None,
-    directory: Annotated[Path, typer.Option(help="With --ray: what all nodes are to see under this path.")] = Path(
-        "runs"
-    ),
+    directory: Annotated[Path, typer.Option(help="With --ray: a directory that every node can read.")] = Path("runs"),
     build: Annotated[bool, typer.Option("--build", help="Compile Motet's own CPU kernels (about a minute).")] = False,
 ) -> None:
     """Show this machine, the budgets Motet derives from it, and whether results are bit-exact on it."""
@@ -180,7 +181,7 @@ def doctor(
 
 @app.command()
 def report(directory: RunDir) -> None:
-    """Write the HTML report of a run again (also while it is going on)."""
+    """Write the HTML report of a run again, also during the run."""
     from motet.report import write_report
 
     typer.echo(write_report(directory))
@@ -188,7 +189,7 @@ def report(directory: RunDir) -> None:
 
 @app.command(epilog="Example: motet verify runs/jobs")
 def verify(directory: RunDir) -> None:
-    """Check that everything in a run directory is what was saved; says of each damage what to do."""
+    """Check that every file of a run directory is what was saved, and say how to repair each damage."""
     from motet.commands.verify import verify as check_files
 
     raise typer.Exit(check_files(directory))
@@ -201,31 +202,33 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Add the adapter to the base's weights.")] = False,
     split_experts: Annotated[
         bool,
-        typer.Option("--split-experts", help="Write the adapter alone, its experts one by one, as vLLM reads them."),
+        typer.Option("--split-experts", help="Write only the adapter, one expert at a time, as vLLM reads it."),
     ] = False,
-    base: Annotated[str | None, typer.Option(help="What it was trained on [default: as its directory says].")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base it was trained on [default: the one in its directory].")
+    ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], typer.Option(help="Type of the weights; auto keeps the base's.")
     ] = "auto",
     gguf: Annotated[
         str | None,
-        typer.Option(help="Write a .gguf file too, by llama.cpp's convert_hf_to_gguf.py, which is here or on PATH."),
+        typer.Option(
+            help="Also write a .gguf file with this convert_hf_to_gguf.py of llama.cpp (a path, or a name on PATH)."
+        ),
     ] = None,
 ) -> None:
-    """Write an adapter and its base as one model, which needs no LoRA: a directory for `transformers`, vLLM and others.
+    """Write an adapter and its base as one model for `transformers`, vLLM and others.
 
-    Or write an adapter on experts in the form in which vLLM loads it.
+    With --split-experts, write an adapter on experts in the form that vLLM loads.
     """
     from motet.commands import export as writing
 
     if merge and split_experts:
         raise typer.BadParameter("a merged model has no adapter to split: leave out --merge or --split-experts")
     if not merge and not split_experts:
-        raise typer.BadParameter(
-            "an adapter's directory is what PEFT reads already; add --merge for a whole model, or --split-experts"
-        )
+        raise typer.BadParameter("PEFT already reads this directory; add --merge for a whole model, or --split-experts")
     if split_experts and (gguf is not None or dtype != "auto"):
-        raise typer.BadParameter("--gguf and --dtype are of a whole model: leave them out, or --merge instead")
+        raise typer.BadParameter("--gguf and --dtype need a whole model: leave them out, or use --merge")
     if split_experts:
         writing.split_experts(adapter, base, to)
         typer.echo(to)
@@ -243,38 +246,38 @@ def _steer(argv: list[str], word: str, url: str | None, key: str | None) -> None
     elif len(argv) == 1:
         typer.echo(control.steer(url, key, argv[0], word))
     else:
-        raise typer.BadParameter(f"give a job of the service, or a run directory and a job: motet {word} runs/jobs add")
+        raise typer.BadParameter(f"give a job on the service, or a run directory and a job: motet {word} runs/jobs add")
 
 
-@app.command(epilog="Example: motet pause sort; of a run on this machine: motet pause runs/jobs sort")
+@app.command(epilog="Examples: motet pause sort (on the service); motet pause runs/jobs sort (local run)")
 def pause(job: Steered, url: Url = None, key: Key = None) -> None:
-    """Let one job finish its step, save, and give its slot away; the others go on."""
+    """Pause a job: it finishes its step, saves and frees its slot. Other jobs continue."""
     _steer(job, "pause", url, key)
 
 
-@app.command(epilog="Example: motet resume sort; of a run on this machine: motet resume runs/jobs sort")
+@app.command(epilog="Examples: motet resume sort (on the service); motet resume runs/jobs sort (local run)")
 def resume(
     job: Steered,
     budget: Annotated[
-        int | None, typer.Option(min=1, metavar="TOKENS", help="Give a job of the service this budget before.")
+        int | None, typer.Option(min=1, metavar="TOKENS", help="First set this budget (jobs on a service only).")
     ] = None,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Let a paused or failed job go on."""
+    """Resume a paused or failed job."""
     if budget is not None and len(job) == 1:
         from motet.client import Client
 
         with Client(url, key) as client:
             client.change(job[0], budget=budget)
     elif budget is not None:
-        raise typer.BadParameter("--budget is for jobs of a service; set `budget` in the job file of a run")
+        raise typer.BadParameter("--budget is for jobs on a service; for a local run, set `budget` in the job file")
     _steer(job, "resume", url, key)
 
 
-@app.command(epilog="Example: motet cancel sort; of a run on this machine: motet cancel runs/jobs sort")
+@app.command(epilog="Examples: motet cancel sort (on the service); motet cancel runs/jobs sort (local run)")
 def cancel(job: Steered, url: Url = None, key: Key = None) -> None:
-    """End one job; what it saved stays."""
+    """End a job. What it saved stays."""
     _steer(job, "cancel", url, key)
 
 
@@ -282,11 +285,11 @@ def cancel(job: Steered, url: Url = None, key: Key = None) -> None:
 def serve(
     base: Annotated[
         str | None,
-        typer.Option(help="`small`, a hub id, a directory or a .gguf file; several are named in --config, as `bases`."),
+        typer.Option(help="`small`, a hub id, a directory or a .gguf file. For several, use `bases` in --config."),
     ] = None,
-    directory: Annotated[Path, typer.Option(help="Jobs, files, logs, and the database unless it has a URL.")] = Path(
-        "served"
-    ),
+    directory: Annotated[
+        Path, typer.Option(help="Holds jobs, files, logs and, without --database, the database.")
+    ] = Path("served"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8420,
     database: Annotated[
@@ -296,15 +299,17 @@ def serve(
         Path | None, typer.Option(help="YAML with `engine`, `bases`, `rollout`, `limits`, `rate`, `http`, `oidc`.")
     ] = None,
     hosts: Annotated[
-        int | None, typer.Option(min=1, help="Processes that each have the base and train a part of the jobs.")
+        int | None, typer.Option(min=1, help="Host processes, each with the base and a part of the jobs.")
     ] = None,
     ray: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Have the hosts on the nodes of a Ray cluster; `auto` finds it."),
+        typer.Option(metavar="ADDRESS", help="Run the hosts on the nodes of this Ray cluster; `auto` finds it."),
     ] = None,
     no_keys: Annotated[
         bool,
-        typer.Option("--no-keys", help="No key is needed; only on this machine's own address, and for its own pages."),
+        typer.Option(
+            "--no-keys", help="Require no key. Works only on this machine's addresses, and for its own pages."
+        ),
     ] = False,
     hub: Annotated[bool, typer.Option("--hub", help="Let jobs read data from the hub.")] = False,
     rewards: Annotated[
@@ -314,7 +319,7 @@ def serve(
         str | None, typer.Option(metavar="URL", help="The address that browsers open; sign-in (`oidc`) returns to it.")
     ] = None,
 ) -> None:
-    """Serve a base, or several, to a team: its people submit jobs over HTTP and take adapters home."""
+    """Serve one or more bases to a team that submits jobs over HTTP and downloads adapters."""
     from motet.commands.serve import serve as serve_base
     from motet.errors import ConfigError
     from motet.jobfile import load_service
@@ -365,6 +370,6 @@ def main() -> None:
             raise
         where = "a file could not be written" if error.filename is None else error.filename
         typer.secho(
-            f"motet: {where}: {error.strerror}{'; make room and try again' if full else ''}", fg="red", err=True
+            f"motet: {where}: {error.strerror}{'; free some space and try again' if full else ''}", fg="red", err=True
         )
         sys.exit(2)

@@ -29,7 +29,7 @@ ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 
 
 class JobState(StrEnum):
-    """Where a job stands: queued → running ⇄ paused → succeeded / failed / cancelled."""
+    """State of a job: queued → running ⇄ paused → succeeded / failed / cancelled."""
 
     QUEUED = "queued"
     RUNNING = "running"

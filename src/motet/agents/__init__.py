@@ -1,1 +1,1 @@
-"""Agents as environments: each rollout has an OpenAI address of its own, and what goes through it is trained."""
+"""Agents as environments: each rollout has its own OpenAI address, and Motet trains what the model samples there."""

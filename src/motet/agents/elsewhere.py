@@ -22,7 +22,7 @@ from motet.tasks.plain_json import as_json
 from motet.tasks.reward_pool import problem_as_given
 from motet.types import Rollout
 
-_NOBODY = "nobody is there to run this job's agents"
+_NOBODY = "no worker runs this job's agents"
 
 
 class _Offer:

@@ -38,7 +38,7 @@ class AgentCall:
     id: str
     """As the agent knows it; a function of the prompt and of how often it was asked."""
     parent: AgentCall | None
-    """Whose tokens it goes on from."""
+    """The call whose tokens it continues."""
     messages: tuple[Message, ...]
     """The whole conversation before the turn, what the model sampled in it as it was sampled."""
     new: tuple[Message, ...]
@@ -137,7 +137,7 @@ class AgentEpisode:
     def _continued(
         self, messages: Sequence[Message], tools: Tools
     ) -> tuple[AgentCall | None, tuple[Message, ...], tuple[Message, ...]]:
-        """The call that a conversation goes on from; the conversation as it was sampled; and what was said since."""
+        """The call that a conversation continues; the conversation as it was sampled; and the messages since."""
         keys, offered = _keys(messages), _tools_key(tools)
         for n in range(len(messages) - 1, 0, -1):
             call = self._known.get((*keys[:n], offered))
@@ -214,7 +214,7 @@ def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, 
 
 
 def _walk(calls: Sequence[AgentCall]) -> list[AgentCall]:
-    """A tree of calls, each before those that go on from it."""
+    """A tree of calls, each before the calls that continue it."""
     waiting, walked = sorted(calls, key=lambda call: call.key, reverse=True), []
     while waiting:
         call = waiting.pop()

@@ -22,7 +22,7 @@ class OfferEpisode(ChannelMessage, frozen=True):
 
 
 class WithdrawEpisode(ChannelMessage, frozen=True):
-    """From the engine: nobody waits for it any more."""
+    """From the engine: its result is no longer needed."""
 
     episode: int
 
@@ -45,7 +45,7 @@ class EpisodeEnded(ChannelMessage, frozen=True):
     late: bool = False
     """Whether the clock ended it."""
     away: bool = False
-    """Nobody runs agents, and the job is to rest."""
+    """No worker runs agents, so the job should pause."""
 
 
 class AskEpisode(ChannelMessage, frozen=True):

@@ -1,4 +1,4 @@
-"""Episodes over HTTP: each has an address and a key of its own, under which agents find the protocols of stock clients."""
+"""Episodes over HTTP: each has its own address and key, and speaks the protocols of stock clients."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class AgentRunner:
         await self._gateway.close()
 
     async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
-        """The rollouts of one group, each of an episode of its own."""
+        """The rollouts of one group, one episode each."""
         running = (self._run(context, index) for index in range(context.group_size))
         return await judged(list(await asyncio.gather(*running)), context)
 

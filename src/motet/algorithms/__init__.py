@@ -1,4 +1,4 @@
-"""How jobs learn. An algorithm of your own derives from one of these: `algorithm: file.py:Class`."""
+"""How jobs learn. Derive your own algorithm from one of these: `algorithm: file.py:Class`."""
 
 from motet.algorithms.client import datum
 from motet.algorithms.dapo import Dapo

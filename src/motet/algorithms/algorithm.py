@@ -37,7 +37,7 @@ class Algorithm(Config):
     """The field that `compared_with` is read from."""
 
     type: str = ""
-    """A name, or `file.py:Class` for one of your own."""
+    """A name, or `file.py:Class` for your own."""
 
     @property
     def lag(self) -> int:

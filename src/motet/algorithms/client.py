@@ -16,7 +16,7 @@ from motet.types import FloatArray
 
 
 class ClientDriven(Algorithm):
-    """A client of a service says what is trained, and when a step is made. Of the data only a prompt is used, as a probe."""
+    """A client of a service decides what to train and when to step. The data only supplies a prompt for the probe."""
 
     needs_rewards: ClassVar[bool] = False
 

@@ -22,20 +22,20 @@ Values = NDArray[np.float64]
 
 
 class CriticConfig(Config):
-    """A second adapter on the same base, with a head of one number; it counts as a slot of its own."""
+    """A second adapter on the same base with a scalar head. It takes a slot."""
 
     rank: int = Field(32, ge=1, le=512)
-    """Rank of its update."""
+    """Rank of the critic."""
     lr: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = "auto"
-    """Its learning rate; `auto` is that of the policy."""
+    """Learning rate; `auto` takes that of the policy."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of a token."""
     lam: float = Field(0.95, ge=0, le=1)
-    """λ of the advantages: 1 compares what came with what was expected, 0 believes the critic's next value."""
+    """λ of the advantages: 1 uses observed rewards only, 0 trusts the next value of the critic."""
     clip: float = Field(0.5, gt=0)
     """How far a value may move in one step before its gradient ends."""
     warmup_steps: int = Field(0, ge=0, le=10**6)
-    """Steps at the beginning in which the critic alone learns."""
+    """First steps in which only the critic learns."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Credited:
     policy: StepBatch
     critic: StepBatch
     explained: float
-    """Share of the returns' variance that the values explained; NaN where all returns are equal."""
+    """Share of the returns' variance that the values explained; NaN if all returns are equal."""
 
 
 def credited(batch: StepBatch, values: Sequence[FloatArray], config: CriticConfig) -> Credited:

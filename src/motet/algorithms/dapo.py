@@ -16,10 +16,11 @@ class Dapo(PolicyGradient):
 
     type: Literal["dapo"] = "dapo"
     oversampling: float = Field(3.0, ge=1, le=8)
-    """Dynamic sampling (section 3.2): a step owns this many times groups_per_step problems and samples them, in data order,
+    """Dynamic sampling (section 3.2): a step has this many times groups_per_step problems and samples them in data order
     until groups_per_step groups have a signal."""
     overlong_buffer: int = Field(0, ge=0, le=10**7)
-    """Soft overlong punishment (section 3.4): within this many tokens of max_tokens the reward falls, by up to 1; 0 is off."""
+    """Soft overlong punishment (section 3.4): within this many tokens of max_tokens the reward falls by up to 1; 0 turns it
+    off."""
 
     def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[OfTokens]]:
         """GRPO's, of rewards less the punishment."""

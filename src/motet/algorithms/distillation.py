@@ -27,10 +27,10 @@ class Distillation(PolicyGradient):
 
     type: Literal["distill"] = "distill"
     teacher: str
-    """`base`, a PEFT directory of the same base, or the address of an OpenAI-compatible server that gives `prompt_logprobs`, as
-    vLLM does (`http://host:8000`); it must have the base's tokenizer."""
+    """`base`, a PEFT directory of the same base, or the address of an OpenAI-compatible server that returns
+    `prompt_logprobs`, such as vLLM (`http://host:8000`). It must have the tokenizer of the base."""
     teacher_model: str | None = None
-    """The name of the model on that server; the first that it lists, unless set."""
+    """Name of the model on that server. By default the first that it lists."""
     teacher_key_env: str | None = None
     """Environment variable with the key of that server."""
     loss: LossName = "importance_sampling"

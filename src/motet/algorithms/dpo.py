@@ -20,7 +20,7 @@ class Dpo(Preference):
 
     type: Literal["dpo"] = "dpo"
     length_normalised: bool = False
-    """Compare the mean log probability of a token instead of that of the whole answer."""
+    """Compare mean log probabilities of tokens instead of sums over answers."""
     sft: float = Field(0.0, ge=0, le=1e6)
     """Weight of a supervised term: the mean cross entropy of the chosen answer's tokens (RPO, arXiv 2404.19733)."""
 
@@ -38,7 +38,7 @@ class Dpo(Preference):
         return StepBatch(with_weights(batch.samples, weights_S), batch.denominator)
 
     def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:
-        """The loss, the share of pairs whose chosen answer gained more than the other, and by how much."""
+        """The loss, the fraction of pairs whose chosen answer gained more than the other, and the mean margin."""
         margins_P = self._margins(batch, scored)
         likelihoods_P = scored.sums(batch.samples)[0][::2] / _lengths(batch)[::2]
         losses_P = np.logaddexp(0, -margins_P) - self.sft * likelihoods_P

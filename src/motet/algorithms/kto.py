@@ -27,9 +27,9 @@ class Kto(Preference):
     rows_per_step: int = Field(16, ge=2, le=10**6)
     """Rows of one step."""
     liked_weight: float = Field(1.0, ge=0, le=1e6)
-    """Factor of answers that were liked."""
+    """Factor of liked answers."""
     disliked_weight: float = Field(1.0, ge=0, le=1e6)
-    """Factor of the others; the two should balance how many there are of each."""
+    """Factor of disliked answers. Choose the two to balance their numbers."""
 
     def batch(self, rows: Sequence[Row]) -> StepBatch:
         """The answers, then each prompt with the next row's answer."""

@@ -31,7 +31,7 @@ class KLConfig(Config):
     """Penalty that keeps the policy near the base (the model without an adapter)."""
 
     coef: float = Field(0.0, ge=0, le=1e6)
-    """Weight of the penalty; 0 switches it off."""
+    """Weight of the penalty; 0 turns it off."""
     type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator, after Schulman's note on approximating KL divergence."""
 
@@ -49,49 +49,51 @@ class PolicyGradient(Algorithm):
     advantage: AdvantageKind = "grpo"
     """How rewards become advantages: `grpo` divides by the group's standard deviation, `centered` does not."""
     credit: Literal["episode", "return_to_go"] = "episode"
-    """What a turn is worth, where there are several: `episode` what the whole rollout is, `return_to_go` what it and the turns
-    after it were given, against the group's mean at that turn (a rollout that ended before counts with 0)."""
+    """What a turn is worth if there are several. `episode`: what the whole rollout is worth. `return_to_go`: the rewards of
+    the turn and of later turns, compared with the mean of the group at that turn. A rollout that ended before counts as
+    0."""
     discount: float = Field(1.0, gt=0, le=1)
-    """Factor on a reward for each turn that it comes later, with `return_to_go`."""
+    """With `return_to_go`, the factor on a reward for each turn that it comes later."""
     loss: LossName = "ppo_clip"
     """The policy loss of a token (`gspo`: of a sequence)."""
     reduction: Reduction = "token"
-    """What token losses are averaged over: all tokens of the step, each sequence then sequences, or `max_tokens` each."""
+    """What token losses are averaged over: `token`, all tokens of the step; `sequence`, each sequence and then sequences;
+    `constant`, `max_tokens` for each answer."""
     group_size: int = Field(8, ge=2, le=10**5)
     """Rollouts of one problem."""
     groups_per_step: int = Field(16, ge=1, le=10**6)
     """Problems of one step."""
     max_off_policy_steps: int = Field(0, ge=0, le=10**4)
-    """Step s samples from version max(0, s − this); 0 is on-policy."""
+    """Step s samples from version max(0, s − this value); 0 is on-policy."""
     in_flight: Literal["finish", "continue"] = "finish"
-    """What becomes of rollouts under way when a newer version is there: they finish under the version they began with, or go on
-    under the new one, each token with its version (the job is then not exact). Needs max_off_policy_steps."""
+    """What happens to open rollouts when a newer version is ready. `finish`: they finish under their version. `continue`:
+    they continue under the new one, and each token keeps its version; the job is then not exact. Needs
+    max_off_policy_steps."""
     over_provision: float = Field(1.0, ge=1, le=4)
-    """Start this many times the groups of a step, train on those that are done first and resume the rest in the next step, so
-    that a step does not wait for its slowest answers (the job is then not exact)."""
+    """Start this many times the groups of a step, train on the first to finish, and use the rest in the next step. A step
+    then does not wait for its slowest answers. The job is then not exact."""
     updates_per_batch: int = Field(1, ge=1, le=10**4)
-    """Optimizer updates on one rollout batch; each goes over all of it."""
+    """Optimizer updates on each rollout batch."""
     clip_low: float = Field(0.2, ge=0)
-    """Ratios below 1 − clip_low get no gradient from negative advantages; 3e-4 unless set where the loss is `gspo`."""
+    """Ratios below 1 − clip_low get no gradient from negative advantages. The default for the loss `gspo` is 3e-4."""
     clip_high: float = Field(0.28, ge=0)
-    """Ratios above 1 + clip_high get no gradient from positive advantages; 4e-4 unless set where the loss is `gspo`."""
+    """Ratios above 1 + clip_high get no gradient from positive advantages. The default for the loss `gspo` is 4e-4."""
     kl: KLConfig = KLConfig()
     """KL penalty to the base."""
     importance_cap: float = Field(2.0, gt=0)
-    """Upper bound of truncated importance weights and of CISPO's ratio."""
+    """Upper bound of truncated importance weights and of the ratio of CISPO."""
     correct_sampler: bool = False
     """Truncated importance sampling: correct for a sampler that differs from the trainer (remote engines, staleness)."""
     oversampling: float = Field(1.0, ge=1, le=8)
-    """Dynamic sampling: a step owns this many times groups_per_step problems and samples them, in data order, until
+    """Dynamic sampling: a step has this many times groups_per_step problems and samples them in data order until
     groups_per_step groups have a signal."""
     share_prefixes: bool = False
-    """Training reads once what the branches of a rollout, and the rollouts of a group, have in common, not only the group's
-    prompt: less work where an agent's history is rewritten. Logprobs keep their bits; gradients, and so the adapter's bytes,
-    agree within rounding."""
+    """Train shared prefixes of branches, and of rollouts in a group, once. This saves work for agents that rewrite their
+    history. Logprobs keep their bits; gradients, and so the bytes of the adapter, agree within rounding."""
     mask_truncated: bool = False
-    """Leave answers that ran into max_tokens out of the loss."""
+    """Leave answers that reached max_tokens out of the loss."""
     max_failed_fraction: float = Field(0.25, ge=0, le=1)
-    """The job fails when more of a step's rollouts than this have no reward."""
+    """The job fails if more of the rollouts of a step have no reward."""
 
     @model_validator(mode="before")
     @classmethod

@@ -76,7 +76,7 @@ class Ppo(PolicyGradient):
     type: Literal["ppo"] = "ppo"
     advantage: AdvantageKind = "batch_baseline"
     critic: CriticConfig | None = None
-    """A critic, which finds the advantage of each token; `{}` is one as the defaults have it."""
+    """A critic that estimates the advantage of each token; `{}` uses its defaults."""
 
     @model_validator(mode="after")
     def _one_discounts(self) -> Ppo:

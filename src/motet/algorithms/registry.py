@@ -1,4 +1,4 @@
-"""Which algorithms there are: a job names one, or gives a class of its own as `file.py:Class`."""
+"""All algorithms by name. A job names one, or its own class as `file.py:Class`."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ _known: OrderedDict[str, str] = OrderedDict()
 
 
 def _wrong_with(grammar: bytes) -> bytes:
-    """Runs in a process of its own."""
+    """Runs in a separate process."""
     try:
         from llguidance import LLMatcher
     except ImportError:

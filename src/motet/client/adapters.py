@@ -52,7 +52,7 @@ class AdapterMethods(Connection):
         return await self._ask(Adapter, "GET", path_of("adapters", name))
 
     async def delete_adapter(self, name: str) -> None:
-        """Remove an uploaded adapter; jobs that started from it go on."""
+        """Remove an uploaded adapter. Jobs that started from it continue."""
         await self._send("DELETE", path_of("adapters", name))
 
     async def share(self, name: str, tenant: str) -> Share:

@@ -63,7 +63,7 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         at: datetime | str | float | None = None,
         base: str | None = None,
     ) -> Job:
-        """Submit a job, as it stands in a job file.
+        """Submit a job, given as in a job file.
 
         Args:
             job: what to train.
@@ -113,7 +113,7 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return await self._ask(Job, "POST", f"{path_of('jobs', job)}/pause")
 
     async def resume(self, job: str) -> Job:
-        """Let a paused or failed job go on."""
+        """Resume a paused or failed job."""
         return await self._ask(Job, "POST", f"{path_of('jobs', job)}/resume")
 
     async def cancel(self, job: str) -> Job:
@@ -189,7 +189,7 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return (await self._ask(Models, "GET", "/v1/models")).data
 
     async def rewards(self) -> list[Reward]:
-        """Rewards that jobs may use: built in, installed by whoever runs the service, and scored elsewhere."""
+        """Rewards that jobs may use: built in, installed by the operator, and scored elsewhere."""
         return (await self._ask(Rewards, "GET", "/v1/rewards")).data
 
     async def health(self) -> Health:
@@ -290,7 +290,7 @@ def _tree(job: JobConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unix_seconds(at: datetime | str | float | None) -> float | None:
-    """Of a time; one that names no zone is of this machine's."""
+    """Unix time of a time; one without a zone is local."""
     if at is None or isinstance(at, int | float):
         return at
     try:

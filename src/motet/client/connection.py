@@ -89,7 +89,7 @@ class Connection:
             return self._http.build_request(method, path, **parts)
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"this cannot be sent to the service: {error}; what is sent has to be JSON: text, finite numbers, lists"
+                f"this cannot be sent to the service: {error}; send JSON: text, finite numbers, lists"
             ) from error
 
     async def _send(self, method: str, path: str, *, also: int = 200, **request: Any) -> httpx2.Response:
@@ -163,7 +163,7 @@ def _transport_errors(url: str) -> Iterator[None]:
     except httpx2.ConnectError as error:
         raise ServiceError(
             f"nothing answers at {url} ({error}); start a service with `motet serve --base small --no-keys`, or set "
-            "MOTET_URL (or --url) to where it runs; what `motet run` did is shown by `motet report runs/NAME`"
+            "MOTET_URL (or --url) to its address. For a local run, use `motet report runs/NAME`"
         ) from error
     except (httpx2.TransportError, httpx2.StreamError) as error:
         raise ServiceError(f"the connection to {url} broke off ({error or type(error).__name__}); try again") from error

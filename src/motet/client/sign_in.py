@@ -50,7 +50,7 @@ class SignInMethods(Connection):
                     self._by_browser(ways.url, show, port) if browser or not ways.device else self._by_code(show)
                 )
         except TimeoutError:
-            raise ServiceError("nobody signed in within ten minutes; begin again", 408) from None
+            raise ServiceError("nobody signed in within ten minutes; start again", 408) from None
         self._http.headers["Authorization"] = f"Bearer {made.key}"
         return made
 

@@ -1,4 +1,4 @@
-"""The client that waits for each answer: the asynchronous one, run in a thread of its own."""
+"""The client that waits for each answer. It runs the asynchronous client in a thread."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class TenantMethods(Connection):
         return (await self._ask(Tenants, "GET", "/v1/tenants")).data
 
     async def set_limits(self, tenant: str, limits: Mapping[str, Any]) -> TenantInfo:
-        """Set a tenant's own limits, all at once (None is no limit, defaults stand for the rest); needs an admin's key."""
+        """Set all limits of a tenant: None means no limit, and limits that you leave out get defaults. Needs an admin key."""
         return await self._ask(TenantInfo, "PUT", f"{path_of('tenants', tenant)}/limits", json=dict(limits))
 
     async def erase_tenant(self, tenant: str) -> Erased:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 _LOG_WIDTH = 160
-"""Columns of a table that is written to a file or a pipe, which has no width of its own."""
+"""Width of a table that is written to a file or a pipe."""
 
 
 def same_command() -> str:

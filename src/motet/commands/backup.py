@@ -21,7 +21,7 @@ def backup(
     directory: Annotated[Path, typer.Option(help="The service's directory.")] = Path("served"),
     database: Database = None,
 ) -> None:
-    """Copy a service's database, jobs and files, also while it runs."""
+    """Back up a service's database, jobs and files. The service may run."""
     from motet.service.backup import back_up
 
     _with_progress(lambda progress: back_up(directory, target, database or "", progress), f"copied to {target}")
@@ -33,7 +33,7 @@ def restore(
     directory: Annotated[Path, typer.Option(help="The service's new directory.", show_default=False)],
     database: Database = None,
 ) -> None:
-    """Make a service's directory from a backup. Jobs that had not ended continue when it is served."""
+    """Restore a backup to a new directory. Serve it to continue the jobs that had not ended."""
     from motet.service import backup as copies
 
     start = f"motet serve --directory {directory}{' --database …' if database else ''}"

@@ -112,7 +112,7 @@ def _check(config: RunConfig, rollouts: int) -> bool:
 
 
 def _print_changes(console: Console, config: RunConfig, checked: Checked) -> bool:
-    """Say which jobs `motet run` would not go on with; gives whether there are any."""
+    """Print the jobs that `motet run` would refuse to resume; returns whether there are any."""
     refused = False
     for job in config.jobs:
         try:

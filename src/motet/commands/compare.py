@@ -118,7 +118,7 @@ def _figure(value: float) -> str:
 
 
 def _explained(differences: Sequence[Difference], sides: int) -> list[str]:
-    """What the intervals are of, and what to know before believing them."""
+    """What the intervals cover, and their limits."""
     kinds = {"pairs of jobs" if one.jobs > 1 else "held-out problems" for one in differences}
     over = "pairs of jobs" + (", or over held-out problems where there is one pair" if len(kinds) > 1 else "")
     over = over if "pairs of jobs" in kinds else "held-out problems"

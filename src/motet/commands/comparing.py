@@ -20,15 +20,15 @@ def compare(
         list[str],
         typer.Argument(
             metavar="PLACE…",
-            help="Run directories, directories of jobs in them, or jobs of the service; one run compares its settings.",
+            help="Run directories, job directories, or jobs on the service. One run compares its settings.",
             show_default=False,
         ),
     ],
-    svg: Annotated[Path | None, typer.Option(help="Draw the mean curves of what is compared into this file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw the mean curves to this file.")] = None,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Compare runs, jobs or settings on the same held-out problems; says where it cannot tell which is better."""
+    """Compare runs, jobs or settings on the same held-out problems, with confidence intervals."""
     from motet.commands.compare import compare_places
 
     compare_places(places, svg, url, key)

@@ -27,7 +27,7 @@ def send(directory: Path, job: str, word: str) -> str:
         jobs = sorted(item.parent.name for item in directory.glob("*/job.yaml"))
         raise RunError(f"{directory} has no job {job!r}; there are: {', '.join(jobs) or 'none'}")
     if not _running(directory):
-        raise RunError(f"no process runs {directory}; start it with `motet run`, which goes on where it stopped")
+        raise RunError(f"no process runs {directory}; start it with `motet run`, which resumes it")
     state = JobDirectory(place).read_status().get("state")
     if state in (JobState.SUCCEEDED, JobState.CANCELLED):
         raise RunError(f"job {job!r} has {state} and stays so; give it another name or run directory to train it again")

@@ -19,7 +19,7 @@ def demo(
     directory: Annotated[Path, typer.Option("--run", help="Run directory.")] = Path("runs/demo"),
     show: Annotated[bool, typer.Option("--print", help="Print the job file and train nothing.")] = False,
 ) -> None:
-    """Train four adapters at once on the small base that ships with Motet: a minute on two cores, no network."""
+    """Train four adapters at once on the small base that ships with Motet. Takes a minute on two cores, without network."""
     from motet.commands.run import run_file
 
     if show:

@@ -58,11 +58,11 @@ def split_experts(adapter: Path, base: str | None, target: Path) -> None:
     names = names_apart(model_type)
     if names is None:
         raise BaseModelError(
-            f"checkpoints of {name} ({model_type}) do not have experts one by one; give a server the adapter as it is"
+            f"checkpoints of {name} ({model_type}) do not store experts one by one; give a server the adapter unchanged"
         )
     tensors = apart(weights.tensors, weights.rank, weights.target_modules, names)
     if tensors.keys() == weights.tensors.keys():
-        raise AdapterError(f"{adapter} has nothing on experts; give a server the adapter as it is")
+        raise AdapterError(f"{adapter} has no weights on experts; give a server the adapter unchanged")
     config = json.loads((adapter / ADAPTER_CONFIG).read_text())
     named = config.get("target_modules") or []
     config["target_modules"] = sorted({*([named] if isinstance(named, str) else named), *names})
@@ -145,7 +145,7 @@ def write_gguf(model: Path, converter: str) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not draft.is_file():
             (*_, said) = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-            raise BaseModelError(f"{converter} does not convert {model}, which stays as it is, and says: {said}")
+            raise BaseModelError(f"{converter} does not convert {model}, which is unchanged, and says: {said}")
         return draft.rename(target)
     finally:
         draft.unlink(missing_ok=True)

@@ -20,26 +20,31 @@ app = typer.Typer(rich_markup_mode=None)
 def submit(
     jobs: JobFile,
     overrides: Override = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show steps until all jobs have ended.")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Show steps until all jobs end. Ctrl-C stops following; the jobs keep running."
+        ),
+    ] = False,
     after: Annotated[
         list[str] | None,
-        typer.Option(metavar="JOB", help="Start after this job has succeeded; may be given several times."),
+        typer.Option(metavar="JOB", help="Start after this job has succeeded; you can repeat the option."),
     ] = None,
     at: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Start at a time, e.g. 2026-12-01T08:00 (of this machine).")
+        str | None, typer.Option(metavar="TIME", help="Start at this local time, e.g. 2026-12-01T08:00.")
     ] = None,
     reward: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE.py[:FUNCTION]",
-            help="Score on this machine with these functions, until all jobs have ended; may be given several times.",
+            help="Score on this machine with these functions until all jobs end; you can repeat the option.",
         ),
     ] = None,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Submit all jobs of a file to a service. Its data files are uploaded; the exit code is 1 where a followed job failed."""
+    """Submit all jobs of a file to a service and upload their data. The exit code is 1 if a followed job fails."""
     from motet.client.reward_files import RewardFiles
     from motet.commands import served_jobs
     from motet.jobfile import load_jobs
@@ -65,12 +70,12 @@ def submit(
 @app.command(epilog="Example: motet ls --state running")
 def ls(
     state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="How many of the newest; 0 shows all.")] = 50,
+    limit: Annotated[int, typer.Option(min=0, help="The number of newest jobs to show; 0 shows all.")] = 50,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Show the jobs of a service, newest first."""
+    """List the jobs of a service, newest first."""
     from motet.commands.served_jobs import job_cells
     from motet.types import JobState
 
@@ -105,12 +110,12 @@ def show(job: ServedJob, as_json: AsJson = False, url: Url = None, key: Key = No
 @app.command(epilog="Example: motet logs sort -f")
 def logs(
     job: ServedJob,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each event.")] = False,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Show what happened to a job of a service, a line each. The exit code is 1 where a followed job failed."""
+    """Show the events of a job on a service. The exit code is 1 if a followed job fails."""
     from motet.commands.served_jobs import JobLines
     from motet.types import JobState
 
@@ -130,7 +135,7 @@ def logs(
 
 @app.command(epilog="Example: motet delete sort")
 def delete(job: ServedJob, url: Url = None, key: Key = None) -> None:
-    """Forget a job that has ended, with its versions, rollouts and events. It cannot be brought back."""
+    """Delete an ended job with its versions, rollouts and events. This cannot be undone."""
     with motet.Client(url, key) as client:
         client.delete(job)
     typer.echo(f"{job} is forgotten, with its files")
@@ -139,13 +144,15 @@ def delete(job: ServedJob, url: Url = None, key: Key = None) -> None:
 @app.command(epilog="Example: motet pull sort --version latest --to adapters")
 def pull(
     job: Annotated[
-        str, typer.Argument(help="A job, an uploaded adapter, or tenant/job of a share.", show_default=False)
+        str, typer.Argument(help="A job, an uploaded adapter, or a shared one (tenant/job).", show_default=False)
     ],
-    version: Annotated[str | None, typer.Option(help="Of a job: `best`, `latest` or a number [default: best].")] = None,
-    to: Annotated[Path, typer.Option(help="Where to put the directory.")] = Path("."),
+    version: Annotated[
+        str | None, typer.Option(help="`best`, `latest` or a number [default: best]; for jobs only.")
+    ] = None,
+    to: Annotated[Path, typer.Option(help="Where to write the directory.")] = Path("."),
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Take an adapter home: the PEFT directory <job>-v<version>, or an uploaded one under its name."""
+    """Download an adapter as the PEFT directory <job>-v<version>, or an uploaded one under its name."""
     with motet.Client(url, key) as client:
         typer.echo(client.pull(job, version, to))

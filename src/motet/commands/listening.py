@@ -1,4 +1,4 @@
-"""The sockets of a command that serves: taken before anything is loaded, so that a port in use is told at once."""
+"""The sockets of a command that serves, opened before anything is loaded, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bound(host: str, port: int, addresses: Callable[..., Sequence[Any]] = socket
 
 
 def url_of(sockets: Sequence[socket.socket]) -> str:
-    """Where clients reach what listens on these: by IPv4, where one of them is of it."""
+    """The address at which clients reach these sockets; IPv4 if one of them is."""
     one = min(sockets, key=lambda one: one.family != socket.AF_INET)
     host, port = one.getsockname()[:2]
     return f"http://[{host}]:{port}" if one.family == socket.AF_INET6 else f"http://{host}:{port}"

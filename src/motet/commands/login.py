@@ -17,10 +17,10 @@ app = typer.Typer(rich_markup_mode=None)
 @app.command(epilog="Example: motet login --url https://motet.example.org")
 def login(
     browser: Annotated[
-        bool, typer.Option("--browser", help="Use a browser on this machine, even if a code would do in any browser.")
+        bool, typer.Option("--browser", help="Sign in with a browser on this machine instead of a code.")
     ] = False,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Where to wait for that browser; 0 takes a free port.")
+        int, typer.Option(min=0, max=65535, help="With --browser: the local port to wait on; 0 takes a free one.")
     ] = 0,
     as_json: AsJson = False,
     url: Url = None,
@@ -44,7 +44,7 @@ def login(
 
 @app.command(epilog="Example: motet logout")
 def logout(url: Url = None) -> None:
-    """End your sign-in: its key, and the keys that you made with it, are refused from now on."""
+    """Sign out. Your key, and the keys that you made with it, stop working."""
     from motet.client.kept_keys import keep_key, kept_key
 
     with motet.Client(url, "") as client:

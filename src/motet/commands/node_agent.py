@@ -45,7 +45,7 @@ def listen(
     if key_env is not None and not key:
         raise ConfigError(f"--key-env names {key_env}, which is not set in the environment")
     if key is None and not is_loopback(host):
-        raise ConfigError(f"whoever reaches {host} could replace adapters: give --key-env, or listen on 127.0.0.1")
+        raise ConfigError(f"anyone who reaches {host} could replace adapters: give --key-env, or listen on 127.0.0.1")
     if command and shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]}, which is to start the server, is not found; give its path")
     sockets = bound(host, port)

@@ -12,11 +12,11 @@ app = typer.Typer(rich_markup_mode=None)
 
 @app.command(epilog="Example: motet simulate examples/cluster.yaml --hosts 12 --plot cluster.html")
 def simulate(
-    cluster: Annotated[Path, typer.Argument(help="Hosts, what they take, and the jobs that come.", show_default=False)],
-    hosts: Annotated[int | None, typer.Option(min=1, help="So many hosts instead.")] = None,
+    cluster: Annotated[Path, typer.Argument(help="YAML with hosts, their costs, and jobs.", show_default=False)],
+    hosts: Annotated[int | None, typer.Option(min=1, help="Override the number of hosts.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Draw jobs over time.")] = None,
 ) -> None:
-    """Say how long an imagined cluster takes for some jobs, how busy it is, what it costs, and how fair it is."""
+    """Simulate a cluster: how long its jobs take, how busy and fair it is, and what it costs."""
     from motet.commands.simulate import show
 
     show(cluster, hosts, plot)
@@ -30,20 +30,21 @@ def node_agent(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            help="After `--`: what starts that server, if the agent is to start and end it.", show_default=False
+            help="After `--`: the command that starts the server, if the agent should start and stop it.",
+            show_default=False,
         ),
     ] = None,
-    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Which of the two it is.")] = "vllm",
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="The kind of server.")] = "vllm",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8430,
     directory: Annotated[
-        Path | None, typer.Option(help="Where versions are written [default: below /dev/shm, which is memory].")
+        Path | None, typer.Option(help="Where to write versions [default: below /dev/shm, in memory].")
     ] = None,
     key_env: Annotated[
-        str | None, typer.Option(help="The environment variable with the key that requests bring, the server's too.")
+        str | None, typer.Option(help="The environment variable that holds the key of the agent and the server.")
     ] = None,
 ) -> None:
-    """Receive versions for the server on this node, so that it shares no file system with the run (`rollout.agents`)."""
+    """Receive adapter versions for the server on this node, without a shared file system (`rollout.agents`)."""
     from motet.commands.node_agent import listen
 
     listen(server, engine, host=host, port=port, directory=directory, key_env=key_env, command=command or ())

@@ -11,9 +11,7 @@ Url = Annotated[
     str | None,
     typer.Option("--url", envvar="MOTET_URL", help="The service's address.", show_default="http://127.0.0.1:8420"),
 ]
-Key = Annotated[
-    str | None, typer.Option("--key", envvar="MOTET_API_KEY", help="Your key of the service.", show_default=False)
-]
+Key = Annotated[str | None, typer.Option("--key", envvar="MOTET_API_KEY", help="Your API key.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JobFile = Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)]
 Override = Annotated[

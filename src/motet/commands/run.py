@@ -141,14 +141,14 @@ def _farewell(console: Console, result: RunResult) -> int:
     open_jobs = [job for job in result.jobs.values() if not job.state.final and not job.spent]
     if open_jobs:
         console.print(
-            f"{len(open_jobs)} job{'s' if len(open_jobs) > 1 else ''} saved; go on with: {again}",
+            f"{len(open_jobs)} job{'s' if len(open_jobs) > 1 else ''} saved; resume with: {again}",
             soft_wrap=True,
             markup=False,
         )
         return 130
     failed = any(job.state is JobState.FAILED for job in result.jobs.values())
     if failed:
-        console.print(f"after mending the cause, the same command goes on: {again}", soft_wrap=True, markup=False)
+        console.print(f"fix the cause, then run the same command to resume: {again}", soft_wrap=True, markup=False)
     return 1 if failed else 0
 
 
@@ -171,7 +171,7 @@ def _tensorboard(
             failure = ""
         except OSError as error:
             if str(error) != failure:
-                notify(f"TensorBoard events cannot be written ({error}), and the run goes on without them")
+                notify(f"TensorBoard events cannot be written ({error}); the run continues without them")
             failure = str(error)
         due = time.monotonic() + 2.0
 

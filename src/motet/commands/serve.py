@@ -176,7 +176,7 @@ async def _run(
     lifecycle = app.state.lifecycle
 
     class Server(uvicorn.Server):
-        """Tells whoever waits for something that it stops; uvicorn would wait for them, and then break them off."""
+        """Tells waiting requests that the service stops; uvicorn would wait and then cut them off."""
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             lifecycle.drain(_GRACE_SECONDS / 2)
@@ -218,7 +218,7 @@ def _noted() -> Iterator[list[int]]:
 
 
 def _greet(app: FastAPI, address: str) -> None:
-    """Say where the service is, and the first key, which nobody can ask for later."""
+    """Print the address and the first key, which is shown only once."""
     from motet.service.database.store import Store
     from motet.service.http.sign_in import CALLBACK
     from motet.service.settings import Settings
@@ -262,7 +262,7 @@ class _Plain(logging.Formatter):
 
 
 def _make_private(directory: Path) -> None:
-    """Let nobody else read a directory that was made with wider rights, and say so."""
+    """Tighten the rights of a directory that others could read, and say so."""
     if not directory.stat().st_mode & 0o077:
         return
     try:

@@ -178,7 +178,7 @@ def follow(
     except KeyboardInterrupt:
         logs = command_for(url, "logs", jobs[0].name, "-f")
         goes_on = f"; `{logs}` follows again" if work is None else f" with: `{again}`"
-        say(f"the service goes on{goes_on}", aside=aside)
+        say(f"the service continues{goes_on}", aside=aside)
         return INTERRUPTED
     return 1 if any(job.state == JobState.FAILED for job in ended) else 0
 

@@ -19,27 +19,25 @@ Shared = Annotated[str, typer.Argument(help="A job or an uploaded adapter, by na
 @app.command(epilog="Example: motet push runs/jobs/sort/versions/v25 --name sort-v25")
 def push(
     directory: Annotated[Path, typer.Argument(help="A PEFT LoRA directory.", show_default=False)],
-    name: Annotated[str | None, typer.Option(help="What to call it [default: an id that the service makes].")] = None,
-    base: Annotated[
-        str | None, typer.Option(help="Which base it fits, of a service that has several [default: the first].")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="The adapter's name [default: an id from the service].")] = None,
+    base: Annotated[str | None, typer.Option(help="Its base, if the service has several [default: the first].")] = None,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Bring an adapter to a service, to start jobs from and to talk to; it is checked there against the base."""
+    """Upload an adapter to a service, to start jobs from or chat with. The service checks that it fits the base."""
     with motet.Client(url, key) as client:
         adapter = client.push(directory, name, base)
     print_answer(adapter, as_json, adapter.name)
 
 
-adapters = typer.Typer(help="Show and remove uploaded adapters.", no_args_is_help=True, rich_markup_mode=None)
+adapters = typer.Typer(help="List and remove uploaded adapters.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(adapters, name="adapters", epilog="Example: motet adapters ls")
 
 
 @adapters.command("ls", epilog="Example: motet adapters ls")
 def list_adapters(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
-    """Show the adapters that were uploaded with `motet push`."""
+    """List the adapters that were uploaded with `motet push`."""
     with motet.Client(url, key) as client:
         known = client.adapters()
     rows = [
@@ -54,7 +52,7 @@ def list_adapters(as_json: AsJson = False, url: Url = None, key: Key = None) -> 
 def remove_adapter(
     name: Annotated[str, typer.Argument(help="Its name or id.", show_default=False)], url: Url = None, key: Key = None
 ) -> None:
-    """Remove an uploaded adapter; jobs that started from it go on."""
+    """Remove an uploaded adapter. Jobs that started from it continue."""
     with motet.Client(url, key) as client:
         client.delete_adapter(name)
     typer.echo(f"{name} is removed")
@@ -68,7 +66,7 @@ def share(
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Let another tenant chat with an adapter, start from it and pull it. Nothing else of the job is seen."""
+    """Let another tenant chat with an adapter, start from it and pull it. They see nothing else of the job."""
     with motet.Client(url, key) as client:
         made = client.share(name, tenant)
     whom = "all tenants" if made.tenant == "*" else made.tenant
@@ -81,7 +79,7 @@ def unshare(
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """End a share; jobs that started from it go on."""
+    """End a share. Jobs that started from it continue."""
     with motet.Client(url, key) as client:
         client.unshare(share_id)
     typer.echo(f"{share_id} has ended")
@@ -89,7 +87,7 @@ def unshare(
 
 @app.command(epilog="Example: motet shares")
 def shares(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
-    """Show what you share with others, and what others share with you."""
+    """List what you share with others and what they share with you."""
     with motet.Client(url, key) as client:
         known = client.shares()
     by_id = {one.id: one for one in (*known.given, *known.received)}
@@ -100,13 +98,13 @@ def shares(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
 
 @app.command(epilog="Example: motet audit --tenant team-a")
 def audit(
-    tenant: Annotated[str | None, typer.Option(help="Only what this tenant did.")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="How many of the newest; 0 shows all.")] = 50,
+    tenant: Annotated[str | None, typer.Option(help="Only changes by this tenant.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="The number of newest changes to show; 0 shows all.")] = 50,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Show who changed what, newest first; needs an admin's key."""
+    """List who changed what, newest first. Needs an admin key."""
     with motet.Client(url, key) as client:
         changes = list(itertools.islice(client.audit(tenant), limit or None))
     rows = [(minute(one.time), one.tenant, one.key_name or one.key, one.action, one.object) for one in changes]

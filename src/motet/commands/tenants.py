@@ -43,17 +43,17 @@ class _Right(StrEnum):
 def usage(
     by: Annotated[
         list[_By] | None,
-        typer.Option(help="What gets lines of its own; may be given several times.", show_default="job"),
+        typer.Option(help="How to group the lines; you can repeat the option.", show_default="job"),
     ] = None,
     since: Annotated[str | None, typer.Option(metavar="DAY", help="The first day, e.g. 2026-03-01 (UTC).")] = None,
     until: Annotated[str | None, typer.Option(metavar="DAY", help="The last day.")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Whose; admins see all tenants without it.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant [default for admins: all].")] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Show tokens and device time of a service, by job unless --by says otherwise."""
+    """Show the tokens and device time that a service used, by job unless you set --by."""
     groups: list[By] = [one.value for one in by or [_By.JOB]]
     with motet.Client(url, key) as client:
         if as_csv:
@@ -76,13 +76,13 @@ def _usage_cells(line: UsageLine) -> list[str]:
     return [line.tenant or "", what, *(f"{n:,}" for n in tokens), duration_text(line.device_seconds)]
 
 
-tenants = typer.Typer(help="Show tenants and set their limits.", no_args_is_help=True, rich_markup_mode=None)
+tenants = typer.Typer(help="List tenants and set their limits.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(tenants, name="tenants", epilog="Example: motet tenants limit team-a --tokens-per-day 50000000")
 
 
 @tenants.command("ls", epilog="Example: motet tenants ls")
 def list_tenants(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
-    """Show all tenants with their limits and what they use of them; needs an admin's key."""
+    """List all tenants with their limits and usage. Needs an admin key."""
     with motet.Client(url, key) as client:
         known = client.tenants()
     headings = "tenant, >running, >waiting, >tokens today, >MB, >rank, >steps, priority, >share"
@@ -112,26 +112,30 @@ def _tenant_cells(one: TenantInfo) -> list[str]:
 def set_limits(
     tenant: Annotated[str, typer.Argument(help="The tenant's name.", show_default=False)],
     running_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that run at once; more wait.")] = None,
-    queued_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that wait besides those.")] = None,
-    client_models: Annotated[str | None, typer.Option(metavar="N", help="Models of Tinker clients.")] = None,
+    queued_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that may wait beyond those.")] = None,
+    client_models: Annotated[str | None, typer.Option(metavar="N", help="Open models of Tinker clients.")] = None,
     open_samples: Annotated[str | None, typer.Option(metavar="N", help="Open samples of Tinker clients.")] = None,
     rank: Annotated[str | None, typer.Option(metavar="N", help="The largest rank.")] = None,
-    steps: Annotated[str | None, typer.Option(metavar="N", help="The most steps of a job.")] = None,
-    tokens_per_day: Annotated[str | None, typer.Option(metavar="N", help="Tokens on one day (UTC).")] = None,
-    storage_mb: Annotated[str | None, typer.Option(metavar="MB", help="All that is kept for it.")] = None,
-    cpu_seconds: Annotated[str | None, typer.Option(metavar="S", help="The most cpu_seconds of a reward.")] = None,
-    wall_seconds: Annotated[str | None, typer.Option(metavar="S", help="The most wall_seconds of a reward.")] = None,
-    memory_mb: Annotated[str | None, typer.Option(metavar="MB", help="The most memory_mb of a reward.")] = None,
-    priority: Annotated[str | None, typer.Option(metavar="CLASS", help="The highest: low, normal or high.")] = None,
-    share: Annotated[str | None, typer.Option(metavar="WEIGHT", help="With twice the share, twice the tokens.")] = None,
+    steps: Annotated[str | None, typer.Option(metavar="N", help="The largest number of steps of a job.")] = None,
+    tokens_per_day: Annotated[str | None, typer.Option(metavar="N", help="Tokens per day (UTC).")] = None,
+    storage_mb: Annotated[str | None, typer.Option(metavar="MB", help="Everything stored for the tenant.")] = None,
+    cpu_seconds: Annotated[str | None, typer.Option(metavar="S", help="The largest cpu_seconds of a reward.")] = None,
+    wall_seconds: Annotated[str | None, typer.Option(metavar="S", help="The largest wall_seconds of a reward.")] = None,
+    memory_mb: Annotated[str | None, typer.Option(metavar="MB", help="The largest memory_mb of a reward.")] = None,
+    priority: Annotated[
+        str | None, typer.Option(metavar="CLASS", help="The highest priority: low, normal or high.")
+    ] = None,
+    share: Annotated[
+        str | None, typer.Option(metavar="WEIGHT", help="The weight: twice the share gets twice the tokens.")
+    ] = None,
     device_seconds_per_day: Annotated[
-        str | None, typer.Option(metavar="S", help="Seconds of the device on one day (UTC).")
+        str | None, typer.Option(metavar="S", help="Device seconds per day (UTC).")
     ] = None,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Set some limits of a tenant; `none` is no limit, `default` the service's. Needs an admin's key."""
+    """Set limits of a tenant: a value, `none` for no limit, or `default` for the service's. Needs an admin key."""
     from motet.config.service import LimitsConfig
 
     given = {
@@ -163,7 +167,7 @@ def erase(
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Delete a tenant with its keys, jobs, adapters and files; nothing brings them back. Needs an admin's key."""
+    """Delete a tenant with its keys, jobs, adapters and files. This cannot be undone. Needs an admin key."""
     if not yes:
         typer.confirm(f"delete {tenant!r} with all its keys, jobs, adapters and files?", abort=True)
     with motet.Client(url, key) as client:
@@ -190,30 +194,34 @@ def _limit(name: str, text: str) -> str | float | int | None:
     return number
 
 
-keys = typer.Typer(help="Make, show and end the API keys of a service.", no_args_is_help=True, rich_markup_mode=None)
+keys = typer.Typer(
+    help="Create, list and revoke the API keys of a service.", no_args_is_help=True, rich_markup_mode=None
+)
 key_app.add_typer(keys, name="keys", epilog="Example: motet keys create team-a --name laptop")
 
 
 @keys.command("create", epilog="Example: motet keys create team-a --name laptop --expires-days 90")
 def create_key(
     tenant: Annotated[
-        str | None, typer.Argument(help="Whose key it is; your own tenant without one. Only an admin names another.")
+        str | None, typer.Argument(help="The key's tenant [default: yours]. Only an admin may name another.")
     ] = None,
     name: Annotated[str, typer.Option(help="What the key is for.")] = "",
     role: Annotated[
         Literal["reader", "member", "tenant-admin", "admin"],
-        typer.Option(help="A tenant's admin sees all its keys; an admin sees all tenants."),
+        typer.Option(
+            help="What the key may do. `tenant-admin` manages the tenant's keys; `admin` manages all tenants."
+        ),
     ] = "member",
     scope: Annotated[
         list[_Right] | None,
-        typer.Option(help="All that it may do; several times for several. All of its role unless given."),
+        typer.Option(help="Restrict the key; you can repeat the option [default: everything its role may do]."),
     ] = None,
-    expires_days: Annotated[float | None, typer.Option(help="Days until it ends; never unless given.")] = None,
+    expires_days: Annotated[float | None, typer.Option(help="Days until the key expires [default: never].")] = None,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Make a key and print it; it is shown only once. It ends with the key that you make it with, unless that is an admin's."""
+    """Create a key and print it; it is shown only once. It ends with your key, unless yours is an admin key."""
     if expires_days is not None and not math.isfinite(expires_days):
         raise ConfigError("--expires-days is a number of days; without it the key never ends")
     with motet.Client(url, key) as client:
@@ -225,7 +233,7 @@ def create_key(
 
 @keys.command("ls", epilog="Example: motet keys ls")
 def list_keys(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
-    """Show your key and those that you made with it, without their texts; an admin sees all."""
+    """List your key and the keys that you made with it. An admin sees all."""
     with motet.Client(url, key) as client:
         known = client.keys()
     rows = []
@@ -248,7 +256,7 @@ def revoke_key(
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """End a key and those that were made with it; they are refused from now on."""
+    """Revoke a key and the keys made with it."""
     with motet.Client(url, key) as client:
         client.revoke_key(key_id)
     typer.echo(f"{key_id} is refused from now on")
@@ -261,7 +269,7 @@ def rotate_key(
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """End a key and print another with the same name and rights; it is shown only once."""
+    """Replace a key by a new one with the same name and rights, and print it; it is shown only once."""
     with motet.Client(url, key) as client:
         made = client.rotate_key(key_id)
     print_answer(made, as_json, made.key)

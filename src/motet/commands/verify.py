@@ -47,7 +47,7 @@ def verify(directory: Path) -> int:
     return 1 if lines else 0
 
 
-_NO_MANIFEST = "; they are of an earlier version of Motet, so files that were removed cannot be noticed"
+_NO_MANIFEST = "; an earlier version of Motet wrote them, so removed files cannot be noticed"
 
 
 def _is_job(path: Path) -> bool:

@@ -20,13 +20,13 @@ def score(
     jobs: Annotated[list[str], typer.Argument(metavar="JOB", help="Jobs, by name or id.", show_default=False)],
     reward: Annotated[
         list[str],
-        typer.Option(metavar="FILE.py[:FUNCTION]", help="Your reward functions; may be given several times."),
+        typer.Option(metavar="FILE.py[:FUNCTION]", help="Your reward functions; you can repeat the option."),
     ],
-    processes: Annotated[int, typer.Option(min=1, help="How many score at a time.")] = 2,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that score.")] = 2,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Score jobs of a service on this machine until they have ended. After Ctrl-C they wait for the same command again."""
+    """Score jobs of a service on this machine until they end. After Ctrl-C, run the same command to continue."""
     from motet.commands import served_jobs
 
     with motet.Client(url, key) as client:
@@ -45,7 +45,7 @@ def _code(*names: str) -> str:
 
 @app.command(epilog="Example: motet rewards")
 def rewards(as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
-    """Show the rewards that jobs of a service may use: built in, installed there, and scored elsewhere."""
+    """List the rewards that jobs on a service may use."""
     with motet.Client(url, key) as client:
         known = client.rewards()
     rows = []
@@ -60,25 +60,25 @@ def agent(
     jobs: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE|JOB", help="A job file, or jobs of the service by name or id.", show_default=False
+            metavar="FILE|JOB", help="A job file, or jobs on the service by name or id.", show_default=False
         ),
     ],
     agent: Annotated[
         str | None,
         typer.Option(
             metavar="FILE.py:FUNCTION",
-            help="Your agent; a job file's `environment` may name it too.",
+            help="Your agent [default: the `environment` of the job file].",
             show_default=False,
         ),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=256, help="How many episodes of a job run at once.")] = 32,
+    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Episodes of a job that run at once.")] = 32,
     overrides: Override = None,
     url: Url = None,
     key: Key = None,
 ) -> None:
-    """Run your agent on this machine for jobs of a service until they have ended.
+    """Run your agent on this machine for jobs of a service until they end.
 
-    Jobs of a file are submitted where the service has none of their name. After Ctrl-C they wait for the same command again.
+    Submits the jobs of a file that the service does not have yet. After Ctrl-C, run the same command to continue.
     """
     from motet.commands import agent_jobs, served_jobs
 
@@ -86,7 +86,7 @@ def agent(
         if len(jobs) == 1 and Path(jobs[0]).suffix in (".yaml", ".yml", ".json"):
             wanted, function = agent_jobs.of_file(client, Path(jobs[0]), overrides or [], agent)
         elif agent is None:
-            raise ConfigError("name the function with your agent: --agent agent.py:run")
+            raise ConfigError("name your agent function: --agent agent.py:run")
         else:
             wanted, function = [client.job(name) for name in jobs], agent
     jobs_here = ", ".join(f"{job.name} ({job.state})" for job in wanted)

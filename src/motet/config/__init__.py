@@ -68,7 +68,7 @@ class RunConfig(Config):
         names = [job.name for job in jobs]
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
-            raise ValueError(f"two jobs have the name {doubled[0]!r}; every job needs a name of its own")
+            raise ValueError(f"two jobs have the name {doubled[0]!r}; give every job another name")
         return jobs
 
 

@@ -1,4 +1,4 @@
-"""Jobs of one file that go on with each other's adapters."""
+"""Jobs of one file that start from each other's adapters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_chains(jobs: Sequence[JobConfig]) -> None:
         if start is None:
             if (below := ChainStart.of(job.adapter.init, jobs)) is not None:
                 raise ValueError(
-                    f"job {job.name}: adapter.init names {below.job!r}, which must stand above it in the file"
+                    f"job {job.name}: adapter.init names {below.job!r}, which must come before it in the file"
                 )
             continue
         for field in ("rank", "alpha", "target_modules"):

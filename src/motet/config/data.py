@@ -20,40 +20,42 @@ class DataConfig(Config):
     """Where problems come from. A plain string is the source."""
 
     source: str
-    """`file.jsonl`, `file.csv`, `file.parquet`, `toy:NAME`, `reasoning-gym:NAME`, or what `datasets.load_dataset` takes
-    (`hub/name`). From Python also the rows themselves: a list of mappings, a `datasets.Dataset`, or a DataFrame."""
+    """`file.jsonl`, `file.csv`, `file.parquet`, `toy:NAME`, `reasoning-gym:NAME`, or a dataset for `datasets.load_dataset`
+    (`hub/name`). From Python also the rows: a list of mappings, a `datasets.Dataset` or a DataFrame."""
     rows: Any = Field(None, exclude=True)
-    """The rows that stood in the place of the source."""
+    """The rows that were given as the source."""
     split: str = "train"
     """The split of a `datasets` source."""
     subset: str | None = None
     """The configuration name of a `datasets` source."""
     config: dict[str, Any] = {}
-    """Options of a generated source (for reasoning-gym, the task's own configuration)."""
+    """Options of a generated source; for reasoning-gym, those of the task."""
     size: int | None = Field(None, ge=1, le=10**9)
-    """How many rows a generated source makes (4096 unless set), and the most that are read from any other (all)."""
+    """Number of rows that a generated source makes (4096 by default), or the most to read from another source (all by
+    default)."""
     prompt: str | None = None
-    """Column with the prompt (text, or a list of messages); by default prompt, question, messages, problem or input."""
+    """Column with the prompt (text, or a list of messages). By default the first of prompt, question, messages, problem,
+    input."""
     answer: str | None = None
-    """Column with the reference answer; by default the first of answer, solution, target, label, output."""
+    """Column with the reference answer. By default the first of answer, solution, target, label, output."""
     template: str | None = None
-    """Text with `{column}` fields that makes the prompt out of a row."""
+    """Text with `{column}` fields from which the prompt is made."""
     max_prompt_tokens: int | None = Field(None, ge=1, le=10**7)
-    """Leave out rows whose prompt has more tokens; otherwise one that leaves no room for an answer is an error."""
+    """Leave out rows with a longer prompt. By default, a prompt that leaves no room for an answer is an error."""
     system: str | None = None
-    """System prompt, put before each problem."""
+    """System prompt of every problem."""
     chat_template: bool = True
-    """False feeds the prompt to the model as it is."""
+    """Set it to false to use the prompt without a chat template."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Passed to the tokenizer's chat template (for instance `enable_thinking: false`)."""
+    """Variables for the chat template, such as `enable_thinking: false`."""
     shuffle: bool = True
-    """Shuffle with the job's seed; every pass over the data is shuffled anew."""
+    """Shuffle every pass over the data with the seed of the job."""
     holdout: Annotated[int, Field(ge=0, le=10**6)] | Literal["auto"] = "auto"
-    """Rows kept out of training for evaluation; `auto` is 64, and a quarter of the rows where there are fewer than 256."""
+    """Rows to keep for evaluation. `auto` is 64, or a quarter of the rows if there are fewer than 256."""
     eval_source: str | None = None
-    """A source of its own for evaluation instead of held-out rows."""
+    """Another source for evaluation, instead of held-out rows."""
     seed: int = 0
-    """Seed of a generated source and of the held-out split; the same for every job, so that sweeps share both."""
+    """Seed of a generated source and of the held-out rows. It is the same for every job, so sweeps share both."""
 
     def held_out_of(self, rows: int | None) -> int:
         """How many rows are held out of so many; None is for a source of its own."""
@@ -71,7 +73,7 @@ class DataConfig(Config):
         if (rows := _rows_of(given)) is not None:
             return {**(value if inside else {}), "source": GIVEN_ROWS, "rows": rows}
         if isinstance(value, dict) and value.get("rows") is not None and given != GIVEN_ROWS:
-            raise ValueError("rows stand in no field of their own; give them in the place of source")
+            raise ValueError("there is no field `rows`; give rows as the source")
         return value
 
 

@@ -18,85 +18,85 @@ class EngineConfig(Config):
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the base's weights; `auto` keeps what the model was saved in (bfloat16 or float32)."""
+    """Type of the weights of the base. `auto` keeps the type of the checkpoint (bfloat16 or float32)."""
     numerics: Literal["exact", "fast"] = "exact"
-    """`exact` gives each row the same bits in any company, `fast` lets the libraries choose kernels by the number of rows, and
-    says how far sampler and trainer differ. On a CPU they are the same, but for bfloat16 where it has units for matrices and
-    for [states](hybrids.md#fast-numerics)."""
+    """`exact`: a row has the same bits whatever else is in the batch. `fast`: libraries choose kernels by the number of
+    rows, and Motet reports how far sampler and trainer differ. On a CPU they differ only for bfloat16 with matrix units,
+    and for [states](hybrids.md#fast-numerics)."""
     kernels: Kernels = "torch"
     """What computes the base on a CPU: `torch`, or [Motet's own kernels](native.md), sooner and with nothing left to a
     library. `native` adds in one order on every processor; `native-dpbf16` is faster where there is `vdpbf16ps` (AMD since
     Zen 4, Intel since Sapphire Rapids). Each has bits of its own."""
     threads: int = Field(0, ge=0, le=4096)
-    """Cores to use on CPU; 0 takes OMP_NUM_THREADS, or all there are. Training uses them together."""
+    """CPU cores to use; 0 takes OMP_NUM_THREADS, or all cores. Training uses them together."""
     samplers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
-    """Processes that sample besides this one, each with a copy of the base and one core; `auto` takes one for each further
-    core where memory allows, and none on a GPU."""
+    """Additional sampling processes, each with a copy of the base and one core. `auto` starts one for each further core if
+    memory allows, and none on a GPU."""
     base_format: Literal["auto", "unpacked", "packed"] = "auto"
-    """How a quantised base (a .gguf file, fp8 with scales for blocks, MXFP4, nf4) is kept. `unpacked`: as numbers. `packed`: as
-    it is stored, in half to a quarter of the memory, slower, with the same bits. `auto` unpacks while memory lasts."""
+    """How to keep a quantised base (a .gguf file, fp8 with block scales, MXFP4, nf4). `unpacked`: as numbers. `packed`: as
+    stored, in a quarter to half of the memory, slower, with the same bits. `auto` unpacks if memory allows."""
     pack_weights: bool = True
-    """On CPU in bfloat16, keep a second copy of the base in the layout that its kernels want: the same bits, sooner."""
+    """On a CPU in bfloat16, keep a second copy of the base in the layout of its kernels. It is faster and gives the same
+    bits."""
     slots: int = Field(16, ge=1, le=10**5)
-    """Adapters that train at once; further jobs wait in the queue. A note says where memory has
-    [no room](scale.md#how-many-adapters-fit) for so many of the largest rank."""
+    """Number of adapters that train at once; other jobs wait. A note says if memory has [no
+    room](capacity.md#how-many-adapters-fit) for this many of the largest rank."""
     resident: int = Field(0, ge=0, le=10**5)
-    """Adapters that keep masters and AdamW's moments on the device, 16 of their 18 bytes a parameter; those of the others are
-    brought in when they train. 0 is all of them. The bytes of adapters do not depend on it."""
+    """Number of adapters that keep masters and AdamW moments on the device (16 of their 18 bytes a parameter). The others
+    are loaded when they train. 0 means all. Results do not depend on it."""
     parking: str | None = None
-    """A directory on a disk for the masters and moments of adapters that are not `resident`; without one they lie in host
-    memory, which on a CPU saves nothing."""
+    """A directory on a disk for masters and moments of adapters that are not `resident`. By default they are in host
+    memory, which saves nothing on a CPU."""
     max_rows: int = Field(256, ge=4, le=10**6)
-    """Completions decoded at a time, in all processes that sample together."""
+    """Completions that are decoded at a time, in all sampling processes together."""
     kv_tokens: int = Field(0, ge=0, le=10**10)
-    """Size of the KV cache in tokens, in each process that samples; 0 derives it from max_rows and the jobs' lengths within
-    kv_memory_fraction."""
+    """Size of the KV cache in tokens, for each sampling process. 0 derives it from `max_rows` and the lengths of the jobs,
+    within `kv_memory_fraction`."""
     kv_memory_fraction: float = Field(0.3, gt=0, lt=1)
-    """Share of free memory that the KV cache may take."""
+    """Fraction of free memory that the KV cache may take."""
     host_kv_memory_fraction: float = Field(0.1, ge=0, lt=1)
-    """Share of free host memory for [what gives way in the KV cache](exactness.md#when-the-kv-cache-is-full): it is copied
-    there and back instead of being computed again, which takes far less time, on a CPU too. No byte depends on it; 0 copies
-    nothing."""
+    """Fraction of free host memory for [preempted parts of the KV cache](exactness.md#when-the-kv-cache-is-full). Copying
+    them back is much faster than computing them again. Results do not depend on it; 0 copies nothing."""
     kept_kv: float = Field(0.5, ge=0, le=1)
-    """Most of the KV cache that may stay with [episodes between two turns](agents.md#between-turns), so that the next turn
-    reads only what is new. All else comes first, and no byte depends on it; 0 keeps nothing."""
+    """Largest fraction of the KV cache that [episodes may keep between turns](agents.md#between-turns), so that the next
+    turn reads only new tokens. Other requests take precedence. Results do not depend on it; 0 keeps nothing."""
     block_size: int = Field(64, ge=16, le=10**5)
-    """Tokens of a KV block; attention adds blocks in a fixed order, so results depend on it, for all jobs alike."""
+    """Tokens in a KV block. Attention adds blocks in a fixed order, so results depend on this size, equally for all
+    jobs."""
     prefill_tokens: int = Field(2048, ge=64, le=10**7)
     """Prompt tokens prefilled in one forward pass."""
     speculate: bool = True
     """Guess tokens from earlier answers and check several at a time, where that is faster: [the same bits](speculation.md),
     sooner."""
     train_tokens: int = Field(2048, ge=64, le=10**7)
-    """Tokens of a packed training batch; several jobs' micro-batches share one."""
+    """Tokens in a packed training batch, which micro-batches of several jobs share."""
     micro_batch_tokens: int = Field(1024, ge=64, le=10**7)
-    """Tokens of a job's micro-batch; where it is cut depends on the job's own samples only."""
+    """Tokens in a micro-batch of one job. The cut depends only on the samples of that job."""
     recompute: bool = False
     """Recompute activations in the backward pass: less memory, more time, the same bits."""
     offload: str | None = None
-    """With `recompute`, a directory for the inputs of layers, which otherwise stay on the device until the backward pass: on a
-    disk, or for a GPU in host memory (`/dev/shm`). The same bits; `motet check` says how much longer sequences may be."""
+    """With `recompute`, a directory for the inputs of layers, which otherwise stay on the device until the backward pass.
+    Use a disk, or `/dev/shm` (host memory) for a GPU. Same bits; `motet check` says how long sequences may be."""
     shard: int = Field(1, ge=1, le=64)
-    """Processes that the base of each host lies over while it trains, a part of every weight in each: for a base that is too
-    large for one; the bytes are the same. On CPU, with rollouts from servers; with the embedded engine the host has the whole
-    base too."""
+    """Number of processes that share the base of a host, each with a part of every weight, for a base that is too large for
+    one. Results do not depend on it. It runs on CPUs. With the embedded engine, the host also has the whole base."""
     hosts: int = Field(1, ge=1, le=1024)
-    """Processes that each have the base, whole or in shards, and train their part of the jobs; a job's bytes do not depend on
-    it. `slots`, `max_rows`, `shard` and `reward_processes` are of each. On CPU each has its part of the cores unless `threads`
-    is set."""
+    """Number of host processes, each with the base and a part of the jobs. Results do not depend on it. `slots`,
+    `max_rows`, `shard` and `reward_processes` apply to each host separately. On a CPU the hosts share the cores unless
+    `threads` is set."""
     devices: list[str] = []
-    """The device of each host, such as `[cuda:0, cuda:1]`; without it all use `device`."""
+    """The device of each host, such as `[cuda:0, cuda:1]`. By default all use `device`."""
     reward_processes: int = Field(2, ge=1, le=4096)
     """Processes that run rewards."""
     trust_remote_code: bool = Field(False, exclude=True)
-    """Only settable on the command line: `--trust-remote-code`."""
+    """Set only on the command line, with `--trust-remote-code`."""
 
     @field_validator("device", "devices")
     @classmethod
     def _are_devices(cls, given: str | list[str]) -> str | list[str]:
         for device in [given] if isinstance(given, str) else given:
             if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
-                raise ValueError("must be auto, cpu, cuda or, where there are several, cuda:1")
+                raise ValueError("must be auto, cpu, cuda or a numbered card such as cuda:1")
         return given
 
     @model_validator(mode="after")
@@ -133,7 +133,7 @@ class EngineConfig(Config):
         alone = all(device.startswith("cuda") for device in self.devices or (self.device,))
         if alone and self.samplers != "auto" and self.samplers > 0:
             raise ValueError(
-                f"samplers is {self.samplers} and device {cards[0]}, but processes of their own sample on CPUs alone: "
+                f"samplers is {self.samplers} and device {cards[0]}, but sampling processes run on CPUs only: "
                 "set samplers to auto"
             )
         return self
@@ -168,8 +168,9 @@ class ClusterConfig(Config):
     """Where the processes of `engine.hosts` are; the ranks of one in shards are on its node."""
 
     launcher: Literal["local", "ray", "torchrun"] = "local"
-    """`local` processes of this machine; processes that Ray places on the nodes of a cluster (`motet[ray]`), where each host
-    asks for `engine.threads` cores of one node, times `engine.shard`; or the ranks of one host in shards, `torchrun … -m motet
-    run`, as many as `engine.shard`, also on several nodes. All nodes see the run directory under the same path."""
+    """`local`: processes on this machine. `ray`: processes that Ray places on the nodes of a cluster (`motet[ray]`); each
+    host asks for `engine.threads` cores of one node, times `engine.shard`. `torchrun`: the ranks of one host in shards,
+    started by `torchrun … -m motet run`, as many as `engine.shard`. All nodes must see the run directory under the same
+    path."""
     address: str = "auto"
-    """Of the Ray cluster, `HOST:PORT` of its head; `auto` is the one that runs on this machine."""
+    """Address of the Ray cluster, `HOST:PORT` of its head. `auto` finds the one on this machine."""

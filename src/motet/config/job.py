@@ -32,34 +32,34 @@ class AdapterConfig(Config):
     alpha: float = Field(32.0, gt=0, le=1e6)
     """The update is scaled by alpha / rank."""
     target_modules: str | Annotated[list[str], Field(fail_fast=True)] = "all-linear"
-    """`all-linear`, or the names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings;
-    with `experts` in the list also those of a mixture of experts (docs/bases.md)."""
+    """`all-linear`, or names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings. Add
+    `experts` to adapt routed experts too ([Bases](bases.md#adapters-on-experts))."""
     init: str | None = None
-    """A PEFT LoRA directory to start from; or a job above in the file, to go on with its adapter when it has succeeded: `name`
-    (the best version), `name@latest`, `name@12`. Otherwise A is random and B is zero."""
+    """A PEFT LoRA directory to start from, or an earlier job in the file: `name` (its best version), `name@latest` or
+    `name@12`. By default A is random and B is zero."""
 
 
 class RewardConfig(Config):
     """One reward. A plain string is the name."""
 
     name: str
-    """`exact`, `contains`, `numeric`, `math`, `regex`, `length`, `grader`, `code`, `scorer`, `http`, `file.py:function`,
-    `module:function`; on a service also `worker`, `judge`, and what its operator installed."""
+    """`exact`, `contains`, `numeric`, `math`, `regex`, `length`, `grader`, `code`, `scorer`, `http`, `file.py:function` or
+    `module:function`. On a service also `worker`, `judge` and the functions that its operator installed."""
     weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Factor in the weighted sum."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the reward (`pattern` of `regex`, `target` of `length`, those of your own function)."""
+    """Keyword arguments of the reward, such as `pattern` of `regex` or `target` of `length`."""
     function: Any = Field(None, exclude=True)
     """A function object, when the job is made in Python."""
     cpu_seconds: float = Field(10.0, gt=0, le=1e6)
-    """CPU time that scoring one completion may take."""
+    """CPU time for scoring one completion."""
     wall_seconds: float = Field(120.0, gt=0, le=1e6)
-    """A wide backstop in wall-clock time, for rewards that wait."""
+    """Wall-clock limit, for rewards that wait. Set it far above the usual time."""
     memory_mb: int = Field(1024, ge=64, le=10**7)
-    """Memory that the reward's process may take on top of what it starts with."""
+    """Memory that the reward may use beyond what its process uses at the start."""
     wall: bool | None = None
-    """Behind a wall a reward has no network, no files and no other processes. Rewards that ship with Motet run behind one where
-    the machine has it; your own code does if this is true."""
+    """Run the reward behind a wall: no network, no files, no other processes. By default built-in rewards have a wall if
+    the machine supports it, and your own code has none."""
 
 
 class EnvironmentConfig(Config):
@@ -75,22 +75,22 @@ class EnvironmentConfig(Config):
     }
     """The classes that ship, by their names."""
     AGENT: ClassVar[str] = "agent"
-    """Stands for an agent that does not run here."""
+    """Name of an agent that runs elsewhere."""
 
     name: str = "single"
     """`single`: one answer. `retry`: the model is told whether it was right and may answer once more. `sandbox`, `mcp`,
-    `textarena`, `skyrl_gym`: classes that ship. `file.py:Class`: a class of your own, with tools or `step(text)`.
-    `file.py:function`: an agent of your own. `agent`: one that `motet agent` runs beside a service."""
+    `textarena`, `skyrl_gym`: built-in classes. `file.py:Class`: your class with tools or `step(text)`. `file.py:function`:
+    your agent. `agent`: an agent that `motet agent` runs beside a service."""
     args: dict[str, Any] = {}
     """Keyword arguments of the class or agent."""
     max_turns: int = Field(8, ge=1, le=1000)
-    """The most turns of a rollout with a class, or calls of an agent."""
+    """Largest number of turns of a rollout with a class, or of calls by an agent."""
     cpu_seconds: float = Field(10.0, gt=0, le=1e6)
-    """CPU time that one call of it may take."""
+    """CPU time of one call."""
     wall_seconds: float = Field(120.0, gt=0, le=1e6)
-    """A wide backstop in wall-clock time, for calls that wait. Of an agent: for a whole rollout."""
+    """Wall-clock limit of one call; for an agent, of a whole rollout. Set it far above the usual time."""
     memory_mb: int = Field(1024, ge=64, le=10**7)
-    """Memory that its process may take on top of what it starts with."""
+    """Memory that the environment may use beyond what its process uses at the start."""
 
     @property
     def own(self) -> bool:
@@ -126,17 +126,17 @@ class SamplingConfig(Config):
     """How training rollouts are drawn."""
 
     temperature: float = Field(1.0, gt=0, le=1000)
-    """Sampling temperature; the trainer applies the same."""
+    """Sampling temperature. The trainer uses it too."""
     max_tokens: int = Field(256, ge=1, le=10**7)
-    """The longest completion of one turn."""
+    """Largest number of tokens of one turn."""
     stop: Annotated[list[str], Field(fail_fast=True)] = []
-    """Stop strings, besides the end-of-turn token."""
+    """Stop strings, in addition to the end-of-turn token."""
     top_p: float = 1.0
-    """Only 1 in training: truncated sampling would bias the ratios."""
+    """Must be 1 in training: truncated sampling would bias the ratios."""
     top_k: int = 0
-    """Only 0 in training."""
+    """Must be 0 in training."""
     min_p: float = 0.0
-    """Only 0 in training."""
+    """Must be 0 in training."""
 
     @field_validator("top_p", "top_k", "min_p")
     @classmethod
@@ -154,9 +154,9 @@ class OptimizerConfig(Config):
     """AdamW, per adapter."""
 
     lr: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = "auto"
-    """Learning rate, between 0 and 1; `auto` derives it from the base's width and family, and prints it."""
+    """Learning rate, between 0 and 1. `auto` derives it from the width and family of the base, and prints it."""
     lr_multiplier: float = Field(1.0, gt=0, le=1000)
-    """Factor on the learning rate, for an `auto` that should be smaller or larger."""
+    """Factor on the learning rate, to adjust `auto`."""
     betas: tuple[float, float] = AdamW.betas
     """AdamW's decay rates."""
     eps: float = Field(AdamW.eps, gt=0)
@@ -168,13 +168,13 @@ class OptimizerConfig(Config):
     warmup_steps: int = Field(0, ge=0, le=10**7)
     """Steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls after warm-up, over the job's steps."""
+    """How the rate changes after warm-up, over the steps of the job."""
     max_skipped: int = Field(5, ge=1, le=10**7)
     """The job fails after this many steps in a row with a non-finite gradient."""
 
 
 class EvalConfig(Config):
-    """Evaluation on held-out problems, at the start, every so many steps and at the end."""
+    """Evaluation on held-out problems: at the start, every `every` steps and at the end."""
 
     every: int = Field(10, ge=0, le=10**7)
     """Steps between evaluations; 0 evaluates only at the start and the end."""
@@ -197,10 +197,10 @@ class CheckpointConfig(Config):
     """What is kept on disk."""
 
     every: int = Field(1, ge=1, le=10**7)
-    """Steps between commits; a resumed job goes on from the last one. Evaluated versions are committed too, and every step of
-    a job with `max_off_policy_steps`."""
+    """Steps between commits. A resumed job continues from the last one. Evaluated versions are always committed, and so is
+    every step of a job with `max_off_policy_steps`."""
     keep: int = Field(2, ge=1, le=10**7)
-    """Newest commits kept, besides the best by evaluation."""
+    """Number of newest commits to keep, in addition to the best one by evaluation."""
     rollouts_mb: float = Field(64.0, ge=0)
     """Limit of a job's rollout logs; older steps are deleted first."""
 
@@ -251,35 +251,35 @@ class JobConfig(Config):
     """One job: which adapter to train, on which data, for which reward."""
 
     name: str
-    """Names the adapter and its directory."""
+    """Name of the adapter and its directory."""
     data: Annotated[DataConfig, named("source")]
     """Problems to learn from."""
     rewards: Annotated[list[RewardConfig], Field(fail_fast=True), BeforeValidator(_reward_list)] = []
-    """What is learned: one reward, a list, or a mapping of name to weight. `reward` is another name for it. Every algorithm
-    that samples needs one but `distill`; those that learn from rows have none."""
+    """What to learn: one reward, a list, or a mapping of name to weight. `reward` is another name for this field.
+    Algorithms that sample need one, except `distill`; algorithms that learn from rows take none."""
     environment: Annotated[EnvironmentConfig, named("name")] = EnvironmentConfig()
-    """Who answers the model's turns. A plain string is the name."""
+    """What answers the turns of the model. A plain string is the name."""
     adapter: AdapterConfig = AdapterConfig()
     """Shape and start of the adapter."""
     sampling: SamplingConfig = SamplingConfig()
-    """How rollouts are drawn."""
+    """How rollouts are sampled."""
     algorithm: Annotated[Choice, named("type")] = Grpo()
     """How the adapter learns: the name of an algorithm, or its `type` and settings."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     steps: int = Field(50, ge=1, le=10**7)
-    """Rollout batches to train on."""
+    """Number of rollout batches to train on."""
     seed: int | None = None
-    """Seed of everything random in the job; by default a function of its name."""
+    """Seed of everything random in the job. By default it is derived from the name."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out problems."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is kept on disk."""
     priority: Annotated[int, BeforeValidator(_priority)] = Field(0, ge=-100, le=100)
-    """Jobs with a higher priority take free slots first; every 10 doubles a job's share of the device. `low` is -10, `normal` 0
+    """Jobs with a higher priority take free slots first, and every 10 doubles the share of a job. `low` is -10, `normal` 0
     and `high` 10."""
     budget: int | None = Field(None, ge=1, le=10**15)
-    """Tokens sampled and trained after which the job pauses, at the end of a step; a larger budget lets it go on."""
+    """The job pauses at the end of the step in which it has sampled and trained this many tokens. Raise it to continue."""
 
     @model_validator(mode="before")
     @classmethod

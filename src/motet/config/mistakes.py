@@ -16,7 +16,7 @@ from motet.errors import ConfigError
 from motet.near import close_matches
 
 MOST_MISTAKES = 100
-"""Those that are told at once."""
+"""Mistakes that are reported together."""
 _MOST_PLACES = 3
 
 OTHERS_WORDS: Mapping[str, str] = {
@@ -88,7 +88,7 @@ def explain(error: ValidationError, root: type[Config], tree: Mapping[str, Any])
 
 
 def check_fields(tree: Mapping[Any, Any], model: type[Config], where: str) -> None:
-    """Refuse fields of a whole file that there are not, all at once.
+    """Refuse all unknown fields of a file together.
 
     Raises:
         ConfigError: which they are, and what was perhaps meant.

@@ -22,35 +22,36 @@ class LaunchConfig(Config):
     """Servers that Motet starts, watches, starts again and ends."""
 
     python: str = "python3"
-    """The interpreter of the environment that vLLM or SGLang is installed in."""
+    """The Python interpreter of the environment with vLLM or SGLang."""
     replicas: int = Field(1, ge=1, le=64)
     """Servers to start, each on a free port."""
     devices: list[str] = []
-    """CUDA_VISIBLE_DEVICES of each replica (`["1", "2,3"]`); otherwise all see what this process sees."""
+    """CUDA_VISIBLE_DEVICES of each replica (`["1", "2,3"]`). By default all see what this process sees."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of a GPU's memory that a server takes; on the trainer's GPU it leaves room for the trainer, such as 0.4."""
+    """Fraction of the memory of a GPU that a server takes. On the GPU of the trainer, leave room for it, for example with
+    0.4."""
     tensor_parallel: int = Field(1, ge=1, le=1024)
-    """GPUs that one server spreads its base over."""
+    """Number of GPUs over which a server splits the base."""
     preload: str | None = None
-    """A directory in memory (`/dev/shm`) that the base is copied to before servers read it."""
+    """A directory in memory (`/dev/shm`) to copy the base to before servers read it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the server's weights; `auto` takes the trainer's."""
+    """Type of the weights of the server. `auto` takes that of the trainer."""
     max_positions: int = Field(0, ge=0, le=10**7)
-    """Longest prompt and completion; 0 takes the base's."""
+    """Largest number of tokens of prompt and completion; 0 takes the limit of the base."""
     max_loras: int = Field(0, ge=0, le=10**5)
-    """Adapters in one batch; 0 takes one for each job, at most 16."""
+    """Adapters in one batch; 0 takes one for each job, up to 16."""
     max_cpu_loras: int = Field(0, ge=0, le=10**5)
-    """Versions kept in memory; 0 takes what the jobs can ask for at a time."""
+    """Versions to keep in memory; 0 takes as many as the jobs can need at a time."""
     max_rank: int = Field(0, ge=0, le=10**5)
-    """Largest rank; 0 takes that of the jobs."""
+    """Largest rank; 0 takes the largest rank of the jobs."""
     lora_backend: str = "triton"
     """SGLang's LoRA kernels."""
     stream_interval: int = Field(8, ge=1, le=10**5)
-    """Tokens that a server gathers before it sends them, where they are streamed."""
+    """Tokens that a server collects before it sends them, when it streams."""
     args: list[str] = []
-    """Further arguments of the server's command line."""
+    """More arguments for the command line of the server."""
     env: dict[str, str] = {}
-    """Further environment variables."""
+    """More environment variables."""
 
     @property
     def names_gpus(self) -> bool:
@@ -62,39 +63,39 @@ class RolloutConfig(Config):
     """Where rollouts are sampled. A plain string is the engine."""
 
     engine: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """`embedded` samples on the device that trains; the others are servers, reached over HTTP."""
+    """`embedded` samples on the device that trains. The others are servers, reached over HTTP."""
     urls: list[str] = []
-    """Servers that run already (`http://host:8000`), one for each replica; with `engine.hosts` they are shared out."""
+    """Running servers (`http://host:8000`), one for each replica. With `engine.hosts`, each host takes every N-th URL."""
     agents: list[str] = []
-    """The node agent beside each of `urls`, in their order (`motet node-agent`): versions are sent to it, and no directory is
-    shared."""
+    """The node agents (`motet node-agent`) beside `urls`, in the same order. They receive versions, so no shared directory
+    is needed."""
     launch: LaunchConfig | None = None
-    """Servers to start instead; of each of `engine.hosts`."""
+    """Servers to start instead. It applies to each of `engine.hosts` separately."""
     publish_by: Literal["files", "tensors"] = "files"
-    """How a new version reaches servers: as `files` that they read, or as `tensors` that vLLM's workers fetch from this process
-    into their memory; where they do not, as files after all, and a note of the run says why."""
+    """How servers receive a new version: as `files`, or as `tensors` that the workers of vLLM fetch into their memory. If
+    fetching fails, they read files and a note of the run says why."""
     directory: str | None = None
-    """Where versions are written for servers to read, under the same path for both: a shared file system for servers on other
-    hosts that have no `agents`; by default /dev/shm, which is memory."""
+    """Where to write versions for servers. Servers must see it under the same path; for servers on other machines without
+    `agents`, use a shared file system. By default /dev/shm, in memory."""
     rows: int = Field(64, ge=1, le=10**5)
-    """Completions in flight on one replica."""
+    """Open completions on one replica."""
     keep_versions: int | None = Field(None, ge=0, le=10**5)
-    """Versions that stay loaded besides those still needed; 0 never unloads any."""
+    """Old versions that stay loaded after they are no longer needed; 0 never unloads any."""
     tolerance: float | None = Field(None, gt=0)
-    """Largest mean difference between a server's and the trainer's logprobs of the probe at each publish; by default 0.005 in
+    """Largest mean difference between the logprobs of server and trainer for the probe at each publish. By default 0.005 in
     float32 and 0.2 in bfloat16."""
     publish_seconds: float = Field(60.0, gt=0)
-    """How long a server may take to load a version before that job's publish fails."""
+    """Time for a server to load a version before the publish of that job fails."""
     request_seconds: float = Field(1800.0, gt=0)
-    """How long one completion may take."""
+    """Time for one completion."""
     patience_seconds: float = Field(600.0, gt=0)
-    """How long jobs wait when no server answers; also how long one may take to start."""
+    """Time that jobs wait while no server answers, and time for a server to start."""
     health_seconds: float = Field(5.0, gt=0)
-    """Between two looks at a server's health, and for its answer."""
+    """Time between health checks of a server, and for its answer."""
     api_key_env: str | None = None
-    """The environment variable that holds the key of the servers and their agents."""
+    """The environment variable with the key of the servers and their agents."""
     ca_file: str | None = None
-    """Certificates to trust for https, besides the system's."""
+    """Certificates to trust for https, in addition to those of the system."""
     verify_tls: bool = True
     """False trusts any certificate."""
 
@@ -131,7 +132,7 @@ class RolloutConfig(Config):
             raise ValueError("agents are sent versions as files: leave them out, or publish_by: tensors")
         if self.keep_versions == 0:
             raise ValueError(
-                "keep_versions: 0 keeps versions for after the run, when nobody is there to fetch them from: "
+                "keep_versions: 0 keeps versions after the run, when no process can hand them out: "
                 "leave out publish_by: tensors"
             )
 
@@ -145,7 +146,7 @@ def check_effect(engine: EngineConfig, rollout: RolloutConfig) -> None:
     kind = rollout.engine
     if kind == "embedded":
         idle = [f"rollout.{name}" for name in _set(rollout)]
-        instead = "it is of servers; the embedded engine has engine.max_rows and its neighbours"
+        instead = "it applies to servers; the embedded engine has engine.max_rows and similar fields"
     else:
         idle = [f"engine.{name}" for name in _set(engine) if name in OF_SAMPLING]
         idle += ["rollout.launch.lora_backend"] * bool(

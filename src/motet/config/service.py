@@ -25,33 +25,33 @@ class LimitsConfig(Config):
     running_jobs: int | None = Field(16, ge=1, le=10**6)
     """Jobs that run at once; more wait in the queue."""
     queued_jobs: int | None = Field(100, ge=0, le=10**6)
-    """Jobs that wait besides those that may run; paused ones count."""
+    """Jobs that wait beyond those that may run, paused ones included."""
     client_models: int | None = Field(32, ge=0, le=10**6)
-    """Models of clients of the Tinker protocol that have not ended; they count as jobs too."""
+    """Open models of clients of the Tinker protocol. They also count as jobs."""
     open_samples: int | None = Field(1024, ge=1, le=10**6)
-    """Samples of the Tinker protocol that are under way or were not fetched."""
+    """Samples of the Tinker protocol that are in progress or not fetched."""
     rank: int | None = Field(None, ge=1, le=10**6)
     """The largest `adapter.rank` of a job."""
     steps: int | None = Field(None, ge=1, le=10**9)
-    """The most `steps` of a job."""
+    """The largest `steps` of a job."""
     tokens_per_day: int | None = Field(10**9, ge=1, le=10**15)
-    """Tokens sampled, trained and read as prompts of completions, on one day (UTC). Jobs pause when they are spent."""
+    """Tokens sampled, trained and read as prompts, per day (UTC). Jobs pause when they are spent."""
     storage_mb: float | None = Field(50_000.0, ge=0, le=1e12, allow_inf_nan=False)
-    """All that is kept for the tenant: uploaded files and adapters, open samples, and of its jobs commits, versions,
-    checkpoints, rollouts, logs and commands of clients. A write that does not fit is refused, and jobs pause."""
+    """Everything stored for the tenant: uploads, open samples, and the commits, versions, checkpoints, rollouts, logs and
+    client commands of its jobs. A write that does not fit is refused, and jobs pause."""
     cpu_seconds: float | None = Field(60.0, gt=0, le=1e9)
-    """The most `cpu_seconds` of a job's rewards."""
+    """The largest `cpu_seconds` of a reward."""
     wall_seconds: float | None = Field(600.0, gt=0, le=1e9)
-    """The most `wall_seconds` of a job's rewards, or of an episode of its agent."""
+    """The largest `wall_seconds` of a reward, or of an episode of an agent."""
     memory_mb: int | None = Field(2048, ge=64, le=10**9)
-    """The most `memory_mb` of a job's rewards."""
+    """The largest `memory_mb` of a reward."""
     priority: Literal["low", "normal", "high"] | None = None
-    """The highest class of priority of a job. Where it is null a job may have any, and none counts for more than `normal`
+    """The highest priority class of a job. With null, a job may have any priority, but nothing above `normal` counts
     against other tenants."""
     share: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False)
-    """The tenant's weight: with twice the share, twice the tokens where tenants compete."""
+    """Weight of the tenant: twice the share gets twice the tokens when tenants compete."""
     device_seconds_per_day: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
-    """Seconds of the device on one day (UTC), whatever it did for the tenant. Jobs pause when they are spent."""
+    """Device seconds per day (UTC), whatever they were used for. Jobs pause when they are spent."""
 
     @property
     def highest_priority(self) -> int | None:
@@ -63,70 +63,71 @@ class RateConfig(Config):
     """How often one key may ask."""
 
     requests_per_second: float | None = Field(50.0, gt=0)
-    """On the long run; null is no limit."""
+    """Long-term rate; null means no limit."""
     burst: int = Field(100, ge=1)
-    """Requests that may come at once after a while without any."""
+    """Requests at once after a pause."""
 
 
 class HttpConfig(Config):
     """What the HTTP process takes from everybody together, from one address and from one key."""
 
     hosts: list[str] = []
-    """Without keys (`--no-keys`): names besides this machine's own under which browsers and clients may ask, such as
+    """Without keys (`--no-keys`): other names under which browsers and clients may reach this machine, such as
     `studio.example.org`."""
     connections: int | None = Field(None, ge=8, le=10**6)
-    """Open connections; null is three quarters of the open files that the process may have."""
+    """Open connections. Null means three quarters of the process's limit of open files."""
     connections_per_address: int | None = Field(2048, ge=1, le=10**6)
-    """Open connections from one address; behind a proxy all have the address of the proxy, so give null there."""
+    """Open connections from one address. Behind a proxy all connections have its address, so set null there."""
     header_seconds: float = Field(10.0, gt=0, le=3600)
-    """Time for a connection to send the head of a request."""
+    """Time to send the head of a request."""
     body_seconds: float = Field(30.0, gt=0, le=3600)
-    """Time for a connection to send a body, besides one second for each 16 KB of it that came."""
+    """Time to send a body, plus one second for each 16 KB received."""
     requests_per_key: int = Field(2048, ge=1, le=10**6)
-    """Open requests of one key, and without a key of one address."""
+    """Open requests of one key, or of one address without a key."""
     streams_per_key: int = Field(64, ge=1, le=10**6)
-    """Open streams of events of one key."""
+    """Open event streams of one key."""
     open_mb: float = Field(1024.0, ge=1, le=1e6, allow_inf_nan=False)
-    """Memory that the bodies of open requests and the prompts of open samples may take, of everybody together."""
+    """Memory for bodies of open requests and prompts of open samples, in total."""
     open_mb_per_tenant: float = Field(256.0, ge=1, le=1e6, allow_inf_nan=False)
-    """The same of one tenant."""
+    """The same for one tenant."""
     processes: int = Field(2, ge=1, le=256)
-    """Processes for work that takes long or grows: schemas of answers, gradients, job files."""
+    """Processes for expensive work: answer schemas, gradients, job files."""
     waiting_per_tenant: int = Field(64, ge=1, le=10**6)
-    """Pieces of such work that may wait, of one tenant."""
+    """Pieces of such work that may wait, for one tenant."""
     work_seconds: float = Field(5.0, gt=0, le=3600)
-    """Time of the processor that one piece of such work may take."""
+    """CPU time for one piece of such work."""
     work_memory_mb: int = Field(1024, ge=256, le=10**6)
-    """Memory that each of these processes may take."""
+    """Memory for each of these processes."""
 
 
 class OidcConfig(Config):
     """How people sign in through an OpenID Connect provider. Each sign-in makes a key that expires; see `roles`."""
 
     issuer: str
-    """URL of the provider, exactly as its tokens name it. It has to be https unless it is on this machine."""
+    """URL of the provider, exactly as in its tokens. It must be https unless it is on this machine."""
     client_id: str = Field(min_length=1, max_length=500)
     """The id of this service at the provider."""
     client_secret: str = Field("", max_length=2000, repr=False)
-    """Its secret; empty for a public client. The environment variable MOTET_OIDC_SECRET goes before it."""
+    """Secret of this service at the provider; empty for a public client. The environment variable MOTET_OIDC_SECRET takes
+    precedence."""
     scopes: list[str] = ["openid", "profile", "email"]
-    """What is asked of the provider. Some providers send groups only with a scope of their own."""
+    """Scopes to request. Some providers send groups only with an extra scope."""
     tenant: str = Field("", max_length=100, pattern=f"^({TENANT_NAME})?$")
-    """The tenant of everybody who signs in. Give either this or `tenant_claim`."""
+    """The tenant of everyone who signs in. Set this or `tenant_claim`."""
     tenant_claim: str = Field("", max_length=200)
-    """The claim that names a person's tenant. Take one that people cannot change themselves."""
+    """The claim with a person's tenant. Choose one that people cannot change."""
     groups_claim: str = Field("groups", max_length=200)
     """The claim that lists a person's groups."""
     name_claim: str = Field("", max_length=200)
-    """The claim that names the person in key lists and audit entries; `preferred_username`, `email`, `name` or `sub` unless
-    given."""
+    """The claim with the name for key lists and the audit. By default the first of `preferred_username`, `email`, `name`,
+    `sub`."""
     roles: dict[str, Role] = Field(min_length=1, max_length=1000)
-    """Role by group: `reader`, `member`, `tenant-admin` or `admin`. A person has the highest role of all their groups, and
-    is refused without one. The group `*` is everybody."""
+    """Role by group: `reader`, `member`, `tenant-admin` or `admin`. A person gets the highest role of all their groups, and
+    is refused without one. The group `*` is everyone."""
     hours: float = Field(12.0, gt=0, le=24 * 31, allow_inf_nan=False)
-    """How long a sign-in lasts."""
+    """Hours until a sign-in expires."""
     per_minute: float = Field(20.0, gt=0, le=10**4, allow_inf_nan=False)
-    """Sign-ins that one address may begin in a minute."""
+    """Sign-ins that one address may start per minute."""
 
     @field_validator("issuer")
     @classmethod
@@ -154,10 +155,9 @@ class InstalledReward(Config):
     function: str
     """`file.py:function` or `module:function`."""
     args: dict[str, Any] = {}
-    """Keyword arguments; those of a job win."""
+    """Keyword arguments. A job's arguments take precedence."""
     wall: bool = True
-    """Whether it runs behind a wall: without network, without files but Python's own, without other processes. Its file is
-    loaded before the wall goes up."""
+    """Run it behind a wall: no network, no files except Python's own, no other processes. Its file is loaded first."""
 
 
 BASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,99}")
@@ -186,8 +186,8 @@ class ServedBase(EngineConfig):
     base: str = Field(min_length=1)
     """`small`, a hub id, a directory or a .gguf file."""
     rollout: Annotated[RolloutConfig, named("engine")] = RolloutConfig()
-    """Where rollouts on it are sampled and people who ask it are answered: as `rollout` in a job file, which is taken from the
-    top of the file where the base has none. A server has one base."""
+    """Where to sample rollouts and answers on this base, as in a job file. By default the `rollout` at the top of the file.
+    A server has one base."""
 
     @property
     def engine(self) -> EngineConfig:
@@ -210,37 +210,36 @@ class ServiceConfig(Config):
     cluster: Annotated[ClusterConfig, named("launcher")] = ClusterConfig()
     """As in a job file."""
     bases: dict[str, Annotated[ServedBase, named("base")]] = {}
-    """Bases by the names that jobs give, each on hosts of its own; the first is that of a job which names none."""
+    """Bases by name, each on its own hosts. The first is the default when a job names no base."""
     limits: LimitsConfig = LimitsConfig()
-    """What each tenant may use unless an admin sets something else for it."""
+    """Limits of each tenant for which an admin has set no others."""
     rate: RateConfig | None = None
-    """How often a key may ask; a service without keys has no such limit unless this is given."""
+    """Request rate of a key. A service without keys has no such limit unless you set it."""
     http: HttpConfig = HttpConfig()
-    """Connections, open requests and the work of the HTTP process."""
+    """Limits on connections, requests and the work of the HTTP process."""
     oidc: OidcConfig | None = None
-    """Sign-in through an OpenID Connect provider, besides keys; `motet serve` then needs --public-url."""
+    """Sign-in through an OpenID Connect provider, in addition to keys. It needs --public-url."""
     rewards: dict[str, Annotated[InstalledReward, named("function")]] = {}
-    """Functions that jobs may use as rewards, by the names that jobs give them."""
+    """Functions that jobs may use as rewards, by name."""
     unwalled: list[Literal["scorer", "math"]] = []
-    """Rewards that evaluate parts of an answer as Python and may do so without a wall. Where the machine has no wall, jobs with
-    others of them are refused."""
+    """Rewards that evaluate parts of an answer as Python and may run without a wall. On a machine without a wall, jobs with
+    the others are refused."""
     reward_hosts: list[str] | None = None
-    """Hosts that the reward `http` may ask: `scores.example.org`, `*.example.org`, `10.0.0.7:8000`; they may be private. All
-    public hosts unless given; an empty list allows none."""
+    """Hosts that the reward `http` may call: `scores.example.org`, `*.example.org`, `10.0.0.7:8000`. They may be private.
+    By default all public hosts; an empty list allows none."""
     lease_seconds: float = Field(60.0, ge=1, le=3600)
-    """How long a reward worker that says nothing more keeps the rollouts that it took, and an agent worker its episodes; then
-    others get them."""
+    """Time after which the rollouts of a silent reward worker, or the episodes of a silent agent worker, go to others."""
     patience_seconds: float = Field(120.0, gt=0, le=86400)
-    """How long a job keeps a slot that another could use, while it waits for scores or an agent worker and asks nothing of the
-    device; each time it is sent away before it has done a step, it is given twice as long."""
+    """Time that a job keeps a slot that another job needs while it waits for scores or an agent and asks nothing of the
+    device. If it must give the slot up again before it finishes a step, it gets twice as long."""
     takeover_seconds: float = Field(600.0, ge=0, le=86400)
-    """How long the engine keeps training when the process of `motet serve` was killed, and waits for a new one to take it over;
-    then its jobs save and it ends. 0: it ends at once."""
+    """Time that the engine keeps training after `motet serve` was killed. A new `motet serve` can take it over meanwhile;
+    then its jobs save and it ends. 0 ends it at once."""
     metrics_token: str = ""
-    """What Prometheus brings as a key to read `/metrics`; an admin's key does too."""
+    """A key for Prometheus to read `/metrics`. An admin key also works."""
     secret_key_file: str = ""
-    """The key that encrypts secrets of jobs, such as headers of HTTP rewards; `secret.key` in the directory, made at the first
-    start, unless given. The environment variable MOTET_SECRET_KEY goes before both."""
+    """File with the key that encrypts secrets of jobs, such as headers of HTTP rewards. By default `secret.key` in the
+    directory, made at the first start. The environment variable MOTET_SECRET_KEY takes precedence."""
     max_upload_mb: float = Field(64.0, gt=0)
     """The largest file of rows."""
     max_adapter_mb: float = Field(512.0, gt=0)

@@ -11,69 +11,69 @@ class HostCosts(Config):
     """What one host takes, as measured on one (`motet check`, `timings.jsonl`)."""
 
     token_seconds: float = Field(gt=0)
-    """Between two tokens of a completion when it samples alone."""
+    """Seconds between two tokens of a completion that samples alone."""
     row_seconds: float = Field(0.0, ge=0)
-    """By which each further completion makes that longer."""
+    """Seconds that each further completion adds."""
     job_seconds: float = Field(0.0, ge=0)
-    """By which each further job that samples makes it longer: one more adapter in the batch, and what is done beside."""
+    """Seconds that each further sampling job adds: another adapter in the batch, and other work."""
     train_tokens_per_second: float = Field(gt=0)
-    """Tokens that it trains on, prompts included."""
+    """Training speed in tokens, prompts included."""
     train_seconds: float = Field(0.0, ge=0)
-    """Of each step's training, whatever its tokens."""
+    """Fixed seconds of training in each step."""
     publish_seconds: float = Field(0.0, ge=0)
-    """From a step to its version answering: commit, transfer, load and probe."""
+    """Seconds from a step until its version answers: commit, transfer, load and probe."""
     open_seconds: float = Field(0.0, ge=0)
-    """From a job's slot to its first completions, also where it goes on: adapter, rewards, commit, publish."""
+    """Seconds from getting a slot to the first completions, also after a resume."""
     start_seconds: float = Field(60.0, ge=0)
-    """Until a host that died is back."""
+    """Seconds until a host that died is back."""
     own_sampler: bool = False
-    """Whether sampling has devices of its own (servers); otherwise it stands still while the host trains."""
+    """Whether sampling has its own devices (servers). Otherwise it stops while the host trains."""
     price_per_hour: float = Field(0.0, ge=0)
-    """Of one host, in any currency."""
+    """Price of one host, in any currency."""
 
 
 class HostsConfig(Config):
     """The hosts of a cluster, all alike."""
 
     count: int = Field(ge=1, le=10**5)
-    """How many; `--hosts` says another."""
+    """Number of hosts; `--hosts` overrides it."""
     slots: int = Field(16, ge=1, le=10**5)
-    """Jobs that train at a time on each."""
+    """Jobs that train at a time on each host."""
     rows: int = Field(64, ge=1, le=10**6)
-    """Completions that each samples at a time."""
+    """Completions that each host samples at a time."""
     costs: HostCosts
-    """Of each."""
+    """Costs of each host."""
     hours_between_deaths: float | None = Field(None, gt=0)
-    """Of one host, on average; without it none dies."""
+    """Mean hours between deaths of a host. By default none dies."""
 
 
 class JobsConfig(Config):
     """Jobs of one tenant; where there are two numbers, each job draws from between them."""
 
     tenant: str = ""
-    """Whose they are; those with the same name have one share."""
+    """Name of the tenant. Entries with the same name have one share."""
     share: float = Field(1.0, gt=0)
-    """Of the tenant, against those of the others."""
+    """Weight of the tenant."""
     count: int = Field(ge=1, le=10**6)
-    """How many."""
+    """Number of jobs."""
     over_hours: float = Field(0.0, ge=0)
-    """They come within so long, at times drawn evenly; 0 is all at once."""
+    """They arrive evenly within this time; 0 means all at once."""
     steps: tuple[int, int] = (20, 20)
-    """Of one job."""
+    """Steps of a job."""
     groups_per_step: int = Field(8, ge=1)
     """Problems of a step."""
     group_size: int = Field(8, ge=1)
     """Completions of a problem."""
     prompt_tokens: tuple[int, int] = (128, 128)
-    """Of one prompt."""
+    """Tokens of a prompt."""
     completion_tokens: tuple[int, int] = (256, 256)
-    """Of one completion."""
+    """Tokens of a completion."""
     evaluation: int = Field(0, ge=0)
-    """Completions of an evaluation: with the first step, after the last one, and as `evaluate_every` says."""
+    """Completions of an evaluation, with the first step, after the last, and every `evaluate_every` steps."""
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations."""
     failing: float = Field(0.0, ge=0, le=1)
-    """The part of them that fails somewhere on its way."""
+    """Fraction of jobs that fail somewhere along the way."""
 
     @model_validator(mode="after")
     def _least_comes_first(self) -> JobsConfig:
@@ -88,8 +88,8 @@ class SimulationConfig(Config):
     """A cluster and its jobs."""
 
     hosts: HostsConfig
-    """What there is."""
+    """The hosts."""
     jobs: list[JobsConfig] = Field(min_length=1)
-    """What comes, tenant by tenant."""
+    """The jobs, tenant by tenant."""
     seed: int = 0
-    """Of what is drawn."""
+    """Seed of everything random."""

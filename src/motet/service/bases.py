@@ -76,7 +76,7 @@ class Bases:
         if self._now(stored) is not None or not (self.several or self._former(stored)):
             return None
         name = self._former(stored) or stored
-        return f"its base {name!r} is not served any more; whoever runs the service puts it back under `bases`"
+        return f"its base {name!r} is no longer served; the service's operator can put it back under `bases`"
 
     def _former(self, stored: str | None) -> str | None:
         """The name of one of several that were served once, as something was stored under it, or under what that base is."""

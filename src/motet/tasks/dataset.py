@@ -50,7 +50,7 @@ class Dataset:
 
 
 Longer = Callable[[Problem, int], bool]
-"""Whether a problem's prompt has more than so many tokens."""
+"""Whether a problem's prompt has more than this many tokens."""
 
 
 @dataclass(frozen=True)

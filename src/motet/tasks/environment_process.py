@@ -120,7 +120,7 @@ class Environments:
         return m.EpisodeReply(text=reply or "", reward=number, done=_done(instance) or bool(done) or reply is None)
 
     def _call(self, instance: Any, name: str, arguments: Mapping[str, Any]) -> m.EpisodeReply:
-        """Call a tool; what goes wrong in it is told to the model."""
+        """Call a tool. The model reads its error if it fails."""
         if name in self._tools:
             tool = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(getattr(instance, name))
         elif self._lists:

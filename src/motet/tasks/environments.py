@@ -78,7 +78,7 @@ class EnvironmentWorkers:
         return EnvironmentInstance(self, slot, seed)
 
     async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
-        """The rollouts of one group, each with an instance of its own."""
+        """The rollouts of one group, one instance each."""
         episodes = [self.episode(context.seed + index) for index in range(context.group_size)]
         try:
             opened = await asyncio.gather(*(_open(self, context, index, one) for index, one in enumerate(episodes)))

@@ -1,4 +1,4 @@
-"""Rewards that whoever runs a service installs: functions of their own, which jobs use by name."""
+"""Rewards that a service's operator installs: functions that jobs use by name."""
 
 from __future__ import annotations
 

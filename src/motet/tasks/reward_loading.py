@@ -23,7 +23,7 @@ from motet.tasks.rewards import BUILTIN, check_args
 from motet.types import Problem
 
 SCORER = "scorer"
-NO_SCORER = "only reasoning-gym:NAME data has a scorer of its own; name a reward, such as `exact`"
+NO_SCORER = "only reasoning-gym:NAME data has a scorer; name a reward, such as `exact`"
 OWN = OwnCode("reward", RewardError, (*BUILTIN, SCORER))
 # What TRL passes besides columns. Tokens are not for rewards here; the trainer's state is None, as before training.
 _TRL_ONLY = ("completion_ids", "prompt_ids", "prompts_ids")

@@ -50,5 +50,5 @@ class Walls:
         if not self.required:
             raise RewardError(f"{name}. `wall: false` lets it run without")
         raise RewardError(
-            f"{name}. Whoever runs this service can name it under `unwalled`, or give `wall: false` with its function"
+            f"{name}. The service's operator can name it under `unwalled`, or give `wall: false` with its function"
         )

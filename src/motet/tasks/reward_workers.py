@@ -165,7 +165,7 @@ class WorkerGroup:
             raise
 
     def give_back(self, worker: Worker) -> None:
-        """Hand a worker to whoever has waited longest."""
+        """Give a worker to the call that has waited longest."""
         while self._waiting:
             free_worker = self._waiting.popleft()
             if not free_worker.done():

@@ -41,7 +41,7 @@ def exact(problem: Problem, completion: str, *, ignore_case: bool = False) -> fl
 
 
 def contains(problem: Problem, completion: str, *, ignore_case: bool = True) -> float:
-    """1 if the answer stands in the completion as a whole word (or words): `7` is not in `17`."""
+    """1 if the completion contains the answer as whole words: `17` does not contain `7`."""
     pattern = rf"(?<!\w){re.escape(reference(problem))}(?!\w)"
     return float(bool(re.search(pattern, completion, re.IGNORECASE if ignore_case else 0)))
 

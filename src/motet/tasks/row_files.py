@@ -206,7 +206,7 @@ def _csv(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
             )
         if len(set(names)) < len(names):
             doubled = Counter(names).most_common(1)[0][0]
-            raise DataError(f"{path} names the column {doubled!r} twice; each needs a name of its own")
+            raise DataError(f"{path} names the column {doubled!r} twice; give each column another name")
         for number, fields in enumerate(filter(None, reader), 1):
             if bounds is not None and sum(map(len, fields)) > bounds.row_bytes:
                 raise _too_large(f"{path} row {number}", bounds.row_bytes)

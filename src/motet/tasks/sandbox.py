@@ -1,4 +1,4 @@
-"""A directory of its own, in which what a model wrote runs behind the wall (`motet.wall`), with limits of time and memory."""
+"""A directory in which a model's programs run behind the wall (`motet.wall`), with limits of time and memory."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class WorkerLimits:
 
 
 def over_limit(exceeded: Limit, kind: str, cpu_seconds: float, memory_mb: int) -> str:
-    """What a person is told of a call that hit a limit."""
+    """The message for a call that hit a limit."""
     if exceeded == "cpu":
         return f"took more than {cpu_seconds:g} s of CPU time ({kind} field cpu_seconds)"
     return f"took more than {memory_mb} MB of memory ({kind} field memory_mb)"

@@ -168,7 +168,7 @@ class LiveView(View):
         self._live.start()
 
     def update(self, jobs: Sequence[JobProgress]) -> None:
-        """Draw how things stand now."""
+        """Draw the current state."""
         self.clock.see(jobs)
         self._live.update(self.frame(jobs), refresh=True)
 

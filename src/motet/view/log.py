@@ -51,7 +51,7 @@ class LogView(View):
         self.update(self._last)
 
     def print_line(self, line: str) -> None:
-        """Print a line of its own."""
+        """Print a separate line."""
         self.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _news(self, job: JobProgress) -> list[str]:
@@ -92,7 +92,7 @@ def step_line(job: JobProgress, index: int, glyphs: Glyphs) -> str:
     """`step 12/40  reward 0.43  eval 0.38→0.51  1.2k tok/s  2m10s left`.
 
     Args:
-        job: how the job stands now.
+        job: the job's current state.
         index: which of `job.rewards`; it may be older than the newest when several steps ended since the last look.
         glyphs: what can be written.
     """

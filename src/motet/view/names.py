@@ -1,4 +1,4 @@
-"""Names of jobs that differ in little room: what a sweep varies stands in columns of its own. Pure functions."""
+"""Short names of jobs: the values that a sweep varies get separate columns. Pure functions."""
 
 from __future__ import annotations
 

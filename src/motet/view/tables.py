@@ -35,7 +35,7 @@ from motet.view.text import (
 )
 
 Row = dict[str, Text]
-"""What stands in each column."""
+"""Content of each column."""
 _LONGEST_NAME, _GOOD_NAME, _LEAST_NAME = 24, 12, 8
 _LONGEST_BAR, _BAR = 24, 6
 _SPARK = 6
@@ -70,7 +70,7 @@ def _heading(column: str, jobs: Sequence[JobProgress]) -> str:
 
 
 def _swept(fields: Sequence[str], values: Sequence[str], glyphs: Glyphs) -> Row:
-    """What a sweep varies has columns of its own."""
+    """The values that a sweep varies get separate columns."""
     return {f"={field}": Text(short_value(value, glyphs)) for field, value in zip(fields, values, strict=True)}
 
 
@@ -142,7 +142,7 @@ def summary_table(
     """What became of each job; variants of a sweep in the order of their last evaluation, unless these are seeds.
 
     Args:
-        jobs: how they stand.
+        jobs: their states.
         run: the run directory; with it the table says where each adapter is.
         seconds: how long each job ran (`View.seconds`); otherwise until now.
         glyphs: what the console can write (`glyphs_of(console)`).

@@ -24,7 +24,7 @@ class RunClock:
         self._began = now()
         self._counts: deque[tuple[float, int]] = deque()
         self.seconds: dict[str, float] = {}
-        """How long each job ran; stands still when it ends."""
+        """Seconds that each job ran; fixed when it ends."""
 
     def begin(self) -> None:
         """Count the elapsed time from now."""
@@ -76,7 +76,7 @@ class View(ABC):
 
     @abstractmethod
     def update(self, jobs: Sequence[JobProgress]) -> None:
-        """Show how things stand now."""
+        """Show the current state."""
 
     @abstractmethod
     def print_line(self, line: str) -> None:

@@ -34,7 +34,7 @@ _CODE_SECONDS = 60
 _NAMES = ("preferred_username", "email", "name", "sub")
 _ATTEMPTS = 12
 """To finish a sign-in, for each that may begin: a command that waits for a person asks every few seconds."""
-_ASK = "ask whoever runs the service"
+_ASK = "ask the service's operator"
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def show(who: Asker, adapters: AdaptersDep, adapter: str) -> Adapter:
 
 @router.delete("/adapters/{adapter}", status_code=204)
 def delete(who: Asker, store: StoreDep, adapters: AdaptersDep, adapter: str) -> None:
-    """Remove an uploaded adapter; jobs that started from it go on."""
+    """Remove an uploaded adapter. Jobs that started from it continue."""
     uploaded = _uploaded(adapters, who, adapter)
     adapters.remove(uploaded)
     store.audit(who, "delete adapter", uploaded.id)
@@ -254,6 +254,6 @@ def list_shares(who: Asker, adapters: AdaptersDep, shown: SharesDep) -> Shares:
 
 @router.delete("/shares/{share}", status_code=204)
 def unshare(who: Asker, store: StoreDep, adapters: AdaptersDep, share: str) -> None:
-    """End a share; jobs that started from it go on."""
+    """End a share. Jobs that started from it continue."""
     ended = existing(adapters.unshare(who, share), f"there is no share {share!r}")
     store.audit(who, "unshare", f"{ended.id} {ended.object}")

@@ -38,7 +38,7 @@ def owner(request: Request, workers: AgentWorkers) -> str:
 async def lease(
     request: Request, who: Asker, workers: AgentWorkersDep, job: NamedJob, asked: EpisodeLeaseRequest
 ) -> Response:
-    """Take episodes for an agent worker: wait until there are some, and hold them for so many seconds.
+    """Lease episodes for an agent worker. The call waits until there are some; the lease lasts `seconds`.
 
     What the worker holds already is renewed. An episode whose worker is not heard of any more is handed out again, under
     another id and another key, and begins anew.

@@ -97,7 +97,7 @@ async def submit(
     store: StoreDep,
     threads: CheckThreadsDep,
     shown: Shown,
-    job: Annotated[dict[str, Any], Body(description="A job as it stands in a job file: name, data, reward, …")],
+    job: Annotated[dict[str, Any], Body(description="A job, as in a job file: name, data, reward, …")],
     after: Annotated[
         list[Annotated[str, Query(max_length=100)]] | None,
         Query(max_length=20, description="Jobs, by name or id, that have to succeed before this one starts."),

@@ -34,7 +34,7 @@ def list_rewards(who: Asker, settings: SettingsDep) -> Rewards:
 
 @router.post("/jobs/{job}/scoring/lease", response_model=Lease)
 async def lease(request: Request, who: Asker, workers: WorkersDep, job: NamedJob, asked: LeaseRequest) -> Response:
-    """Take work for a reward worker: wait until there is some, and hold it for so many seconds.
+    """Lease work for a reward worker. The call waits until there is some; the lease lasts `seconds`.
 
     What the worker holds already is renewed. Work that is not scored when its lease runs out is handed out again.
     """

@@ -100,7 +100,7 @@ def list_tenants(who: Admin, quotas: QuotasDep) -> Tenants:
 def set_limits(who: Admin, store: StoreDep, quotas: QuotasDep, tenant: str, wanted: LimitsConfig) -> TenantInfo:
     """Set a tenant's own limits, all at once, from now on; jobs that are there already stay.
 
-    Null is no limit, and the service's default stands for what is left out.
+    Null means no limit. Fields that you leave out get the service's default.
     """
     known = existing(store.tenants.find(tenant), f"there is no tenant {tenant!r}; motet keys create makes one")
     quotas.set(known.id, wanted.model_dump(exclude_unset=True))
@@ -140,7 +140,7 @@ def usage(
     ledger: LedgerDep,
     bases: BasesDep,
     by: Annotated[
-        list[By], Query(max_length=4, description="What gets lines of its own: job (unless given), day, tenant, base.")
+        list[By], Query(max_length=4, description="How to group the lines: job (default), day, tenant, base.")
     ] = ["job"],  # noqa: B006 - FastAPI copies it
     since: Annotated[date | None, Query(description="The first day (UTC).")] = None,
     until: Annotated[date | None, Query(description="The last day (UTC).")] = None,
@@ -149,7 +149,7 @@ def usage(
     ] = None,
     form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
 ) -> Response:
-    """Tokens and device time, of the asker's tenant; of all tenants, and of nobody, for admins."""
+    """Tokens and device time of your tenant. Admins see all tenants, and unassigned time."""
     based = "base" in by or (bases.several and "job" in by)
     lines = ledger.report(
         _whose(store, who, tenant),

@@ -33,7 +33,7 @@ class HeldOut(Answer):
 
 
 class Job(Answer):
-    """A job and where it stands."""
+    """A job and its progress."""
 
     id: str
     name: str
@@ -104,7 +104,7 @@ class Steps(Answer):
     data: list[dict[str, Any]]
     """Lines of metrics.jsonl in order, with tokens and seconds; only the fields that were asked for."""
     after: int
-    """The newest event: a stream of events goes on from there without gap or double."""
+    """The newest event. A stream that starts here has no gap and no duplicate."""
 
 
 class Rollouts(Answer):

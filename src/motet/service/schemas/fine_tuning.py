@@ -32,7 +32,7 @@ class Hyperparameters(Asked):
     """How to train. `auto`, or leaving one out, is Motet's own default."""
 
     n_epochs: Whole = None
-    """Passes over the training file: the job has n_epochs · rows / batch_size steps, rounded up; 50 steps unless set."""
+    """Passes over the training file: the job has n_epochs · rows / batch_size steps, rounded up. The default is 50 steps."""
     batch_size: Whole = None
     """Problems of a step, `algorithm.groups_per_step`, or rows, `algorithm.rows_per_step`."""
     learning_rate_multiplier: Factor = None
@@ -70,7 +70,7 @@ class DpoHyperparameters(Hyperparameters):
     """How to train on preferences."""
 
     beta: Annotated[Annotated[float, Field(gt=0, le=2)] | None, BeforeValidator(_auto)] = None
-    """The larger, the closer the policy stays to where it began: `algorithm.beta`, 0.1 unless set."""
+    """`algorithm.beta`, 0.1 by default. A larger value keeps the policy closer to its start."""
 
 
 class Dpo(Asked):
@@ -92,12 +92,12 @@ class FineTuningRequest(Asked):
     """A job to make."""
 
     model: str = Field(max_length=300)
-    """The base, or a version of an adapter to go on from, as chat completions name it."""
+    """The base, or a version of an adapter to start from, named as in chat completions."""
     training_file: str = Field(max_length=100)
     """A file of rows: `{"messages": […], …}`, whose other columns are a grader's `item`; of preferences for `dpo`."""
     validation_file: str | None = Field(None, max_length=100)
     method: Method | None = None
-    """Supervised unless set."""
+    """The default is supervised."""
     suffix: str | None = Field(None, min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """The job's name begins with it."""
     seed: int | None = Field(None, ge=0, lt=2**48)

@@ -10,18 +10,18 @@ from motet.config.service import LimitsConfig
 from motet.service.schemas import Answer, Asked
 
 By = Literal["job", "day", "tenant", "base"]
-"""What gets lines of its own in a report of usage."""
+"""How a report of usage is grouped."""
 
 
 class UsageLine(Answer):
-    """What was used, by whoever the line names."""
+    """What the tenant or job of a line used."""
 
     day: str | None = None
-    """In UTC; where usage is told by day."""
+    """In UTC; only with `by=day`."""
     tenant: str | None = None
     """The tenant's name; absent where the device was idle."""
     job: str | None = None
-    """The job's id; where usage is told by job."""
+    """The job's id; only with `by=job`."""
     name: str | None = None
     """The job's name; it stays when the job is deleted."""
     kind: Literal["job", "completions", "idle", "all"]
@@ -33,7 +33,7 @@ class UsageLine(Answer):
     device_seconds: float
     """Of the device. All lines of an admin, idle ones included, sum to the time that the engine was up."""
     base: str | None = None
-    """The name of the base; where usage is told by base, and with every job where the service has several."""
+    """The name of the base; with `by=base`, and with each job if the service has several."""
 
 
 class UsageReport(Answer):
@@ -77,7 +77,7 @@ class Erased(Answer):
 
 
 class JobChange(Asked):
-    """What may be changed of a job that has not ended; what is left out stays."""
+    """Changes to a job that has not ended. Fields that you leave out keep their values."""
 
     budget: Annotated[int, Field(ge=1, le=10**15)] | None = None
     """Tokens after which it pauses; null is none."""

@@ -85,7 +85,7 @@ class EpisodeLeaseRequest(LeaseRequest):
     """Episodes that an agent worker asks for."""
 
     holds: list[EpisodeName] | None = Field(None, max_length=MOST_UNITS)
-    """The episodes that the worker has and goes on with; others of its name are handed out again. Without it, it has all."""
+    """Episodes that the worker still runs; its other episodes are handed out again. By default it keeps all."""
 
 
 class EpisodeWork(Answer):
@@ -149,7 +149,7 @@ class Counted(Answer):
     known: list[str]
     """Units that had scores already: these were not counted again."""
     unknown: list[str]
-    """Units that nobody waits for any more."""
+    """Units that are no longer needed."""
 
 
 class Reward(Answer):
@@ -157,7 +157,7 @@ class Reward(Answer):
 
     name: str
     kind: Literal["built-in", "installed", "elsewhere"]
-    """`built-in`, `installed` by whoever runs the service, or scored `elsewhere`."""
+    """`built-in`, `installed` by the operator, or scored `elsewhere`."""
     summary: str
     parameters: dict[str, str]
     """What `args` may hold, and the defaults as text; empty text where a job has to give one."""

@@ -199,7 +199,7 @@ def _below(graders: Any, where: str) -> Any:
         raise GraderError(where, "this is a mapping of names to graders")
     for name, grader in graders.items():
         if isinstance(grader, Mapping) and grader.get("type") == "multi":
-            raise GraderError(f"{where}.{name}", "a multi grader cannot stand in another")
+            raise GraderError(f"{where}.{name}", "a multi grader cannot contain another")
     return {str(name): parse(grader, f"{where}.{name}") for name, grader in graders.items()}
 
 

@@ -1,1 +1,1 @@
-"""Environments that ship: what a job names instead of a class of its own."""
+"""Built-in environments, which a job names instead of its own class."""

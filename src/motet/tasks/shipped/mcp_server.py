@@ -11,7 +11,7 @@ from mcp import Client, StdioServerParameters
 
 
 class Server:
-    """A server that is started for one episode. One of your own derives from it and has `get_reward`."""
+    """A server that is started for one episode. Derive your own class from it and define `get_reward`."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ _SCHEMAS = {
 
 
 class Tools:
-    """One of your own derives from it and has `get_reward`, which may read `self.directory` and call `self.sandbox.python`."""
+    """Derive your own class from it and define `get_reward`, which may read `self.directory` and call `self.sandbox.python`."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Tools:
 
     @property
     def directory(self) -> Path:
-        """Where files of the episode lie."""
+        """The directory of the episode's files."""
         return self.sandbox.directory
 
     def reset(self, **row: Any) -> None:
@@ -43,7 +43,7 @@ class Tools:
         for name, text in (row.get(self._files) or {}).items():
             path = (self.directory / name).resolve()
             if not path.is_relative_to(self.directory.resolve()):
-                raise ValueError(f"the file {name!r} lies outside of the sandbox")
+                raise ValueError(f"the file {name!r} is outside the sandbox")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
 

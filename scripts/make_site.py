@@ -1,0 +1,181 @@
+"""Build the documentation as a website, and fail on any link that leads nowhere.
+
+    python scripts/make_site.py                            # site/
+    python scripts/make_site.py --version 0.1 --to public  # also public/0.1/, with a selector of versions
+
+Zensical renders `docs/` by `mkdocs.yml`. Pages link to files of the repository, such as `../examples/agent.py`.
+These are copied to `files/`, and the links changed. `llms.txt` lists all pages as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html.parser
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SUMMARY = (
+    "Train many LoRA adapters at once by reinforcement learning over one frozen base model. No GPU has run Motet yet."
+)
+
+
+class Page(html.parser.HTMLParser):
+    """Where a page's links and images lead, and which fragments it has."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.fragments: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Collect one element's links and its id."""
+        for name, value in attrs:
+            if name in {"href", "src"} and value and tag != "base" and not re.match(r"[a-z]+:|//", value):
+                self.links.append(unquote(value))
+            elif name == "id" and value:
+                self.fragments.add(value)
+
+
+def nav_pages(nav: list[dict[str, object]]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Sections of the navigation, each with titles and files."""
+    found: list[tuple[str, list[tuple[str, str]]]] = []
+    for entry in nav:
+        for title, inside in entry.items():
+            pages = [(title, inside)] if isinstance(inside, str) else [pair for one in inside for pair in one.items()]  # type: ignore[attr-defined]
+            found.append((title, [(str(name), str(file)) for name, file in pages]))
+    return found
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a page's first paragraph, without its links; empty for generated pages."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    paragraphs = [part for part in prose.split("\n\n")[1:] if re.match(r"[A-Z*`]", part)]
+    words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraphs[0].split())) if paragraphs else ""
+    return re.split(r"(?<=[.:]) ", words)[0].rstrip(":")
+
+
+def write_llms(site: Path) -> None:
+    """`llms.txt` (https://llmstxt.org), and every page as Markdown beside its HTML."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    lines = ["# Motet", "", f"> {SUMMARY}", ""]
+    for title, pages in nav_pages(config["nav"]):
+        lines += [f"## {title}", ""]
+        for name, file in pages:
+            text = (ROOT / "docs" / file).read_text(encoding="utf-8")
+            lines.append(f"- [{name}]({file}): {first_sentence(text)}".rstrip(": "))
+            shutil.copy(ROOT / "docs" / file, site / file)
+        lines.append("")
+    (site / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def bring(name: str, site: Path) -> None:
+    """Copy a file of the repository to `files/`; a directory gets a list of its files."""
+    origin, place = ROOT / name, site / "files" / name
+    if origin.is_dir():
+        shutil.copytree(origin, place, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        names = "".join(f'<li><a href="{one.name}">{one.name}</a></li>' for one in sorted(place.iterdir()))
+        text = f"<!doctype html><title>{place.name}</title><ul>{names}</ul>"
+        (place / "index.html").write_text(text, encoding="utf-8")
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(origin, place)
+
+
+def bring_files(site: Path) -> None:
+    """Copy what pages link to outside `docs/`, and let the links lead there."""
+    for file in sorted(site.rglob("*.html")):
+        text = file.read_text(encoding="utf-8")
+        up = "../" * (len(file.relative_to(site).parents) - 1)
+        outside = {link for link in Page(text).links if link.startswith(f"{up}../")}
+        for link in outside:
+            name = link.removeprefix(f"{up}../").rstrip("/")
+            if not name.startswith("..") and (ROOT / name).exists():
+                bring(name, site)
+                ending = "/" if (ROOT / name).is_dir() else ""
+                text = text.replace(f'href="{link}"', f'href="{up}files/{name}{ending}"')
+        if outside:
+            file.write_text(text, encoding="utf-8")
+
+
+def dead_links(site: Path) -> list[str]:
+    """Links of the site that lead nowhere."""
+    files = [file for file in sorted(site.rglob("*.html")) if file.name != "404.html"]
+    pages = {file: Page(file.read_text(encoding="utf-8")) for file in files}
+    dead = []
+    for file, page in pages.items():
+        for link in page.links:
+            path, _, fragment = link.partition("#")
+            target = (file.parent / path.partition("?")[0]).resolve() if path else file
+            target = target / "index.html" if target.is_dir() else target
+            lost = fragment and target in pages and fragment not in pages[target].fragments
+            if lost or not target.is_file() or not target.is_relative_to(site):
+                dead.append(f"{file.relative_to(site)}: {link}")
+    return dead
+
+
+def build() -> Path:
+    """The site, complete.
+
+    Raises:
+        SystemExit: Zensical warns, or a link leads nowhere.
+    """
+    site = ROOT / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    command = [
+        sys.executable,
+        "-m",
+        "zensical",
+        "build",
+        "--clean",
+        "--strict",
+        "--config-file",
+        str(ROOT / "mkdocs.yml"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_COLOR": "1"}, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0 or not (site / "index.html").is_file():
+        raise SystemExit(f"{done.stdout}{done.stderr}\nzensical did not build the site")
+    write_llms(site)
+    bring_files(site)
+    if dead := dead_links(site):
+        raise SystemExit("links that lead nowhere:\n" + "\n".join(dead))
+    return site
+
+
+def publish(site: Path, version: str, to: Path) -> None:
+    """Put the site below `to` as one version, beside the others; the newest is where `to` itself leads."""
+    shutil.rmtree(to / version, ignore_errors=True)
+    shutil.copytree(site, to / version)
+    record = to / "versions.json"
+    old = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
+    kept = [{**one, "aliases": []} for one in old if one["version"] != version]
+    new = {"version": version, "title": version, "aliases": ["latest"]}
+    record.write_text(json.dumps([new, *kept], indent=2), encoding="utf-8")
+    redirect = f'<!doctype html><meta http-equiv="refresh" content="0; url={version}/">'
+    (to / "index.html").write_text(redirect, encoding="utf-8")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Build the documentation as a website.")
+    parser.add_argument("--version", help="also publish it as this version")
+    parser.add_argument("--to", type=Path, default=ROOT / "public", help="where versions are (default: public)")
+    arguments = parser.parse_args()
+    site = build()
+    if arguments.version:
+        publish(site, arguments.version, arguments.to)
+
+
+if __name__ == "__main__":
+    main()

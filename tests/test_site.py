@@ -1,0 +1,105 @@
+"""The documentation builds as a website without a warning, and every link of it leads somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import make_site
+import motet
+from tests.pages import FENCE
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = {"configuration", "cli", "http", "algorithms", "bases", "benchmarks"}
+"""Pages without a limit of words: they are generated, or looked up and not read."""
+BEING_REWRITTEN = {"exactness"}
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    pytest.importorskip("zensical", reason="pip install '.[docs]'")
+    return make_site.build()
+
+
+def test_the_site_has_every_page_search_and_both_colour_schemes(site: Path) -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        built = site / ("index.html" if page.stem == "index" else f"{page.stem}/index.html")
+        assert built.is_file(), page.stem
+    home = (site / "index.html").read_text()
+    assert {"default", "slate"} <= set(re.findall(r'data-md-color-scheme="(\w+)"', home))
+    assert (site / "search.json").is_file() or (site / "search" / "search_index.json").is_file()
+
+
+def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
+    for page in site.glob("*/index.html"):
+        loaded = re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="(https?:[^"]+)"', page.read_text())
+        assert not loaded, page
+
+
+def test_llms_txt_lists_every_page(site: Path) -> None:
+    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (site / "llms.txt").read_text()))
+    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert all((site / name).is_file() for name in listed)
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    text = '<p id="x"><a href="../b/#y">1</a><a href="#x">2</a><a href="../c/">3</a><a href="https://example.org">4</a>'
+    (tmp_path / "a" / "index.html").write_text(text)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "index.html").write_text("<p>")
+    assert make_site.dead_links(tmp_path) == ["a/index.html: ../b/#y", "a/index.html: ../c/"]
+
+
+def test_files_of_the_repository_are_brought(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "index.html").write_text(
+        '<a href="../../examples/agent.py">1</a><a href="../../examples/launchers">2</a>'
+    )
+    make_site.bring_files(tmp_path)
+    assert make_site.dead_links(tmp_path) == []
+    assert "slurm.sh" in (tmp_path / "files" / "examples" / "launchers" / "index.html").read_text()
+
+
+def test_versions_are_published_side_by_side(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "index.html").write_text("<p>")
+    for version in ("0.1", "0.2", "0.2"):
+        make_site.publish(site, version, tmp_path / "public")
+    versions = json.loads((tmp_path / "public" / "versions.json").read_text())
+    assert [(one["version"], one["aliases"]) for one in versions] == [("0.2", ["latest"]), ("0.1", [])]
+    assert "url=0.2/" in (tmp_path / "public" / "index.html").read_text()
+
+
+def test_the_navigation_has_every_page() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = [file for _, pages in make_site.nav_pages(config["nav"]) for _, file in pages]
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_pages_are_short() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        words = sum(bool(re.search(r"\w", word)) for word in FENCE.sub("", page.read_text()).split())
+        assert words <= 1500 or page.stem in REFERENCE | BEING_REWRITTEN, f"{page.name}: {words} words"
+
+
+def test_guides_have_short_sentences() -> None:
+    """Prose without tables and code: no sentence of more than thirty words."""
+    for page in (ROOT / "docs").glob("*.md"):
+        if page.stem in {"configuration", "cli", "http", "benchmarks", "native"} | BEING_REWRITTEN:
+            continue
+        text = re.sub(r" *```.*?```", "", page.read_text(), flags=re.DOTALL)
+        text = re.sub(r"\]\([^)]*\)", "]", text)
+        for block in re.split(r"\n\s*\n|\n *(?:-|\d+\.) |^\|.*$", text, flags=re.M):
+            for sentence in re.split(r"(?<=[.:;?!])[*\"]*\s", block):
+                words = [word for word in sentence.split() if re.search(r"\w", word)]
+                assert len(words) <= 30, f"{page.name}: {' '.join(words)}"
+
+
+def test_the_citation_names_this_version() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == motet.__version__
