@@ -86,12 +86,12 @@ def _check(config: RunConfig, rollouts: int) -> bool:
         checked = check_before_loading(config, accept_changes=True)
         refused = _print_changes(console, config, checked)
         console.print(f"loading {config.base} …")
-        base = open_base(config, directory, stack)
+        base = open_base(config, directory, stack, of_torchrun=config.cluster.launcher == "torchrun")
         for note in base.info.notes:
             console.print(f"note: {note}")
         prepared = prepare_all(config.jobs, base.info, directory, checked.sources)
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
-        workshop = assemble(base, alone, [need for _, need in prepared], directory)
+        workshop = assemble(base, alone, [need for _, need in prepared], directory, config.jobs)
         for note in [*workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:
             console.print(f"note: {note}", soft_wrap=True, markup=False)
         try:
