@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.before_loading import Checked, as_begun, check_before_loading
+from motet.before_loading import Checked, check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import assemble, open_base, services
@@ -61,7 +61,6 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
-    config = as_begun(config)
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
         return _run_on_hosts(

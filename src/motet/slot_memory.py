@@ -57,15 +57,16 @@ def check_slots(
         ConfigError: a single adapter that jobs ask for, or may ask for, does not fit beside the base.
     """
     engine, on_card = config.engine, base.device.type != "cpu"
-    unlimited = False
+    unlimited, shapes = False, list[tuple[str | Sequence[str], int, str]]()
     if isinstance(wanted, Largest):
         slots, lag, limit = engine.slots, wanted.lag or 0, wanted.rank or wanted.usual_rank
         settings = "limits.rank" if wanted.rank is None else "limits.rank or rollout.launch.max_rank"
-        shapes, unlimited = [(ALL_LINEAR, min(limit or AdapterConfig().rank, MOST_RANK), "")], limit is None
+        shapes.append((ALL_LINEAR, min(limit or AdapterConfig().rank, MOST_RANK), ""))
+        unlimited = limit is None
     else:
         slots = min(engine.slots, sum(job.slots for job in wanted))
         lag, settings = max(job.algorithm.lag for job in wanted), "adapter.rank"
-        shapes = [(job.adapter.target_modules, job.adapter.rank, f"job {job.name}: ") for job in wanted]
+        shapes += [(job.adapter.target_modules, job.adapter.rank, f"job {job.name}: ") for job in wanted]
     versions = (1 + lag) * memory.processes if config.rollout.engine == "embedded" else 1
     each, rank, whose = max(
         ((SlotMemory.of(base, targets, rank, versions), rank, whose) for targets, rank, whose in shapes),

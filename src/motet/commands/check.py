@@ -19,7 +19,7 @@ from rich.table import Table
 from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
-from motet.before_loading import Checked, as_begun, check_before_loading
+from motet.before_loading import Checked, check_before_loading
 from motet.commands.answers import print_table
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, RunConfig
@@ -80,7 +80,7 @@ def check(
 
 
 def _check(config: RunConfig, rollouts: int) -> bool:
-    config, console, failing = as_begun(config), Console(emoji=False), list[str]()
+    console, failing = Console(emoji=False), list[str]()
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
         directory = RunDirectory(Path(scratch))
         checked = check_before_loading(config, accept_changes=True)

@@ -141,7 +141,7 @@ def create_app(settings: Settings) -> FastAPI:
     settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = Store(settings.database or f"sqlite:///{settings.directory / 'motet.db'}")
     try:
-        secrets = load_secrets(settings.directory, settings.config.secret_key_file, store, Storage(settings.directory))
+        secrets = load_secrets(settings.directory, settings.config.secret_key_file, store)
         parts = _parts(settings, store, secrets)
     except BaseException:
         store.close()
