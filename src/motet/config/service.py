@@ -211,7 +211,7 @@ class ServiceConfig(Config):
 
     engine: EngineConfig = EngineConfig()
     """As in a job file."""
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: Annotated[RolloutConfig, named("engine")] = RolloutConfig()
     """As in a job file."""
     cluster: Annotated[ClusterConfig, named("launcher")] = ClusterConfig()
     """As in a job file."""
