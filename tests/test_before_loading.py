@@ -11,12 +11,11 @@ import pytest
 import yaml
 
 import motet
-from motet.before_loading import as_begun, check_before_loading
+from motet.before_loading import check_before_loading
 from motet.checksums import hash_of
 from motet.errors import BaseModelError, ConfigError, MotetError, RunError
 from motet.jobfile import parse_jobs, validate
 from motet.running import run_config
-from motet.runtime.identity import of_config
 from motet.types import ADAPTER_CONFIG
 from tests.commands import Motet, job_file
 
@@ -152,24 +151,6 @@ def test_a_changed_job_is_refused_and_one_that_has_ended_need_not_load_its_code_
     assert check_before_loading(config(reward="broken.py:reward"), accept_changes=True)
     with pytest.raises(ConfigError, match="does not load"):
         check_before_loading(config(reward="broken.py:reward", steps=2), accept_changes=True)
-
-
-@pytest.mark.parametrize("rows", [100, 300])
-def test_a_job_that_an_earlier_version_began_goes_on_with_its_held_out_rows(here: Path, rows: int) -> None:
-    def config(holdout: Any) -> Any:
-        job = {**TINY, "name": "a", "data": {"source": "toy:add", "size": rows, "holdout": holdout}}
-        return validate({"base": "small", "run": "runs/x", "jobs": [job]}, "test")
-
-    before = of_config(config(64).jobs[0])
-    (here / "runs" / "x" / "a" / "state" / "1").mkdir(parents=True)
-    written = here / "runs" / "x" / "a" / "job.yaml"
-    written.write_text(yaml.safe_dump(before))
-    with pytest.raises(RunError, match=r"job\.data\.holdout: was 64, is 'auto'"):  # begun by this version
-        check_before_loading(as_begun(config("auto")))
-    written.write_text(yaml.safe_dump({name: part for name, part in before.items() if name != "code"}))
-    begun = as_begun(config("auto"))
-    assert len(check_before_loading(begun).sources.split(begun.jobs[0].data).holdout) == 64
-    assert as_begun(config(8)).jobs[0].data.holdout == 8
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

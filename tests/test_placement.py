@@ -17,8 +17,8 @@ from motet import budgets
 from motet.cluster.messages import StartHost
 from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.ray_hosts import cores_and_gpus
-from motet.cluster.starts import devices_of_servers, engine_of_host, launcher, starts, unlike_one_process
-from motet.config import ClusterConfig, EngineConfig, LaunchConfig, RolloutConfig
+from motet.cluster.starts import devices_of_servers, engine_of_host, launcher, starts_of, unlike_one_process
+from motet.config import ClusterConfig, EngineConfig, HostConfig, LaunchConfig, RolloutConfig
 from motet.config.service import ANY_SIZE
 from motet.errors import ConfigError
 from motet.runtime.slots import Claim, Rule
@@ -137,11 +137,13 @@ def test_servers_take_the_devices_that_have_the_fewest(hosts: list[LaunchConfig]
 
 def test_hosts_that_cannot_work_are_refused() -> None:
     start = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
+    rollout = RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"])
+    one_server = HostConfig(base="small", engine=EngineConfig(hosts=2), rollout=rollout)
     with pytest.raises(ConfigError, match="each host needs a server of its own; name more, or set hosts to 1"):
-        starts(start, EngineConfig(hosts=2), RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"]))
+        starts_of((start, one_server))
     with pytest.raises(ConfigError, match=r"set engine\.threads"):
-        launcher(ClusterConfig(launcher="ray"), (EngineConfig(), RolloutConfig()))
-    (with_ranks,) = starts(start, EngineConfig(threads=2, shard=3), RolloutConfig())
+        launcher(ClusterConfig(launcher="ray"), HostConfig(base="small"))
+    (with_ranks,) = starts_of((start, HostConfig(base="small", engine=EngineConfig(threads=2, shard=3))))
     assert cores_and_gpus(with_ranks) == (6, 0)
     with pytest.raises(ValidationError, match="name one for each host"):
         EngineConfig(hosts=2, devices=["cuda:0"])

@@ -27,8 +27,8 @@ from motet.cluster.messages import (
     UsageWindow,
 )
 from motet.cluster.ray_hosts import cores_and_gpus
-from motet.cluster.starts import launcher, starts, starts_of
-from motet.config import EngineConfig, LaunchConfig, RolloutConfig, RunConfig
+from motet.cluster.starts import launcher, starts_of
+from motet.config import EngineConfig, HostConfig, LaunchConfig, RolloutConfig, RunConfig
 from motet.config.engine import ClusterConfig
 from motet.config.service import ANY_SIZE, Largest, ServiceConfig
 from motet.errors import ConfigError
@@ -163,7 +163,7 @@ def test_a_base_whose_servers_are_away_says_so_and_others_go_on(service: Service
 def hosts_of(config: ServiceConfig) -> list[StartHost]:
     """The first messages of all hosts."""
     hosts = Settings("", Path(), config=config).hosts
-    return starts_of([(START, engine, rollout) for engine, rollout in hosts.values()])
+    return starts_of(*((START, host) for host in hosts.values()))
 
 
 def test_each_base_has_its_own_servers_or_those_that_the_file_launches() -> None:
@@ -232,7 +232,8 @@ def test_a_job_may_be_as_large_as_the_servers_of_its_base_are_started_for(tmp_pa
         for base in ("wide", "own"):
             assert house.ask("POST", "/v1/jobs", json={**large, "name": base + "-large", "base": base}).is_success
     limited = ServiceConfig.model_validate({"limits": {"rank": 16}})
-    assert limited.largest(EngineConfig(), RolloutConfig(engine="vllm", launch=LaunchConfig())) == Largest(16, 4)
+    servers = RolloutConfig(engine="vllm", launch=LaunchConfig())
+    assert limited.largest(HostConfig(base="small", rollout=servers)) == Largest(16, 4)
 
 
 def test_a_launched_server_has_the_time_that_it_takes_to_start() -> None:
@@ -246,7 +247,7 @@ def test_ray_is_asked_for_the_gpus_of_launched_servers() -> None:
     def asked(device: str, **launch: Any) -> int:
         engine = EngineConfig(threads=2, device=device)
         servers = RolloutConfig(engine="vllm", launch=LaunchConfig(**launch)) if launch else RolloutConfig()
-        (start,) = starts(START, engine, servers)
+        (start,) = starts_of((START, HostConfig(base="small", engine=engine, rollout=servers)))
         return cores_and_gpus(start)[1]
 
     assert (asked("cpu"), asked("cuda")) == (0, 1)
@@ -256,7 +257,9 @@ def test_ray_is_asked_for_the_gpus_of_launched_servers() -> None:
     assert (asked("cuda", max_rank=8), asked("cuda", tensor_parallel=2)) == (1, 2)
     devices = RolloutConfig(engine="vllm", launch=LaunchConfig(devices=["0"]))
     with pytest.raises(ConfigError, match=r"leave rollout\.launch\.devices out"):
-        launcher(ClusterConfig(launcher="ray"), (EngineConfig(threads=1), devices))
+        launcher(
+            ClusterConfig(launcher="ray"), HostConfig(base="small", engine=EngineConfig(threads=1), rollout=devices)
+        )
 
 
 # --- while a base is down ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -15,8 +16,8 @@ import yaml
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import StartHost
 from motet.cluster.run import none_can_start
-from motet.cluster.starts import starts
-from motet.config import EngineConfig, RolloutConfig
+from motet.cluster.starts import starts_of
+from motet.config import EngineConfig, HostConfig, RolloutConfig
 from motet.config.service import Largest
 from motet.errors import ConfigError
 from motet.launch import load
@@ -157,8 +158,13 @@ def test_servers_are_shared_out() -> None:
     """Each URL with its agent, and to each host devices for what it starts."""
     start = StartHost("small", "", {}, {}, {}, [], 1.0, Largest())
     engine = EngineConfig(hosts=2, threads=1)
+
+    def made(**servers: Any) -> list[StartHost]:
+        rollout = RolloutConfig(engine="vllm", **servers)
+        return starts_of((start, HostConfig(base="small", engine=engine, rollout=rollout)))
+
     urls, agents = [f"http://s{n}" for n in range(3)], [f"http://a{n}" for n in range(3)]
-    found = starts(start, engine, RolloutConfig(engine="vllm", urls=urls, agents=agents))
+    found = made(urls=urls, agents=agents)
     assert [(one.rollout["urls"], one.rollout["agents"]) for one in found] == [
         (["http://s0", "http://s2"], ["http://a0", "http://a2"]),
         (["http://s1"], ["http://a1"]),
@@ -166,10 +172,10 @@ def test_servers_are_shared_out() -> None:
     assert [one.host for one in found] == [0, 1]
     assert {one.engine["kv_memory_fraction"] for one in found} == {EngineConfig().kv_memory_fraction}
     launch = {"replicas": 2, "devices": ["0", "1", "2", "3"]}
-    found = starts(start, engine, RolloutConfig(engine="vllm", launch=launch))
+    found = made(launch=launch)
     assert [one.rollout["launch"]["devices"][:2] for one in found] == [["0", "1"], ["2", "3"]]
     with pytest.raises(ConfigError, match="each host needs a server of its own; name more, or set hosts to 1"):
-        starts(start, engine, RolloutConfig(engine="vllm", urls=urls[:1]))
+        made(urls=urls[:1])
 
 
 def test_hosts_of_one_machine_write_versions_apart(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from motet.cluster.host import Host
 from motet.cluster.messages import AddJob, Complete, FromHost, StartHost, Tokens
 from motet.cluster.placement import HostLoad, Move, moved, placed
 from motet.cluster.starts import launcher, starts_of
+from motet.config import HostConfig
 from motet.config.engine import ClusterConfig, EngineConfig
-from motet.config.rollout import RolloutConfig
 from motet.config.service import ANY_SIZE, ServiceConfig
 from motet.device import Device
 from motet.errors import ConfigError, StoreError
@@ -404,14 +404,16 @@ def test_hosts_of_all_bases_share_the_machine(tmp_path: Path, says: Motet) -> No
         {"engine": {"slots": 3, "kv_memory_fraction": 0.4}, "bases": {"a": {"base": "/a", "hosts": 2}, "b": "/b"}}
     )
     start = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
-    made = starts_of([(start, one.engine, one.rollout) for one in config.bases.values()])
+    made = starts_of(*((start, one.host) for one in config.bases.values()))
     assert [one.host for one in made] == [0, 1, 2]
     engines = [EngineConfig.model_validate(one.engine) for one in made]
     assert {one.threads for one in engines} == {max(1, budgets.cores() // 3)}
     assert [round(one.kv_memory_fraction, 3) for one in engines] == [0.133] * 3
     assert {one.slots for one in engines} == {3}
     with pytest.raises(ConfigError, match=r"set engine\.threads"):
-        launcher(ClusterConfig(launcher="ray"), *((EngineConfig(threads=n), RolloutConfig()) for n in (1, 0)))
+        launcher(
+            ClusterConfig(launcher="ray"), *(HostConfig(base="small", engine=EngineConfig(threads=n)) for n in (1, 0))
+        )
     for odd in ({"base": "small"}, {"a b": "small"}, {"a": {"hosts": 2}}, {"a": {"base": "x", "nonsense": 1}}):
         with pytest.raises(ValidationError):
             ServiceConfig.model_validate({"bases": odd})

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from cryptography.fernet import Fernet
-from sqlalchemy import update
 
-from motet.config import JobConfig, RewardConfig
+from motet.config import JobConfig
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError, RunError
 from motet.runtime.checkpoint import Committed, JobDirectory
@@ -22,17 +20,16 @@ from motet.runtime.identity import of_config
 from motet.runtime.opening import open_job
 from motet.service.app import create_app
 from motet.service.database.store import Store
-from motet.service.database.tables import ServiceStart, StoredJob
+from motet.service.database.tables import StoredJob
 from motet.service.http.depends import Parts
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import GivenJob, Submissions
-from motet.service.secrets import KEY_FILE, KEY_VARIABLE, Secrets, load_secrets
+from motet.service.secrets import KEY_FILE, KEY_VARIABLE, Secrets
 from motet.service.settings import Settings
-from motet.service.storage import Storage
-from motet.tasks.reward_elsewhere import MASK, SEALED
+from motet.tasks.reward_elsewhere import SEALED
 from motet.types import JobState
-from tests.database import person, queued
+from tests.database import person
 from tests.service_run import Json, tiny
 
 HIDDEN: Json = {
@@ -119,24 +116,6 @@ def test_a_key_may_come_from_the_environment_or_another_file(tmp_path: Path, mon
         pass
 
 
-def test_what_an_older_release_kept_in_plain_text_is_sealed_at_the_first_start(store: Store, tmp_path: Path) -> None:
-    spec: Any = {**tiny("old"), "rewards": [HIDDEN, {"name": "exact"}]}
-    job = queued(store, person(store, "us"), "old", spec, 1, None)
-    storage = Storage(tmp_path)
-    file = storage.job(job.id).path / "job.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text(yaml.safe_dump({"contents": {}, "job": spec}))
-    with store.transaction() as session:
-        session.execute(update(ServiceStart).values(proof=None))
-    secrets = load_secrets(tmp_path, "", store, storage)
-    kept = store.job_by_id(job.id)
-    assert kept is not None
-    assert "hidden-word" not in json.dumps(kept.spec) + file.read_text()
-    assert kept.spec["rewards"][0]["args"]["headers"]["Authorization"].startswith(SEALED)
-    assert secrets.opened(RewardConfig(**kept.spec["rewards"][0])).args == HIDDEN["args"]
-    assert yaml.safe_load(file.read_text())["job"]["rewards"][0]["args"]["headers"] == {"Authorization": MASK}
-
-
 def save(path: Path) -> None:
     """What a commit has of an adapter."""
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -144,7 +123,6 @@ def save(path: Path) -> None:
 
 
 def test_another_password_is_no_other_job(tmp_path: Path) -> None:
-    """Also where an older release wrote the old one down."""
     directory = JobDirectory(tmp_path / "job")
 
     def identity(word: str, url: str = "https://example.org") -> Json:
@@ -156,9 +134,6 @@ def test_another_password_is_no_other_job(tmp_path: Path) -> None:
     open_job(directory, identity("first"))
     assert "first" not in (directory.path / "job.yaml").read_text()
     directory.commit(Committed(step=1), save)
-    old = yaml.safe_load((directory.path / "job.yaml").read_text())
-    old["job"]["rewards"][0]["args"]["headers"] = {"Authorization": "first"}
-    (directory.path / "job.yaml").write_text(yaml.safe_dump(old))
     assert not open_job(directory, identity("second")), "and nothing is told of the old one"
     with pytest.raises(RunError, match=r"another\.example"):
         open_job(directory, identity("second", "https://another.example"))

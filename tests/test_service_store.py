@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, create_engine, event, func, inspect, select, text
+from sqlalchemy import create_engine, event, func, inspect, select, text
 from sqlalchemy.exc import InternalError, OperationalError, ProgrammingError
 from sqlalchemy.orm import Session
 
@@ -70,106 +69,23 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
-        assert context.get_current_revision() == "0007"
+        assert context.get_current_revision() == "0001"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
     engine.dispose()
 
 
-def test_a_database_of_the_first_release_learns_of_bases(url: str) -> None:
-    store = Store(url)
-    who = person(store, "us")
-    queued(store, who, "elder", {}, 1, None)
-    store.close()
-    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
-    with engine.begin() as connection:
-        before_usage_by_base(connection)
-        for table in ("jobs", "adapters"):
-            connection.execute(text(f"ALTER TABLE {table} DROP COLUMN base"))
-        connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
-    store = Store(url)
-    queued(store, who, "younger", {}, 1, None, base="small")
-    assert [(job.name, job.base) for job in store.jobs(who)] == [("younger", "small"), ("elder", None)]
-    store.close()
-    with engine.begin() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
-    engine.dispose()
-
-
-def before_usage_by_base(connection: Connection) -> None:
-    """Make the tables what they were, with a line of the only job and one of completions."""
-    number, count = ("INTEGER", "INTEGER") if connection.dialect.name == "sqlite" else ("BIGSERIAL", "BIGINT")
-    for statement in (
-        "ALTER TABLE jobs DROP COLUMN held_out",
-        "DROP INDEX ix_keys_person",
-        "ALTER TABLE keys DROP COLUMN person",
-        "ALTER TABLE keys DROP COLUMN scope",
-        "ALTER TABLE keys DROP COLUMN made_by",
-        "DROP TABLE starts",
-        "DROP TABLE bases",
-        "DROP TABLE usage",
-        f"CREATE TABLE usage (id {number} NOT NULL, day VARCHAR(10) NOT NULL, tenant_id VARCHAR(40) NOT NULL, "
-        f"job_id VARCHAR(40) NOT NULL, job_name VARCHAR(100) NOT NULL, tokens_prompt {count} NOT NULL, tokens_sampled {count} "
-        f"NOT NULL, tokens_trained {count} NOT NULL, microseconds {count} NOT NULL, PRIMARY KEY (id), "
-        "UNIQUE (day, tenant_id, job_id))",
-        "CREATE INDEX ix_usage_job_id ON usage (job_id)",
-        "CREATE INDEX usage_of_tenant ON usage (tenant_id, day)",
-        "INSERT INTO usage (day, tenant_id, job_id, job_name, tokens_prompt, tokens_sampled, tokens_trained, microseconds) "
-        "SELECT '2026-03-01', tenant_id, id, name, 0, 1, 2, 3 FROM jobs UNION ALL SELECT '2026-03-01', '', '', '', 4, 5, 6, 7",
-        "UPDATE alembic_version SET version_num = '0002'",
-    ):
-        connection.execute(text(statement))
-
-
 def test_a_database_that_cannot_be_brought_up_to_date_stays_as_it_was(url: str) -> None:
     """What was changed before the fault would be in the way of the next start."""
-    store = Store(url)
-    queued(store, person(store, "us"), "elder", {}, 1, None)
-    store.close()
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
-        before_usage_by_base(connection)
-        connection.execute(text("ALTER TABLE usage RENAME TO elsewhere"))
-    with pytest.raises(StoreError, match="usage"):
+        connection.execute(text("CREATE TABLE other (day TEXT)"))
+        connection.execute(text("CREATE INDEX usage_of_tenant ON other (day)"))
+    with pytest.raises(StoreError, match="usage_of_tenant"):
         Store(url)
     with engine.begin() as connection:
-        assert not inspect(connection).has_table("bases")
-        connection.execute(text("ALTER TABLE elsewhere RENAME TO usage"))
+        assert inspect(connection).get_table_names() == ["other"]
+        connection.execute(text("DROP TABLE other"))
     Store(url).close()
-    engine.dispose()
-
-
-def test_what_jobs_of_an_older_release_came_to_is_taken_from_their_events(url: str) -> None:
-    store = Store(url)
-    job, fresh = (queued(store, person(store, "us"), name, {}, 9, None) for name in ("elder", "fresh"))
-    for step, reward in ((0, 0.25), (1, None), (4, 0.75), (8, 0.5), (9, float("nan"))):
-        evaluation = {} if reward is None else {"eval": {"reward": None if math.isnan(reward) else reward}}
-        store.add_event(job.id, "step", str(step), {"step": step, **evaluation})
-    store.close()
-    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
-    with engine.begin() as connection:
-        before_usage_by_base(connection)
-    store = Store(url)
-    elder, none = (store.job_by_id(one.id) for one in (job, fresh))
-    assert elder is not None
-    assert elder.held_out == {"version": 8, "value": 0.5, "best_version": 4, "best": 0.75}
-    assert none is not None
-    assert none.held_out is None
-    store.close()
-    engine.dispose()
-
-
-def test_usage_of_an_older_release_is_of_the_base_of_its_job(url: str) -> None:
-    store = Store(url)
-    job = queued(store, person(store, "us"), "elder", {}, 1, None, base="math")
-    store.close()
-    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
-    with engine.begin() as connection:
-        before_usage_by_base(connection)
-    Store(url).close()
-    with engine.begin() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
-        rows = connection.execute(text("SELECT job_id, base, tokens_trained FROM usage ORDER BY job_id")).all()
-        assert [tuple(row) for row in rows] == [("", "", 6), (job.id, "math", 2)]
     engine.dispose()
 
 

@@ -243,7 +243,7 @@ def test_a_sign_in_that_fails_says_why_and_leads_nowhere(
 
 
 def test_what_is_sealed_for_one_purpose_is_no_good_for_another(house: House) -> None:
-    sealing = load_secrets(house.storage.run.parent, "", house.store, house.storage)
+    sealing = load_secrets(house.storage.run.parent, "", house.store)
     text = sealing.pack("begun", {"state": "x"})
     assert sealing.unpack("begun", text, 600) == {"state": "x"}
     assert sealing.unpack("code", text, 600) is None

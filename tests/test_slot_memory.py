@@ -14,7 +14,7 @@ import torch
 
 from motet.batch import AdamW, Batch
 from motet.budgets import Need
-from motet.config import AdapterConfig, EngineConfig, RunConfig
+from motet.config import AdapterConfig, EngineConfig, HostConfig, RunConfig
 from motet.config.service import Largest, ServiceConfig
 from motet.errors import ConfigError
 from motet.jobfile import validate
@@ -43,9 +43,9 @@ def config_of(*ranks: int, lag: int = 0, critic: Any = None, **engine: Any) -> R
 
 
 @contextlib.contextmanager
-def workshop_of(base: Any, config: RunConfig, directory: Path, **asked: Any) -> Iterator[Workshop]:
+def workshop_of(base: Any, config: RunConfig, directory: Path, largest: Largest | None = None) -> Iterator[Workshop]:
     with contextlib.closing(RunDirectory(directory)) as run:
-        workshop = assemble(base, config, [Need(64, 16)], run, **asked)
+        workshop = assemble(base, config, [Need(64, 16)], run, largest or config.jobs)
         try:
             yield workshop
         finally:
@@ -97,7 +97,7 @@ def test_slots_without_room_are_a_note_and_a_job_that_never_fits_is_refused(base
     memory = FreeMemory(of_device=10 * size, sampling=2 * size)
 
     def said(config: RunConfig, largest: Largest | None = None) -> str:
-        return "".join(check_slots(base, config, memory, largest))
+        return "".join(check_slots(base, config, memory, largest or config.jobs))
 
     assert not said(config_of(*[32] * 8, slots=20))
     assert "9 slots are wanted, and there is memory for 8: an adapter of rank 32" in said(
@@ -108,11 +108,11 @@ def test_slots_without_room_are_a_note_and_a_job_that_never_fits_is_refused(base
     assert not said(config_of(*[32] * 9, slots=20, resident=2, parking="/disk"))
     assert "memory for 8: " in said(config_of(*[32] * 9, resident=2)), "host memory is the device's"
     assert "memory for 7: " in said(config_of(*[32] * 9, lag=1)), "each in two versions"
-    for largest in (ServiceConfig().largest(EngineConfig(), ServiceConfig().rollout), Largest(32)):
+    for largest in (ServiceConfig().largest(HostConfig(base="small")), Largest(32)):
         assert "20 slots are wanted, and there is memory for 8" in said(config_of(1, slots=20), largest)
     assert "as limits.rank is not set" in said(config_of(1, slots=20), Largest())
     limited = ServiceConfig.model_validate({"limits": {"rank": 64}})
-    assert "memory for 4: " in said(config_of(1, slots=20), limited.largest(EngineConfig(), limited.rollout))
+    assert "memory for 4: " in said(config_of(1, slots=20), limited.largest(HostConfig(base="small")))
     with pytest.raises(ConfigError, match=r"^job job1: an adapter of rank 512 takes .* the base; lower adapter\.rank$"):
         said(config_of(8, 512))
     assert said(config_of(1), Largest(usual_rank=64))

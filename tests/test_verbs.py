@@ -15,8 +15,9 @@ from motet import AdamW, Message, Problem, Verbs
 from motet.algorithms import Grpo
 from motet.algorithms.supervised import Supervised
 from motet.batch import Example, Row
-from motet.errors import AdapterError, ConfigError
-from motet.types import Group, Rollout
+from motet.errors import AdapterError, ConfigError, ProbeError
+from motet.protocols import WeightSync
+from motet.types import AdapterRef, Group, Rollout
 
 ROOT = Path(__file__).resolve().parents[1]
 PROBLEMS = [Problem(i, (Message("user", f"What is {i} + {i + 1}?"),), str(2 * i + 1)) for i in range(3)]
@@ -109,6 +110,32 @@ def test_one_loop_may_mix_losses(verbs: Verbs) -> None:
     before = verbs.forward_backward(batch, Supervised())["a"].stats.loss
     verbs.optim_step("a", AdamW(3e-3))
     assert verbs.forward_backward(batch, Supervised())["a"].stats.loss < before
+
+
+class SomebodyElses:
+    """A `WeightSync` that publishes one adapter for all, and notes the names that it gave."""
+
+    def __init__(self, sync: WeightSync, instead: str) -> None:
+        self._sync, self._instead, self.given = sync, instead, list[AdapterRef]()
+
+    async def publish(self, name: str, ref: AdapterRef) -> None:
+        self.given.append(ref)
+        await self._sync.publish(self._instead, ref)
+
+
+def test_each_version_is_probed_and_a_name_that_comes_back_has_others(verbs: Verbs) -> None:
+    verbs.add_adapter("a", rank=4)
+    sync = verbs._workshop.sync = SomebodyElses(verbs._workshop.sync, "a")
+    for _ in range(2):
+        verbs.add_adapter("b", rank=4, seed=1)  # both are the base until they are trained
+        verbs.remove_adapter("b")
+    assert len(set(sync.given)) == 2
+    verbs.add_adapter("b", rank=4, seed=1)
+    verbs.forward_backward({"b": LOSS.batch(groups(verbs, "b")["b"], 6)}, LOSS)
+    with pytest.raises(ProbeError, match="answers version 1 of 'b' with the base model"):
+        verbs.optim_step("b", AdamW(1e-2))
+    with pytest.raises(ProbeError, match="answers version 2 of 'b'"):  # the refused number does not come back
+        verbs.optim_step("b", AdamW(1e-2))
 
 
 def test_mistakes_are_said(verbs: Verbs) -> None:

@@ -15,7 +15,6 @@ from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.config.chain import chains
-from motet.config.data import HELD_OUT
 from motet.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
 from motet.launch import check_directories
 from motet.model.find import find_adapter, find_base
@@ -24,7 +23,7 @@ from motet.preparing import Sources, check_reference
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.interrupt import Interrupt
-from motet.runtime.opening import check_identity, held_out_by_default
+from motet.runtime.opening import check_identity
 from motet.runtime.own_environment import check_environment
 from motet.tasks import reward_elsewhere
 from motet.tasks.dataset import Dataset
@@ -97,18 +96,6 @@ class Checked:
     """What each job is (`of_config`), by its name."""
     changed: set[str] = field(default_factory=set)
     """Names of the jobs that differ from what their directories were made with, where that is accepted."""
-
-
-def as_begun(config: RunConfig) -> RunConfig:
-    """The jobs, those with `data.holdout: auto` with 64 where an earlier version of Motet began them: that was its default."""
-
-    def begun(job: JobConfig) -> JobConfig:
-        directory = JobDirectory(Path(config.run) / job.name)
-        if job.data.holdout != "auto" or not held_out_by_default(directory):
-            return job
-        return job.model_copy(update={"data": job.data.model_copy(update={"holdout": HELD_OUT})})
-
-    return config.model_copy(update={"jobs": [begun(job) for job in config.jobs]})
 
 
 def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loaded: bool = False) -> Checked:

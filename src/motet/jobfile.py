@@ -56,7 +56,7 @@ def load_service(path: Path | None, hosts: int | None = None, ray: str | None = 
     if hosts is not None and config.bases:
         raise ConfigError("--hosts is for one base: with `bases` give each its own `hosts` in the file of --config")
     if hosts is not None:
-        engine = _valid(EngineConfig, {**config.engine.model_dump(), "hosts": hosts}, "--hosts")
+        engine = validate_as(EngineConfig, {**config.engine.model_dump(), "hosts": hosts}, "--hosts")
         config = config.model_copy(update={"engine": engine})
     if ray is not None:
         config = config.model_copy(update={"cluster": ClusterConfig(launcher="ray", address=ray)})
@@ -68,12 +68,7 @@ def _read_service(path: Path) -> ServiceConfig:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold fields such as `engine:` and `limits:`; docs/configuration.md lists them")
     check_fields(tree, ServiceConfig, str(path))
-    together = ("engine", "rollout", "cluster")
-    for names in (("engine", "cluster"), ("rollout",)) if tree.get("bases") else (together,):
-        _validate_of_run(tree, names, path)
-    config = _valid(ServiceConfig, tree, str(path))
-    if all(base.rollout.engine != "embedded" for base in config.bases.values()):
-        _validate_of_run(tree, together, path)  # else a base reads what the servers of another do not
+    config = validate_as(ServiceConfig, tree, str(path))
     rewards = {
         name: one.model_copy(update={"function": _resolve_code(one.function, path.parent)})
         for name, one in config.rewards.items()
@@ -82,13 +77,6 @@ def _read_service(path: Path) -> ServiceConfig:
         name: one.model_copy(update={"base": _full_base(one.base, path.parent)}) for name, one in config.bases.items()
     }
     return config.model_copy(update={"rewards": rewards, "bases": bases})
-
-
-def _validate_of_run(tree: Tree, names: Sequence[str], path: Path) -> None:
-    """Errors as for a job file, in what a service's file has of one."""
-    job = {"name": "none", "data": "toy:add", "reward": "exact"}
-    of_run = {name: tree[name] for name in names if name in tree}
-    validate({"base": "small", "run": "none", **of_run, "jobs": [job]}, str(path))
 
 
 def _read_tree(path: Path) -> Any:
@@ -120,7 +108,7 @@ def load_simulation(path: Path, hosts: int | None = None) -> SimulationConfig:
         raise ConfigError(f"{path} must hold `hosts:` and `jobs:`; see examples/cluster.yaml")
     if hosts is not None:
         tree["hosts"]["count"] = hosts
-    return _valid(SimulationConfig, tree, str(path))
+    return validate_as(SimulationConfig, tree, str(path))
 
 
 def parse_jobs(
@@ -333,11 +321,12 @@ def _resolve_code(value: Any, directory: Path) -> Any:
 
 
 def validate(tree: Tree, where: str) -> RunConfig:
-    """Check a tree of plain values against the configuration; mistakes come as one `ConfigError` with a line each."""
-    return _valid(RunConfig, tree, where)
+    """Check a tree of plain values against the configuration of a run, as `validate_as` does."""
+    return validate_as(RunConfig, tree, where)
 
 
-def _valid(root: type[Valid], tree: Tree, where: str) -> Valid:
+def validate_as(root: type[Valid], tree: Tree, where: str) -> Valid:
+    """Check a tree of plain values against a configuration; mistakes come as one `ConfigError` with a line each."""
     try:
         return root.model_validate(tree)
     except ValidationError as error:

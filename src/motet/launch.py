@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from motet import budgets
 from motet.allocator import keep_freed_memory, without_collections
-from motet.config import EngineConfig, RunConfig
+from motet.config import EngineConfig, HostConfig, JobConfig
 from motet.config.service import Largest
 from motet.device import Device
 from motet.errors import ConfigError
@@ -60,8 +60,12 @@ def warm_up() -> None:
     gc.freeze()  # modules are no garbage: nobody looks through them again
 
 
-def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.ExitStack) -> LoraModel | ShardedBase:
-    """Load and prove the base of a run; where it asks for shards, their processes end with `stack`.
+def open_base(
+    config: HostConfig, directory: RunDirectory, stack: contextlib.ExitStack, *, of_torchrun: bool = False
+) -> LoraModel | ShardedBase:
+    """Load and prove the base of a host; where it asks for shards, their processes end with `stack`.
+
+    Torchrun has started those processes already where `of_torchrun` is true.
 
     Raises:
         BaseModelError: with the reason.
@@ -87,14 +91,14 @@ def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.Exit
         recompute=engine.recompute,
         n_ranks=engine.shard,
     )
-    group = rank_group(join, directory.path / "ranks.log", of_torchrun=config.cluster.launcher == "torchrun")
+    group = rank_group(join, directory.path / "ranks.log", of_torchrun=of_torchrun)
     stack.callback(group.close)
     if here is not None:
         return ShardedBase.beside(here, group)
     return ShardedBase.of(group, trust_remote_code=engine.trust_remote_code)
 
 
-def load_for(config: RunConfig) -> LoraModel:
+def load_for(config: HostConfig) -> LoraModel:
     """`load`, for adapters that whoever samples can have."""
     base = load(config.base, config.engine)
     if base.info.experts and config.rollout.engine != "embedded":
@@ -149,14 +153,14 @@ def _load(base: str, config: EngineConfig) -> LoraModel:
 
 def assemble(
     base: LoraModel | ShardedBase,
-    config: RunConfig,
+    config: HostConfig,
     needs: Sequence[budgets.Need],
     directory: RunDirectory,
-    largest: Largest | None = None,
+    wanted: Sequence[JobConfig] | Largest,
     *,
     alone: bool = True,
 ) -> Workshop:
-    """Everything that the jobs of a run share, with the engine that they ask for.
+    """Everything that jobs on a host share: `wanted` are its jobs, or the largest that may come.
 
     Where no other host takes memory (`alone`), it is seen whether there is enough for adapters in all slots.
 
@@ -171,7 +175,7 @@ def assemble(
         group = base.group
         trainer = ShardedTrainer(group, slots=config.engine.slots)
     if config.rollout.engine != "embedded":
-        workshop = _build_on_servers(base, config, directory, largest, trainer)
+        workshop = _build_on_servers(base, config, directory, wanted, trainer)
     else:
         whole = base if isinstance(base, LoraModel) else base.here
         assert whole is not None, "the embedded engine samples from a base of its own"
@@ -181,7 +185,7 @@ def assemble(
         workshop.notes.append(on_cpus)
     if alone and isinstance(base, LoraModel) and workshop.memory is not None:
         try:
-            workshop.notes += check_slots(base, config, workshop.memory, largest)
+            workshop.notes += check_slots(base, config, workshop.memory, wanted)
         except ConfigError:
             workshop.close()
             raise
@@ -190,9 +194,9 @@ def assemble(
 
 def _build_on_servers(
     base: LoraModel | ShardedBase,
-    config: RunConfig,
+    config: HostConfig,
     directory: RunDirectory,
-    largest: Largest | None,
+    wanted: Sequence[JobConfig] | Largest,
     trainer: Trainer | None,
 ) -> Workshop:
     """A trainer, on this device where none is given, and an engine that asks servers."""
@@ -207,9 +211,8 @@ def _build_on_servers(
         if base.info.device == "cpu":
             torch.set_num_threads(_threads(config.engine))
 
-    slots = config.engine.slots
-    wanted = servers.demand(config.jobs, slots) if largest is None else servers.demand_of_any(largest, slots)
-    engine = servers.build_servers(base.info, config.rollout, wanted, directory.run_id, directory.path, directory.part)
+    demand = servers.demand(wanted, config.engine.slots)
+    engine = servers.build_servers(base.info, config.rollout, demand, directory.run_id, directory.path, directory.part)
     memory = None
     if trainer is None:
         assert isinstance(base, LoraModel)

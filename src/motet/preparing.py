@@ -11,7 +11,7 @@ from typing import Any
 
 from motet import budgets
 from motet.algorithms.rows import RowAlgorithm
-from motet.config import DataConfig, JobConfig, RunConfig
+from motet.config import DataConfig, HostConfig, JobConfig
 from motet.config.chain import chains
 from motet.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.model_info import ModelInfo
@@ -223,7 +223,7 @@ def left_out(jobs: Sequence[Job]) -> list[str]:
     ]
 
 
-def identity(job: Job, info: ModelInfo, config: RunConfig, known: Mapping[str, Any]) -> dict[str, Any]:
+def identity(job: Job, info: ModelInfo, config: HostConfig, known: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that the job's bytes depend on; goes to job.yaml. `known` is what `of_config` says of the job."""
     engine = config.engine
     return {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.before_loading import Checked, as_begun, check_before_loading
+from motet.before_loading import Checked, check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import assemble, open_base, services
@@ -61,7 +61,6 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
-    config = as_begun(config)
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
         return _run_on_hosts(
@@ -71,14 +70,14 @@ def run_config(
         directory = stack.enter_context(rundir.opened(Path(config.run)))
         checked = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None)
         loading()
-        opened = base or open_base(config, directory, stack)
+        opened = base or open_base(config, directory, stack, of_torchrun=config.cluster.launcher == "torchrun")
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources)
         jobs = [job for job, _ in prepared]
         for job in jobs:
             _open(job, opened.info, config, checked, accept_changes=accept_changes)
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
-        workshop = assemble(opened, at_once, [need for _, need in prepared], directory)
+        workshop = assemble(opened, at_once, [need for _, need in prepared], directory, config.jobs)
         workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
         for reason in workshop.inexact:
             for job in jobs:
@@ -120,7 +119,7 @@ def _run_on_hosts(
                 job.lines.update(_take_up(at, job.progress))
                 jobs.append(job)
             notes = _notes(checked, [job.progress for job in jobs])
-            launch = launcher(config.cluster, (config.engine, config.rollout))
+            launch = launcher(config.cluster, config)
             run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes)
             if watch is not None:
                 watch(run.now)

@@ -62,16 +62,13 @@ def tolerance(config: RolloutConfig, info: ModelInfo) -> float:
     return config.tolerance or TOLERANCE[info.dtype]
 
 
-def demand(jobs: Sequence[JobConfig], slots: int) -> Demand:
-    """What the jobs need of a server at a time."""
-    lags = sorted((job.algorithm.lag for job in jobs), reverse=True)[:slots]
+def demand(wanted: Sequence[JobConfig] | Largest, slots: int) -> Demand:
+    """What these jobs need of a server at a time, or as many of the largest as there are slots."""
+    if isinstance(wanted, Largest):
+        return Demand(slots, slots * ((wanted.lag or 0) + VERSIONS_BESIDES), wanted.rank or 1)
+    lags = sorted((job.algorithm.lag for job in wanted), reverse=True)[:slots]
     versions = sum(lag + VERSIONS_BESIDES for lag in lags)
-    return Demand(len(lags), versions, max(job.adapter.rank for job in jobs))
-
-
-def demand_of_any(largest: Largest, slots: int) -> Demand:
-    """What as many jobs as there are slots may need, where nobody knows them yet."""
-    return Demand(slots, slots * ((largest.lag or 0) + VERSIONS_BESIDES), largest.rank or 1)
+    return Demand(len(lags), versions, max(job.adapter.rank for job in wanted))
 
 
 def build_servers(

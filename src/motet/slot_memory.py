@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from motet import budgets
-from motet.config import AdapterConfig, RunConfig
+from motet.config import AdapterConfig, HostConfig, JobConfig
 from motet.config.job import MOST_RANK
 from motet.config.service import Largest
 from motet.errors import ConfigError
@@ -48,35 +48,39 @@ class SlotMemory:
         return bisect.bisect_left(range(1, slots + 1), True, key=lacks)
 
 
-def check_slots(base: LoraModel, config: RunConfig, memory: FreeMemory, largest: Largest | None) -> list[str]:
-    """A note where they do not fit; `largest` is of jobs that come later.
+def check_slots(
+    base: LoraModel, config: HostConfig, memory: FreeMemory, wanted: Sequence[JobConfig] | Largest
+) -> list[str]:
+    """A note where they do not fit; `wanted` are the jobs, or the largest that may come.
 
     Raises:
         ConfigError: a single adapter that jobs ask for, or may ask for, does not fit beside the base.
     """
     engine, on_card = config.engine, base.device.type != "cpu"
-    if largest is None:
-        slots = min(engine.slots, sum(job.slots for job in config.jobs))
-        lag, limit, settings = max(job.algorithm.lag for job in config.jobs), None, "adapter.rank"
-        shapes = [(job.adapter.target_modules, job.adapter.rank, f"job {job.name}: ") for job in config.jobs]
+    unlimited, shapes = False, list[tuple[str | Sequence[str], int, str]]()
+    if isinstance(wanted, Largest):
+        slots, lag, limit = engine.slots, wanted.lag or 0, wanted.rank or wanted.usual_rank
+        settings = "limits.rank" if wanted.rank is None else "limits.rank or rollout.launch.max_rank"
+        shapes.append((ALL_LINEAR, min(limit or AdapterConfig().rank, MOST_RANK), ""))
+        unlimited = limit is None
     else:
-        slots, lag, limit = engine.slots, largest.lag or 0, largest.rank or largest.usual_rank
-        settings = "limits.rank" if largest.rank is None else "limits.rank or rollout.launch.max_rank"
-        shapes = [(ALL_LINEAR, min(limit or AdapterConfig().rank, MOST_RANK), "")]
+        slots = min(engine.slots, sum(job.slots for job in wanted))
+        lag, settings = max(job.algorithm.lag for job in wanted), "adapter.rank"
+        shapes += [(job.adapter.target_modules, job.adapter.rank, f"job {job.name}: ") for job in wanted]
     versions = (1 + lag) * memory.processes if config.rollout.engine == "embedded" else 1
     each, rank, whose = max(
         ((SlotMemory.of(base, targets, rank, versions), rank, whose) for targets, rank, whose in shapes),
         key=lambda one: one[0].trained,
     )
     named = f"an adapter of rank {rank} takes {_size(each.trained + each.versions)} while it trains"
-    if each.trained + each.versions // versions > memory.of_device and (largest is None or limit is not None):
+    if each.trained + each.versions // versions > memory.of_device and not unlimited:
         raise ConfigError(f"{whose}{named}, and {_size(memory.of_device)} are free beside the base; lower {settings}")
     resident = engine.resident if on_card or engine.parking is not None else 0
     host = max(0, budgets.available_memory() - memory.of_host) if on_card and engine.parking is None else None
     left = max(0, memory.of_device - memory.sampling)
     if (fitting := each.fitting(slots, resident, left, host)) == slots:
         return []
-    usual = "" if largest is None or limit is not None else ", the default of a job, as limits.rank is not set"
+    usual = ", the default of a job, as limits.rank is not set" if unlimited else ""
     parked = "engine.resident" if on_card else "engine.resident and engine.parking"
     return [
         f"{slots} slots are wanted, and there is memory for {fitting}: {named}{usual}, and base and sampling leave "

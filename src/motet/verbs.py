@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from anyio.from_thread import start_blocking_portal
 
 from motet import budgets, seeds
@@ -20,13 +22,23 @@ from motet.algorithms.client import ClientLoss
 from motet.batch import AdamW, Batch, Loss, OptimStats, Sample, Segment, Trained
 from motet.config import AdapterConfig, EngineConfig
 from motet.launch import build, load
+from motet.runtime.probe import PROBE_TEXT, Probe
+from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.episode import extended
-from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
+from motet.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
 
 Result = TypeVar("Result")
 _LONGEST = 1024
 _SHAPE = AdapterConfig()
+
+
+@dataclass
+class _Adapter:
+    versions: Versions
+    probe: Probe
+    published: int = 0
+    """Versions so far, with any that the probe refused: no number comes back."""
 
 
 class Verbs:
@@ -49,8 +61,9 @@ class Verbs:
         self._workshop = build(model, config, [budgets.Need(longest, 0)])
         self._chat = Chat.plain(self._info.tokenizer)
         self._stops = stop_token_ids(self._info.tokenizer, self._info.eos_token_ids)
-        self._versions: dict[str, int] = {}
-        self._asked = 0
+        self._probe_ids = np.asarray(self._info.tokenizer.encode(PROBE_TEXT), np.int32)
+        self._adapters: dict[str, _Adapter] = {}
+        self._added = self._asked = 0
         self._open = ExitStack()
         self._portal = self._open.enter_context(start_blocking_portal())
         self._open.callback(self._workshop.close)
@@ -71,13 +84,16 @@ class Verbs:
         """
         shape = AdapterConfig(rank=rank, alpha=alpha)
         self._on_device(lambda: self._workshop.trainer.add_adapter(name, shape, seed))
-        self._versions[name] = -1
+        self._added += 1  # a name that comes back is another adapter
+        workshop = self._workshop
+        versions = Versions(name, f"{name}.{self._added}", workshop.engine, workshop.sync)
+        self._adapters[name] = _Adapter(versions, Probe(name, self._probe_ids, workshop.probe_tolerance))
         self._publish(name)
 
     def remove_adapter(self, name: str) -> None:
         """Give its slot back."""
         self._on_device(lambda: self._workshop.trainer.remove_adapter(name))
-        self._call(lambda: self._workshop.engine.unload_adapter(AdapterRef(name, self._versions.pop(name))))
+        self._call(self._adapters.pop(name).versions.drop_all)
 
     def sample(
         self,
@@ -152,12 +168,16 @@ class Verbs:
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _publish(self, name: str) -> None:
-        before = self._versions[name]
-        self._versions[name] = before + 1
-        ref = AdapterRef(name, before + 1)
-        self._call(lambda: self._workshop.sync.publish(name, ref))
-        if before >= 0:
-            self._call(lambda: self._workshop.engine.unload_adapter(AdapterRef(name, before)))
+        self._call(lambda: self._publish_probed(self._adapters[name]))
+
+    async def _publish_probed(self, adapter: _Adapter) -> None:
+        """As a session does; a commit is the caller's `save_adapter`."""
+        version, versions, workshop = adapter.published, adapter.versions, self._workshop
+        adapter.published += 1
+        await versions.publish(version)
+        trained = await workshop.device.run(lambda: adapter.probe.trained(workshop.trainer), light=True)
+        await adapter.probe.check(workshop.engine, versions.ref(version), trained)
+        await versions.announce(version, version)
 
     async def _sample(
         self, problems: Mapping[str, Sequence[Problem]], n: int, seed: int, params: SamplingParams
@@ -170,19 +190,21 @@ class Verbs:
         return grouped
 
     async def _group(self, name: str, problem: Problem, n: int, seed: int, params: SamplingParams) -> Group:
-        prompt, version = self._chat.prompt_ids(problem), self._versions[name]
+        prompt, versions = self._chat.prompt_ids(problem), self._adapters[name].versions
+        version = versions.latest
         self._asked += 1
-        request = GenerateRequest(
-            id=f"{name}/{self._asked}",
-            job=name,
-            prompt_ids=prompt,
-            adapter=AdapterRef(name, version),
-            sampling=params,
-            seeds=tuple(seeds.key(seed, "train", problem.id, index) for index in range(n)),
-        )
         chunks: dict[int, Chunk] = {}
-        async for chunk in self._workshop.engine.generate(request):
-            chunks[chunk.index] = chunk
+        with versions.hold(version) as ref:
+            request = GenerateRequest(
+                id=f"{name}/{self._asked}",
+                job=name,
+                prompt_ids=prompt,
+                adapter=ref,
+                sampling=params,
+                seeds=tuple(seeds.key(seed, "train", problem.id, index) for index in range(n)),
+            )
+            async for chunk in self._workshop.engine.generate(request):
+                chunks[chunk.index] = chunk
         rollouts = (extended(Rollout(problem, index, (), ()), prompt, chunks[index]) for index in range(n))
         return Group(problem, seed, version, tuple(rollouts))
 

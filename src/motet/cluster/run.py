@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from motet.cluster import messages as m
 from motet.cluster.host import Host, HostHandlers, Launch, OfJob
 from motet.cluster.hosts import Hosts
-from motet.cluster.starts import starts
+from motet.cluster.starts import starts_of
 from motet.config import JobConfig, RunConfig
 from motet.config.service import Largest
 from motet.errors import ConfigError, RunError
@@ -120,7 +120,8 @@ class HostedRun:
         )
         slots = min(config.engine.slots, sum(job.config.slots for job in jobs))  # servers need room for so many
         engine = config.engine.model_copy(update={"slots": slots})
-        self._client = Hosts(starts(start, engine, config.rollout), directory.path, launch)
+        own = config.model_copy(update={"engine": engine})
+        self._client = Hosts(starts_of((start, own)), directory.path, launch)
         self._stopping = asyncio.Event()
         self._jobs = {job.config.name: job for job in jobs}
 

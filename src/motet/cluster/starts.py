@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from motet import budgets
 from motet.cluster.host import Launch
 from motet.cluster.messages import StartHost
+from motet.config import HostConfig
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig
 from motet.errors import ConfigError
@@ -20,32 +21,25 @@ from motet.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 
-def starts(start: StartHost, engine: EngineConfig, rollout: RolloutConfig) -> list[StartHost]:
-    """The first message of each host of one base; `start` is that of a host which has the machine alone.
+def starts_of(*bases: tuple[StartHost, HostConfig]) -> list[StartHost]:
+    """The first message of each host of these bases, which share the machine; given is that of a host which has it alone.
 
     Raises:
         ConfigError: hosts cannot work in this way.
     """
-    return starts_of([(start, engine, rollout)])
-
-
-def starts_of(bases: Sequence[tuple[StartHost, EngineConfig, RolloutConfig]]) -> list[StartHost]:
-    """The same of several bases, each with its servers where it has some; their hosts share the machine.
-
-    Raises:
-        ConfigError: hosts cannot work in this way.
-    """
-    devices = [device for _, engine, _ in bases for device in _devices(engine)]
-    sampling = [device for _, engine, rollout in bases if not _served(rollout) for device in _devices(engine)]
-    among = devices_of_servers([rollout.launch for _, engine, rollout in bases for _ in range(engine.hosts)])
+    configs = [config for _, config in bases]
+    devices = [device for config in configs for device in _devices(config.engine)]
+    sampling = [device for config in configs if not _served(config) for device in _devices(config.engine)]
+    among = devices_of_servers([config.rollout.launch for config in configs for _ in range(config.engine.hosts)])
     made: list[StartHost] = []
-    for start, engine, rollout in bases:
-        for number in range(engine.hosts):
-            own = engine_of_host(engine, number, devices, [] if _served(rollout) else sampling)
-            servers = rollout_of_host(rollout, number, engine.hosts, among[len(made)])
+    for start, config in bases:
+        for number in range(config.engine.hosts):
+            own = engine_of_host(config.engine, number, devices, [] if _served(config) else sampling)
+            servers = rollout_of_host(config.rollout, number, config.engine.hosts, among[len(made)])
             made.append(
                 replace(
                     start,
+                    base=config.base,
                     engine=own.model_dump(mode="json"),
                     rollout=servers.model_dump(mode="json"),
                     host=len(made) if len(devices) > 1 else None,
@@ -59,8 +53,8 @@ def _devices(engine: EngineConfig) -> list[str]:
     return engine.devices or [engine.device] * engine.hosts
 
 
-def _served(rollout: RolloutConfig) -> bool:
-    return rollout.engine != "embedded"
+def _served(config: HostConfig) -> bool:
+    return config.rollout.engine != "embedded"
 
 
 def engine_of_host(
@@ -151,13 +145,13 @@ def unlike_one_process(cluster: ClusterConfig, engines: Sequence[EngineConfig], 
     return lines
 
 
-def launcher(cluster: ClusterConfig, *bases: tuple[EngineConfig, RolloutConfig]) -> Launch | None:
+def launcher(cluster: ClusterConfig, *bases: HostConfig) -> Launch | None:
     """Who starts the processes of the hosts of these bases; None is this machine.
 
     Raises:
         ConfigError: nobody can.
     """
-    for line in unlike_one_process(cluster, [engine for engine, _ in bases], budgets.cores(), budgets.gpus()):
+    for line in unlike_one_process(cluster, [base.engine for base in bases], budgets.cores(), budgets.gpus()):
         _log.warning("%s", line)
     if cluster.launcher == "local":
         return None
@@ -165,12 +159,12 @@ def launcher(cluster: ClusterConfig, *bases: tuple[EngineConfig, RolloutConfig])
         raise ConfigError("cluster.launcher torchrun is for `motet run`; for a service leave it out, or use ray")
     if find_spec("ray") is None:
         raise ConfigError("cluster.launcher is ray, which is not installed: pip install 'motet[ray]'")
-    if any(not engine.threads or engine.devices for engine, _ in bases):
+    if any(not base.engine.threads or base.engine.devices for base in bases):
         raise ConfigError(
             "cluster.launcher is ray: set engine.threads to the cores that each host, and each rank of one in shards, asks Ray "
             "for, and leave engine.devices out, because Ray chooses devices"
         )
-    if any(rollout.launch is not None and rollout.launch.devices for _, rollout in bases):
+    if any(base.rollout.launch is not None and base.rollout.launch.devices for base in bases):
         raise ConfigError(
             "cluster.launcher is ray: leave rollout.launch.devices out, because Ray chooses devices; servers see the GPUs of "
             "their host, as many as rollout.launch.tensor_parallel"

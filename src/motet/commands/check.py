@@ -19,7 +19,7 @@ from rich.table import Table
 from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
-from motet.before_loading import Checked, as_begun, check_before_loading
+from motet.before_loading import Checked, check_before_loading
 from motet.commands.answers import print_table
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, RunConfig
@@ -80,18 +80,18 @@ def check(
 
 
 def _check(config: RunConfig, rollouts: int) -> bool:
-    config, console, failing = as_begun(config), Console(emoji=False), list[str]()
+    console, failing = Console(emoji=False), list[str]()
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
         directory = RunDirectory(Path(scratch))
         checked = check_before_loading(config, accept_changes=True)
         refused = _print_changes(console, config, checked)
         console.print(f"loading {config.base} …")
-        base = open_base(config, directory, stack)
+        base = open_base(config, directory, stack, of_torchrun=config.cluster.launcher == "torchrun")
         for note in base.info.notes:
             console.print(f"note: {note}")
         prepared = prepare_all(config.jobs, base.info, directory, checked.sources)
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
-        workshop = assemble(base, alone, [need for _, need in prepared], directory)
+        workshop = assemble(base, alone, [need for _, need in prepared], directory, config.jobs)
         for note in [*workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:
             console.print(f"note: {note}", soft_wrap=True, markup=False)
         try:

@@ -5,7 +5,7 @@ Every field has a docstring; `docs/configuration.md` is generated from them.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -26,8 +26,8 @@ from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.section import Config, named
 
 
-class RunConfig(Config):
-    """A job file after defaults, sweeps and overrides."""
+class HostConfig(Config):
+    """What a host computes with, whatever jobs it trains."""
 
     base: str
     """`small` (ships with Motet), a hub id, a directory or a .gguf file."""
@@ -35,18 +35,23 @@ class RunConfig(Config):
     """The device and its budgets."""
     rollout: Annotated[RolloutConfig, named("engine")] = RolloutConfig()
     """Where rollouts are sampled."""
+
+    @model_validator(mode="after")
+    def _settings_are_of_the_engine(self) -> Self:
+        """What an engine would pass over is refused."""
+        check_effect(self.engine, self.rollout)
+        return self
+
+
+class RunConfig(HostConfig):
+    """A job file after defaults, sweeps and overrides."""
+
     cluster: Annotated[ClusterConfig, named("launcher")] = ClusterConfig()
     """Where the processes of `engine.hosts` are."""
     jobs: list[JobConfig] = Field(min_length=1)
     """What to train, all at once."""
     run: str = "runs/default"
     """Directory of the run; `motet run` uses runs/<name of the job file>, `motet.run` runs/<name of the script>."""
-
-    @model_validator(mode="after")
-    def _settings_are_of_the_engine(self) -> RunConfig:
-        """What an engine would pass over is refused."""
-        check_effect(self.engine, self.rollout)
-        return self
 
     @model_validator(mode="after")
     def _torchrun_starts_one_host(self) -> RunConfig:
@@ -83,6 +88,7 @@ __all__ = [
     "EngineConfig",
     "EnvironmentConfig",
     "EvalConfig",
+    "HostConfig",
     "JobConfig",
     "LaunchConfig",
     "OptimizerConfig",

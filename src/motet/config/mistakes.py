@@ -130,10 +130,13 @@ def _nested(path: str) -> str:
 def _line(
     root: type[Config], tree: Mapping[str, Any], location: tuple[Any, ...], items: Sequence[Mapping[str, Any]]
 ) -> str:
-    job, path = "", list(location)
+    job, number, path = "", "without a name", list(location)
+    written: Any = tree if root is JobConfig else None
     if root is RunConfig and len(path) >= 2 and path[0] == "jobs":
         written = _at(tree.get("jobs"), path[1])
-        job, path = f"job {_at(written, 'name') or f'number {path[1] + 1}'}: ", path[2:]
+        number, path = f"number {path[1] + 1}", path[2:]
+    if written is not None:
+        job = f"job {_at(written, 'name') or number}: "
         if path[:1] == ["rewards"] and _at(written, "rewards") is None:
             path[0] = "reward"
     if path[:1] == ["algorithm"]:  # what stands behind it is its type

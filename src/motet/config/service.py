@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from motet.config import HostConfig
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.job import PRIORITIES
 from motet.config.rollout import OF_SAMPLING, VERSIONS_BESIDES, RolloutConfig, check_effect
@@ -191,8 +192,13 @@ class ServedBase(EngineConfig):
 
     @property
     def engine(self) -> EngineConfig:
-        """The settings of its hosts."""
+        """The device of its hosts, and its budgets."""
         return EngineConfig.model_validate(self.model_dump(exclude={"base", "rollout"}))
+
+    @property
+    def host(self) -> HostConfig:
+        """The settings of its hosts."""
+        return HostConfig(base=self.base, engine=self.engine, rollout=self.rollout)
 
     @model_validator(mode="after")
     def _settings_are_of_the_engine(self) -> ServedBase:
@@ -205,7 +211,7 @@ class ServiceConfig(Config):
 
     engine: EngineConfig = EngineConfig()
     """As in a job file."""
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: Annotated[RolloutConfig, named("engine")] = RolloutConfig()
     """As in a job file."""
     cluster: Annotated[ClusterConfig, named("launcher")] = ClusterConfig()
     """As in a job file."""
@@ -263,6 +269,13 @@ class ServiceConfig(Config):
                 )
         return bases
 
+    @model_validator(mode="after")
+    def _settings_are_of_the_engine(self) -> ServiceConfig:
+        """Of several bases, those that sample themselves may read what others pass over."""
+        if all(base.rollout.engine != "embedded" for base in self.bases.values()):
+            check_effect(self.engine, self.rollout)
+        return self
+
     @field_validator("bases")
     @classmethod
     def _have_servers_of_their_own(cls, bases: dict[str, ServedBase]) -> dict[str, ServedBase]:
@@ -276,12 +289,12 @@ class ServiceConfig(Config):
                     )
         return bases
 
-    def largest(self, engine: EngineConfig, rollout: RolloutConfig) -> Largest:
+    def largest(self, host: HostConfig) -> Largest:
         """What servers that a base's hosts start have room for: as `rollout.launch` says, as limits allow, or what is usual."""
-        launch = rollout.launch
+        launch = host.rollout.launch
         if launch is None:
             return Largest(usual_rank=self.limits.rank)
-        lag = launch.max_cpu_loras // engine.slots - VERSIONS_BESIDES if launch.max_cpu_loras else _USUAL_LAG
+        lag = launch.max_cpu_loras // host.engine.slots - VERSIONS_BESIDES if launch.max_cpu_loras else _USUAL_LAG
         return Largest(launch.max_rank or self.limits.rank or _USUAL_RANK, max(lag, 0))
 
 

@@ -14,11 +14,12 @@ from pathlib import Path
 from motet.channel import Parent
 from motet.cluster.listener import ADDRESS, TOKEN
 from motet.cluster.messages import HostFailed, StartHost, ToHost
+from motet.config import HostConfig
 from motet.errors import RunError
 from motet.hosting.answers import reason
 from motet.hosting.line import ServiceLine
 from motet.hosting.process import HostProcess
-from motet.jobfile import validate
+from motet.jobfile import validate_as
 from motet.launch import warm_up
 from motet.runtime.rundir import RunDirectory
 
@@ -41,12 +42,12 @@ def main() -> None:
     if not start.own_jobs:  # of a service: what it writes is nobody else's to read
         os.umask(0o077)
     try:
-        tree = {"base": start.base, "run": start.run, "engine": start.engine, "rollout": start.rollout}
-        config = validate({**tree, "jobs": [{"name": "none", "data": "toy:add", "reward": "exact"}]}, "motet serve")
+        tree = {"base": start.base, "engine": start.engine, "rollout": start.rollout}
+        config = validate_as(HostConfig, tree, "motet serve")
         engine = config.engine.model_copy(update={"trust_remote_code": start.trust_remote_code})
         config = config.model_copy(update={"engine": engine})
         with contextlib.ExitStack() as stack:
-            server = HostProcess(config, _run_directory(Path(config.run), start.host), start, parent)
+            server = HostProcess(config, _run_directory(Path(start.run), start.host), start, parent)
             stack.callback(server.close)
             serving.set()
             asyncio.run(server.serve())

@@ -18,7 +18,7 @@ from motet.agents import episode_messages as e
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.channel import Parent
 from motet.cluster import messages as m
-from motet.config import JobConfig, RolloutConfig, RunConfig
+from motet.config import HostConfig, JobConfig, RolloutConfig
 from motet.errors import EngineError
 from motet.hosting.answers import Answers, reason
 from motet.hosting.line import Gone, ServiceLine
@@ -63,7 +63,7 @@ class HostProcess:
     """One base, the jobs that train on it, and the versions that people talk to."""
 
     def __init__(
-        self, config: RunConfig, directory: RunDirectory, start: m.StartHost, parent: Parent[m.ToHost] | ServiceLine
+        self, config: HostConfig, directory: RunDirectory, start: m.StartHost, parent: Parent[m.ToHost] | ServiceLine
     ) -> None:
         """Load the base; `start` has the rewards and bounds of the service."""
         self._config, self._parent = config, parent
@@ -310,7 +310,7 @@ class HostProcess:
 
 
 def _rewards(
-    config: RunConfig, start: m.StartHost, scores: AskedOfService, rest: Callable[[str, bool], None]
+    config: HostConfig, start: m.StartHost, scores: AskedOfService, rest: Callable[[str, bool], None]
 ) -> RewardPool:
     """Rewards of other people's jobs."""
     return RewardPool(

@@ -193,12 +193,8 @@ class JobDirectory:
         names = [path.stem.removeprefix(before) for path in (self.path / "rollouts").glob(f"{before}*.jsonl")]
         return sorted(int(name) for name in names if name.isdecimal())
 
-    def read_rollouts(self, number: int, *, evals: bool = False) -> list[dict[str, Any]]:
-        """What a step sampled, or with `evals` the evaluation of a version; one of `sampled`."""
-        return list(self.each_rollout(number, evals=evals))
-
     def each_rollout(self, number: int, *, evals: bool = False) -> Iterator[dict[str, Any]]:
-        """The same, one after another: all of a large step may not fit into memory."""
+        """What a step sampled, or with `evals` the evaluation of a version: all at once may not fit into memory."""
         with (self.path / "rollouts" / f"{_before(evals)}{number}.jsonl").open("rb") as lines:  # text splits at U+2028
             for line in lines:
                 yield json.loads(line)

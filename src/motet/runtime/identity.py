@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import re
@@ -39,10 +38,8 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
         section[field] = f"{_placeless(file)}:{function}" if colon else section[field]
     job["rewards"] = [masked(reward) for reward in job["rewards"]]  # another password is no other job
     sources = _sources(config, installed or {})
-    functions = [_source(reward.function) for reward in config.rewards if reward.function is not None]
     unknown = {NOT_FOLLOWED: sources.not_followed} if sources.not_followed else {}
     return {
-        "functions": functions,
         "contents": dict(_contents(config)),
         "code": dict(sorted(sources.code.items())),
         **unknown,
@@ -83,11 +80,3 @@ def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
 
 def _placeless(name: str | None) -> str | None:
     return Path(name).name if name and Path(os.path.expanduser(name)).exists() else name
-
-
-def _source(function: Any) -> str:
-    """What earlier versions of Motet compared of a function; empty where it has no source."""
-    try:
-        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:SHOWN]
-    except (OSError, TypeError):
-        return ""

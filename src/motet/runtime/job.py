@@ -140,6 +140,10 @@ class Job:
     """Why bytes may differ from a solo run; grows, never shrinks."""
     starts: int = 0
     """How often the job took a slot in this process: part of engine-side names."""
+    restarts: int = 0
+    """How often it was taken up again after a fault of the device."""
+    held: bool = False
+    """Whether the rule of its tenant paused it; it resumes with that rule."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there may be something that the job waits for."""
     observer: JobObserver = _unobserved

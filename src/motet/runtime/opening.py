@@ -10,13 +10,11 @@ from typing import Any
 import yaml
 
 from motet.checksums import SUMS, Damage, compare, hash_of, replace_file, version_damage
-from motet.config.data import HELD_OUT
 from motet.errors import RunError
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.manifest import Record, sum_of
 from motet.runtime.source_sums import code_changes
-from motet.tasks.reward_elsewhere import masked
 
 _GO_ON = "put it back, or go on with what is there by --accept-changes"
 _REMOVE = "remove it, or go on with what is there by --accept-changes"
@@ -75,7 +73,6 @@ def _computed_otherwise(directory: JobDirectory, identity: Mapping[str, Any]) ->
         return []
     if before is None:
         return ["nobody knows how its first steps were computed: job.yaml was damaged"]
-    before = _masked(before)  # an earlier version wrote the values of headers
     now = yaml.safe_load(_as_yaml(identity))
     changes = _changes(before, {**_known(before, now), **({"code": now["code"]} if "code" in now else {})})
     known = [str(line) for line in before.get(_BEFORE, ())]
@@ -103,7 +100,7 @@ def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, acce
     if before is None:
         raise RunError(f"{path} is damaged: put it back, or go on with the job as it is by --accept-changes")
     now = yaml.safe_load(_as_yaml(identity))
-    changes = _changes(_masked(before), now)
+    changes = _changes(before, now)
     if changes and not accept_changes:
         listed = "\n  ".join(changes)
         raise RunError(
@@ -116,25 +113,10 @@ def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, acce
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Where a job differs from what its directory was made with, a line each; steps that are added are no difference."""
-    code, early = now.get("code", {}), not isinstance(before.get("code"), dict)
-    contents = {**(before.get("contents") or {})}
-    lines = []
-    if early:  # an earlier version of Motet: it compared the bytes of files alone
-        known = {name: contents.pop(name) for name in code if name in contents}
-        lines = [f"{name} was edited" for name, digest in known.items() if code[name].get("sha256") != digest]
-    else:
-        lines = list(code_changes(before["code"], code))
-    compared = now.keys() - {"code", NOT_FOLLOWED} - (set() if early else {"functions"})
-    then = {key: contents if key == "contents" else before.get(key) for key in now if key in compared}
+    lines = list(code_changes(before.get("code") or {}, now.get("code", {})))
+    then = {key: before.get(key) for key in now if key not in ("code", NOT_FOLLOWED)}
     lines += differences(then, {key: now[key] for key in then})
     return [line for line in lines if not (line.startswith("job.steps:") and _more_steps(before, now))]
-
-
-def held_out_by_default(directory: JobDirectory) -> bool:
-    """Whether an earlier version of Motet began the job with 64 rows held out, as it did unless another number was set."""
-    before = (_read_identity(directory.path / "job.yaml") or {}) if directory.steps() else {}
-    data = (before.get("job") or {}).get("data")
-    return "code" not in before and isinstance(data, dict) and data.get("holdout") == HELD_OUT
 
 
 def _known(before: Any, now: Any) -> Any:
@@ -151,26 +133,6 @@ def _read_identity(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, yaml.YAMLError):
         return None
     return values if isinstance(values, dict) else None
-
-
-def mask_headers(directory: JobDirectory) -> None:
-    """Take the values of headers out of a job.yaml that an older release wrote."""
-    path = directory.path / "job.yaml"
-    try:
-        before = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return
-    if isinstance(before, dict) and (after := _masked(before)) != before:
-        replace_file(path, _as_yaml(after).encode())
-
-
-def _masked(identity: Mapping[str, Any]) -> dict[str, Any]:
-    job = identity.get("job")
-    rewards = job.get("rewards") if isinstance(job, Mapping) else None
-    if not isinstance(job, Mapping) or not isinstance(rewards, list):
-        return dict(identity)
-    shown = [masked(one) if isinstance(one, Mapping) else one for one in rewards]
-    return {**identity, "job": {**job, "rewards": shown}}
 
 
 def _more_steps(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

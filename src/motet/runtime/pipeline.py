@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
@@ -30,6 +31,26 @@ MAX_RESTARTS = 3
 """How often a job is taken up again after a fault of the device."""
 
 
+@dataclass
+class Running:
+    """A job that has a slot."""
+
+    job: Job
+    task: asyncio.Task[None]
+    loop: Driver | None = None
+    """None until the task has begun."""
+    pause: str | None = None
+    """Why it stops after the step under way, empty where a person asked; None while it continues."""
+    preempted: bool = False
+    """Whether it then returns to the queue because another job gets its slot."""
+
+    def stop_after_step(self, reason: str = "") -> None:
+        """Finish the step under way, also where the task has not made its loop yet."""
+        self.pause = reason
+        if self.loop is not None:
+            self.loop.pause()
+
+
 class Pipeline:
     """Runs jobs over shared services."""
 
@@ -48,16 +69,8 @@ class Pipeline:
         self._stays, self._timeouts = stays, IdleSlotTimeouts(max_idle)
         self.jobs = {job.name: job for job in jobs}
         self._services, self._slots = services, slots
-        self._loops: dict[str, Driver] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._pauses: dict[str, str] = {}
-        """Jobs that stop after the step under way, and why, where it was not asked for by a person."""
-        self._preempted: set[str] = set()
-        """Of these, those that go back into the queue because another job gets their slot."""
+        self._running: dict[str, Running] = {}
         self._rules: dict[str, Rule] = {}
-        self._held: set[str] = set()
-        """Jobs that were paused by the rule of their tenant and go on with it."""
-        self._restarts: dict[str, int] = {}
         self._disk_gate = DiskSpaceGate()
         self._stopping = self._closing = False
         self._changed = asyncio.Event()
@@ -72,15 +85,16 @@ class Pipeline:
                     poll.result()  # a fault of ours must not leave jobs waiting for ever
                 self._changed.clear()
                 self._fill_slots()
-                if not self._tasks and (self._stopping or not (self._stays or self._waiting())):
+                if not self._running and (self._stopping or not (self._stays or self._waiting())):
                     return
                 await self._changed.wait()
         finally:
             self._closing = True
             poll.cancel()
-            for task in self._tasks.values():
+            tasks = [one.task for one in self._running.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(poll, *self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(poll, *tasks, return_exceptions=True)
 
     # --- what people ask for -----------------------------------------------------------------------------------------
 
@@ -105,39 +119,33 @@ class Pipeline:
 
     def forget(self, name: str) -> None:
         """Let go of a job that has no slot; what it saved stays."""
-        if name not in self._tasks:
+        if name not in self._running:
             self.jobs.pop(name, None)
-            self._held.discard(name)
             self._disk_gate.forget(name)
             self._timeouts.forget(name)
 
     def pause(self, name: str, reason: str = "") -> None:
         """Finish the job's step, save and give its slot away."""
-        job = self.jobs[name]
-        self._held.discard(name)
-        self._preempted.discard(name)
-        if name in self._tasks:
-            self._stop_after_step(name, reason)
+        job, running = self.jobs[name], self._running.get(name)
+        job.held = False
+        if running is not None:
+            running.preempted = False
+            running.stop_after_step(reason)
         elif job.state is JobState.QUEUED:
             _move(job, JobState.PAUSED, reason)
         self._changed.set()
 
-    def _stop_after_step(self, name: str, reason: str = "") -> None:
-        self._pauses[name] = reason  # read by the loop that its task is about to make
-        if name in self._loops:
-            self._loops[name].pause()
-
     def resume(self, name: str) -> None:
         """Put a paused or failed job back into the queue; one that was to pause goes on; any other stays where it is."""
-        self._held.discard(name)
-        if name in self._pauses:
-            del self._pauses[name]
-            self._preempted.discard(name)
-            if name in self._loops:
-                self._loops[name].go_on()
-        elif name not in self._tasks and self.jobs[name].state in (JobState.PAUSED, JobState.FAILED):
-            _move(self.jobs[name], JobState.QUEUED)
-        self._obey(self.jobs[name])
+        job, running = self.jobs[name], self._running.get(name)
+        job.held = False
+        if running is not None and running.pause is not None:
+            running.pause, running.preempted = None, False
+            if running.loop is not None:
+                running.loop.go_on()
+        elif running is None and job.state in (JobState.PAUSED, JobState.FAILED):
+            _move(job, JobState.QUEUED)
+        self._obey(job)
         self._changed.set()
 
     def rule(self, tenant: str, rule: Rule) -> None:
@@ -148,17 +156,21 @@ class Pipeline:
         for job in [job for job in self.jobs.values() if job.tenant == tenant]:
             if rule.hold:
                 self._obey(job)
-            elif job.name in self._held and (job.name in self._pauses or job.state is JobState.PAUSED):
+            elif job.held and (self._pauses(job.name) or job.state is JobState.PAUSED):
                 self.resume(job.name)
         self._changed.set()
 
     def _obey(self, job: Job) -> None:
         """Pause a job whose tenant is held, unless a person paused it."""
         reason = self._rules.get(job.tenant, FREE).hold
-        stays = job.name in self._pauses and job.name not in self._preempted
+        stays = self._pauses(job.name) and not self._running[job.name].preempted
         if reason and not stays and job.state in (JobState.QUEUED, JobState.RUNNING):
             self.pause(job.name, reason)
-            self._held.add(job.name)
+            job.held = True
+
+    def _pauses(self, name: str) -> bool:
+        """Whether a job has a slot that it leaves after the step under way."""
+        return name in self._running and self._running[name].pause is not None
 
     def change(self, name: str, **fields: int | None) -> None:
         """Give a job another `budget` or `priority`; it counts from the next step, or the next request, on."""
@@ -169,8 +181,8 @@ class Pipeline:
 
     def cancel(self, name: str) -> None:
         """End a job now; what it committed stays on disk."""
-        if name in self._tasks:
-            self._tasks[name].cancel()
+        if name in self._running:
+            self._running[name].task.cancel()
         elif not self.jobs[name].state.final:
             _move(self.jobs[name], JobState.CANCELLED)
         self._changed.set()
@@ -185,10 +197,13 @@ class Pipeline:
         queued = (job for job in self.jobs.values() if job.state is JobState.QUEUED and _may_begin(job))
         return [_claim(job) for job in queued if not self._disk_gate.blocks(job.name)]
 
-    def _running(self) -> tuple[list[Claim], int]:
+    def _keeping(self) -> tuple[list[Claim], int]:
         """Jobs that have a slot and keep it, and how many slots there are for those and others."""
-        running = [_claim(self.jobs[name]) for name in self._tasks if name not in self._preempted]
-        return running, self._slots - sum(self.jobs[name].config.slots for name in self._preempted)
+        keeping = [_claim(one.job) for one in self._running.values() if not one.preempted]
+        return keeping, self._slots - sum(one.job.config.slots for one in self._running.values() if one.preempted)
+
+    def _holding(self) -> list[Claim]:
+        return [_claim(one.job) for one in self._running.values()]
 
     def _fill_slots(self) -> None:
         _fail_chained(self.jobs.values())
@@ -197,33 +212,35 @@ class Pipeline:
             for claim in claims:
                 _move(self.jobs[claim.job], JobState.PAUSED)
             return
-        running, slots = self._running()
-        self._turns.look([_claim(self.jobs[name]) for name in self._tasks], claims, self._slots, self._rules)
+        running, slots = self._keeping()
+        self._turns.look(self._holding(), claims, self._slots, self._rules)
         for name in admitted(claims, running, slots, self._rules, self._turns.had):
             job = self.jobs[name]
             self._disk_gate.forget(name)
             _move(job, JobState.RUNNING)
-            task = self._tasks[name] = asyncio.create_task(self._run_job(job))
+            task = asyncio.create_task(self._run_job(job))
+            self._running[name] = Running(job, task)
             task.add_done_callback(lambda task, job=job: self._never_began(job, task))  # type: ignore[misc]
             running.append(_claim(job))
-        claims = [claim for claim in claims if claim.job not in self._tasks]
-        self._turns.hold([_claim(self.jobs[name]) for name in self._tasks])
-        preempted = (
-            None if self._preempted else preempted_for_share(claims, running, slots, self._rules, self._turns.had)
-        )
-        if preempted is not None and preempted not in self._pauses:
-            self._preempted.add(preempted)
-            self._stop_after_step(preempted)
+        claims = [claim for claim in claims if claim.job not in self._running]
+        self._turns.hold(self._holding())
+        if any(one.preempted for one in self._running.values()):
+            return
+        preempted = preempted_for_share(claims, running, slots, self._rules, self._turns.had)
+        if preempted is not None and not self._pauses(preempted):
+            self._running[preempted].preempted = True
+            self._running[preempted].stop_after_step()
 
     async def _run_job(self, job: Job) -> None:
+        running = self._running[job.name]
         try:
-            loop = self._loops[job.name] = driver_of(job)(job, self._services, job.directory.restore())
-            if job.name in self._pauses:
+            loop = running.loop = driver_of(job)(job, self._services, job.directory.restore())
+            if running.pause is not None:
                 loop.pause()
             state = await loop.run()
             if job.progress.spent:
-                self._held.discard(job.name)
-            _move(job, *_outcome(job, state, self._pauses.get(job.name, ""), preempted=job.name in self._preempted))
+                job.held = False
+            _move(job, *_outcome(job, state, running.pause or "", preempted=running.preempted))
         except asyncio.CancelledError:
             if not (self._closing and self._stays):  # a service that is torn down leaves its jobs as they are
                 _move(job, *_cut_off(self._closing, f"after step {job.progress.step}"))
@@ -237,24 +254,22 @@ class Pipeline:
 
     def _never_began(self, job: Job, task: asyncio.Task[None]) -> None:
         """A task that is cancelled before its first line runs neither that line nor its `finally`."""
-        if self._tasks.get(job.name) is task:
+        running = self._running.get(job.name)
+        if running is not None and running.task is task:
             if not (self._closing and self._stays):
                 _move(job, *_cut_off(self._closing, "before it began"))
             self._release(job)
 
     def _release(self, job: Job) -> None:
-        self._loops.pop(job.name, None)
-        self._tasks.pop(job.name, None)
-        self._pauses.pop(job.name, None)
-        self._preempted.discard(job.name)
+        self._running.pop(job.name, None)
         self._changed.set()
 
     def _restart(self, job: Job, error: DeviceError) -> None:
         """A fault of the device that may be another job's: go on from the last commit, which ends with the same bytes."""
-        restarts = self._restarts[job.name] = self._restarts.get(job.name, 0) + 1
+        job.restarts += 1
         again = (JobState.QUEUED, f"taken up again from the last commit: {error}")
         failed = (JobState.FAILED, f"{error} (after {MAX_RESTARTS} new starts from the last commit)")
-        _move(job, *(failed if restarts > MAX_RESTARTS else again))
+        _move(job, *(failed if job.restarts > MAX_RESTARTS else again))
 
     async def _poll(self) -> None:
         """Look after those that wait, and obey what another process tells one job of this run."""
@@ -269,16 +284,20 @@ class Pipeline:
 
     def _preempt_idle(self) -> None:
         """Jobs that do nothing but wait for scores stop where they are to stop anyway, or another has a use for their slot."""
-        steps = {name: self.jobs[name].progress.step for name in self._loops}
-        waiting = {n for n, loop in self._loops.items() if self._timeouts.expired(n, steps[n], waits=loop.waits)}
-        running, slots = self._running()
-        preempted = preempted_if_idle(self._queued(), running, waiting, slots, self._rules, self._turns.had)
+        waiting = {
+            name: one.loop
+            for name, one in self._running.items()
+            if one.loop is not None and self._timeouts.expired(name, one.job.progress.step, waits=one.loop.waits)
+        }
+        keeping, slots = self._keeping()
+        preempted = preempted_if_idle(self._queued(), keeping, set(waiting), slots, self._rules, self._turns.had)
         if preempted is not None:
-            self._preempted.add(preempted)
-            self._timeouts.preempted(preempted, steps[preempted])
+            self._running[preempted].preempted = True
+            self._timeouts.preempted(preempted, self.jobs[preempted].progress.step)
             self.jobs[preempted] = self.jobs.pop(preempted)  # to the end of the queue
-        for name in waiting & {*self._pauses, *([] if preempted is None else [preempted])}:
-            self._loops[name].rest()
+        for name, loop in waiting.items():
+            if name == preempted or self._pauses(name):
+                loop.rest()
 
 
 def _move(job: Job, state: JobState, message: str = "") -> None:

@@ -17,6 +17,8 @@ from motet.protocols import RolloutEngine, Trainer
 from motet.types import AdapterRef, FloatArray, IntArray
 
 PROBE_TOKENS = 32
+PROBE_TEXT = "Question: a train leaves at 9:40 and arrives at 13:05. How long does it take, and why?"
+"""Of adapters without data."""
 CLEAR = 4.0
 """An adapter's effect is visible from this many times the norm of what sets engine and trainer apart without it. By the
 triangle inequality the share of the effect that a right engine shows is then at least a half, and that of a base at most."""

@@ -141,7 +141,7 @@ def create_app(settings: Settings) -> FastAPI:
     settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = Store(settings.database or f"sqlite:///{settings.directory / 'motet.db'}")
     try:
-        secrets = load_secrets(settings.directory, settings.config.secret_key_file, store, Storage(settings.directory))
+        secrets = load_secrets(settings.directory, settings.config.secret_key_file, store)
         parts = _parts(settings, store, secrets)
     except BaseException:
         store.close()
@@ -191,12 +191,12 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     bases.known = store.known_bases({name: bases.place(name) for name in bases.names} if bases.several else {})
     log = EventLog(store, bus)
     adapters = Adapters(store, storage, bases)
-    starts = starts_of([(_start(settings, storage, name), *hosts) for name, hosts in settings.hosts.items()])
+    starts = starts_of(*((_start(settings, storage, name), host) for name, host in settings.hosts.items()))
     launch = launcher(config.cluster, *settings.hosts.values()) or lasting(config, settings.directory)
     engine = Hosts(starts, settings.directory, launch)
     engine.jobs.ahead = JOBS_AHEAD
     ledger = Ledger(store)
-    stored, slots = StoredBytes(store, storage), sum(hosts.slots for hosts, _ in settings.hosts.values())
+    stored, slots = StoredBytes(store, storage), sum(host.engine.slots for host in settings.hosts.values())
     quotas = Quotas(store, stored, ledger, config.limits, slots)
     enforcer = QuotaEnforcer(quotas, ledger, engine)
     workers = RewardWorkers(store, bus, config.lease_seconds)
@@ -257,7 +257,7 @@ def _start(settings: Settings, storage: Storage, base: str) -> StartHost:
         rewards={name: asdict(one) for name, one in settings.rewards.items()},
         unwalled=list(config.unwalled),
         patience_seconds=config.patience_seconds,
-        largest=config.largest(*settings.hosts[base]),
+        largest=config.largest(settings.hosts[base]),
         takeover_seconds=config.takeover_seconds if lasts else 0.0,
         code=code_of(settings.bases.place(base), *rewards) if lasts else "",
     )

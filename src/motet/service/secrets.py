@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
-from sqlalchemy import Text, cast, select, update
+from sqlalchemy import select, update
 
 from motet.config import JobConfig, RewardConfig
 from motet.errors import ConfigError
-from motet.runtime.opening import mask_headers
 from motet.service.database.store import Store
-from motet.service.database.tables import ServiceStart, StoredJob
-from motet.service.storage import Storage
+from motet.service.database.tables import ServiceStart
 from motet.tasks.reward_elsewhere import SEALED, Elsewhere, ScoreOrReason, Transcripts, with_headers
 
 KEY_FILE = "secret.key"
@@ -112,20 +110,8 @@ class Secrets:
 
         return asked
 
-    def seal_stored(self, store: Store, storage: Storage) -> None:
-        """Seal what a release kept that did not encrypt, and take it out of the files of jobs."""
-        job_ids = []
-        with store.transaction() as session:
-            for job in session.scalars(select(StoredJob).where(cast(StoredJob.spec, Text).like('%"headers"%'))):
-                rewards = [with_headers(one, self.seal) for one in job.spec.get("rewards", ())]
-                if rewards != job.spec.get("rewards"):
-                    job.spec = {**job.spec, "rewards": rewards}
-                job_ids.append(job.id)
-        for job_id in job_ids:
-            mask_headers(storage.job(job_id))
 
-
-def load_secrets(directory: Path, file: str, store: Store, storage: Storage) -> Secrets:
+def load_secrets(directory: Path, file: str, store: Store) -> Secrets:
     """The operator's key, made where there is none; `file` is another one than that of the directory.
 
     Raises:
@@ -154,8 +140,6 @@ def load_secrets(directory: Path, file: str, store: Store, storage: Storage) -> 
         _write(path, secrets)
     elif not given:
         path.chmod(0o600)
-    if proof is None:  # before the proof is kept: after a crash it is done again
-        secrets.seal_stored(store, storage)
     with store.transaction() as session:
         own = update(ServiceStart).where(ServiceStart.token == store.presence.token)
         session.execute(own.values(proof=secrets.seal("motet")))

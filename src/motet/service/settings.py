@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from motet.config.engine import EngineConfig
-from motet.config.rollout import RolloutConfig
+from motet.config import HostConfig
 from motet.config.service import ServiceConfig
 from motet.service.bases import Bases
 from motet.tasks.reward_installed import Installed
@@ -40,7 +39,8 @@ class Settings:
         return Bases({name: one.base for name, one in self.config.bases.items()} or {self.base: self.base})
 
     @cached_property
-    def hosts(self) -> dict[str, tuple[EngineConfig, RolloutConfig]]:
-        """The settings of each base's hosts and of their servers, by its name."""
-        several = {name: (one.engine, one.rollout) for name, one in self.config.bases.items()}
-        return several or {self.base: (self.config.engine, self.config.rollout)}
+    def hosts(self) -> dict[str, HostConfig]:
+        """The settings of each base's hosts, by its name."""
+        config = self.config
+        one = HostConfig(base=self.base, engine=config.engine, rollout=config.rollout)
+        return {name: base.host for name, base in config.bases.items()} or {self.base: one}

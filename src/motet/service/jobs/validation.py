@@ -21,7 +21,7 @@ from motet.apart import Apart, TooMuchError
 from motet.config import DataConfig, EnvironmentConfig, JobConfig, RewardConfig
 from motet.config.service import ANY_SIZE, Largest
 from motet.errors import ConfigError, RewardError
-from motet.jobfile import jobs_of, normal_job, validate
+from motet.jobfile import jobs_of, normal_job, validate_as
 from motet.near import close_matches
 from motet.service.bases import Bases
 from motet.service.schemas.workers import MOST_COMPLETIONS
@@ -105,7 +105,7 @@ class Allowed:
         config = settings.config
         hosts = None if config.reward_hosts is None else tuple(config.reward_hosts)
         walls = Walls(required=True, exempt=frozenset(config.unwalled))
-        largest = {name: config.largest(*of_base) for name, of_base in settings.hosts.items()}
+        largest = {name: config.largest(host) for name, host in settings.hosts.items()}
         return cls(settings.hub, settings.rewards, Addresses(hosts), walls, largest)
 
 
@@ -122,7 +122,7 @@ def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobC
     job = normal_job(dict(tree))
     for section, field, known in (("algorithm", "type", ALGORITHMS), ("environment", "name", _ENVIRONMENTS)):
         _check_no_code(job.get(section), f"{section}.{field}", known)
-    config = validate({"base": "small", "run": "x", "jobs": [job]}, "the job").jobs[0]
+    config = validate_as(JobConfig, job, "the job")
     if config.environment.own and not config.environment.elsewhere:
         raise ConfigError(
             f"environment.name {config.environment.name!r} cannot be used here: it runs programs on the server. There are "

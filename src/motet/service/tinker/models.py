@@ -28,8 +28,8 @@ from motet.service.tenants.stored import blocks
 from motet.service.tinker.requests import Lora
 from motet.types import JobState
 
-SESSION = re.compile(r"(session-[0-9a-f]{16})([0-9a-f]{16})?")
-"""An id, and the signature that says whose it is; ids of older releases have none."""
+SESSION = re.compile(r"(session-[0-9a-f]{16})([0-9a-f]{16})")
+"""An id, and the signature that says whose it is."""
 STEPS = 1_000_000
 ALPHA = 32.0
 MOST_WAITING = 2**31
@@ -70,13 +70,9 @@ class Models:
         Raises:
             Refusal: it is not, or there is none.
         """
-        if (parts := SESSION.fullmatch(session_id)) is not None:
-            name, signature = parts.groups()
-            if signature and self._secrets.signed(f"{who.tenant_id} {name}", signature):
-                return
-            if not signature and self.of_session(who, session_id):
-                return
-        raise Refusal(404, f"there is no session {session_id!r}; create_session makes one")
+        parts = SESSION.fullmatch(session_id)
+        if parts is None or not self._secrets.signed(f"{who.tenant_id} {parts[1]}", parts[2]):
+            raise Refusal(404, f"there is no session {session_id!r}; create_session makes one")
 
     def model_id(self, who: Principal, session_id: str, number: int) -> str:
         """The id of a session's model of a number, which clients make too.

@@ -1,4 +1,4 @@
-"""The shape of the first release, which `tables.py` made. What changes it later is a step of its own, after this one."""
+"""The shape that `tables.py` makes. Each later change of it is a step after this one."""
 
 revision = "0001"
 down_revision = None
