@@ -37,6 +37,7 @@ from motet.config.service import (
     ServiceConfig,
 )
 from motet.config.simulation import HostCosts, HostsConfig, JobsConfig, SimulationConfig
+from motet.section import described
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTICE = "<!-- Written by scripts/make_reference.py: change what it describes, then run `make docs`. -->\n\n"
@@ -150,14 +151,16 @@ def section_text(name: str, path: str, model: type[Config]) -> str:
     """
     lines = [f"## {name}", "", *([f"At `{path}`."] if path else []), inspect.getdoc(model) or "", ""]
     lines += ["| Field | Type | Default | Meaning |", "|---|---|---|---|"]
+    texts = described(model)
     for field_name, field in model.model_fields.items():
         if name.startswith("algorithm ") and _is_shared(model, field_name, field):
             continue
         if model is ServedBase and field_name in EngineConfig.model_fields:
             continue
-        if not (field.description or name.startswith("algorithm")):
+        text = field.description or texts.get(field_name)
+        if not (text or name.startswith("algorithm")):
             raise ValueError(f"{model.__name__}.{field_name} has no docstring")
-        description = field.description or _inherited(model, field_name)
+        description = text or _inherited(model, field_name)
         kind = type_text(field.annotation, field_name) + bounds_text(field)
         lines.append(f"| `{field_name}` | {cell(kind)} | {cell(default_text(field))} | {cell(description)} |")
     return "\n".join(lines) + "\n"
@@ -165,8 +168,8 @@ def section_text(name: str, path: str, model: type[Config]) -> str:
 
 def _inherited(model: type[Config], name: str) -> str:
     """What a class above says of a field."""
-    fields = (getattr(above, "model_fields", {}).get(name) for above in model.__mro__)
-    return next((field.description for field in fields if field is not None and field.description), "")
+    above = (one for one in model.__mro__ if issubclass(one, Config))
+    return next((text for one in above if (text := described(one).get(name))), "")
 
 
 def _is_shared(model: type[Config], name: str, field: FieldInfo) -> bool:

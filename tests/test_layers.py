@@ -326,6 +326,23 @@ def name_faults(modules: dict[str, Module]) -> Iterator[str]:
             homes[node.name] = module.name
 
 
+def fork_faults(modules: dict[str, Module]) -> Iterator[str]:
+    """Processes that are forked: a child of a process with torch's threads may hang. A new program is started instead.
+
+    `wall` tries to fork behind itself, which must fail.
+    """
+    for module in modules.values():
+        for imported in module.imports:
+            if imported.target.split(".")[0] == "multiprocessing" or imported.target.endswith(".ProcessPoolExecutor"):
+                yield f"{module.name}:{imported.line} imports {imported.target}: start a new program"
+        for node in ast.walk(module.tree):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            name = str(node.arg) if isinstance(node, ast.keyword) else name
+            if name in ("os.fork", "os.forkpty", "preexec_fn") and module.name != "wall":
+                assert isinstance(node, ast.expr | ast.keyword)
+                yield f"{module.name}:{node.lineno} {name}: start a new program"
+
+
 def faults(root: Path) -> list[str]:
     """Everything in the package at `root` that breaks a law."""
     modules = read_package(root)
@@ -337,6 +354,7 @@ def faults(root: Path) -> list[str]:
         *cycle_faults(modules, root.name),
         *size_faults(modules, root),
         *name_faults(modules),
+        *fork_faults(modules),
     ]
 
 
@@ -440,6 +458,12 @@ PLANTED = {
         "class Group has the name of another, in ",
     ),
     "name of Python's": ({"tasks__chat": "class Sequence:\n    x: int"}, "in collections.abc"),
+    "fork": ({"types": "import os\nos.fork()"}, "types:2 os.fork: start a new program"),
+    "fork by a library": (
+        {"types": "import multiprocessing.pool"},
+        "types:1 imports multiprocessing.pool: start a new",
+    ),
+    "fork before a program": ({"types": "f(preexec_fn=g)"}, "types:1 preexec_fn: start a new program"),
     "long class": ({"types": "class C:\n" + "    x = 1\n" * 249}, "types:1 class C has 250 lines"),
 }
 

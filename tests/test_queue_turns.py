@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
 
 from motet.cluster import messages as m
@@ -10,8 +11,9 @@ from motet.cluster.assignments import Assignments
 from motet.cluster.host import Host
 from motet.cluster.placement import HostLoad, placed
 from motet.config.service import Largest
-from motet.hosting.turns import PreparationTurns
+from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import FREE, Claim
+from motet.runtime.start_turns import MOST_REST, StartTurns
 from motet.service.database.store import Store
 from motet.service.jobs.handover import Handover, in_turn
 from motet.types import JobState
@@ -23,13 +25,13 @@ from tests.service_run import tiny
 def test_a_tenant_with_many_waiters_gets_one_turn_and_then_the_others() -> None:
     order: list[str] = []
 
-    async def work(turns: PreparationTurns, tenant: str, number: int) -> None:
-        async with turns.turn(tenant):
+    async def work(turns: StartTurns, tenant: str, number: int) -> None:
+        async with turns.preparing(tenant):
             order.append(f"{tenant}{number}")
             await asyncio.sleep(0)
 
     async def run() -> None:
-        turns = PreparationTurns()
+        turns = StartTurns(lambda _: 0.0)
         many = [asyncio.create_task(work(turns, "a", number)) for number in range(5)]
         await asyncio.sleep(0)
         few = [asyncio.create_task(work(turns, tenant, 0)) for tenant in ("b", "c")]
@@ -39,7 +41,65 @@ def test_a_tenant_with_many_waiters_gets_one_turn_and_then_the_others() -> None:
         await work(turns, "d", 0)
 
     asyncio.run(run())
-    assert order == ["a0", "a1", "b0", "c0", "a3", "a4", "d0"]
+    assert order == ["a0", "b0", "c0", "a1", "a3", "a4", "d0"]
+
+
+class _Starts:
+    """Starts of tenants by a clock of their own: those that wait are the only ones that let it go on."""
+
+    def __init__(self, seconds: float, others: float) -> None:
+        self.now, self.others, self.started = 0.0, others, list[tuple[str, float]]()
+        self.turns, self._seconds = StartTurns(lambda _: self.others, lambda: self.now, self._sleep), seconds
+
+    async def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    async def prepare(self, tenant: str) -> None:
+        async with self.turns.preparing(tenant):
+            self.started.append((tenant, self.now))
+            self.now += self._seconds
+
+    async def open(self, tenant: str) -> None:
+        async with self.turns.opening(tenant):
+            self.started.append((tenant, self.now))
+            self.now += self._seconds
+
+    def run(self, *works: Coroutine[None, None, None]) -> list[tuple[str, float]]:
+        async def all_of_them() -> None:
+            await asyncio.gather(*works)
+
+        asyncio.run(all_of_them())
+        return [(tenant, round(at, 6)) for tenant, at in self.started]
+
+
+def test_while_others_train_starting_jobs_takes_no_more_than_a_tenant_s_share_of_the_time() -> None:
+    beside = _Starts(1.0, others=2.0)
+    assert beside.run(*(beside.prepare("a") for _ in range(3))) == [("a", 0.0), ("a", 3.0), ("a", 6.0)]
+    opened = _Starts(1.0, others=1.0)
+    assert opened.run(opened.open("a"), opened.prepare("a")) == [("a", 0.0), ("a", 2.0)]  # each waits for both
+    assert opened.run(opened.open("a"))[2:] == [("a", 4.0)]
+    alone = _Starts(1.0, others=0.0)
+    assert alone.run(*(alone.prepare("a") for _ in range(3))) == [("a", 0.0), ("a", 1.0), ("a", 2.0)]
+    slow = _Starts(1000.0, others=5.0)
+    assert slow.run(slow.open("a"), slow.open("a")) == [("a", 0.0), ("a", 1000.0 + MOST_REST)]
+
+
+def test_a_tenant_that_rests_keeps_nobody_else_from_starting() -> None:
+    starts = _Starts(1.0, others=3.0)
+    order = starts.run(*(starts.prepare("a") for _ in range(2)), starts.prepare("b"), starts.prepare("c"))
+    assert [tenant for tenant, _ in order] == ["a", "b", "c", "a"]
+
+
+def test_other_tenants_with_jobs_here_count_by_their_shares() -> None:
+    scheduler = FairScheduler(8)
+    scheduler.share("large", 4.0)
+    for job, tenant in (("one", "small"), ("two", "large"), ("three", "large"), ("four", "third")):
+        scheduler.join(job, 1.0, tenant)
+    assert [scheduler.others(tenant) for tenant in ("small", "large", "third", "new")] == [5.0, 0.5, 5.0, 6.0]
+    for job in ("two", "three", "four"):
+        scheduler.leave(job)
+    assert scheduler.others("small") == 0
 
 
 def test_a_host_prepares_a_few_jobs_of_each_tenant_beyond_its_slots() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -123,18 +124,25 @@ def test_a_service_that_stops_lets_go_of_everybody_without_a_word(tmp_path: Path
         service.submit({**tiny("works"), "reward": {"name": "worker"}})
         service.reaches("long", 1)
 
+        sent = threading.Semaphore(0)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        client = stack.enter_context(httpx2.Client(base_url=service.url, timeout=60, trust_env=False, limits=limits))
+
+        def trace(event: str, _: object) -> None:
+            if event == "http11.send_request_body.complete":
+                sent.release()
+
         def followed(path: str) -> int:
-            with httpx2.stream("GET", service.url + path, timeout=60, trust_env=False) as answer:
+            with client.stream("GET", path, extensions={"trace": trace}) as answer:
                 return len(b"".join(answer.iter_bytes()))
 
         def answered(stream: bool) -> int:
             asked = {"model": "small", "prompt": "Once", "max_tokens": 200, "n": 8, "temperature": 2, "stream": stream}
-            return httpx2.post(f"{service.url}/v1/completions", json=asked, timeout=60, trust_env=False).status_code
+            return client.post("/v1/completions", json=asked, extensions={"trace": trace}).status_code
 
         def leased(number: int) -> int:
             asked = {"worker": f"w{number}", "most": 0 if number else 1, "wait_seconds": 30}
-            url = f"{service.url}/v1/jobs/works/scoring/lease"
-            return httpx2.post(url, json=asked, timeout=60, trust_env=False).status_code
+            return client.post("/v1/jobs/works/scoring/lease", json=asked, extensions={"trace": trace}).status_code
 
         paths = ["/v1/events/stream", "/v1/jobs/long/events/stream", "/v1/jobs/works/events/stream"]
         streams = [threads.submit(followed, path) for path in paths * 3]
@@ -144,7 +152,9 @@ def test_a_service_that_stops_lets_go_of_everybody_without_a_word(tmp_path: Path
         stuck.sendall(
             b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
         )
-        time.sleep(1)
+        for _ in (*streams, *answers, *leases):
+            assert sent.acquire(timeout=60)
+        assert client.get("/healthz").is_success  # it came after them, so the service has read them too
         started = time.monotonic()
         service.terminate()
         assert time.monotonic() - started < 30

@@ -9,6 +9,8 @@ import itertools
 import json
 import random
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,11 +21,13 @@ from typing import Any, cast
 import httpx2
 import pytest
 from fastapi import Request, UploadFile
+from pydantic import Field
 
 from motet.commands.answers import say, table
 from motet.commands.serve import serve
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
+from motet.section import Described, described
 from motet.service.http.auth import ReadThreads
 from motet.service.routes.files import upload
 from motet.service.settings import Settings
@@ -467,3 +471,38 @@ def test_without_keys_everyone_is_admin_also_many_at_once(tmp_path: Path) -> Non
         answers = at_once(lambda _: httpx2.get(f"{house.http.base_url}/v1/keys").status_code, 8)
         assert answers == [200] * 8
         assert house.ask("GET", "/v1/keys", "wrong").status_code == 200
+
+
+def test_a_service_starts_without_reading_what_describes_its_fields() -> None:
+    read = "[name for name in linecache.cache if name.endswith('.py') and 'motet' in name.split('/')]"
+    code = "import linecache, motet.service.app; from motet.config import RunConfig"
+    code += f"; print({read}, RunConfig.__pydantic_complete__)"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said.split() == ["[]", "False"]
+
+
+def test_a_schema_describes_fields_by_their_docstrings() -> None:
+    class Above(Described):
+        one: int
+        """The first,
+        in two lines.
+        """
+        two: int = Field(2, description="Said by the field.")
+        """Not this."""
+        three: int = Field(3, validation_alias="Three")
+        """By another name."""
+
+    class Below(Above):
+        one: int
+        four: Above | None = None
+        """Another model."""
+
+    assert described(Above)["one"] == "The first,\nin two lines."
+    above, below = Above.model_json_schema()["properties"], Below.model_json_schema()["properties"]
+    assert [above[name]["description"] for name in above] == [
+        "The first,\nin two lines.",
+        "Said by the field.",
+        "By another name.",
+    ]
+    assert "description" not in below["one"]
+    assert [below[name]["description"] for name in ("Three", "four")] == ["By another name.", "Another model."]

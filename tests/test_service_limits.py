@@ -223,6 +223,7 @@ def test_two_that_come_together_do_not_both_take_the_last_place(house: House) ->
 
     answers = at_once(submit, 9)
     assert sorted(answers) == [201] * 3 + [429] * 6
+    assert house.ask("POST", "/v1/jobs", json=tiny("later")).headers["Retry-After"] == "60"
 
 
 def test_uploads_count_as_storage(house: House) -> None:

@@ -8,9 +8,10 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from motet.errors import ChatRefusal
+from motet.section import Described
 from motet.tasks.chat import Tools
 from motet.tasks.plain_json import check_plain
 from motet.types import Message, ToolCall
@@ -131,10 +132,10 @@ async def whole(pieces: AsyncIterable[AnswerPiece]) -> list[AnswerPiece]:
     return [answers[index] for index in sorted(answers)]
 
 
-class Extra(BaseModel):
+class Extra(Described):
     """Base of what clients send: fields that are not known here are for others."""
 
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow")
 
 
 class ChatFormat(Extra):

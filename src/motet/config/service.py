@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from motet.config import HostConfig
 from motet.config.engine import ClusterConfig, EngineConfig
@@ -23,6 +23,7 @@ TENANT_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]*"
 class LimitsConfig(Config):
     """What one tenant may use. A field that is null is no limit."""
 
+    model_config = ConfigDict(defer_build=False)  # a route takes it, and FastAPI has to build what routes take
     running_jobs: int | None = Field(16, ge=1, le=10**6)
     """Jobs that run at once; more wait in the queue."""
     queued_jobs: int | None = Field(100, ge=0, le=10**6)

@@ -24,7 +24,6 @@ from motet.hosting.answers import Answers, reason
 from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports
 from motet.hosting.scores import AskedOfService
-from motet.hosting.turns import PreparationTurns
 from motet.launch import assemble, open_base, services
 from motet.preparing import Sources, identity, prepare
 from motet.protocols import RolloutEngine
@@ -101,7 +100,6 @@ class HostProcess:
         self._handed_over, self._reports = HandedOver(), JobReports(parent.send, shared.engine_suffix)
         self._resting = set[str]()
         """Jobs that are to rest as soon as nobody is there who scores for them."""
-        self._preparing = PreparationTurns()
 
     def _rest(self, job: str, wanted: bool) -> None:
         (self._resting.add if wanted else self._resting.discard)(job)
@@ -228,7 +226,7 @@ class HostProcess:
 
     async def _add(self, name: str, message: m.AddJob) -> None:
         try:
-            async with self._preparing.turn(message.tenant):
+            async with self._shared.starts.preparing(message.tenant):
                 if name not in self._wanted:  # cancelled
                     return
                 job = await asyncio.to_thread(self._prepared, message.job, message.first_step)

@@ -30,11 +30,11 @@ class Driver:
         job, session, scheduler = self.job, self.session, self.services.scheduler
         scheduler.join(job.name, weight_of(job.config.priority), job.tenant)
         try:
-            async with self.services.beginning(job.tenant):
+            async with self.services.starts.opening(job.tenant):
                 await self.begin()
-            await self.reference.open()
-            await session.open()
-            await self._publish()
+                await self.reference.open()
+                await session.open()
+                await self._publish()
             while not self.ended:
                 job.progress.spent = self.spent
                 if self._pause or job.progress.spent:

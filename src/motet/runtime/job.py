@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakValueDictionary
 
 from motet.config import EnvironmentConfig, JobConfig
 from motet.device import Device, used_by
@@ -19,6 +18,7 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.learner import Learner
 from motet.runtime.progress import JobProgress
 from motet.runtime.scheduler import FairScheduler
+from motet.runtime.start_turns import StartTurns
 from motet.runtime.storage_room import StorageRoom
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset
@@ -112,11 +112,11 @@ class Services:
     room: StorageRoom = field(default_factory=StorageRoom)
     agents: Callable[[str, EnvironmentConfig], AgentsElsewhere] | None = None
     """The agent of a job that runs elsewhere; None where there is no elsewhere."""
-    _beginning: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
 
-    def beginning(self, tenant: str) -> contextlib.AbstractAsyncContextManager[None]:
-        """Jobs of a tenant start their processes one after another: many at a time would take the cores from everybody."""
-        return self._beginning.setdefault(tenant, asyncio.Lock()) if tenant else contextlib.nullcontext()
+    @functools.cached_property
+    def starts(self) -> StartTurns:
+        """Whose turn it is to start a job."""
+        return StartTurns(self.scheduler.others)
 
     async def on_device(self, job: str, call: Callable[[], Result]) -> Result:
         """Run a trainer call of one job in the device's turn; its time is that job's."""

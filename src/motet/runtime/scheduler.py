@@ -203,6 +203,11 @@ class FairScheduler:
         account = self._accounts.get(job)
         return ("", 1.0) if account is None else (account.tenant, self._tenants[account.tenant].share)
 
+    def others(self, tenant: str) -> float:
+        """Shares of other tenants that have an account, divided by this one's share."""
+        whole = sum(account.share for name, account in self._tenants.items() if name != tenant)
+        return whole / self._share_here(tenant)
+
     def standing(self, job: str) -> Standing:
         """What a job and its tenant have had."""
         account = self._accounts[job]

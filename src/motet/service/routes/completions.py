@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from msgspec.structs import replace
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from motet.chat.completer import EVENTS, AnswerPiece, ChatFormat, error_event, event, refuse_unsupported, whole
 from motet.chat.completions import ChatRequest, StreamOptions, usage
@@ -28,6 +28,7 @@ from motet.chat.structure import check_grammar
 from motet.cluster.hosts import longest_sequence
 from motet.cluster.messages import Complete
 from motet.errors import ConfigError, EngineError
+from motet.section import Described
 from motet.service.adapters.adapters import Answerer, NoModelError
 from motet.service.answers import StoredVersion, all_whole, ask
 from motet.service.database.tables import new_id
@@ -82,10 +83,9 @@ STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 """What an answer may be besides JSON: server-sent events, with `stream`."""
 
 
-class Sampled(BaseModel):
+class Sampled(Described):
     """What all requests take: which model, and how its tokens are drawn."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
     model: str = Field(max_length=300)
     """A base's name, or `job@version`: a number, `latest` or `best` (`best` without one)."""
     temperature: float | None = Field(None, ge=0, le=2)

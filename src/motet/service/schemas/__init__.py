@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 
 from motet.config.service import TENANT_NAME
+from motet.section import Described
 
 
-class Answer(BaseModel):
+class Answer(Described):
     """Base of all answers; made of fields, or of an object that has attributes of the same names."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, from_attributes=True)
+    model_config = ConfigDict(from_attributes=True)
 
 
-class Asked(BaseModel):
+class Asked(Described):
     """Base of what is asked; a field that is not supported is refused by its name."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
 
 
 class HeldOut(Answer):

@@ -37,8 +37,8 @@ _ASK = "an admin raises it with motet tenants limit"
 _DELETE = "delete files, adapters, checkpoints or jobs that have ended"
 _NEAR = 2**31
 """Bytes of room from which on hosts need not know it."""
-_MODELS_SECONDS = 30
-"""After which a client asks again for a model that its tenant has no room for."""
+_MODELS_SECONDS, _JOBS_SECONDS = 30, 60
+"""After which a client asks again for a model, or for a job, that its tenant has no room for; our own shows that at once."""
 _SMALL = _MB
 """Bytes beyond `storage_mb` for commands of clients that make room, or that only keep the numbers of others in order."""
 
@@ -161,6 +161,7 @@ class Quotas:
                 f"queued_jobs: {count} jobs of this tenant run or wait{several}; {at_once} may run and {limits.queued_jobs} "
                 f"wait. Let one end, cancel one, or {_ASK} --queued-jobs",
                 429,
+                _JOBS_SECONDS,
             )
 
     def check_models(self, tenant_id: str) -> None:

@@ -8,16 +8,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from motet.errors import GraderError
+from motet.section import Described
 from motet.tasks.graders import formula, similarity, template
 
 Text = Annotated[str, Field(max_length=100_000)]
 _MOST_GRADERS = 32
 
 
-class Shape(BaseModel):
+class Shape(Described):
     """Base of all graders; a field that is not known is refused by its name."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
     name: str = Field("", max_length=200)
     """What the grader is called in answers."""
 
@@ -75,10 +76,10 @@ class JudgeMessage(BaseModel):
     type: Literal["message"] | None = None
 
 
-class JudgeSampling(BaseModel):
+class JudgeSampling(Described):
     """How a judge answers."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
     max_tokens: int | None = Field(
         None, ge=1, le=100_000,
         validation_alias=AliasChoices("max_completions_tokens", "max_completion_tokens", "max_tokens"),

@@ -1,0 +1,72 @@
+"""Tenants take turns at starting jobs: reading data, starting processes and taking a slot is work that no device counts.
+
+While jobs of others run, a tenant's starts take no more of the time than its share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from weakref import WeakValueDictionary
+
+MOST_REST = 10.0
+"""Seconds that a tenant waits at most after a start, however long that took."""
+
+
+class StartTurns:
+    """One job at a time is prepared, and one of each tenant is opened. Lives in one event loop.
+
+    A tenant with many jobs to prepare gets one turn, then each other tenant that waits gets one.
+    """
+
+    def __init__(
+        self,
+        others: Callable[[str], float],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`others` gives the shares of the other tenants with running jobs, divided by the tenant's own."""
+        self._others, self._clock, self._sleep = others, clock, sleep
+        self._preparing = asyncio.Lock()
+        self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        self._rests: dict[str, float] = {}
+        """When a tenant may start the next job."""
+
+    @contextlib.asynccontextmanager
+    async def preparing(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for the turn to prepare a job, and hold it while the block runs."""
+        async with self._lock("prepare", tenant):  # one of each tenant waits for the next lock, so that goes around
+            await self._rest(tenant)
+            async with self._preparing, self._charged(tenant):
+                yield
+
+    @contextlib.asynccontextmanager
+    async def opening(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for the turn to open a job, and hold it while the block runs; a run without tenants does not wait."""
+        if not tenant:
+            yield
+            return
+        async with self._lock("open", tenant):
+            await self._rest(tenant)
+            async with self._charged(tenant):
+                yield
+
+    def _lock(self, what: str, tenant: str) -> asyncio.Lock:
+        return self._locks.setdefault((what, tenant), asyncio.Lock())
+
+    async def _rest(self, tenant: str) -> None:
+        while self._others(tenant) and (left := self._rests.get(tenant, 0.0) - self._clock()) > 0:
+            await self._sleep(min(left, 0.5))  # the others may end meanwhile
+
+    @contextlib.asynccontextmanager
+    async def _charged(self, tenant: str) -> AsyncIterator[None]:
+        begun = self._clock()
+        try:
+            yield
+        finally:
+            now = self._clock()
+            rest = (now - begun) * self._others(tenant)
+            self._rests = {name: until for name, until in self._rests.items() if until > now}
+            self._rests[tenant] = min(max(now, self._rests.get(tenant, now)) + rest, now + MOST_REST)
