@@ -70,7 +70,7 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
-        assert context.get_current_revision() == "0007"
+        assert context.get_current_revision() == "0008"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
     engine.dispose()
 
@@ -104,6 +104,7 @@ def before_usage_by_base(connection: Connection) -> None:
         "ALTER TABLE keys DROP COLUMN person",
         "ALTER TABLE keys DROP COLUMN scope",
         "ALTER TABLE keys DROP COLUMN made_by",
+        "DROP TABLE closed_tenants",
         "DROP TABLE starts",
         "DROP TABLE bases",
         "DROP TABLE usage",
