@@ -345,15 +345,19 @@ def test_one_address_has_few_requests_to_the_provider_under_way(house: House) ->
 
 
 def test_nobody_signs_in_to_an_erased_tenant_until_an_admin_opens_it(service: House) -> None:
-    tenants, person = service.store.tenants, ("team-z", "zoe", "member", time.time() + 60, "zoe")
-    _, text = tenants.sign_in(*person)
+    tenants, expires = service.store.tenants, time.time() + 60
+
+    def sign_in() -> str:
+        return tenants.sign_in("team-z", "zoe", "member", expires, "zoe")[1]
+
+    text = sign_in()
     assert service.ask("DELETE", "/v1/tenants/team-z", "admin").json()["erased"]
     assert tenants.who(text) is None
     with pytest.raises(StoreError, match=r"'team-z' was erased; an admin opens it .* keys create team-z"):
-        tenants.sign_in(*person)
+        sign_in()
     assert tenants.find("team-z") is None
     service.ask("POST", "/v1/keys", "admin", json={"name": "again", "tenant": "team-z"}).raise_for_status()
-    assert tenants.who(tenants.sign_in(*person)[1]) is not None
+    assert tenants.who(sign_in()) is not None
 
 
 def test_a_service_without_sign_in_says_so(house: House, tmp_path: Path) -> None:

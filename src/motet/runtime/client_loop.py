@@ -49,12 +49,12 @@ class ClientLoop(Driver):
         """The number of the next command."""
         self._journal.reveal(self._next)
         self._waiting = self._rest = False
-        self._stats, self._samples = LossStats(), 0
-        """Of the gradient that waits for its step."""
+        self._stats, self._samples, self._undone = LossStats(), 0, 0
+        """Of the gradient that waits for its step, and how often it was undone."""
         self._looked_until, self._looked = self._journal.looked(self.session.done.step)
         self._tokens = self._looked
         """Of the step under way, times their targets; those without a gradient are among them."""
-        self._noted, self._undone = 0.0, 0
+        self._noted = 0.0
 
     @property
     def ended(self) -> bool:
@@ -139,9 +139,9 @@ class ClientLoop(Driver):
             await self._answer(number, _CANCELLED)
             return
         before, looked = self._tokens, self._looked
+        ends = command.forward_only or not self._samples or self._undone < _MOST_UNDONE
         work = asyncio.create_task(self._forward_backward(number, command))
         try:
-            ends = command.forward_only or not self._samples or self._undone < _MOST_UNDONE
             cancelled = await self._cancelled_before(number, work, ends)
         finally:
             work.cancel()
@@ -234,8 +234,7 @@ class ClientLoop(Driver):
 
         The client has it when the version is there: what it asks next may be sampled from it.
         """
-        learned = LearnedStep(StepBatch((), 1.0), self._stats, optim, self._tokens)
-        step = self.session.done.step
+        learned, step = LearnedStep(StepBatch((), 1.0), self._stats, optim, self._tokens), self.session.done.step
         finished = FinishedStep(
             record={"step": step, "version": step, "samples": self._samples, **trained_record(learned)},
             seconds=seconds,
