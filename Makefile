@@ -74,9 +74,9 @@ test: lint vllm tinker agents  ## lint, then every test that this machine can ru
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, ten thousand requests to a service, a thousand publishes on a real vLLM (hours)
+soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, ten thousand requests to a service, a thousand publishes on a real vLLM (an hour; run it again to resume)
 	@$(BIN)/python -m bench.speed.envs older locust
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -s $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(PYTEST_ARGS)
 
 .PHONY: load
 load: $(VENV)/.installed-dev  ## fifty tenants at a service for ten minutes: what fails, and how long answers take (LOAD_ARGS="--seconds 30")
@@ -128,5 +128,5 @@ small-base: $(VENV)/.installed  ## train the small base anew (about half an hour
 
 .PHONY: clean
 clean:  ## remove caches and build outputs; .venv and runs/ stay
-	rm -rf build dist site .cache src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .soak build dist site .cache src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(wildcard src tests scripts bench examples) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,6 +33,7 @@ settings.load_profile("motet")
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 LONGEST = """
+kills_soak
 vllm hosts spread tinker_company service_scoring dashboard service_adapters cuda_graph service_engine service_usage wall
 invariants sharded cli tinker tinker_cookbook tinker_releases client service_agents server_faults service_disk service_api
 service_hostile agents verbs service_bounds openai_engine server_versions server_replicas server_engine reward_pool

@@ -3,7 +3,8 @@
     python tests/oidc_provider.py DIRECTORY PORT CALLBACK
 
 People are in `PEOPLE`, their password is `PASSWORD`. The client `thin` gets ID tokens that lack groups and team, as some
-providers send them. The toolkit does not announce its device flow, and gives no ID token there; the classes below add both.
+providers send them, and the answer `slow_down` to its first two questions of a device flow. The toolkit does not announce its
+device flow, and gives no ID token there; the classes below add both.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +97,7 @@ def define() -> None:
     from django.template import engines
     from django.urls import include, path
     from oauth2_provider.oauth2_validators import OAuth2Validator
-    from oauth2_provider.views import ConnectDiscoveryInfoView
+    from oauth2_provider.views import ConnectDiscoveryInfoView, TokenView
     from oauthlib.oauth2 import DeviceCodeGrant
     from oauthlib.openid import Server as OpenIdServer
 
@@ -135,6 +137,16 @@ def define() -> None:
             own.custom_validators = self.device_code_grant.custom_validators
             self._grant_types[device] = own
 
+    class Token(TokenView):
+        asked: Counter[tuple[str, str]] = Counter()
+
+        def post(self, request: Any, *more: Any, **named: Any) -> Any:
+            who = (request.POST.get("client_id"), request.POST.get("grant_type"))
+            self.asked[who] += 1
+            if who == ("thin", device) and self.asked[who] <= 2:
+                return JsonResponse({"error": "slow_down"}, status=400)
+            return super().post(request, *more, **named)
+
     class Discovery(ConnectDiscoveryInfoView):
         def get(self, request: Any, *more: Any, **named: Any) -> Any:
             about = json.loads(super().get(request, *more, **named).content)
@@ -156,6 +168,7 @@ def define() -> None:
         [
             path(".well-known/openid-configuration", Discovery.as_view()),
             path("sign-in/", SignIn.as_view()),
+            path("token/", Token.as_view()),
             path("", include("oauth2_provider.urls")),
         ]
     )

@@ -17,7 +17,7 @@ from tests.service_run import Service, tiny
 pytestmark = pytest.mark.soak
 
 KILLS = 100
-STEPS = 600
+STEPS = 400
 SLOWEST = 900.0
 """Seconds that the jobs may take after the last kill."""
 
@@ -70,7 +70,7 @@ def test_a_hundred_kills_lose_nothing(tmp_path: Path) -> None:
         while sum(kills.values()) < KILLS:
             starting = source.random() < 0.2
             service.until(lambda starting=starting: starting or service.answers("/readyz"))  # type: ignore[misc]
-            time.sleep(source.uniform(0.0, 3.0))
+            time.sleep(source.uniform(0.0, 2.0))
             if source.random() < 0.5:
                 who = source.choice(("service", "both"))
                 (service.kill if who == "service" else service.kill_all)()

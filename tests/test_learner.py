@@ -136,7 +136,9 @@ def test_what_is_given_up_ends_with_the_piece_under_way_and_is_charged_so_far() 
         await begun.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        told = len(charged)
         await learner.train("small", segments("small", make_samples(((3, 5),), seed=5)))
+        assert len(charged) == told, "who cancels knows all that was done"
 
     trainer = company(base, script, "big", "small")
     assert len(trainer.pieces) <= 4, "of the three passes of eleven pieces"

@@ -25,6 +25,7 @@ def test_what_locust_writes_becomes_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 def test_fifty_tenants_are_answered_for_ten_minutes(tmp_path: Path) -> None:
     """`MOTET_LOAD_SECONDS` makes it shorter."""
     if not python_of(directory(), "locust").exists():

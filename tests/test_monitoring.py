@@ -51,6 +51,7 @@ def test_rules_and_panels_name_figures_and_labels_that_are_there(house):
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 def test_a_real_prometheus_scrapes_the_service_and_evaluates_every_rule_and_panel(tmp_path):
     with open_house(tmp_path / "served", metrics_token=TOKEN) as house:

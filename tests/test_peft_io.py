@@ -29,7 +29,7 @@ NAMES = (*tiny.DENSE, "mixtral")
 ATTENTION = ["q_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj"]
 
 
-@pytest.mark.parametrize("name", few(NAMES, "llama", "phi3", "minicpm3"))
+@pytest.mark.parametrize("name", ["llama", "phi3", "minicpm3"])  # every family: test_bases.py
 def test_peft_computes_what_motet_exported(name, tmp_path):
     base, ids = tiny.base(name), tiny.tokens(37)
     weights = tiny.adapter(base, rank=4, alpha=10, seed=3)

@@ -16,7 +16,7 @@ from tests.red_team_work import WORK
 from tests.service_run import Service
 from tests.small_disk import small_disk
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.alone]
 
 ATTACKS = (*DOORS, *WORK)
 CONFIG = """

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from motet.channel import LONGEST_LINE
 from motet.config import DataConfig, RewardConfig
 from motet.errors import RewardError
 from motet.tasks.dataset import load_dataset
@@ -95,6 +96,18 @@ def test_a_loop_that_cannot_be_interrupted_meets_the_kernel():
     (bad,) = scores(["stubborn loop"])
     assert "CPU time" in bad.error
     assert not bad.clock_limited
+
+
+def test_an_answer_that_is_too_long_for_a_process_fails_alone():
+    async def scenario(pool):
+        await pool.register("job", [reward()])
+        long, short = await pool.score("job", PROBLEM, ["x" * LONGEST_LINE, "fine"])
+        assert re.fullmatch(
+            r"reward mine: cannot be sent to its process: \d+ MB, where \d+ MB are the most", long.error
+        ), long.error
+        assert (short.error, math.isnan(short.reward)) == ("", False)
+
+    run(scenario)
 
 
 def test_the_wall_clock_is_a_backstop_and_says_so():

@@ -140,6 +140,7 @@ DOORS: tuple[Callable[[httpx2.Client], None], ...] = (
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 def test_what_tenants_are_charged_is_what_the_device_did(tenants: Tenants) -> None:
     begun, before = settled(tenants)
     for door in DOORS:
@@ -167,6 +168,7 @@ def charged(tenants: Tenants, who: str) -> float:
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 @pytest.mark.parametrize("limit", SPENT)
 def test_who_has_nothing_left_of_the_day_gets_nothing_more_of_the_device(tenants: Tenants, limit: str) -> None:
     """Doors that answer at once refuse; what waits, waits: samples, gradients, jobs, and episodes that an agent has open."""

@@ -21,7 +21,7 @@ import transformers
 
 from motet.cluster.hosts import Hosts
 from motet.config import DataConfig
-from motet.errors import DataError
+from motet.errors import ChatRefusal, DataError
 from motet.service.adapters.adapters import Adapters
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
 from motet.service.jobs.validation import TEMPLATE_PARAMETERS
@@ -411,3 +411,20 @@ def test_a_row_for_a_grader_is_bounded(house: House) -> None:
     body = {"grader": spec, "model_sample": "a", "item": {"a": "x" * 2**20}}
     error = house.refused(400, "POST", "/v1/fine_tuning/alpha/graders/run", json=body)
     assert "1 MB" in error["message"]
+
+
+def test_a_conversation_of_messages_has_few_blocks() -> None:
+    """Each result of a tool is a message for the template: the bound on messages is theirs, too."""
+    from motet.service.routes.completions import Messages
+
+    for block in (
+        {"type": "tool_result"},
+        {"type": "tool_use", "name": "f", "input": {}},
+        {"type": "text", "text": ""},
+    ):
+        said = [{"role": "user", "content": [block] * 4097}, {"role": "user", "content": "x"}]
+        few = Messages.model_validate({"model": "a", "max_tokens": 1, "messages": said})
+        assert len(few.conversation().messages) <= 4098
+        many = Messages.model_validate({"model": "a", "max_tokens": 1, "messages": [*said, *said]})
+        with pytest.raises(ChatRefusal, match="8194 blocks; 8192 are the most"):
+            many.conversation()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -17,9 +18,13 @@ from urllib.parse import parse_qs, urljoin, urlsplit
 
 import httpx2
 import pytest
+from fastapi import Request
 
+from motet.errors import StoreError
 from motet.rollout.server_process import free_port
+from motet.service.http.sign_in import SignIns
 from motet.service.secrets import load_secrets
+from motet.service.settings import Settings
 from tests.house import House, error_of, open_house
 from tests.oidc_provider import ABROAD, PASSWORD
 from tests.oidc_run import Provider
@@ -247,7 +252,7 @@ def test_what_is_sealed_for_one_purpose_is_no_good_for_another(house: House) -> 
     text = sealing.pack("begun", {"state": "x"})
     assert sealing.unpack("begun", text, 600) == {"state": "x"}
     assert sealing.unpack("code", text, 600) is None
-    for spoiled in ("", "x", "é", text[:-2], text[:20] + "A" + text[21:]):
+    for spoiled in ("", "x", "é", text[:-2], text[:20] + ("A" if text[20] != "A" else "B") + text[21:]):
         assert sealing.unpack("begun", spoiled, 600) is None
     assert sealing.unpack("begun", text, -1) is None  # as old as it may be, and older
 
@@ -305,6 +310,54 @@ def test_sign_ins_of_an_address_are_limited_and_an_outage_is_said(provider: Prov
         house.refused(429, "POST", "/v1/login/device/key", "none", json={"handle": "x"})
         house.refused(429, "POST", "/v1/login/key", "none", json={"code": "x", "verifier": "x" * 43})
         assert house.ask("GET", "/v1/jobs").is_success  # who brings a key needs no provider
+
+
+def test_each_slow_down_of_the_provider_adds_five_seconds(provider: Provider, tmp_path: Path) -> None:
+    with open_house(tmp_path, public_url=ABROAD, oidc=provider.config(client_id="thin")) as house:
+        begun = house.ask("POST", "/v1/login/device", "none").json()
+        handle, waits = begun["handle"], [begun["interval"]]
+        for _ in range(3):
+            answer = house.ask("POST", "/v1/login/device/key", "none", json={"handle": handle})
+            assert answer.status_code == 202, answer.text
+            handle, waits = answer.json()["handle"], [*waits, answer.json()["interval"]]
+        assert [wait - begun["interval"] for wait in waits] == [0, 5, 10, 10]
+
+
+def test_one_address_has_few_requests_to_the_provider_under_way(house: House) -> None:
+    sealing = load_secrets(house.storage.run.parent, "", house.store, house.storage)
+
+    async def most(addresses: tuple[str, ...]) -> int:
+        sign_ins, now, most = SignIns(house.part(Settings), house.store, sealing), 0, 0
+
+        async def ask(address: str) -> None:
+            nonlocal now, most
+            async with sign_ins._turn(Request({"type": "http", "client": (address, 1)})):
+                now, most = now + 1, max(most, now + 1)
+                await asyncio.sleep(0)
+                now -= 1
+
+        await asyncio.gather(*(ask(address) for address in addresses))
+        assert not sign_ins._turns
+        return most
+
+    assert asyncio.run(most(("10.0.0.1",) * 20)) == 2
+    assert asyncio.run(most(("10.0.0.1", "10.0.0.2", "10.0.0.3") * 5)) == 6
+
+
+def test_nobody_signs_in_to_an_erased_tenant_until_an_admin_opens_it(service: House) -> None:
+    tenants, expires = service.store.tenants, time.time() + 60
+
+    def sign_in() -> str:
+        return tenants.sign_in("team-z", "zoe", "member", expires, "zoe")[1]
+
+    text = sign_in()
+    assert service.ask("DELETE", "/v1/tenants/team-z", "admin").json()["erased"]
+    assert tenants.who(text) is None
+    with pytest.raises(StoreError, match=r"'team-z' was erased; an admin opens it .* keys create team-z"):
+        sign_in()
+    assert tenants.find("team-z") is None
+    service.ask("POST", "/v1/keys", "admin", json={"name": "again", "tenant": "team-z"}).raise_for_status()
+    assert tenants.who(sign_in()) is not None
 
 
 def test_a_service_without_sign_in_says_so(house: House, tmp_path: Path) -> None:
@@ -367,12 +420,16 @@ def test_a_command_line_signs_in_by_a_browser_on_its_machine(
     terminal, visitor = Terminal(provider, tmp_path), visit()
     with terminal.started("login", "--browser") as process:
         page, _ = terminal.page(process)
-        last = visitor.open(visitor.back_from_provider(visitor.begin(f"?{urlsplit(page).query}"))).headers["location"]
-        assert last.startswith("http://127.0.0.1:")
-        assert set(parse_qs(urlsplit(last).query)) == {"code"}  # no key
+        asked = visitor.open(visitor.back_from_provider(visitor.begin(f"?{urlsplit(page).query}")))
+        assert asked.status_code == 200, "the person confirms first"
+        assert "act as mia, member of team-a" in asked.text
+        assert "frame-ancestors 'none'" in asked.headers["content-security-policy"]
+        (last,) = (unescape(link) for link in re.findall(r'href="(http://127[^"]*)"', asked.text))
+        assert set(parse_qs(urlsplit(last).query)) == {"code", "state"}  # no key
         assert "motet" not in visitor.http.cookies  # the browser itself is not signed in
         code, port = parse_qs(urlsplit(last).query)["code"][0], urlsplit(last).port
-        assert visitor.open(f"http://127.0.0.1:{port}/favicon.ico").is_success
+        for strange in ("favicon.ico", "?code=x", "?code=x&state=y", "?state=%C3%A9"):  # of another page in the browser
+            assert visitor.open(f"http://127.0.0.1:{port}/{strange}").status_code == 404
         stolen = {"code": code, "verifier": "x" * 43}
         assert "not for this command" in service.refused(401, "POST", "/v1/login/key", "none", json=stolen)["message"]
         assert "Return to the terminal" in visitor.open(last).text

@@ -62,8 +62,11 @@ def held() -> int:
     return sum(storages.values())
 
 
-def test_an_adapter_takes_what_is_said(base: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_an_adapter_takes_what_is_said(base: Any, tmp_path: Path, kernels: str) -> None:
     """In two versions, as for a job that may lag by one."""
+    if kernels == "native":
+        base = load("small", EngineConfig(threads=1, kernels="native"))
     expected = SlotMemory.of(base, "all-linear", 64, versions=2)
     with workshop_of(base, config_of(64, lag=1), tmp_path) as workshop:
         before = held()
@@ -73,6 +76,7 @@ def test_an_adapter_takes_what_is_said(base: Any, tmp_path: Path) -> None:
             workshop.trainer.forward_backward(Batch((make_segment(name),)))
             workshop.trainer.optim_step(name, AdamW(1e-3))
             asyncio.run(workshop.sync.publish(name, AdapterRef(name, 1)))
+            workshop.trainer.forward_backward(Batch((make_segment(name),)))
         taken = (held() - before) / 3
         assert workshop.notes == list(base.info.notes)
     said = expected.trained + expected.versions

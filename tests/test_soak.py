@@ -20,7 +20,7 @@ from motet.training.torch_trainer import TorchTrainer
 from motet.types import AdapterRef
 from tests.vllm_server import WANTED, launch
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.alone]
 
 PUBLISHES = 1000
 SETTLED = 200

@@ -23,6 +23,8 @@ from motet.stops import few
 from motet.types import Message, ToolCall
 
 Blocks = str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+_MOST_BLOCKS = 2 * MOST_MESSAGES
+"""Of a request: each result of a tool is a message of its own."""
 _UNREAD = frozenset({"thinking", "redacted_thinking"})
 
 
@@ -50,6 +52,9 @@ class MessagesRequest(ChatFormat):
 
     def conversation(self) -> Conversation:
         """What is asked; each result of a tool is a message."""
+        n_blocks = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
+        if n_blocks > _MOST_BLOCKS:
+            raise ChatRefusal(f"messages: they have {n_blocks} blocks; {_MOST_BLOCKS} are the most of a request")
         system = [Message("system", _text_of(self.system))] if self.system else []
         hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return Conversation(

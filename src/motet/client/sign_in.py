@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import hmac
 import secrets
 from collections.abc import AsyncIterator, Callable
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -21,6 +22,7 @@ _PAGE = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nConnection: close\r\nCache-Control: no-store\r\n\r\n"
     b"Return to the terminal; this page can be closed.\n"
 )
+_OTHER = b"HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 Show = Callable[[str, str], None]
 """Shows a person the URL to open, and the code to type there, if one is needed."""
 
@@ -61,26 +63,27 @@ class SignInMethods(Connection):
     async def _by_code(self, show: Show) -> NewKey:
         begun = await self._ask(DeviceLogin, "POST", "/v1/login/device")
         show(begun.verification_uri, begun.user_code)
-        wait = begun.interval
+        wait, handle = begun.interval, begun.handle
         while True:
             await asyncio.sleep(max(wait, 1.0))
-            answer = await self._send("POST", "/v1/login/device/key", json={"handle": begun.handle})
+            answer = await self._send("POST", "/v1/login/device/key", json={"handle": handle})
             if answer.status_code != 202:
                 return NewKey.model_validate_json(answer.content)
-            wait = DevicePending.model_validate_json(answer.content).interval
+            pending = DevicePending.model_validate_json(answer.content)
+            wait, handle = pending.interval, pending.handle
 
     async def _by_browser(self, url: str, show: Show, port: int) -> NewKey:
-        verifier = secrets.token_urlsafe(32)
+        verifier, state = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         challenge = base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest()).rstrip(b"=").decode()
-        async with _waiting(port) as (heard, code):
-            show(f"{url}?{urlencode({'port': heard, 'challenge': challenge})}", "")
+        async with _waiting(port, state) as (heard, code):
+            show(f"{url}?{urlencode({'port': heard, 'challenge': challenge, 'state': state})}", "")
             body = {"code": await code, "verifier": verifier}
         return await self._ask(NewKey, "POST", "/v1/login/key", json=body)
 
 
 @contextlib.asynccontextmanager
-async def _waiting(port: int) -> AsyncIterator[tuple[int, asyncio.Future[str]]]:
-    """A port of this machine where a browser brings a code, while the block runs."""
+async def _waiting(port: int, state: str) -> AsyncIterator[tuple[int, asyncio.Future[str]]]:
+    """A port of this machine where a browser brings a code with this state, while the block runs."""
     code: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -89,10 +92,11 @@ async def _waiting(port: int) -> AsyncIterator[tuple[int, asyncio.Future[str]]]:
                 line = (await reader.readline()).decode("ascii")
                 while (await reader.readline()).strip():
                     pass
-                given = parse_qs(urlsplit(line.split(" ")[1]).query).get("code") if line.startswith("GET /?") else None
-                if given and not code.done():
-                    code.set_result(given[0])
-                writer.write(_PAGE)
+                query = parse_qs(urlsplit(line.split(" ")[1]).query) if line.startswith("GET /?") else {}
+                ours = hmac.compare_digest(query.get("state", [""])[0].encode(), state.encode()) and "code" in query
+                if ours and not code.done():
+                    code.set_result(query["code"][0])
+                writer.write(_PAGE if ours else _OTHER)
                 await writer.drain()
 
     try:

@@ -32,6 +32,8 @@ from motet.runtime.steps import LearnedStep
 ABOUT = "checkpoint.json"
 """What is known of a checkpoint, beside its adapter."""
 _NOTE_SECONDS = 1.0
+_MOST_UNDONE = 3
+"""Cancels, for each step, of gradients under way: after each, those before it in the step are computed again."""
 _CANCELLED = j.Failed("the request was cancelled; it added no gradient")
 SNAPSHOTS = 32
 """Newest unnamed snapshots of a session that are kept to sample from."""
@@ -47,8 +49,8 @@ class ClientLoop(Driver):
         """The number of the next command."""
         self._journal.reveal(self._next)
         self._waiting = self._rest = False
-        self._stats, self._samples = LossStats(), 0
-        """Of the gradient that waits for its step."""
+        self._stats, self._samples, self._undone = LossStats(), 0, 0
+        """Of the gradient that waits for its step, and how often it was undone."""
         self._looked_until, self._looked = self._journal.looked(self.session.done.step)
         self._tokens = self._looked
         """Of the step under way, times their targets; those without a gradient are among them."""
@@ -137,9 +139,10 @@ class ClientLoop(Driver):
             await self._answer(number, _CANCELLED)
             return
         before, looked = self._tokens, self._looked
+        ends = command.forward_only or not self._samples or self._undone < _MOST_UNDONE
         work = asyncio.create_task(self._forward_backward(number, command))
         try:
-            cancelled = await self._cancelled_before(number, work)
+            cancelled = await self._cancelled_before(number, work, ends)
         finally:
             work.cancel()
             await asyncio.wait((work,))
@@ -149,6 +152,7 @@ class ClientLoop(Driver):
             await self._answer(number, work.result(), keep=not command.forward_only)
             return
         if not command.forward_only:  # those before it in the step are obeyed again, and charged again
+            self._undone += bool(self._samples)
             await self.session.undo()
             self._stats, self._samples = LossStats(), 0
         self._looked = looked + self._tokens - before if command.forward_only else self._tokens
@@ -157,11 +161,11 @@ class ClientLoop(Driver):
         if not command.forward_only:
             self._next = self.session.done.position
 
-    async def _cancelled_before(self, number: int, work: asyncio.Task[j.AnyOutcome]) -> bool:
-        """Wait until work is done, or until its command was cancelled."""
+    async def _cancelled_before(self, number: int, work: asyncio.Task[j.AnyOutcome], ends: bool) -> bool:
+        """Wait until work is done, or until its command was cancelled, where that `ends` it."""
         while not work.done():
             self.job.news.clear()  # before looking: nothing is missed
-            if await asyncio.to_thread(self._journal.cancelled, number):
+            if ends and await asyncio.to_thread(self._journal.cancelled, number):
                 return True
             news = asyncio.create_task(self.job.news.wait())
             await asyncio.wait((work, news), return_when=asyncio.FIRST_COMPLETED)
@@ -230,8 +234,7 @@ class ClientLoop(Driver):
 
         The client has it when the version is there: what it asks next may be sampled from it.
         """
-        learned = LearnedStep(StepBatch((), 1.0), self._stats, optim, self._tokens)
-        step = self.session.done.step
+        learned, step = LearnedStep(StepBatch((), 1.0), self._stats, optim, self._tokens), self.session.done.step
         finished = FinishedStep(
             record={"step": step, "version": step, "samples": self._samples, **trained_record(learned)},
             seconds=seconds,
@@ -243,7 +246,7 @@ class ClientLoop(Driver):
         await asyncio.to_thread(self._journal.answer, number, done, hidden=True)
         await self.session.finish(finished, None, commit=True)
         self._stats, self._samples, self._next = LossStats(), 0, number + 1
-        self._tokens = self._looked = 0
+        self._tokens = self._looked = self._undone = 0
         await asyncio.to_thread(self._journal.reveal, self._next)
         await asyncio.to_thread(self._journal.forget, self._next, since)
         self.job.observer(CommandObeyed())

@@ -54,6 +54,8 @@ class _Pass:
     """Work of its pieces so far; only a pass of one entry has several turns."""
     payers: Mapping[str, Payer] = field(default_factory=dict)
     """By job."""
+    begun: bool = False
+    """Whether the device has its turn; what is cancelled before that is not worked on."""
 
 
 class Learner:
@@ -69,6 +71,9 @@ class Learner:
         self._paused: _Pass | None = None
         """The pass that gave the device back; at most one, because it keeps its memory."""
         self._running: asyncio.Task[None] | None = None
+        self._turn_of: _Pass | None = None
+        self._charged = asyncio.Event()
+        """Set when the turn of `_turn_of` is over."""
         self._apart = False
         self._cost = Cost()
         self._parking = trainer if isinstance(trainer, Parking) and trainer.parks else None
@@ -98,6 +103,8 @@ class Learner:
                 if entry.done.done() and not entry.done.cancelled():
                     entry.done.exception()
                 entry.done.cancel()
+            while (turn := self._turn_of) is not None and turn.begun and not set(entries).isdisjoint(turn.entries):
+                await self._charged.wait()  # who cancels knows all work that was done
 
     async def _drain(self) -> None:
         while True:
@@ -108,25 +115,34 @@ class Learner:
                 return
             chosen = self._choose()
             self._waiting = [entry for entry in self._waiting if entry not in chosen.entries]
+            self._turn_of, chosen.begun = chosen, False
+            self._charged.clear()
             try:
-                await self._bring_in(chosen.entries)  # the device samples meanwhile
-                ahead = asyncio.create_task(self._bring_in_next(chosen.entries))
-                try:
-                    results = await self._on_device(chosen)
-                finally:
-                    await ahead
-            except Exception as error:  # whoever waits for these segments has to know
-                self._paused = None if self._paused is chosen else self._paused
-                self._fail(chosen.entries, error)
-                continue
-            self._charge(chosen, ended=results is not None)
-            if results is None:
-                self._paused = chosen
-                continue
+                await self._work_on(chosen)
+            finally:
+                self._turn_of = None
+                self._charged.set()
+
+    async def _work_on(self, chosen: _Pass) -> None:
+        try:
+            await self._bring_in(chosen.entries)  # the device samples meanwhile
+            ahead = asyncio.create_task(self._bring_in_next(chosen.entries))
+            try:
+                results = await self._on_device(chosen)
+            finally:
+                await ahead
+        except Exception as error:  # whoever waits for these segments has to know
             self._paused = None if self._paused is chosen else self._paused
-            for entry, result in zip(chosen.entries, results, strict=True):
-                if not entry.done.done():
-                    entry.done.set_result(result)
+            self._fail(chosen.entries, error)
+            return
+        self._charge(chosen, ended=results is not None)
+        if results is None:
+            self._paused = chosen
+            return
+        self._paused = None if self._paused is chosen else self._paused
+        for entry, result in zip(chosen.entries, results, strict=True):
+            if not entry.done.done():
+                entry.done.set_result(result)
 
     async def _on_device(self, chosen: _Pass) -> tuple[Any, ...] | None:
         """Work on a pass in the turn of the tenant that it was chosen for."""
@@ -209,6 +225,7 @@ class Learner:
 
     def _turn(self, turn: _Pass) -> tuple[Any, ...] | None:
         """Work on a pass; None where there is more to do. In the device's thread."""
+        turn.begun = True  # before looking: who cancels later waits
         wanted = [entry for entry in turn.entries if not entry.done.cancelled()]
         if not wanted:  # given up since it was chosen
             if turn.pieces is not None:

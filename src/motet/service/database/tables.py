@@ -42,6 +42,15 @@ class Tenant(Table):
     created: Mapped[float] = mapped_column(default=now)
 
 
+class ClosedTenant(Table):
+    """A tenant that was erased. Nobody signs in to it until an admin makes a key of it."""
+
+    __tablename__ = "closed_tenants"
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    """SHA-256 of its name, which is not kept."""
+    time: Mapped[float] = mapped_column(default=now)
+
+
 class Key(Table):
     """An API key; only its digest is kept."""
 

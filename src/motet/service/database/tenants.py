@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from sqlalchemy import and_, or_, select, update
+from sqlalchemy import and_, delete, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from motet.config.service import Role
 from motet.errors import StoreError
-from motet.service.database.tables import Key, Tenant, new_id, now
+from motet.service.database.tables import ClosedTenant, Key, Tenant, new_id, now
 
 MOST_SIGN_INS = 20
 """Of one person at a time."""
@@ -83,6 +83,20 @@ class Tenants:
         """The tenant was erased."""
         self._names.pop(tenant_id, None)
 
+    def close(self, tenant_id: str) -> None:
+        """End the tenant's keys, and let nobody sign in to it until an admin makes a key of it."""
+        with self._transaction() as session:
+            name = session.scalars(select(Tenant.name).where(Tenant.id == tenant_id)).one()
+            if session.get(ClosedTenant, digest(name)) is None:
+                session.add(ClosedTenant(digest=digest(name)))
+            session.execute(update(Key).where(Key.tenant_id == tenant_id, Key.revoked.is_(None)).values(revoked=now()))
+
+    def _check_open(self, session: Session, tenant: str) -> None:
+        if session.get(ClosedTenant, digest(tenant)) is not None:
+            raise StoreError(
+                f"the tenant {tenant!r} was erased; an admin opens it again with `motet keys create {tenant}`"
+            )
+
     def made(self, name: str) -> Tenant:
         """The tenant of a name, made where there is none."""
         if (tenant := self.find(name)) is not None:
@@ -113,6 +127,10 @@ class Tenants:
                 maker = session.get(Key, made_by, with_for_update=True)
                 if maker is None or maker.revoked is not None:
                     raise StoreError("the key that asks was revoked meanwhile")
+            elif person is not None:
+                self._check_open(session, tenant)
+            else:
+                session.execute(delete(ClosedTenant).where(ClosedTenant.digest == digest(tenant)))
             key = Key(
                 id=new_id("key"), tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires,
                 scope=None if scope is None else sorted(scope), made_by=made_by, person=person,
@@ -121,7 +139,13 @@ class Tenants:
         return key, text
 
     def sign_in(self, tenant: str, name: str, role: Role, expires: float, person: str) -> tuple[Key, str]:
-        """The key of a person who signed in, and its text. Of more than `MOST_SIGN_INS` that are open, the oldest end."""
+        """The key of a person who signed in, and its text. Of more than `MOST_SIGN_INS` that are open, the oldest end.
+
+        Raises:
+            StoreError: the tenant was erased.
+        """
+        with self._transaction() as session:  # before `create_key` makes the tenant
+            self._check_open(session, tenant)
         made = self.create_key(tenant, name, role, expires, person=person)
         with self._transaction() as session:
             still_open = select(Key.id).where(Key.person == person, Key.revoked.is_(None), Key.expires > now())

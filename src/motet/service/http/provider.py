@@ -35,7 +35,6 @@ _AGAIN_SECONDS = 30.0
 """Between two attempts to load a document that failed or lacks a key."""
 _LEEWAY_SECONDS = 60
 """Between the provider's clock and this one."""
-_LONGEST_INTERVAL = 60.0
 _ERROR = re.compile(r"[a-z_]{1,60}")
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -172,7 +171,7 @@ class Provider:
             case "authorization_pending":
                 return Pending(interval)
             case "slow_down":
-                return Pending(min(interval + 5.0, _LONGEST_INTERVAL))
+                return Pending(interval + 5.0)
             case error:
                 raise self._refused(error)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import hashlib
 import hmac
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from fastapi import Request, Response
 
 from motet.config.service import TENANT_NAME, OidcConfig, RateConfig, Role
+from motet.errors import StoreError
 from motet.service.database.store import Store
 from motet.service.database.tables import Key, now
 from motet.service.errors import Refusal
@@ -29,11 +33,13 @@ CALLBACK = "/login/callback"
 SECRET_VARIABLE = "MOTET_OIDC_SECRET"
 BEGUN_SECONDS = 600
 """From the first page of a sign-in to its last."""
-_CODE_SECONDS = 60
-"""For a command line to fetch its key."""
+_CODE_SECONDS = 300
+"""For a person to confirm that a command line may sign in, and for it to fetch its key."""
 _NAMES = ("preferred_username", "email", "name", "sub")
 _ATTEMPTS = 12
 """To finish a sign-in, for each that may begin: a command that waits for a person asks every few seconds."""
+_AT_ONCE = 2
+"""Requests to the provider, which takes eight, for one address."""
 _ASK = "ask the service's operator"
 
 
@@ -55,6 +61,8 @@ class Loopback:
     port: int
     challenge: str
     """SHA-256 of its secret, as PKCE has it."""
+    state: str
+    """By which it knows the browser that it sent."""
 
 
 def challenge_of(verifier: str) -> str:
@@ -103,6 +111,7 @@ class SignIns:
         self._config, self._store, self._sealing = settings.config.oidc, store, sealing
         self._provider: Provider | None = None
         self._limits: dict[str, RateLimit] = {}
+        self._turns = WeakValueDictionary[str, asyncio.Semaphore]()
         if (config := self._config) is not None:
             self._provider = Provider(config, os.environ.get(SECRET_VARIABLE) or config.client_secret)
             for kind, times in (("begin", 1), ("finish", _ATTEMPTS)):
@@ -133,11 +142,17 @@ class SignIns:
         """
         if self._provider is None:
             raise _none()
-        address = network_of(tuple(request.client) if request.client else None)
-        if kind is not None and (seconds := self._limits[kind].wait(address)):
+        if kind is not None and (seconds := self._limits[kind].wait(_address(request))):
             words = f"too many sign-ins from this address; try again in {seconds} s"
             raise Refusal(429, words, headers={"Retry-After": str(seconds)})
         return self._provider
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, request: Request) -> AsyncIterator[None]:
+        """One of the few requests to the provider that an address has under way; others wait for their own address alone."""
+        turns = self._turns.setdefault(_address(request), asyncio.Semaphore(_AT_ONCE))
+        async with turns:
+            yield
 
     # --- in a browser ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +161,7 @@ class SignIns:
         state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
         provider = self.provider(request, "begin")
         page = await provider.page(self.public_url + CALLBACK, state, nonce, challenge_of(verifier))
-        cli = None if loopback is None else [loopback.port, loopback.challenge]
+        cli = None if loopback is None else [loopback.port, loopback.challenge, loopback.state]
         return page, self._sealing.pack("begun", {"state": state, "nonce": nonce, "verifier": verifier, "cli": cli})
 
     async def finish(self, request: Request, kept: str, state: str, code: str) -> tuple[Person, Loopback | None]:
@@ -159,7 +174,8 @@ class SignIns:
         begun = self._sealing.unpack("begun", kept, BEGUN_SECONDS)
         if begun is None or not hmac.compare_digest(begun["state"].encode(), state.encode()):
             raise Refusal(401, "this sign-in was begun in another browser or tab, or too long ago; begin again")
-        claims = await provider.claims_of_code(code, self.public_url + CALLBACK, begun["verifier"], begun["nonce"])
+        async with self._turn(request):
+            claims = await provider.claims_of_code(code, self.public_url + CALLBACK, begun["verifier"], begun["nonce"])
         return person_of(config, claims), None if begun["cli"] is None else Loopback(*begun["cli"])
 
     def set_cookie(
@@ -190,29 +206,44 @@ class SignIns:
 
     async def begin_device(self, request: Request) -> tuple[DeviceCode, str]:
         """A device sign-in, and the handle by which it is asked for."""
-        device = await self.provider(request, "begin").begin_device()
-        fields = {"code": device.device_code, "interval": device.interval}
-        return device, self._sealing.pack("device", fields)
+        provider = self.provider(request, "begin")
+        async with self._turn(request):
+            device = await provider.begin_device()
+        until = now() + BEGUN_SECONDS
+        return device, self._device(device.device_code, device.interval, until)
 
-    async def finish_device(self, request: Request, handle: str) -> Person | Pending:
-        """The person, once they have finished; raises as `finish`."""
+    async def finish_device(self, request: Request, handle: str) -> Person | tuple[Pending, str]:
+        """The person, once they have finished; until then the handle for the next question. Raises as `finish`."""
         provider = self.provider(request, "finish")
         fields = self._sealing.unpack("device", handle, BEGUN_SECONDS)
-        if fields is None:
+        if fields is None or fields["until"] < now():
             raise Refusal(401, "this sign-in was begun too long ago; `motet login` begins again")
-        claims = await provider.claims_of_device(fields["code"], fields["interval"])
-        return claims if isinstance(claims, Pending) else person_of(self.config, claims)
+        async with self._turn(request):
+            claims = await provider.claims_of_device(fields["code"], fields["interval"])
+        if isinstance(claims, Pending):
+            return claims, self._device(fields["code"], claims.interval, fields["until"])
+        return person_of(self.config, claims)
+
+    def _device(self, code: str, interval: float, until: float) -> str:
+        return self._sealing.pack("device", {"code": code, "interval": interval, "until": until})
 
     # --- keys -----------------------------------------------------------------------------------------------------------
 
     def key_of(self, person: Person) -> tuple[Key, str]:
         """A key for a person, with its text; it expires with the sign-in."""
         expires = now() + self.config.hours * 3600
-        key, text = self._store.tenants.sign_in(person.tenant, person.name, person.role, expires, person.id)
+        try:
+            key, text = self._store.tenants.sign_in(person.tenant, person.name, person.role, expires, person.id)
+        except StoreError as error:
+            raise Refusal(403, str(error)) from error
         who = self._store.tenants.who(text)
         assert who is not None
         self._store.audit(who, "sign in", key.id)
         return key, text
+
+
+def _address(request: Request) -> str:
+    return network_of(tuple(request.client) if request.client else None)
 
 
 def _none() -> Refusal:

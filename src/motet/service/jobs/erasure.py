@@ -20,7 +20,6 @@ from motet.service.database.tables import (
     TenantLimits,
     UploadedAdapter,
     Usage,
-    now,
 )
 from motet.service.jobs.submissions import Submissions
 from motet.service.storage import Storage
@@ -34,12 +33,11 @@ class Erasure:
         self._store, self._storage, self._adapters, self._submissions = store, storage, adapters, submissions
 
     def erase(self, tenant_id: str) -> int:
-        """End the tenant's keys and jobs; once its jobs have ended, delete everything. Gives how many have not ended.
+        """Close the tenant and end its jobs; once they have ended, delete everything. Gives how many have not ended.
 
         Usage lines stay under the tenant's id, without names of jobs; the audit keeps ids.
         """
-        with self._store.transaction() as session:
-            session.execute(update(Key).where(Key.tenant_id == tenant_id, Key.revoked.is_(None)).values(revoked=now()))
+        self._store.tenants.close(tenant_id)
         jobs = self._store.scalars(select(StoredJob).where(StoredJob.tenant_id == tenant_id))
         for job in jobs:
             if not JobState(job.state).final and job.wanted != "cancel":

@@ -12,7 +12,6 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 
 from motet.service.errors import Refusal
 from motet.service.http.depends import Asker, SignInsDep, StoreDep
-from motet.service.http.provider import Pending
 from motet.service.http.rights import rights
 from motet.service.http.sign_in import BEGUN_SECONDS, CALLBACK, Loopback, Person, SignIns
 from motet.service.request_log import asked_of
@@ -24,8 +23,9 @@ router = APIRouter()
 _HEADERS = {**HEADERS, "Cache-Control": "no-store"}
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Sign in · Motet</title>
 <link rel="stylesheet" href="/dashboard/base.css"><link rel="icon" href="/dashboard/favicon.svg">
-<main><div class="login"><h1>You are not signed in</h1><p class="problem" role="alert">{}</p>
-<p class="way"><a href="/">Back to the dashboard</a></p></div></main></html>"""
+<main><div class="login"><h1>{}</h1>{}<p class="way"><a href="/">Back to the dashboard</a></p></div></main></html>"""
+_CONFIRM = """<p>It would act as {}. Continue only if you have just run <code>motet login</code> on this machine.</p>
+<p class="way"><a href="{}">Continue</a></p>"""
 
 
 @router.get("/login", include_in_schema=False)
@@ -34,12 +34,13 @@ async def begin(
     sign_ins: SignInsDep,
     port: Annotated[int | None, Query(ge=1, le=65535)] = None,
     challenge: Annotated[str | None, Query(pattern="^[A-Za-z0-9_-]{43}$")] = None,
+    state: Annotated[str | None, Query(pattern="^[A-Za-z0-9_-]{22,128}$")] = None,
 ) -> Response:
-    """Send the browser to the provider; `port` and `challenge` are of a command line that waits on the person's machine."""
+    """Send the browser to the provider; the query is of a command line that waits on the person's machine."""
     try:
-        if (port is None) != (challenge is None):
-            raise Refusal(422, "give `port` and `challenge` together; `motet login` does")
-        loopback = None if port is None or challenge is None else Loopback(port, challenge)
+        loopback = None if port is None or challenge is None or state is None else Loopback(port, challenge, state)
+        if loopback is None and (port, challenge, state) != (None, None, None):
+            raise Refusal(422, "give `port`, `challenge` and `state` together; `motet login` does")
         page, kept = await sign_ins.begin(request, loopback)
     except Refusal as refusal:
         return _failed(request, refusal)
@@ -71,8 +72,12 @@ async def finish(
             response: Response = RedirectResponse(f"{sign_ins.public_url}/", 303, headers=_HEADERS)
             sign_ins.set_cookie(response, sign_ins.cookie, made.key, sign_ins.config.hours * 3600, "strict")
         else:
-            query = urlencode({"code": sign_ins.code_for(person, loopback)})
-            response = RedirectResponse(f"http://127.0.0.1:{loopback.port}/?{query}", 303, headers=_HEADERS)
+            query = urlencode({"code": sign_ins.code_for(person, loopback), "state": loopback.state})
+            place = html.escape(f"http://127.0.0.1:{loopback.port}/?{query}")
+            who = html.escape(f"{person.name}, {person.role} of {person.tenant}")
+            response = HTMLResponse(
+                _PAGE.format("A command wants to sign in as you", _CONFIRM.format(who, place)), headers=_HEADERS
+            )
     except Refusal as refusal:
         response = _failed(request, refusal)
     sign_ins.set_cookie(response, kept, "", 0, "lax")
@@ -109,8 +114,9 @@ async def finish_device(
 ) -> NewKey | Response:
     """Ask for the key of a device sign-in; 202 until the person has finished. The key is shown this once."""
     person = await sign_ins.finish_device(request, wanted.handle)
-    if isinstance(person, Pending):
-        return Response(DevicePending(interval=person.interval).model_dump_json(), 202, media_type="application/json")
+    if isinstance(person, tuple):
+        waits = DevicePending(interval=person[0].interval, handle=person[1])
+        return Response(waits.model_dump_json(), 202, media_type="application/json")
     return await run_in_threadpool(_key, request, sign_ins, person)
 
 
@@ -147,4 +153,5 @@ def _failed(request: Request, refusal: Refusal) -> HTMLResponse:
     """A refusal as a page."""
     asked_of(request.scope).reason = refusal.message
     headers = {**_HEADERS, **(refusal.headers or {})}
-    return HTMLResponse(_PAGE.format(html.escape(refusal.message)), refusal.status, headers=headers)
+    text = f'<p class="problem" role="alert">{html.escape(refusal.message)}</p>'
+    return HTMLResponse(_PAGE.format("You are not signed in", text), refusal.status, headers=headers)

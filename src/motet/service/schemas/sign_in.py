@@ -67,4 +67,6 @@ class DevicePending(Answer):
     """The person has not finished."""
 
     interval: float
-    """Seconds until the next question."""
+    """Seconds until the next question; five more each time that the provider asks to slow down."""
+    handle: str
+    """Send it with the next question."""

@@ -1,0 +1,90 @@
+"""`make soak`: the long tests by two workers, then with nothing beside them those that measure time or load.
+
+What passed on these very files is kept in `.soak/`: after Ctrl-C, a crash or a failure the same command runs what is left.
+This module is the command and, in the processes of pytest that it starts, their plugin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = Path(os.environ.get("MOTET_SOAK", ROOT / ".soak"))
+FILES = ("src", "tests", "scripts", "bench", "examples", "pyproject.toml", "constraints.txt")
+WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+PARTS = {"soak and not alone": WORKERS, "soak and alone": ("-s",)}
+
+
+def digest() -> str:
+    """Of the files that tests depend on, committed or not."""
+    command = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *FILES)
+    found = hashlib.sha256()
+    for name in sorted(
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    ):
+        if (ROOT / name).is_file():
+            found.update(name.encode() + b"\0" + hashlib.sha256((ROOT / name).read_bytes()).digest())
+    return found.hexdigest()[:12]
+
+
+class Passed:
+    """What passed before, and what passes now."""
+
+    def __init__(self, config: Any) -> None:
+        self._called = set[str]()
+        self._given: list[str] | None = getattr(config, "workerinput", {}).get("passed")
+        self._file = KEPT / digest() if self._given is None else None
+        self.before = set(
+            self._given or (self._file.read_text().split("\n") if self._file and self._file.exists() else ())
+        )
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["passed"] = sorted(self.before)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.before])
+        items[:] = [item for item in items if item.nodeid not in self.before]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """With its teardown; a file of one line each has all that passed whatever ends this process."""
+        if report.when == "call" and report.passed:
+            self._called.add(report.nodeid)
+        if self._file and report.when == "teardown" and report.passed and report.nodeid in self._called:
+            KEPT.mkdir(exist_ok=True)
+            with self._file.open("a") as file:
+                file.write(report.nodeid + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Passed(config))
+
+
+def main(words: list[str]) -> int:
+    """Both parts, also when tests of the first fail; Ctrl-C ends the second, too."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # pytest gets it too, and ends what its tests started
+    shown, worst = ("-v", "--durations", "20", "-rfEsP", "-p", "tests.soak"), 0
+    for marks, how in PARTS.items():
+        print(f"--- {marks}", flush=True)
+        code = subprocess.run(
+            [sys.executable, "-m", "pytest", "-m", marks, *how, *shown, *words], cwd=ROOT, check=False
+        ).returncode
+        worst = max(worst, code if code != pytest.ExitCode.NO_TESTS_COLLECTED else 0)
+        if code == pytest.ExitCode.INTERRUPTED:
+            break
+    kept = KEPT / digest()
+    print(f"{len(kept.read_text().splitlines()) if kept.exists() else 0} have passed on these files ({kept}).")
+    print("Run `make soak` again for the rest: it leaves these out." if worst else "All that can run here has passed.")
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

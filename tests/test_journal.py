@@ -1,0 +1,58 @@
+"""A session's journal, and jobs of a tenant that begin one after another."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.runtime.job import Services
+from motet.runtime.journal import Done, Journal, JournalError, Nothing
+
+
+def test_a_cancel_counts_for_a_command_that_is_there_and_not_done(tmp_path: Path) -> None:
+    theirs, sessions = Journal(tmp_path), Journal(tmp_path)
+    theirs.cancel(1)
+    assert not list(tmp_path.rglob("*.stop")), "of a number that never came nothing is kept"
+    theirs.write(1, Nothing())
+    theirs.write(1, Nothing())
+    with pytest.raises(JournalError, match="numbers are used once"):
+        theirs.write(1, Nothing({"other": 1}))
+    assert not sessions.cancelled(1)
+    theirs.cancel(1)
+    theirs.cancel(1)
+    assert sessions.cancelled(1)
+    sessions.answer(1, Done())
+    assert not sessions.cancelled(1), "its outcome was there first"
+
+
+def test_the_looks_of_a_step_are_kept_for_that_step_alone(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write(1, Nothing())
+    assert journal.looked(3) == (-1, 0)
+    journal.look(3, 7, 120)
+    assert Journal(tmp_path).looked(3) == (7, 120)
+    assert Journal(tmp_path).looked(4) == (-1, 0)
+
+
+def test_jobs_of_a_tenant_begin_one_after_another_and_hold_nobody_else_up() -> None:
+    nothing: Any = None
+    services, now, seen = Services(*[nothing] * 10), {"a": 0, "b": 0, "": 0}, []
+
+    async def begin(tenant: str) -> None:
+        async with services.beginning(tenant):
+            now[tenant] += 1
+            await asyncio.sleep(0)
+            seen.append(dict(now))
+            now[tenant] -= 1
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(begin(tenant) for tenant in ["a", "b", ""] * 3))
+
+    asyncio.run(all_of_them())
+    assert max(one["a"] for one in seen) == max(one["b"] for one in seen) == 1
+    assert max(one["a"] + one["b"] for one in seen) == 2
+    assert max(one[""] for one in seen) == 3, "a run without tenants"
+    assert not services._beginning, "locks of tenants that begin nothing are kept by nobody"

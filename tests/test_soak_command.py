@@ -1,0 +1,50 @@
+"""`make soak` goes on where it was stopped (`tests/soak.py`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.soak import ROOT, digest
+
+TESTS = """
+import os, pathlib, pytest
+def test_good(): pass
+def test_good_too(): pass
+def test_later(): assert "GOOD" in os.environ
+@pytest.fixture
+def broken():
+    yield
+    assert "GOOD" in os.environ
+def test_not_torn_down(broken): pass
+"""
+
+
+def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "1",
+        "-p",
+        "tests.soak",
+        "--rootdir",
+        str(tmp_path),
+        "test_some.py",
+    ]
+    own = {"MOTET_SOAK": str(tmp_path / "kept"), "PYTHONPATH": str(ROOT)}
+
+    def run(**more: str) -> str:
+        env = {**os.environ, **own, **more}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False).stdout
+
+    assert "1 failed, 3 passed, 1 error" in run()
+    kept = tmp_path / "kept" / digest()
+    assert {line.rpartition("::")[2] for line in kept.read_text().splitlines()} == {"test_good", "test_good_too"}
+    assert "2 passed" in run(GOOD="1")
+    assert len(kept.read_text().splitlines()) == 4
