@@ -18,6 +18,7 @@ from motet.config.service import Largest
 from motet.device import Device
 from motet.errors import ConfigError
 from motet.model_info import ModelInfo
+from motet.native.choice import Choice, kernels_of
 from motet.protocols import Trainer
 from motet.runtime.job import Services
 from motet.runtime.learner import Learner
@@ -59,8 +60,10 @@ def warm_up() -> None:
     gc.freeze()  # modules are no garbage: nobody looks through them again
 
 
-def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.ExitStack) -> LoraModel | ShardedBase:
-    """Load and prove the base of a run; where it asks for shards, their processes end with `stack`.
+def open_base(
+    config: RunConfig, directory: RunDirectory, stack: contextlib.ExitStack, own: Choice | None = None
+) -> LoraModel | ShardedBase:
+    """Load and prove the base of a run; where it asks for shards, their processes end with `stack`. `own` as in `load`.
 
     Raises:
         BaseModelError: with the reason.
@@ -68,7 +71,7 @@ def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.Exit
     """
     engine = config.engine
     if engine.shard == 1:
-        return load_for(config)
+        return load_for(config, own)
     from motet.training.sharded.base import ShardedBase
     from motet.training.sharded.messages import Join
     from motet.training.sharded.torchrun import rank_group
@@ -93,30 +96,31 @@ def open_base(config: RunConfig, directory: RunDirectory, stack: contextlib.Exit
     return ShardedBase.of(group, trust_remote_code=engine.trust_remote_code)
 
 
-def load_for(config: RunConfig) -> LoraModel:
+def load_for(config: RunConfig, own: Choice | None = None) -> LoraModel:
     """`load`, for adapters that whoever samples can have."""
-    base = load(config.base, config.engine)
+    base = load(config.base, config.engine, own)
     if base.info.experts and config.rollout.engine != "embedded":
         base.revise(experts=(), experts_idle="with adapters on experts Motet samples itself (rollout.engine: embedded)")
     return base
 
 
-def load(base: str, config: EngineConfig) -> LoraModel:
-    """Load and prove a base.
+def load(base: str, config: EngineConfig, own: Choice | None = None) -> LoraModel:
+    """Load and prove a base. `own` is what kernels `auto` means where own kernels cover the base, the fastest by default.
 
     Raises:
         BaseModelError: with the reason.
+        ConfigError: own kernels are asked for and are not compiled.
     """
     keep_freed_memory()
     _spin_briefly()
     with ThreadPoolExecutor(1) as passing:
-        loaded = passing.submit(_load, base, config).result()
+        loaded = passing.submit(_load, base, config, own).result()
     _one_thread()
     return loaded
 
 
 @without_collections()
-def _load(base: str, config: EngineConfig) -> LoraModel:
+def _load(base: str, config: EngineConfig, own: Choice | None) -> LoraModel:
     """Runs in a thread that ends afterwards.
 
     OpenMP keeps a team for each thread that ever asked for one, and as soon as there are more threads than cores, every
@@ -125,23 +129,22 @@ def _load(base: str, config: EngineConfig) -> LoraModel:
     import torch
 
     from motet.model.load import load_base
-    from motet.native import library
-    from motet.native.cover import compute_with
+    from motet.native.cover import chosen, hand_over, refusal
 
     torch.set_num_threads(_threads(config))
-    if config.kernels != "torch":
-        library.load()  # whether they are compiled is said before the base is read
+    choice = chosen(config, own)
     loaded = load_base(
         base,
         dtype=config.dtype,
         device=config.device,
         block_size=config.block_size,
-        pack=config.pack_weights and config.kernels == "torch",
+        pack=config.pack_weights,
         numerics=config.numerics,
         base_format=config.base_format,
         trust_remote_code=config.trust_remote_code,
+        leaves=lambda base: choice.kernels != "torch" and not refusal(base),
     )
-    compute_with(loaded, config.kernels)
+    hand_over(loaded, config, choice)
     return loaded
 
 
@@ -349,12 +352,12 @@ def _start_samplers(
     message = LoadSampler(
         base=base.info.name,
         dtype=base.info.dtype,
-        pack=config.pack_weights and config.kernels == "torch",
+        pack=config.pack_weights,
         base_format=config.base_format,
         block_size=base.block_size,
         trust_remote_code=config.trust_remote_code,
         numerics=config.numerics,
-        kernels=config.kernels,
+        kernels=kernels_of(base.info.processor),
         limits=limits,
     )
     return [SamplerLink(message, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]

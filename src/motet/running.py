@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.before_loading import Checked, as_begun, check_before_loading
+from motet.before_loading import Checked, as_begun, auto_kernels, check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import assemble, open_base, services
@@ -71,7 +71,7 @@ def run_config(
         directory = stack.enter_context(rundir.opened(Path(config.run)))
         checked = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None)
         loading()
-        opened = base or open_base(config, directory, stack)
+        opened = base or open_base(config, directory, stack, auto_kernels(config))
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources)
         jobs = [job for job, _ in prepared]
         for job in jobs:
@@ -121,7 +121,7 @@ def _run_on_hosts(
                 jobs.append(job)
             notes = _notes(checked, [job.progress for job in jobs])
             launch = launcher(config.cluster, (config.engine, config.rollout))
-            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes)
+            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes, own=auto_kernels(config))
             if watch is not None:
                 watch(run.now)
             interrupt = Interrupt(notify)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,11 @@ def load_base(
     base_format: BaseFormat = "auto",
     arithmetic: Arithmetic | None = None,
     shards: Shards | None = None,
+    leaves: Callable[[LoraModel], bool] = lambda base: False,
 ) -> LoraModel:
     """Load, wrap and prove a base model; with `shards`, as one rank of several. `arithmetic` overrides what suits the device.
+
+    Where `leaves` says that other kernels will compute its passes, torch's are not proved to be exact, and nothing is packed.
 
     Raises:
         BaseModelError: it cannot be found or loaded, or failed the proof; says why and what can be used instead.
@@ -62,7 +66,14 @@ def load_base(
     limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
     arithmetic = Arithmetic.of(place, model.dtype, numerics) if arithmetic is None else arithmetic
     base = prove(
-        lambda: wrap(name, model, tokenizer, place), model, name, block_size, arithmetic, pack=pack, shards=shards
+        lambda: wrap(name, model, tokenizer, place),
+        model,
+        name,
+        block_size,
+        arithmetic,
+        pack=pack,
+        shards=shards,
+        leaves=leaves,
     )
     if shards is not None and base.info.experts:
         base.revise(experts=(), experts_idle="a base in shards has no adapters on experts as yet")

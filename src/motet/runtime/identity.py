@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from motet.checksums import hash_of
 from motet.config import GIVEN_ROWS, JobConfig
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.function_sums import FunctionSums
 from motet.runtime.source_sums import SHOWN, CodeSums
 from motet.tasks.plain_json import as_json
@@ -48,6 +50,19 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
         **unknown,
         "job": job,
     }
+
+
+def computed_by(directories: Iterable[JobDirectory]) -> list[tuple[str, str]]:
+    """`ModelInfo.processor` and the type of numbers of each job that has steps; empty words where they cannot be read."""
+    found = []
+    for directory in directories:
+        if directory.steps():
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                text = (directory.path / "job.yaml").read_text()
+                words = {name: re.search(rf"^{name}: (.*)$", text, re.MULTILINE) for name in ("kernels", "dtype")}
+                kernels, dtype = ("" if word is None else word[1].strip("'\" ") for word in words.values())
+                found.append((kernels, dtype))
+    return found
 
 
 def _sources(config: JobConfig, installed: Mapping[str, str]) -> CodeSums:

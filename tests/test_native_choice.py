@@ -1,0 +1,138 @@
+"""Which kernels compute a base where nobody names them, and that a job keeps those that it began with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.config import EngineConfig
+from motet.errors import RunError
+from motet.launch import load
+from motet.native import library
+from motet.native.choice import FASTER, Choice, kernels_of, of_jobs, of_machine
+from motet.native.cover import hand_over
+from motet.running import run_config
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.identity import computed_by
+from tests import native_calls
+from tests import tiny_models as tiny
+from tests.small_runs import REWARDS, config, fingerprint, job
+
+OWN = ("motet exact", "bfloat16"), ("motet exact-dpbf16", "bfloat16")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    native_calls.directory()
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def recorded(directory: Path) -> str:
+    ((processor, _),) = computed_by([JobDirectory(directory)])
+    return processor
+
+
+# --- what a machine and a base get ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_own_kernels_are_the_default(dtype: str) -> None:
+    base = load("small", EngineConfig(dtype=dtype, threads=1))
+    expected = "exact" if dtype == "float32" or of_machine().kernels == "native" else "exact-dpbf16"
+    assert (base.info.processor, base.info.notes, base.info.inexact) == (f"motet {expected}", (), "")
+    assert kernels_of(base.info.processor) != "torch"
+
+
+def test_the_faster_arithmetic_is_taken() -> None:
+    native = library.load()
+    faster = native.multiplies_pairs and native.ceiling("exact-dpbf16") > FASTER * native.ceiling("exact")
+    assert of_machine() == Choice("native-dpbf16" if faster else "native")
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"), [({"numerics": "fast"}, "engine.numerics is fast"), ({"block_size": 24}, "no multiple of 16")]
+)
+def test_settings_that_own_kernels_do_not_know_leave_the_base_to_torch(engine: dict[str, Any], said: str) -> None:
+    base = load("small", EngineConfig(threads=1, **engine))
+    assert base.kernels is None
+    assert kernels_of(base.info.processor) == "torch"
+    assert any(said in note for note in base.info.notes)
+
+
+def test_a_base_that_is_not_covered_stays_with_torch() -> None:
+    base = tiny.load("gemma2")
+    hand_over(base, EngineConfig(), of_machine())
+    assert base.kernels is None
+    assert [note for note in base.info.notes if "this is Gemma2Model" in note]
+
+
+def test_a_base_whose_logits_differ_stays_with_torch_and_is_exact() -> None:
+    base = tiny.load("llama")
+    before = base.fingerprint()
+    for parameter in base.decoder.norm.parameters():
+        parameter.fill_(float("nan"))
+    hand_over(base, EngineConfig(), of_machine())
+    assert base.kernels is None
+    assert any("differ from torch's" in note for note in base.info.notes)
+    assert base.fingerprint() != before  # torch computes it
+
+
+def test_without_compiled_kernels_torch_computes_and_a_note_says_what_to_do(tmp_path: Path) -> None:
+    package = Path(library.__file__).parents[1]
+    shutil.copytree(package, tmp_path / "motet", ignore=shutil.ignore_patterns("*.so", "__pycache__", "assets"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    code = "from motet.native.choice import of_machine; choice = of_machine(); print(choice.kernels, choice.why)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("torch ")
+    assert "motet doctor --build" in done.stdout
+
+
+# --- what jobs that have begun keep ---------------------------------------------------------------------------------------
+
+
+def test_jobs_keep_what_most_of_them_began_with() -> None:
+    assert of_jobs([]) == of_machine()
+    for name, kernels in zip(OWN, ("native", "native-dpbf16"), strict=True):
+        assert of_jobs([name]).kernels == kernels
+    torch = of_jobs([("AVX512", "bfloat16"), ("AVX512", "bfloat16"), OWN[0]])
+    assert torch.kernels == "torch"
+    assert "began with" in torch.why
+    assert of_jobs([("motet exact", "float32")]) == of_machine()  # both arithmetics are one for float32
+
+
+@pytest.mark.parametrize("began", ["torch", "native"])
+def test_a_run_keeps_the_kernels_that_it_began_with(began: str, tmp_path: Path, rewards: Path) -> None:
+    """Begun under a name and resumed under `auto`, it makes the adapters of one that nobody stopped."""
+
+    def trained(directory: Path, steps: int, kernels: str) -> dict[str, str]:
+        jobs, engine = [job("one", rewards, steps=steps)], {"threads": 1, "samplers": 0, "dtype": "bfloat16"}
+        result = run_config(config(directory, jobs, kernels=kernels, **engine))
+        assert result.ok, result
+        assert result.jobs["one"].inexact == ()
+        assert kernels_of(recorded(directory / "one")) == began
+        return {name: one for name, one in fingerprint(directory / "one").items() if name.startswith("versions/v2/")}
+
+    trained(tmp_path / "parts", 1, began)
+    resumed = trained(tmp_path / "parts", 2, "auto")
+    assert resumed
+    if began == "torch":
+        assert resumed == trained(tmp_path / "whole", 2, began)
+
+
+def test_other_kernels_than_a_run_began_with_are_refused(tmp_path: Path, rewards: Path) -> None:
+    engine = {"threads": 1, "samplers": 0}
+    assert run_config(config(tmp_path / "run", [job("one", rewards, steps=1)], **engine)).ok
+    with pytest.raises(RunError, match=r"kernels: was 'motet exact.*', is "):
+        run_config(config(tmp_path / "run", [job("one", rewards, steps=2)], kernels="torch", **engine))
