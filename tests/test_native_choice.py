@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -22,6 +23,8 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
 from tests import native_calls
 from tests import tiny_models as tiny
+from tests.service_run import Service
+from tests.service_run import tiny as tiny_job
 from tests.small_runs import REWARDS, config, fingerprint, job
 
 OWN = ("motet exact", "bfloat16"), ("motet exact-dpbf16", "bfloat16")
@@ -136,3 +139,28 @@ def test_other_kernels_than_a_run_began_with_are_refused(tmp_path: Path, rewards
     assert run_config(config(tmp_path / "run", [job("one", rewards, steps=1)], **engine)).ok
     with pytest.raises(RunError, match=r"kernels: was 'motet exact.*', is "):
         run_config(config(tmp_path / "run", [job("one", rewards, steps=2)], kernels="torch", **engine))
+
+
+@pytest.mark.soak
+def test_jobs_of_a_service_keep_what_they_began_with(tmp_path: Path) -> None:
+    """Stopped, and started again with other settings; when they have ended, the next start takes what is fastest."""
+    with contextlib.closing(Service(tmp_path / "served")) as service:
+        settings = service.directory / "engine.yaml"
+        settings.write_text("engine: {samplers: 0, threads: 1, kernels: torch}\n")
+        service.start()
+        job = service.submit(tiny_job("one", steps=40))
+        service.reaches("one", 2)
+        service.terminate()
+        settings.write_text("engine: {samplers: 0, threads: 1}\n")
+        service.start()
+        service.reaches("one", 4)
+        directory = service.directory / "run" / job["id"]
+        assert kernels_of(recorded(directory)) == "torch"
+        assert JobDirectory(directory).read_status().get("inexact", []) == []
+        service.steer("one", "cancel")
+        service.ended("one")
+        service.terminate()
+        service.start()
+        job = service.submit(tiny_job("two", steps=1))
+        assert service.ended("two") == "succeeded"
+        assert kernels_of(recorded(service.directory / "run" / job["id"])) == of_machine().kernels
