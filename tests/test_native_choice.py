@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 
+from motet.channel import decode, encode
+from motet.cluster.messages import StartHost
+from motet.cluster.starts import starts
 from motet.config import EngineConfig
+from motet.config.rollout import RolloutConfig
+from motet.config.service import Largest
 from motet.errors import RunError
 from motet.launch import load
 from motet.native import library
@@ -40,6 +45,15 @@ def rewards(tmp_path: Path) -> Path:
     path = tmp_path / "rewards.py"
     path.write_text(REWARDS)
     return path
+
+
+def without_kernels(directory: Path, code: str) -> str:
+    """What code prints where Motet is installed without compiled kernels."""
+    package = Path(library.__file__).parents[1]
+    shutil.copytree(package, directory / "motet", ignore=shutil.ignore_patterns("*.so", "__pycache__", "assets"))
+    environment = {**os.environ, "PYTHONPATH": str(directory), "XDG_CACHE_HOME": str(directory)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def recorded(directory: Path) -> str:
@@ -93,13 +107,10 @@ def test_a_base_whose_logits_differ_stays_with_torch_and_is_exact() -> None:
 
 
 def test_without_compiled_kernels_torch_computes_and_a_note_says_what_to_do(tmp_path: Path) -> None:
-    package = Path(library.__file__).parents[1]
-    shutil.copytree(package, tmp_path / "motet", ignore=shutil.ignore_patterns("*.so", "__pycache__", "assets"))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     code = "from motet.native.choice import of_machine; choice = of_machine(); print(choice.kernels, choice.why)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("torch ")
-    assert "motet doctor --build" in done.stdout
+    said = without_kernels(tmp_path, code)
+    assert said.startswith("torch ")
+    assert "motet doctor --build" in said
 
 
 # --- what jobs that have begun keep ---------------------------------------------------------------------------------------
@@ -139,6 +150,32 @@ def test_other_kernels_than_a_run_began_with_are_refused(tmp_path: Path, rewards
     assert run_config(config(tmp_path / "run", [job("one", rewards, steps=1)], **engine)).ok
     with pytest.raises(RunError, match=r"kernels: was 'motet exact.*', is "):
         run_config(config(tmp_path / "run", [job("one", rewards, steps=2)], kernels="torch", **engine))
+
+
+def test_all_hosts_get_one_choice() -> None:
+    start = StartHost(
+        "small", "runs", {}, {}, {}, [], patience_seconds=1.0, largest=Largest(4, 0), own=Choice("torch", "why")
+    )
+    made = starts(start, EngineConfig(hosts=2, threads=1), RolloutConfig())
+    assert [decode(encode(one), StartHost).own for one in made] == [start.own, start.own]
+
+
+def test_a_host_whose_kernels_are_not_compiled_refuses(tmp_path: Path) -> None:
+    """Torch in their place would give other bytes than the other hosts."""
+    code = "from motet.config import EngineConfig\nfrom motet.native.cover import Choice, chosen\n"
+    code += "try: chosen(EngineConfig(), Choice('native'))\nexcept Exception as error: print(error)"
+    assert "motet doctor --build" in without_kernels(tmp_path, code)
+
+
+@pytest.mark.soak
+def test_hosts_keep_what_the_run_began_with(tmp_path: Path, rewards: Path) -> None:
+    for steps, engine in (1, {"kernels": "torch"}), (2, {"hosts": 2}):
+        result = run_config(
+            config(tmp_path / "run", [job("one", rewards, steps=steps)], threads=1, samplers=0, **engine)
+        )
+        assert result.ok, result
+        assert result.jobs["one"].inexact == ()
+    assert kernels_of(recorded(tmp_path / "run" / "one")) == "torch"
 
 
 @pytest.mark.soak
