@@ -129,7 +129,7 @@ def _load(base: str, config: EngineConfig, own: Choice | None) -> LoraModel:
     import torch
 
     from motet.model.load import load_base
-    from motet.native.cover import chosen, hand_over, refusal
+    from motet.native.cover import against, chosen, hand_over
 
     torch.set_num_threads(_threads(config))
     choice = chosen(config, own)
@@ -142,7 +142,7 @@ def _load(base: str, config: EngineConfig, own: Choice | None) -> LoraModel:
         numerics=config.numerics,
         base_format=config.base_format,
         trust_remote_code=config.trust_remote_code,
-        leaves=lambda base: choice.kernels != "torch" and not refusal(base),
+        leaves=lambda base: choice.kernels != "torch" and not against(base, config),
     )
     hand_over(loaded, config, choice)
     return loaded

@@ -147,6 +147,7 @@ def _load(
             f"base {name!r} cannot be loaded: {reason.rstrip('.')}; give another: a hub id, a directory, a .gguf file, "
             "`smollm2` (after `make smollm2`) or `small`"
         ) from error
+    model.quantised_as = checkpoint.method
     _check_weights(name, model, report)
     if dtype == "auto" and model.dtype not in DTYPES.values():
         model.bfloat16()

@@ -81,6 +81,13 @@ def chosen(config: EngineConfig, own: Choice | None) -> Choice:
     return choice
 
 
+def against(base: LoraModel, config: EngineConfig) -> str:
+    """`refusal`, and where nobody names own kernels, also that they keep no weights as they are stored."""
+    if config.kernels == "auto" and base.quantised:
+        return f"its files are quantised ({base.quantised}), and own kernels read whole numbers"
+    return refusal(base)
+
+
 def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
     """`compute_with` what was chosen; where `auto` chose and they do not cover the base, torch computes, and a note says why.
 
@@ -91,7 +98,7 @@ def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
         compute_with(base, choice.kernels)
     elif choice.kernels == "torch":
         base.revise(choice.why)
-    elif reason := refusal(base):
+    elif reason := against(base, config):
         base.revise(f"{_TORCH}: {reason}")
     else:
         try:
