@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class Choice:
     kernels: NamedKernels
     why: str = ""
     """Why torch, for a person."""
+    kept: bool = False
+    """Whether jobs that have begun ask for it."""
 
 
 def kernels_of(processor: str) -> NamedKernels:
@@ -43,16 +46,10 @@ def of_machine() -> Choice:
     return Choice("native-dpbf16" if pairs else "native")
 
 
-def of_jobs(begun: Iterable[tuple[str, str]]) -> Choice:
-    """For jobs that have begun, what most of them began with; the machine's own for others.
-
-    `begun` has `ModelInfo.processor` and the type of numbers of each.
-    """
-    machine, counts = of_machine(), dict[NamedKernels, int]()
-    for processor, dtype in begun:
-        kernels = kernels_of(processor)
-        if kernels == "native" and dtype == "float32" and machine.kernels != "torch":
-            kernels = machine.kernels  # both names mean the same there
-        counts[kernels] = counts.get(kernels, 0) + 1
-    most = max(counts, key=lambda kernels: (counts[kernels], kernels), default=machine.kernels)
-    return machine if most == machine.kernels else Choice(most, _BEGAN if most == "torch" else "")
+def of_jobs(processors: Iterable[str]) -> Choice:
+    """What most jobs that have begun began with, by their `ModelInfo.processor`; the fastest here where there are none."""
+    counts = Counter(map(kernels_of, processors))
+    if not counts:
+        return of_machine()
+    most = max(counts, key=lambda kernels: (counts[kernels], kernels))
+    return Choice(most, _BEGAN if most == "torch" else "", kept=True)

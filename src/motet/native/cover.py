@@ -96,10 +96,12 @@ def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
     """
     if config.kernels != "auto":
         compute_with(base, choice.kernels)
-    elif choice.kernels == "torch":
+    elif choice.kernels == "torch" and not choice.kept:
         base.revise(choice.why)
     elif reason := against(base, config):
         base.revise(f"{_TORCH}: {reason}")
+    elif choice.kernels == "torch":
+        base.revise(choice.why)
     else:
         try:
             compute_with(base, choice.kernels)

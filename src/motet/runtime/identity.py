@@ -52,16 +52,14 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
     }
 
 
-def computed_by(directories: Iterable[JobDirectory]) -> list[tuple[str, str]]:
-    """`ModelInfo.processor` and the type of numbers of each job that has steps; empty words where they cannot be read."""
+def computed_by(directories: Iterable[JobDirectory]) -> list[str]:
+    """`ModelInfo.processor` of each job that has steps; empty where its job.yaml does not say so."""
     found = []
     for directory in directories:
         if directory.steps():
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                text = (directory.path / "job.yaml").read_text()
-                words = {name: re.search(rf"^{name}: (.*)$", text, re.MULTILINE) for name in ("kernels", "dtype")}
-                kernels, dtype = ("" if word is None else word[1].strip("'\" ") for word in words.values())
-                found.append((kernels, dtype))
+                named = re.search(r"^kernels: (.*)$", (directory.path / "job.yaml").read_text(), re.MULTILINE)
+                found.append("" if named is None else named[1].strip("'\" "))
     return found
 
 
