@@ -21,9 +21,10 @@ def run(directory: Path, *jobs: dict[str, Any], **options: Any) -> RunResult:
     return motet.run(list(jobs), base="small", quiet=True, directory=directory, engine={"samplers": 0}, **options)
 
 
-def run_alone(directory: Path, *jobs: dict[str, Any], base: str = "small") -> RunResult:
+def run_alone(directory: Path, *jobs: dict[str, Any], base: str = "small", kernels: str = "auto") -> RunResult:
     """What `motet run` makes of jobs of a base, each without company."""
-    tree = {"base": base, "run": str(directory), "engine": {"samplers": 0, "threads": 1}, "jobs": jobs}
+    engine = {"samplers": 0, "threads": 1, "kernels": kernels}
+    tree = {"base": base, "run": str(directory), "engine": engine, "jobs": jobs}
     result = run_config(validate(tree, "the test"), sequential=True)
     assert result.ok
     return result

@@ -21,7 +21,18 @@ from tests.segments import make_segment, make_trainer, run_steps, sampler_logpro
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-EVERY_TIME = ("llama", "qwen3_wide", "gemma3n", "opt", "mistral3", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_5", "lfm2")
+EVERY_TIME = (
+    "llama",
+    "qwen3_wide",
+    "gemma3n",
+    "opt",
+    "mistral3",
+    "gpt_oss",
+    "qwen3_moe",
+    "deepseek_v3",
+    "qwen3_5",
+    "lfm2",
+)
 """One of each kind."""
 PROMPTS = (53, 9)
 """Lengths beyond the window of the tiny models and over several blocks, and within one."""

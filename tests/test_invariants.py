@@ -28,8 +28,10 @@ from tests.small_runs import REWARDS, STEPS, config, fingerprint, job, metrics, 
 BASES = [
     pytest.param(("small", "float32"), id="small-fp32"),
     pytest.param(("small", "bfloat16"), id="small-bf16"),
-    pytest.param(("small", "bfloat16", 2), id="small-bf16-two-threads", marks=pytest.mark.soak),
-    pytest.param(("small/native", "bfloat16"), id="small-native", marks=pytest.mark.soak),
+    pytest.param(("small/torch", "float32"), id="small-torch-fp32"),
+    pytest.param(("small/torch", "bfloat16"), id="small-torch-bf16", marks=pytest.mark.soak),
+    pytest.param(("small/torch", "bfloat16", 2), id="small-torch-bf16-two-threads", marks=pytest.mark.soak),
+    pytest.param(("small/native", "bfloat16", 2), id="small-native-two-threads", marks=pytest.mark.soak),
     pytest.param(("smollm2", "bfloat16"), id="smollm2-bf16", marks=[pytest.mark.smollm2, pytest.mark.soak]),
     pytest.param(("smollm2", "float32"), id="smollm2-fp32", marks=[pytest.mark.smollm2, pytest.mark.soak]),
 ]
@@ -41,9 +43,9 @@ def base(request: pytest.FixtureRequest) -> Any:
     if name == "smollm2":
         request.getfixturevalue("smollm2_dir")
     name, _, kernels = name.partition("/")
-    if kernels:
+    if kernels != "torch":
         native_calls.directory()
-    loaded = load(name, EngineConfig(dtype=dtype, threads=1, kernels=kernels or "torch"))
+    loaded = load(name, EngineConfig.model_validate({"dtype": dtype, "threads": 1, "kernels": kernels or "auto"}))
     for _ in threads:
         loaded.revise("two threads")
     return loaded

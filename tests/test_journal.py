@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from motet.runtime.job import Services
 from motet.runtime.journal import Done, Journal, JournalError, Nothing
+from motet.runtime.start_turns import StartTurns
 
 
 def test_a_cancel_counts_for_a_command_that_is_there_and_not_done(tmp_path: Path) -> None:
@@ -38,11 +37,10 @@ def test_the_looks_of_a_step_are_kept_for_that_step_alone(tmp_path: Path) -> Non
 
 
 def test_jobs_of_a_tenant_begin_one_after_another_and_hold_nobody_else_up() -> None:
-    nothing: Any = None
-    services, now, seen = Services(*[nothing] * 10), {"a": 0, "b": 0, "": 0}, []
+    turns, now, seen = StartTurns(lambda tenant: 0), {"a": 0, "b": 0, "": 0}, []
 
     async def begin(tenant: str) -> None:
-        async with services.beginning(tenant):
+        async with turns.opening(tenant):
             now[tenant] += 1
             await asyncio.sleep(0)
             seen.append(dict(now))
@@ -55,4 +53,4 @@ def test_jobs_of_a_tenant_begin_one_after_another_and_hold_nobody_else_up() -> N
     assert max(one["a"] for one in seen) == max(one["b"] for one in seen) == 1
     assert max(one["a"] + one["b"] for one in seen) == 2
     assert max(one[""] for one in seen) == 3, "a run without tenants"
-    assert not services._beginning, "locks of tenants that begin nothing are kept by nobody"
+    assert not turns._locks, "locks of tenants that begin nothing are kept by nobody"

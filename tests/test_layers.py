@@ -83,7 +83,7 @@ SERVERS = (
     "in_vllm.motet_vllm",
 )
 LIGHT = frozenset(  # no torch here
-    {"rollout", "rollout.fake", "algorithms", "native", "native.building", "native.library"}
+    {"rollout", "rollout.fake", "algorithms", "native", "native.building", "native.library", "native.choice"}
     | {f"rollout.{name}" for name in SERVERS}
 )
 OVER_HTTP = frozenset({"vllm", "sglang"})

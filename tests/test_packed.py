@@ -133,6 +133,7 @@ def test_adapters_have_the_bytes_of_those_on_the_unpacked_base(quantised: str, t
         }
         config = validate({"base": quantised, "run": str(tmp_path / name), "engine": engine, "jobs": [job]}, "test")
         base = load(quantised, EngineConfig(base_format=name, threads=1))
+        assert base.kernels is None
         assert run_config(config, base=base).ok
         weights = (tmp_path / name / "a" / "versions" / "v2" / "adapter_model.safetensors").read_bytes()
         digests[name] = hashlib.sha256(weights).hexdigest()

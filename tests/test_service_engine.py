@@ -79,21 +79,21 @@ def test_neighbours_that_come_go_pause_and_fail_change_no_byte(service: Service,
     service.submit(tiny("steady", LONG))
     service.submit(tiny("regretted", LONG))
     service.steer("regretted", "cancel")  # before the engine has prepared it
-    service.submit(tiny("resting", LONG))
+    service.submit(tiny("resting", 4 * LONG))  # not done before it is asked to pause
     service.submit({**tiny("broken"), "data": {"source": "toy:sort_letters", "prompt": "nowhere"}})
     service.reaches("resting", 2)
     service.steer("resting", "pause")
-    service.submit(tiny("dropped", LONG))
+    service.submit(tiny("dropped", 4 * LONG))
     service.reaches("dropped", 1)
     service.steer("dropped", "cancel")
-    assert service.becomes("resting", "paused")["step"] < LONG
+    assert service.becomes("resting", "paused")["step"] < 4 * LONG
     service.steer("resting", "resume")
     assert service.ended("steady") == "succeeded"
     assert service.weights("steady") == alone["steady"]
     found = {name: service.ended(name) for name in ("regretted", "resting", "broken", "dropped")}
     assert found == {"regretted": "cancelled", "resting": "succeeded", "broken": "failed", "dropped": "cancelled"}
     assert "nowhere" in service.job("broken")["message"]
-    assert service.steps("resting") == list(range(LONG + 1))
+    assert service.steps("resting") == list(range(4 * LONG + 1))
     assert service.states("resting") == ["queued", "running", "paused", "queued", "running", "succeeded"]
     assert service.steps("dropped")[:1] == [0]
     assert service.steps("regretted") == []

@@ -358,7 +358,9 @@ def job_file(directory: Path, shard: int, steps: int = 2) -> RunConfig:
         {"name": "one", "steps": steps, "adapter": {"rank": 8, "alpha": 12}, **common},
         {"name": "two", "steps": steps, "adapter": {"rank": 4, "alpha": 12}, **common},
     ]
-    return config_of(jobs, "small", {"threads": 1, "samplers": 0, "shard": shard}, "test", directory)
+    return config_of(
+        jobs, "small", {"threads": 1, "samplers": 0, "shard": shard, "kernels": "torch"}, "test", directory
+    )
 
 
 def kept(directory: Path) -> dict[str, bytes]:

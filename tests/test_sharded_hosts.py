@@ -27,7 +27,7 @@ def job(name: str) -> Json:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each job's adapter, trained by one process."""
-    run = run_alone(tmp_path_factory.mktemp("alone"), *map(job, NAMES))
+    run = run_alone(tmp_path_factory.mktemp("alone"), *map(job, NAMES), kernels="torch")
     return {name: one.adapter / "adapter_model.safetensors" for name, one in run.jobs.items()}
 
 

@@ -324,7 +324,7 @@ def test_each_slow_down_of_the_provider_adds_five_seconds(provider: Provider, tm
 
 
 def test_one_address_has_few_requests_to_the_provider_under_way(house: House) -> None:
-    sealing = load_secrets(house.storage.run.parent, "", house.store, house.storage)
+    sealing = load_secrets(house.storage.run.parent, "", house.store)
 
     async def most(addresses: tuple[str, ...]) -> int:
         sign_ins, now, most = SignIns(house.part(Settings), house.store, sealing), 0, 0

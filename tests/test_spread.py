@@ -32,6 +32,7 @@ from motet.config import EngineConfig
 from motet.device import BusyTime, Device
 from motet.errors import DeviceError, EngineError
 from motet.launch import load
+from motet.native.choice import of_machine
 from motet.results import RunResult
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
@@ -53,6 +54,7 @@ LOAD = LoadSampler(
     trust_remote_code=False,
     numerics="exact",
     limits=LIMITS,
+    kernels=of_machine().kernels,
 )
 LONG = 200
 """Tokens that take the process long enough to be met in the middle of them."""

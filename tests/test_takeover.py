@@ -27,6 +27,7 @@ from motet.errors import ScorerAway
 from motet.hosting import line as lines
 from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.scores import AskedOfService
+from motet.native.choice import Choice
 from motet.types import JobState
 from tests.adapter_files import run_alone, weights_of
 from tests.service_run import Service, tiny
@@ -170,6 +171,21 @@ def test_an_engine_of_another_configuration_saves_and_ends(short_path: Path) -> 
             assert "differs in engine: it saves its jobs" in failed.reason
             made.line.send(m.Stopped())
             assert await messages.get() is None
+            second.dies()
+
+    asyncio.run(work())
+
+
+def test_an_engine_goes_on_with_the_kernels_of_its_jobs(short_path: Path) -> None:
+    """Jobs whose base is not covered began with torch, whatever the first service chose."""
+
+    async def work() -> None:
+        async with begun(short_path, replace(START, own=Choice("native"))) as (made, first, messages):
+            first.dies()
+            assert await messages.get() == Gone()
+            start = replace(START, own=Choice("torch", "jobs began with them", kept=True))
+            second = OneService(made.address).send(start).welcomed()
+            assert await messages.get() == start
             second.dies()
 
     asyncio.run(work())

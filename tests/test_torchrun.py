@@ -37,7 +37,7 @@ def file(path: Path, **changed: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return weights_of(run_alone(tmp_path_factory.mktemp("alone"), job("a")))["a"]
+    return weights_of(run_alone(tmp_path_factory.mktemp("alone"), job("a"), kernels="torch"))["a"]
 
 
 @pytest.fixture

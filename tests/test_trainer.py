@@ -495,10 +495,11 @@ def some_samples(source: random.Random, vocabulary: int) -> tuple[Sample, ...]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("rounds", few([2, 8], 2))
-def test_gradients_do_not_depend_on_how_long_the_neighbours_are(dtype, rounds):
+def test_gradients_do_not_depend_on_how_long_the_neighbours_are(dtype, rounds, kernels):
     """Company decides how far sequences are padded and which of them share a product; no sum may show it."""
-    base = load("small", EngineConfig(dtype=dtype, threads=1, block_size=32))
+    base = load("small", EngineConfig(dtype=dtype, threads=1, block_size=32, kernels=kernels))
     trainer = TorchTrainer(base, slots=4)
     names = ("a", "b", "c", "d")
     for name in names:

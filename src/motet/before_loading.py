@@ -18,10 +18,11 @@ from motet.config.chain import chains
 from motet.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
 from motet.launch import check_directories
 from motet.model.find import find_adapter, find_base
+from motet.native.choice import Choice, of_jobs
 from motet.near import close_matches
 from motet.preparing import Sources, check_reference
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.identity import of_config
+from motet.runtime.identity import computed_by, of_config
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.opening import check_identity
 from motet.runtime.own_environment import check_environment
@@ -96,6 +97,13 @@ class Checked:
     """What each job is (`of_config`), by its name."""
     changed: set[str] = field(default_factory=set)
     """Names of the jobs that differ from what their directories were made with, where that is accepted."""
+
+
+def auto_kernels(config: RunConfig) -> Choice | None:
+    """What kernels `auto` is: what the jobs of the run began with, or the fastest here."""
+    if config.engine.kernels != "auto":
+        return None
+    return of_jobs(computed_by(JobDirectory(Path(config.run) / job.name) for job in config.jobs))
 
 
 def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loaded: bool = False) -> Checked:

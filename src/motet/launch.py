@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import os
@@ -19,6 +18,7 @@ from motet.config.service import Largest
 from motet.device import Device
 from motet.errors import ConfigError
 from motet.model_info import ModelInfo
+from motet.native.choice import Choice, kernels_of
 from motet.protocols import Trainer
 from motet.runtime.job import Services
 from motet.runtime.learner import Learner
@@ -61,9 +61,14 @@ def warm_up() -> None:
 
 
 def open_base(
-    config: HostConfig, directory: RunDirectory, stack: contextlib.ExitStack, *, of_torchrun: bool = False
+    config: HostConfig,
+    directory: RunDirectory,
+    stack: contextlib.ExitStack,
+    own: Choice | None = None,
+    *,
+    of_torchrun: bool = False,
 ) -> LoraModel | ShardedBase:
-    """Load and prove the base of a host; where it asks for shards, their processes end with `stack`.
+    """Load and prove the base of a host; where it asks for shards, their processes end with `stack`. `own` as in `load`.
 
     Torchrun has started those processes already where `of_torchrun` is true.
 
@@ -73,7 +78,7 @@ def open_base(
     """
     engine = config.engine
     if engine.shard == 1:
-        return load_for(config)
+        return load_for(config, own)
     from motet.training.sharded.base import ShardedBase
     from motet.training.sharded.messages import Join
     from motet.training.sharded.torchrun import rank_group
@@ -98,30 +103,33 @@ def open_base(
     return ShardedBase.of(group, trust_remote_code=engine.trust_remote_code)
 
 
-def load_for(config: HostConfig) -> LoraModel:
+def load_for(config: HostConfig, own: Choice | None = None) -> LoraModel:
     """`load`, for adapters that whoever samples can have."""
-    base = load(config.base, config.engine)
+    base = load(config.base, config.engine, own)
     if base.info.experts and config.rollout.engine != "embedded":
         base.revise(experts=(), experts_idle="with adapters on experts Motet samples itself (rollout.engine: embedded)")
     return base
 
 
-def load(base: str, config: EngineConfig) -> LoraModel:
-    """Load and prove a base.
+def load(base: str, config: EngineConfig, own: Choice | None = None) -> LoraModel:
+    """Load and prove a base. `own` is what kernels `auto` means where own kernels cover the base, the fastest by default.
 
     Raises:
         BaseModelError: with the reason.
+        ConfigError: own kernels are asked for and are not compiled.
     """
     keep_freed_memory()
     _spin_briefly()
+    import torch
+
     with ThreadPoolExecutor(1) as passing:
-        loaded = passing.submit(_load, base, config).result()
-    _one_thread()
+        loaded = passing.submit(_load, base, config, own).result()
+    torch.set_num_threads(1)  # of threads that start from now on; the device's takes what it needs
     return loaded
 
 
 @without_collections()
-def _load(base: str, config: EngineConfig) -> LoraModel:
+def _load(base: str, config: EngineConfig, own: Choice | None) -> LoraModel:
     """Runs in a thread that ends afterwards.
 
     OpenMP keeps a team for each thread that ever asked for one, and as soon as there are more threads than cores, every
@@ -130,24 +138,23 @@ def _load(base: str, config: EngineConfig) -> LoraModel:
     import torch
 
     from motet.model.load import load_base
-    from motet.native import library
-    from motet.native.cover import check_covered, compute_with
+    from motet.native.cover import against, check_covered, chosen, hand_over
 
     torch.set_num_threads(_threads(config))
-    if config.kernels != "torch":
-        library.load()  # whether they are compiled is said before the base is read
+    choice = chosen(config, own)
     loaded = load_base(
         base,
         dtype=config.dtype,
         device=config.device,
         block_size=config.block_size,
-        pack=config.pack_weights and config.kernels == "torch",
+        pack=config.pack_weights,
         numerics=config.numerics,
         base_format=config.base_format,
         trust_remote_code=config.trust_remote_code,
-        check=functools.partial(check_covered, base, config.kernels, config.block_size),
+        check=lambda model: check_covered(base, config, model),
+        leaves=lambda base: choice.kernels != "torch" and not against(base, config),
     )
-    compute_with(loaded, config.kernels)
+    hand_over(loaded, config, choice)
     return loaded
 
 
@@ -354,12 +361,12 @@ def _start_samplers(
     message = LoadSampler(
         base=base.info.name,
         dtype=base.info.dtype,
-        pack=config.pack_weights and config.kernels == "torch",
+        pack=config.pack_weights,
         base_format=config.base_format,
         block_size=base.block_size,
         trust_remote_code=config.trust_remote_code,
         numerics=config.numerics,
-        kernels=config.kernels,
+        kernels=kernels_of(base.info.processor),
         speculate=config.speculate,
         limits=limits,
     )
@@ -368,13 +375,6 @@ def _start_samplers(
 
 def _threads(config: EngineConfig) -> int:
     return config.threads or budgets.cores()
-
-
-def _one_thread() -> None:
-    """From now on threads start with one torch thread; the device's takes what it needs."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | None = None) -> Services:

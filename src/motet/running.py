@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.before_loading import Checked, check_before_loading
+from motet.before_loading import Checked, auto_kernels, check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import assemble, open_base, services
@@ -70,7 +70,8 @@ def run_config(
         directory = stack.enter_context(rundir.opened(Path(config.run)))
         checked = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None)
         loading()
-        opened = base or open_base(config, directory, stack, of_torchrun=config.cluster.launcher == "torchrun")
+        of_torchrun = config.cluster.launcher == "torchrun"
+        opened = base or open_base(config, directory, stack, auto_kernels(config), of_torchrun=of_torchrun)
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources)
         jobs = [job for job, _ in prepared]
         for job in jobs:
@@ -120,7 +121,7 @@ def _run_on_hosts(
                 jobs.append(job)
             notes = _notes(checked, [job.progress for job in jobs])
             launch = launcher(config.cluster, config)
-            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes)
+            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes, own=auto_kernels(config))
             if watch is not None:
                 watch(run.now)
             interrupt = Interrupt(notify)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _TRAINED = 4 * 4
 """Bytes of four numbers in fp32: master, gradient and the two moments of AdamW."""
-_NATIVE = 3
-"""Copies of a version for native kernels: as they read it, packed for the forward pass, and packed for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,8 @@ class SlotMemory:
     def of(cls, base: LoraModel, targets: str | Sequence[str], rank: int, versions: int = 1) -> SlotMemory:
         """Of an adapter on these layers."""
         size = base.adapter_layout(targets, rank).size
-        copies = 1 if base.kernels is None else _NATIVE
-        return cls(_TRAINED * size, copies * versions * base.dtype.itemsize * size)
+        copies = versions if base.kernels is None else 2 * versions + 1  # packed, and one as gradients read it
+        return cls(_TRAINED * size, copies * base.dtype.itemsize * size)
 
     def fitting(self, slots: int, resident: int, device: int, host: int | None) -> int:
         """How many of so many slots there is memory for: of the device, and of the host where what is parked goes there."""

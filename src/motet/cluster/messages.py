@@ -9,6 +9,7 @@ import msgspec
 from motet.agents import episode_messages as e
 from motet.channel import ChannelMessage
 from motet.config.service import Largest
+from motet.native.choice import Choice
 from motet.runtime.slots import Rule
 from motet.types import Chunk, FloatArray, IntArray, JobState, SamplingParams
 from motet.types import Message as ChatMessage
@@ -43,8 +44,8 @@ class StartHost(ChannelMessage, frozen=True):
     accept_changes: bool = True
     """Whether a job goes on that differs from what its directory was made with, or that is damaged."""
     trust_remote_code: bool = False
-    takeover_seconds: float = 0.0
-    """How long the host goes on without a service; 0: it ends with its parent."""
+    takeover_seconds: float = 0.0  # for which the host goes on without a service; 0: it ends with its parent
+    own: Choice | None = None  # what kernels `auto` is on all hosts of this base
     code: str = ""
     """What the host runs besides what is said here: a host of other code is no host of this start."""
 

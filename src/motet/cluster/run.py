@@ -15,6 +15,7 @@ from motet.cluster.starts import starts_of
 from motet.config import JobConfig, RunConfig
 from motet.config.service import Largest
 from motet.errors import ConfigError, RunError
+from motet.native.choice import Choice
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.progress import JobProgress
@@ -86,8 +87,11 @@ class HostedRun:
         launch: Launch | None = None,
         *,
         accept_changes: bool = False,
+        own: Choice | None = None,
     ) -> None:
         """`launch` starts the hosts; `accept_changes` goes on with jobs that differ from what their directories were made with.
+
+        `own` is what kernels `auto` is.
 
         Raises:
             ConfigError: the jobs cannot run in other processes.
@@ -116,12 +120,13 @@ class HostedRun:
             ),
             own_jobs=True,
             accept_changes=accept_changes,
+            own=own,
             trust_remote_code=config.engine.trust_remote_code,
         )
         slots = min(config.engine.slots, sum(job.config.slots for job in jobs))  # servers need room for so many
         engine = config.engine.model_copy(update={"slots": slots})
-        own = config.model_copy(update={"engine": engine})
-        self._client = Hosts(starts_of((start, own)), directory.path, launch)
+        hosts = starts_of((start, config.model_copy(update={"engine": engine})))
+        self._client = Hosts(hosts, directory.path, launch)
         self._stopping = asyncio.Event()
         self._jobs = {job.config.name: job for job in jobs}
 

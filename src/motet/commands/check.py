@@ -19,7 +19,7 @@ from rich.table import Table
 from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
-from motet.before_loading import Checked, check_before_loading
+from motet.before_loading import Checked, auto_kernels, check_before_loading
 from motet.commands.answers import print_table
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, RunConfig
@@ -86,7 +86,8 @@ def _check(config: RunConfig, rollouts: int) -> bool:
         checked = check_before_loading(config, accept_changes=True)
         refused = _print_changes(console, config, checked)
         console.print(f"loading {config.base} …")
-        base = open_base(config, directory, stack, of_torchrun=config.cluster.launcher == "torchrun")
+        of_torchrun = config.cluster.launcher == "torchrun"
+        base = open_base(config, directory, stack, auto_kernels(config), of_torchrun=of_torchrun)
         for note in base.info.notes:
             console.print(f"note: {note}")
         prepared = prepare_all(config.jobs, base.info, directory, checked.sources)

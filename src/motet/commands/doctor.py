@@ -110,6 +110,7 @@ def _processor() -> str:
 def _kernels() -> str:
     """Which form of the C++ kernels is taken, why no faster one, and the most that a core multiplies with it."""
     from motet.native import library
+    from motet.native.choice import of_machine
 
     try:
         native = library.load()
@@ -117,7 +118,8 @@ def _kernels() -> str:
         return str(error)
     rates = [f"{name} {native.ceiling(name):,.0f}" for name in library.ARITHMETICS]
     slow = "" if native.multiplies_pairs else " (exact-dpbf16 is emulated here)"
-    return "; ".join([f"{native.form}, {', '.join(rates)} GFLOP/s per core{slow}", *native.passed_over])
+    chosen = f"engine.kernels auto is {of_machine().kernels} for bfloat16"
+    return "; ".join([f"{native.form}, {', '.join(rates)} GFLOP/s per core{slow}", chosen, *native.passed_over])
 
 
 def build_kernels() -> int:

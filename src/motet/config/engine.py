@@ -9,7 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from motet.section import Config
 
-Kernels = Literal["torch", "native", "native-dpbf16"]
+NamedKernels = Literal["torch", "native", "native-dpbf16"]
+Kernels = Literal["auto"] | NamedKernels
 
 
 class EngineConfig(Config):
@@ -23,10 +24,11 @@ class EngineConfig(Config):
     """`exact`: a row has the same bits whatever else is in the batch. `fast`: libraries choose kernels by the number of
     rows, and Motet reports how far sampler and trainer differ. On a CPU they differ only for bfloat16 with matrix units,
     and for [states](hybrids.md#fast-numerics)."""
-    kernels: Kernels = "torch"
-    """What computes the base on a CPU: `torch`, or [Motet's own kernels](native.md), sooner and with nothing left to a
-    library. `native` adds in one order on every processor; `native-dpbf16` is faster where there is `vdpbf16ps` (AMD since
-    Zen 4, Intel since Sapphire Rapids). Each has bits of its own."""
+    kernels: Kernels = "auto"
+    """What computes the base on a CPU. `auto`: the fastest of [Motet's own kernels](native.md#choose-an-arithmetic) if they
+    are compiled and cover the base, otherwise torch; jobs that have begun keep their kernels. `native` adds in one order on
+    every processor, `native-dpbf16` in the order of the instruction `vdpbf16ps`, `torch` as its libraries do. The results
+    of these three differ in their last bits."""
     threads: int = Field(0, ge=0, le=4096)
     """CPU cores to use; 0 takes OMP_NUM_THREADS, or all cores. Training uses them together."""
     samplers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
@@ -138,9 +140,9 @@ class EngineConfig(Config):
             )
         return self
 
-    def _own_kernels_fit(self) -> None:
-        if self.kernels == "torch":
-            return
+    @property
+    def without_own_kernels(self) -> str:
+        """The setting with which own kernels do not go together; empty where there is none."""
         unfit = {
             f"device is {self.device}": self.device not in ("auto", "cpu"),
             f"shard is {self.shard}": self.shard > 1,
@@ -148,10 +150,11 @@ class EngineConfig(Config):
             f"numerics is {self.numerics}": self.numerics != "exact",
             f"block_size is {self.block_size}, no multiple of 16": self.block_size % 16 != 0,
         }
-        if reasons := [reason for reason, holds in unfit.items() if holds]:
-            raise ValueError(
-                f"kernels is {self.kernels}, and {reasons[0]}, which do not go together: change one of them"
-            )
+        return next((reason for reason, holds in unfit.items() if holds), "")
+
+    def _own_kernels_fit(self) -> None:
+        if self.kernels not in ("auto", "torch") and (reason := self.without_own_kernels):
+            raise ValueError(f"kernels is {self.kernels}, and {reason}, which do not go together: change one of them")
 
     @field_validator("trust_remote_code", mode="before")
     @classmethod

@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from msgspec import structs
+
 from motet.channel import ChannelMessage, decode, encode
 from motet.cluster import messages as m
 
@@ -187,7 +189,7 @@ class ServiceLine:
             with self._lock:
                 self._start, self._peer = start, connection
             self._first.put(start)
-        elif start == self._start and not self._ending:
+        elif _alike(start, self._start) and not self._ending:
             self._say("another process of the service has taken over")
             with self._lock:
                 self._next = connection
@@ -224,3 +226,9 @@ class ServiceLine:
                 self._early.append(message)
             else:
                 self._deliver(message)
+
+
+def _alike(start: m.StartHost, before: m.StartHost) -> bool:
+    """Whether a host that was started so serves this start too; jobs that have begun keep its kernels in any case."""
+    kept = start.own is not None and start.own.kept
+    return (structs.replace(start, own=before.own) if kept else start) == before

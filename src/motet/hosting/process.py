@@ -69,7 +69,7 @@ class HostProcess:
         self._config, self._parent = config, parent
         self.directory = directory
         self._opened = contextlib.ExitStack()
-        self.base = open_base(config, directory, self._opened)
+        self.base = open_base(config, directory, self._opened, start.own)
         alone = start.host is None
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest, alone=alone)
         self._scores = AskedOfService(parent.send)

@@ -50,10 +50,12 @@ def load_base(
     arithmetic: Arithmetic | None = None,
     shards: Shards | None = None,
     check: Callable[[Any], None] = lambda config: None,
+    leaves: Callable[[LoraModel], bool] = lambda base: False,
 ) -> LoraModel:
     """Load, wrap and prove a base model; with `shards`, as one rank of several. `arithmetic` overrides what suits the device.
 
-    `check` gets the configuration before weights are read; what it raises ends the loading.
+    `check` gets the configuration before weights are read; what it raises ends the loading. Where `leaves` says that other
+    kernels will compute its passes, torch's are not proved to be exact, and nothing is packed.
 
     Raises:
         BaseModelError: it cannot be found or loaded, or failed the proof; says why and what can be used instead.
@@ -66,7 +68,14 @@ def load_base(
     limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
     arithmetic = Arithmetic.of(place, model.dtype, numerics) if arithmetic is None else arithmetic
     base = prove(
-        lambda: wrap(name, model, tokenizer, place), model, name, block_size, arithmetic, pack=pack, shards=shards
+        lambda: wrap(name, model, tokenizer, place),
+        model,
+        name,
+        block_size,
+        arithmetic,
+        pack=pack,
+        shards=shards,
+        leaves=leaves,
     )
     if shards is not None and base.info.experts:
         base.revise(experts=(), experts_idle="a base in shards has no adapters on experts as yet")
@@ -146,6 +155,7 @@ def _load(
             f"base {name!r} cannot be loaded: {reason.rstrip('.')}; give another: a hub id, a directory, a .gguf file, "
             "`smollm2` (after `make smollm2`) or `small`"
         ) from error
+    model.quantised_as = checkpoint.method
     _check_weights(name, model, report)
     if dtype == "auto" and model.dtype not in DTYPES.values():
         model.bfloat16()

@@ -102,6 +102,11 @@ class LoraModel:
         return tuple(getattr(self.model, "towers", ()))
 
     @property
+    def quantised(self) -> str | None:
+        """How the files of its weights are quantised; None where they are not."""
+        return getattr(self.model, "quantised_as", None)
+
+    @property
     def has_experts(self) -> bool:
         """Whether rows choose among experts."""
         return has_experts(self.model)

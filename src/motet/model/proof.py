@@ -51,8 +51,11 @@ def prove(
     *,
     pack: bool = True,
     shards: Shards | None = None,
+    leaves: Callable[[LoraModel], bool] = lambda base: False,
 ) -> LoraModel:
     """Wrap a stock eager model and prove that it still computes the same; with `shards`, on every rank at once.
+
+    Exactness of a base that `leaves` is proved by whoever takes it over.
 
     Raises:
         BaseModelError: with the check that failed.
@@ -84,15 +87,22 @@ def prove(
             shards.settle(base.model, base.decoder, functools.partial(watch.fuse, base))
             base.shards = shards
         base.compute_with(base.arithmetic)  # of the fused weights too
-        if pack and shards is None:
-            base.reorder_weights()
-        cut_mlps(base)
         _limit_to_window(base, {call.layer: call.window for call in calls})
-        with base.routed(NoAdapters()):
-            check_exactness(base, sequences)
+        if not leaves(base):
+            stay_with_torch(base, pack=pack)
     with _refused(f"{name} can be sampled from, but an adapter on it cannot be trained"):
         _check_training(base, sequences[0])
     return base
+
+
+@torch.no_grad()
+def stay_with_torch(base: LoraModel, *, pack: bool) -> None:
+    """What torch's products alone need: weights in another layout, MLPs that are cut, and the proof that rows are exact."""
+    if pack and base.shards is None:
+        base.reorder_weights()
+    cut_mlps(base)
+    with base.routed(NoAdapters()):
+        check_exactness(base, _sequences(base.model))
 
 
 def _sequences(model: Any) -> list[Tensor]:

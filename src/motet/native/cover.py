@@ -7,20 +7,23 @@ from typing import Any
 
 import torch
 
-from motet.config.engine import Kernels
+from motet.config.engine import EngineConfig, NamedKernels
 from motet.errors import BaseModelError
 from motet.model.exactness import check_exactness, packed_logits
+from motet.model.load import place_of
 from motet.model.lora import NoAdapters
 from motet.model.lora_model import LoraModel
 from motet.model.packed import PackedExperts
-from motet.model.proof import LENGTHS, TOLERANCE
+from motet.model.proof import LENGTHS, TOLERANCE, stay_with_torch
 from motet.native import library
 from motet.native.base import NativeBase
+from motet.native.choice import Choice, of_machine
 from motet.native.decoder import linears_of, refusal_of
 from motet.native.library import ARITHMETICS
 from motet.native.plan import Calls
 
 _INSTEAD = "set engine.kernels to torch"
+_TORCH = "torch's kernels compute this base"
 _ARITHMETICS = {"native": "exact", "native-dpbf16": "exact-dpbf16"}
 
 
@@ -40,18 +43,70 @@ def refusal(base: LoraModel) -> str:
     return ""
 
 
-def check_covered(name: str, kernels: Kernels, block_size: int, config: Any) -> None:
-    """Before weights are read: whether the kernels of a setting compute bases of this configuration (of transformers).
+def check_covered(name: str, config: EngineConfig, model: Any) -> None:
+    """Before weights are read: whether own kernels that are asked for by name compute bases of a configuration of transformers.
 
     Raises:
         BaseModelError: they do not.
     """
-    if kernels != "torch" and (reason := refusal_of(config, block_size)):
+    if config.kernels not in ("auto", "torch") and (reason := refusal_of(model, config.block_size)):
         raise BaseModelError(f"{name}: {reason}; {_INSTEAD}")
 
 
+def chosen(config: EngineConfig, own: Choice | None) -> Choice:
+    """What computes the base, where own kernels cover it; `own` is what `auto` is, the fastest here by default.
+
+    Raises:
+        ConfigError: they are to, and are not compiled.
+    """
+    if config.kernels != "auto":
+        choice = Choice(config.kernels)
+    elif place_of(config.device).type != "cpu":
+        return Choice("torch")
+    elif setting := config.without_own_kernels:
+        return Choice("torch", f"{_TORCH}: own ones do not know engine.{setting}")
+    else:
+        choice = own or of_machine()
+    if choice.kernels != "torch":
+        library.load()
+    return choice
+
+
+def against(base: LoraModel, config: EngineConfig) -> str:
+    """`refusal`, and where nobody names own kernels, also what they would take away."""
+    if config.kernels == "auto" and base.quantised:
+        return f"its files are quantised ({base.quantised}), and own kernels read whole numbers"
+    if config.kernels == "auto" and base.has_experts:
+        return "own kernels have no adapters on experts"
+    return refusal(base)
+
+
+def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
+    """`compute_with` what was chosen; where `auto` chose and they do not cover the base, torch computes, and a note says why.
+
+    Raises:
+        BaseModelError: they are asked for by name and do not cover it, or logits differ from torch's.
+    """
+    if config.kernels != "auto":
+        compute_with(base, choice.kernels)
+    elif choice.kernels == "torch" and not choice.kept:
+        base.revise(choice.why)
+    elif reason := against(base, config):
+        base.revise(f"{_TORCH}: {reason}")
+    elif choice.kernels == "torch":
+        base.revise(choice.why)
+    else:
+        try:
+            compute_with(base, choice.kernels)
+        except BaseModelError as error:
+            base.kernels = None
+            base.read_keys_in_blocks(base.block_size)
+            stay_with_torch(base, pack=config.pack_weights)
+            base.revise(f"{_TORCH}: {error}")
+
+
 @torch.no_grad()
-def compute_with(base: LoraModel, kernels: Kernels) -> None:
+def compute_with(base: LoraModel, kernels: NamedKernels) -> None:
     """Hand a base's passes to the kernels of a setting, and prove that they compute the same, in bits that no company changes.
 
     Raises:
@@ -84,7 +139,5 @@ def compute_with(base: LoraModel, kernels: Kernels) -> None:
         notes = tuple(note for note in base.info.notes if note != base.info.inexact)
         base.info = replace(base.info, notes=notes, inexact="", processor=f"motet {arithmetic}")
         check_exactness(base, sequences)
-    slowly = arithmetic == "exact-dpbf16" and not native.multiplies_pairs
-    base.revise(
-        f"own kernels compute this base ({arithmetic}, {native.form}{', slowly: this processor has no vdpbf16ps' * slowly})"
-    )
+    if arithmetic == "exact-dpbf16" and not native.multiplies_pairs:
+        base.revise("engine.kernels is native-dpbf16, and this processor has no vdpbf16ps: passes are slow")

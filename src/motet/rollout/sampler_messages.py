@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from motet.channel import ChannelMessage
-from motet.config.engine import Kernels
+from motet.config.engine import NamedKernels
 from motet.types import AdapterRef, Chunk, GenerateRequest
 
 # --- parent → process -------------------------------------------------------------------------------------------------------
@@ -24,7 +24,7 @@ class LoadSampler(ChannelMessage, frozen=True):
     limits: dict[str, int]
     """Of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`, `kept_tokens`, `host_kv_bytes`."""
     speculate: bool = True
-    kernels: Kernels = "torch"
+    kernels: NamedKernels = "torch"
     files: str = ""
     """The directory of the adapters' bytes, which the process removes at its end."""
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from motet.checksums import hash_of
 from motet.config import GIVEN_ROWS, JobConfig
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.function_sums import FunctionSums
 from motet.runtime.source_sums import SHOWN, CodeSums
 from motet.tasks.plain_json import as_json
@@ -45,6 +47,17 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
         **unknown,
         "job": job,
     }
+
+
+def computed_by(directories: Iterable[JobDirectory]) -> list[str]:
+    """`ModelInfo.processor` of each job that has steps; empty where its job.yaml does not say so."""
+    found = []
+    for directory in directories:
+        if directory.steps():
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                named = re.search(r"^kernels: (.*)$", (directory.path / "job.yaml").read_text(), re.MULTILINE)
+                found.append("" if named is None else named[1].strip("'\" "))
+    return found
 
 
 def _sources(config: JobConfig, installed: Mapping[str, str]) -> CodeSums:

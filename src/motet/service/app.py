@@ -18,6 +18,8 @@ from motet.cluster.hosts import Hosts, longest_sequence
 from motet.cluster.local_hosts import code_of, lasting
 from motet.cluster.messages import StartHost
 from motet.cluster.starts import launcher, starts_of
+from motet.native.choice import of_jobs
+from motet.runtime.identity import computed_by
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.errors import error_body, handle_errors
@@ -30,7 +32,7 @@ from motet.service.http.origins import Origins
 from motet.service.http.sign_in import SignIns
 from motet.service.jobs.erasure import Erasure
 from motet.service.jobs.fine_tuning import FineTunings
-from motet.service.jobs.handover import Handover
+from motet.service.jobs.handover import Handover, begun_jobs
 from motet.service.jobs.initial_adapter import InitialAdapters
 from motet.service.jobs.queue import JobQueue
 from motet.service.jobs.recorder import EventRecorder
@@ -191,7 +193,7 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     bases.known = store.known_bases({name: bases.place(name) for name in bases.names} if bases.several else {})
     log = EventLog(store, bus)
     adapters = Adapters(store, storage, bases)
-    starts = starts_of(*((_start(settings, storage, name), host) for name, host in settings.hosts.items()))
+    starts = starts_of(*((_start(settings, storage, store, name), host) for name, host in settings.hosts.items()))
     launch = launcher(config.cluster, *settings.hosts.values()) or lasting(config, settings.directory)
     engine = Hosts(starts, settings.directory, launch)
     engine.jobs.ahead = JOBS_AHEAD
@@ -244,8 +246,11 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     )  # fmt: skip
 
 
-def _start(settings: Settings, storage: Storage, base: str) -> StartHost:
-    config = settings.config
+def _start(settings: Settings, storage: Storage, store: Store, base: str) -> StartHost:
+    config, own = settings.config, None
+    if settings.hosts[base].engine.kernels == "auto":
+        begun = [job for job, stored in begun_jobs(store) if settings.bases.called(stored) == base]
+        own = of_jobs(computed_by(map(storage.job, begun)))
     lasts = lasting(config, settings.directory) is not None
     rewards = [one.target.rpartition(":")[0] for one in settings.rewards.values()]
     return StartHost(
@@ -258,6 +263,7 @@ def _start(settings: Settings, storage: Storage, base: str) -> StartHost:
         unwalled=list(config.unwalled),
         patience_seconds=config.patience_seconds,
         largest=config.largest(settings.hosts[base]),
+        own=own,
         takeover_seconds=config.takeover_seconds if lasts else 0.0,
         code=code_of(settings.bases.place(base), *rewards) if lasts else "",
     )

@@ -165,6 +165,14 @@ class Handover:
         return self._storage.upload(file.id, file.filename)
 
 
+def begun_jobs(store: Store) -> list[tuple[str, str | None]]:
+    """Ids of jobs that have not ended and may have steps, and the name that the base of each was stored under."""
+    begun = (StoredJob.step > 0) | (StoredJob.state == JobState.RUNNING.value)
+    with store.transaction() as session:
+        rows = session.execute(select(StoredJob.id, StoredJob.base).where(StoredJob.state.in_(OPEN), begun))
+        return [(job_id, base) for job_id, base in rows]
+
+
 def in_turn(assigned: Collection[str], most: int | None) -> Select[StoredJob]:
     """Open jobs that no host has and that wait for nothing, by turns of tenants; those that had begun come first.
 

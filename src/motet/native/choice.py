@@ -1,0 +1,55 @@
+"""What `engine.kernels: auto` means on a machine, and for jobs that have begun."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from motet.config.engine import NamedKernels
+from motet.errors import ConfigError
+from motet.native import library
+
+FASTER = 1.5
+"""How many times as fast as `exact` the arithmetic of `vdpbf16ps` must be: processors have about half of it, the same or twice,
+so a busy machine does not change the answer."""
+_BEGAN = "torch's kernels compute this base: jobs began with them, and engine.kernels is auto"
+_NOT_COMPILED = "torch's kernels compute this base: Motet's own are not compiled here, run motet doctor --build"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes a base that own kernels cover; torch computes any other."""
+
+    kernels: NamedKernels
+    why: str = ""
+    """Why torch, for a person."""
+    kept: bool = False
+    """Whether jobs that have begun ask for it."""
+
+
+def kernels_of(processor: str) -> NamedKernels:
+    """What gave a `ModelInfo.processor`."""
+    names: dict[str, NamedKernels] = {"motet exact": "native", "motet exact-dpbf16": "native-dpbf16"}
+    return names.get(processor, "torch")
+
+
+@functools.cache
+def of_machine() -> Choice:
+    """The fastest on this machine."""
+    try:
+        native = library.load()
+    except ConfigError:
+        return Choice("torch", _NOT_COMPILED)
+    pairs = native.multiplies_pairs and native.ceiling("exact-dpbf16") > FASTER * native.ceiling("exact")
+    return Choice("native-dpbf16" if pairs else "native")
+
+
+def of_jobs(processors: Iterable[str]) -> Choice:
+    """What most jobs that have begun began with, by their `ModelInfo.processor`; the fastest here where there are none."""
+    counts = Counter(map(kernels_of, processors))
+    if not counts:
+        return of_machine()
+    most = max(counts, key=lambda kernels: (counts[kernels], kernels))
+    return Choice(most, _BEGAN if most == "torch" else "", kept=True)

@@ -1,0 +1,201 @@
+"""Which kernels compute a base where nobody names them, and that a job keeps those that it began with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.channel import decode, encode
+from motet.cluster.messages import StartHost
+from motet.cluster.starts import starts_of
+from motet.config import EngineConfig, HostConfig
+from motet.config.service import Largest
+from motet.errors import RunError
+from motet.launch import load
+from motet.native import library
+from motet.native.choice import FASTER, Choice, kernels_of, of_jobs, of_machine
+from motet.native.cover import hand_over
+from motet.running import run_config
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.identity import computed_by
+from tests import native_calls
+from tests import tiny_models as tiny
+from tests.service_run import Service
+from tests.service_run import tiny as tiny_job
+from tests.small_runs import REWARDS, config, fingerprint, job
+
+OWN = ("motet exact", "motet exact-dpbf16")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    native_calls.directory()
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def without_kernels(directory: Path, code: str) -> str:
+    """What code prints where Motet is installed without compiled kernels."""
+    package = Path(library.__file__).parents[1]
+    shutil.copytree(package, directory / "motet", ignore=shutil.ignore_patterns("*.so", "__pycache__", "assets"))
+    environment = {**os.environ, "PYTHONPATH": str(directory), "XDG_CACHE_HOME": str(directory)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def recorded(directory: Path) -> str:
+    (processor,) = computed_by([JobDirectory(directory)])
+    return processor
+
+
+# --- what a machine and a base get ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_own_kernels_are_the_default(dtype: str) -> None:
+    base = load("small", EngineConfig(dtype=dtype, threads=1))
+    expected = "exact" if dtype == "float32" or of_machine().kernels == "native" else "exact-dpbf16"
+    assert (base.info.processor, base.info.notes, base.info.inexact) == (f"motet {expected}", (), "")
+    assert kernels_of(base.info.processor) != "torch"
+
+
+def test_the_faster_arithmetic_is_taken() -> None:
+    native = library.load()
+    faster = native.multiplies_pairs and native.ceiling("exact-dpbf16") > FASTER * native.ceiling("exact")
+    assert of_machine() == Choice("native-dpbf16" if faster else "native")
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"), [({"numerics": "fast"}, "engine.numerics is fast"), ({"block_size": 24}, "no multiple of 16")]
+)
+def test_settings_that_own_kernels_do_not_know_leave_the_base_to_torch(engine: dict[str, Any], said: str) -> None:
+    base = load("small", EngineConfig(threads=1, **engine))
+    assert base.kernels is None
+    assert kernels_of(base.info.processor) == "torch"
+    assert any(said in note for note in base.info.notes)
+
+
+def test_a_base_that_is_not_covered_stays_with_torch() -> None:
+    base = tiny.load("gemma2")
+    hand_over(base, EngineConfig(), of_machine())
+    assert base.kernels is None
+    assert [note for note in base.info.notes if "this is Gemma2Model" in note]
+
+
+def test_a_base_whose_logits_differ_stays_with_torch_and_is_exact() -> None:
+    base = tiny.load("llama")
+    before = base.fingerprint()
+    norm: Any = base.decoder.norm
+    norm.weight.fill_(float("nan"))
+    hand_over(base, EngineConfig(), of_machine())
+    assert base.kernels is None
+    assert any("differ from torch's" in note for note in base.info.notes)
+    assert base.fingerprint() != before  # torch computes it
+
+
+def test_without_compiled_kernels_torch_computes_and_a_note_says_what_to_do(tmp_path: Path) -> None:
+    code = "from motet.native.choice import of_machine; choice = of_machine(); print(choice.kernels, choice.why)"
+    said = without_kernels(tmp_path, code)
+    assert said.startswith("torch ")
+    assert "motet doctor --build" in said
+
+
+# --- what jobs that have begun keep ---------------------------------------------------------------------------------------
+
+
+def test_jobs_keep_what_most_of_them_began_with() -> None:
+    assert of_jobs([]) == of_machine()
+    for name, kernels in zip(OWN, ("native", "native-dpbf16"), strict=True):
+        assert of_jobs([name]).kernels == kernels
+    torch = of_jobs(["AVX512", "AVX512", OWN[0]])
+    assert torch.kernels == "torch"
+    assert "began with" in torch.why
+
+
+@pytest.mark.parametrize("began", ["torch", "native"])
+def test_a_run_keeps_the_kernels_that_it_began_with(began: str, tmp_path: Path, rewards: Path) -> None:
+    """Begun under a name and resumed under `auto`, it makes the adapters of one that nobody stopped."""
+
+    def trained(directory: Path, steps: int, kernels: str) -> dict[str, str]:
+        jobs, engine = [job("one", rewards, steps=steps)], {"threads": 1, "samplers": 0, "dtype": "bfloat16"}
+        result = run_config(config(directory, jobs, kernels=kernels, **engine))
+        assert result.ok, result
+        assert result.jobs["one"].inexact == ()
+        assert kernels_of(recorded(directory / "one")) == began
+        return {name: one for name, one in fingerprint(directory / "one").items() if name.startswith("versions/v2/")}
+
+    trained(tmp_path / "parts", 1, began)
+    resumed = trained(tmp_path / "parts", 2, "auto")
+    assert resumed
+    if began == "torch":
+        assert resumed == trained(tmp_path / "whole", 2, began)
+
+
+def test_other_kernels_than_a_run_began_with_are_refused(tmp_path: Path, rewards: Path) -> None:
+    engine = {"threads": 1, "samplers": 0}
+    assert run_config(config(tmp_path / "run", [job("one", rewards, steps=1)], **engine)).ok
+    with pytest.raises(RunError, match=r"kernels: was 'motet exact.*', is "):
+        run_config(config(tmp_path / "run", [job("one", rewards, steps=2)], kernels="torch", **engine))
+
+
+def test_all_hosts_get_one_choice() -> None:
+    start = StartHost(
+        "small", "runs", {}, {}, {}, [], patience_seconds=1.0, largest=Largest(4, 0), own=Choice("torch", "why")
+    )
+    made = starts_of((start, HostConfig(base="small", engine=EngineConfig(hosts=2, threads=1))))
+    assert [decode(encode(one), StartHost).own for one in made] == [start.own, start.own]
+
+
+def test_a_host_whose_kernels_are_not_compiled_refuses(tmp_path: Path) -> None:
+    """Torch in their place would give other bytes than the other hosts."""
+    code = "from motet.config import EngineConfig\nfrom motet.native.cover import Choice, chosen\n"
+    code += "try: chosen(EngineConfig(), Choice('native'))\nexcept Exception as error: print(error)"
+    assert "motet doctor --build" in without_kernels(tmp_path, code)
+
+
+@pytest.mark.soak
+def test_hosts_keep_what_the_run_began_with(tmp_path: Path, rewards: Path) -> None:
+    for steps, engine in (1, {"kernels": "torch"}), (2, {"hosts": 2}):
+        result = run_config(
+            config(tmp_path / "run", [job("one", rewards, steps=steps)], threads=1, samplers=0, **engine)
+        )
+        assert result.ok, result
+        assert result.jobs["one"].inexact == ()
+    assert kernels_of(recorded(tmp_path / "run" / "one")) == "torch"
+
+
+@pytest.mark.soak
+def test_jobs_of_a_service_keep_what_they_began_with(tmp_path: Path) -> None:
+    """Stopped, and started again with other settings; when they have ended, the next start takes what is fastest."""
+    with contextlib.closing(Service(tmp_path / "served")) as service:
+        settings = service.directory / "engine.yaml"
+        settings.write_text("engine: {samplers: 0, threads: 1, kernels: torch}\n")
+        service.start()
+        job = service.submit(tiny_job("one", steps=40))
+        service.reaches("one", 2)
+        service.terminate()
+        settings.write_text("engine: {samplers: 0, threads: 1}\n")
+        service.start()
+        service.reaches("one", 4)
+        directory = service.directory / "run" / job["id"]
+        assert kernels_of(recorded(directory)) == "torch"
+        assert JobDirectory(directory).read_status().get("inexact", []) == []
+        service.steer("one", "cancel")
+        service.ended("one")
+        service.terminate()
+        service.start()
+        job = service.submit(tiny_job("two", steps=1))
+        assert service.ended("two") == "succeeded"
+        assert kernels_of(recorded(service.directory / "run" / job["id"])) == of_machine().kernels
