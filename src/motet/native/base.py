@@ -116,9 +116,15 @@ class NativeBase:
         self._adapters: dict[int, tuple[weakref.ref[AdapterWeights], PackedAdapter]] = {}
         self._pools: weakref.WeakKeyDictionary[KVCache, tuple[Any, Any]] = weakref.WeakKeyDictionary()
         self._backward = False
+        self.threads = 0
         self.spare: Tensor | None = None
         """Memory of the pass before."""
         self._plan = self._make()
+
+    @property
+    def n_threads(self) -> int:
+        """Threads that share a call: `threads`, or where that is 0 as many as torch has."""
+        return self.threads or torch.get_num_threads()
 
     def read_keys_in_blocks(self, block_size: int) -> None:
         """Choose the KV blocks of passes without a cache."""
@@ -230,7 +236,7 @@ class NativeBase:
     def _rows(self, function: Any, rows: Tensor, n_outputs: int) -> Tensor:
         rows = rows.detach().float().contiguous()
         out = torch.empty(len(rows), n_outputs)
-        _check(function(ctypes.byref(self._plan), rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads()))
+        _check(function(ctypes.byref(self._plan), rows.data_ptr(), len(rows), out.data_ptr(), self.n_threads))
         return out
 
     def pools(self, cache: KVCache) -> tuple[Any, Any]:
@@ -274,7 +280,7 @@ class _OnePass:
             n_spans=len(spans),
             n_writes=len(writes),
             n_runs=len(runs),
-            threads=torch.get_num_threads(),
+            threads=own.n_threads,
             tokens=self._memory[0].data_ptr(),
             positions=self._memory[1].data_ptr(),
             spans=spans.ctypes.data,
