@@ -188,12 +188,17 @@ class NativeBase:
     def _fill(self, weight: Weight, frozen: FrozenWeight) -> None:
         weight.n, weight.k = frozen.shape
         weight.bias = None if frozen.bias is None else self._numbers(frozen.bias)
-        memory, (weight.forward,) = pack_all(self._library, [forth(frozen.dense())], self.base.dtype)
+        dense = frozen.dense()
+        memory, (weight.forward,) = pack_all(self._library, [forth(dense)], self.base.dtype)
         self._memory.append(memory)
-        self._weights.append((weight, frozen))
+        if type(frozen) is FrozenWeight and dense.dtype == self.base.dtype and dense.is_contiguous():
+            weight.rows = dense.data_ptr()
+            self._memory.append(dense)
+        else:
+            self._weights.append((weight, frozen))
 
     def pack_for_training(self) -> None:
-        """Pack weights a second time, as gradients read them."""
+        """Pack weights a second time, as gradients read them, where torch's own copy cannot be read instead."""
         if self._backward:
             return
         for weight, frozen in self._weights:

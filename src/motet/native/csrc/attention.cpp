@@ -71,11 +71,13 @@ struct Attend {
     void scores(const char* q, int64_t rows, int64_t unit, int64_t last, float* out, int64_t ld) const {
         const int64_t most = rows_packed(rows);
         const char* keys = unit_of(call.pool, call.pool.keys, span, head, unit);
+        const int64_t ahead = unit_of(call.pool, call.pool.values, span, head, unit) - keys;  // values are read next
         while (unit < last) {
             const int64_t n = last - unit >= across(rows) ? across(rows) : 1;
             for (int64_t r = 0; r < rows; r += most)
                 multiply_tile(K, least(most, rows - r), n,
-                              Tile{q + r * packed_row(K, width), keys, unit_bytes(), out + r * ld, ld, width, false, 0});
+                              Tile{q + r * packed_row(K, width), keys, unit_bytes(), out + r * ld, ld, width, false,
+                                   ahead > 0 ? ahead - (n - 1) * unit_bytes() : ahead});
             unit += n, keys += n * unit_bytes(), out += n * LANES;
         }
     }
