@@ -31,7 +31,7 @@ class EngineConfig(Config):
     """Cores to use on CPU; 0 takes OMP_NUM_THREADS, or all there are. Training uses them together."""
     samplers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Processes that sample besides this one, each with a copy of the base and one core; `auto` takes one for each further
-    core where memory allows, and none on a GPU."""
+    core where memory allows, none on a GPU and none with own `kernels`, where one process samples with all cores."""
     base_format: Literal["auto", "unpacked", "packed"] = "auto"
     """How a quantised base (a .gguf file, fp8 with scales for blocks, MXFP4, nf4) is kept. `unpacked`: as numbers. `packed`: as
     it is stored, in half to a quarter of the memory, slower, with the same bits. `auto` unpacks while memory lasts."""
