@@ -10,10 +10,11 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from motet.batch import Batch
+from motet.budgets import Need
 from motet.config import EngineConfig
 from motet.errors import AdapterError, BaseModelError, ConfigError
 from motet.jobfile import validate
-from motet.launch import load
+from motet.launch import build, load
 from motet.model.attention import Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import FusedLinears, NoAdapters
@@ -179,6 +180,20 @@ def test_two_threads_and_recomputing_change_no_bit_of_a_gradient(own: tuple[str,
     for stats, gradients in found[1:]:
         assert stats == found[0][0]
         assert all(same(one, other) for one, other in zip(gradients, found[0][1], strict=True))
+
+
+def test_one_process_samples_and_trains_with_all_threads() -> None:
+    """And no weight is packed a second time."""
+    native_calls.directory()
+    config = EngineConfig(threads=2, kernels="native")
+    base = load("small", config)
+    workshop = build(base, config, [Need(16, 16)])
+    try:
+        assert workshop.spread is None
+        assert base.kernels.n_threads == 2
+        assert not any(weight.back for layer in base.kernels._plan.layers[:2] for weight in layer.linears)
+    finally:
+        workshop.close()
 
 
 def test_an_overflowing_neighbour_changes_no_gradient() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,14 @@ def test_one_thread_and_several_give_the_same(fast, arithmetic, dtype):
 def assert_threads_change_nothing(fast, arithmetic, dtype):
     a, b = normal(9, 576, dtype=dtype), normal(200, 576, seed=1, dtype=dtype)
     assert same(*(fast.product(a, b, arithmetic, threads=threads) for threads in (1, 2, 3)))
+
+
+def test_two_callers_at_once_get_what_one_gets(fast):
+    a, b = normal(9, 576), normal(200, 576, seed=1)
+    one = fast.product(a, b)
+    with ThreadPoolExecutor(2) as callers:
+        both = list(callers.map(lambda _: [fast.product(a, b, threads=2) for _ in range(200)], range(2)))
+    assert all(same(one, each) for given in both for each in given)
 
 
 FORK = """

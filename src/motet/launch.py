@@ -287,10 +287,11 @@ def build(
     from motet.rollout.spread import SpreadEngine
 
     base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
-    n_samplers = _samplers(base.info, config)
+    n_samplers = _samplers(base, config)
     rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
     if base.kernels is not None:
         base.kernels.pack_for_training()
+        base.kernels.threads = 0 if n_samplers else threads
     free = free_memory(base.device)
     memory = int(free * config.kv_memory_fraction) // (1 + n_samplers)
     rows = budgets.rows_with_states(rows, base.info.state_bytes, memory)
@@ -342,11 +343,14 @@ def _memory_beside(info: ModelInfo, free: int, n_samplers: int, limits: dict[str
     return FreeMemory(free, (1 + n_samplers) * (caches + limits["host_kv_bytes"]) + bases, processes=1 + n_samplers)
 
 
-def _samplers(info: ModelInfo, config: EngineConfig) -> int:
+def _samplers(base: LoraModel, config: EngineConfig) -> int:
+    info = base.info
     if info.device != "cpu":
         return 0
     if config.samplers != "auto":
         return int(config.samplers)
+    if base.kernels is not None:
+        return 0
     weights = info.n_parameters * info.element_bytes
     return budgets.samplers(_threads(config), weights, budgets.available_memory())
 

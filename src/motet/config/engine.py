@@ -33,7 +33,7 @@ class EngineConfig(Config):
     """CPU cores to use; 0 takes OMP_NUM_THREADS, or all cores. Training uses them together."""
     samplers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Additional sampling processes, each with a copy of the base and one core. `auto` starts one for each further core if
-    memory allows, and none on a GPU."""
+    memory allows, none on a GPU, and none with own `kernels`, where one process samples with all cores."""
     base_format: Literal["auto", "unpacked", "packed"] = "auto"
     """How to keep a quantised base (a .gguf file, fp8 with block scales, MXFP4, nf4). `unpacked`: as numbers. `packed`: as
     stored, in a quarter to half of the memory, slower, with the same bits. `auto` unpacks if memory allows."""

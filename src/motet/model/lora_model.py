@@ -41,6 +41,8 @@ class Kernels(Protocol):
     """Own kernels that compute a base's passes in the place of its torch modules, for sampling and training alike."""
 
     attention: AttentionBackend
+    threads: int
+    """That share a call; 0 takes as many as torch has."""
 
     def read_keys_in_blocks(self, block_size: int) -> None:
         """Choose the attention backend for KV blocks of this many tokens."""

@@ -130,9 +130,15 @@ class NativeBase:
         self._adapters: dict[int, tuple[weakref.ref[AdapterWeights], PackedAdapter]] = {}
         self._pools: weakref.WeakKeyDictionary[KVCache, tuple[Any, Any]] = weakref.WeakKeyDictionary()
         self._backward = False
+        self.threads = 0
         self.spare: Tensor | None = None
         """Memory of the pass before."""
         self._plan = self._make()
+
+    @property
+    def n_threads(self) -> int:
+        """Threads that share a call: `threads`, or where that is 0 as many as torch has."""
+        return self.threads or torch.get_num_threads()
 
     def read_keys_in_blocks(self, block_size: int) -> None:
         """Choose the KV blocks of passes without a cache."""
@@ -200,7 +206,12 @@ class NativeBase:
 
     def _fill(self, weight: Weight, frozen: FrozenWeight) -> None:
         weight.bias = None if frozen.bias is None else self._numbers(frozen.bias)
+        dense = frozen.dense()
         self._pack([(weight, frozen.dense)])
+        if type(frozen) is FrozenWeight and dense.dtype == self.base.dtype and dense.is_contiguous():
+            self._weights.pop()
+            weight.rows = dense.data_ptr()
+            self._memory.append(dense)
 
     def _pack(self, weights: Sequence[tuple[Weight, Callable[[], Tensor]]]) -> None:
         sources = [weight_NK() for _, weight_NK in weights]
@@ -219,7 +230,7 @@ class NativeBase:
         self._memory.append(experts)
 
     def pack_for_training(self) -> None:
-        """Pack weights a second time, as gradients read them."""
+        """Pack weights a second time, as gradients read them, where torch's own copy cannot be read instead."""
         if self._backward:
             return
         for weight, weight_NK in self._weights:
@@ -262,7 +273,7 @@ class NativeBase:
     def _rows(self, function: Any, rows: Tensor, n_outputs: int) -> Tensor:
         rows = rows.detach().float().contiguous()
         out = torch.empty(len(rows), n_outputs)
-        _check(function(ctypes.byref(self._plan), rows.data_ptr(), len(rows), out.data_ptr(), torch.get_num_threads()))
+        _check(function(ctypes.byref(self._plan), rows.data_ptr(), len(rows), out.data_ptr(), self.n_threads))
         return out
 
     def pools(self, cache: KVCache) -> tuple[Any, Any]:
@@ -306,7 +317,7 @@ class _OnePass:
             n_spans=len(spans),
             n_writes=len(writes),
             n_runs=len(runs),
-            threads=torch.get_num_threads(),
+            threads=own.n_threads,
             tokens=self._memory[0].data_ptr(),
             positions=self._memory[1].data_ptr(),
             spans=spans.ctypes.data,

@@ -58,7 +58,11 @@ class Calls:
 class Weight(ctypes.Structure):
     """A frozen weight, or several that lie side by side."""
 
-    _fields_ = [("forward", c_void_p), ("back", c_void_p), ("bias", c_void_p), ("k", c_int64), ("n", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("forward", "rows", "back", "bias")),
+        ("k", c_int64),
+        ("n", c_int64),
+    ]
 
 
 class Layer(ctypes.Structure):

@@ -61,44 +61,66 @@ struct Attend {
     int64_t head;
     int64_t width, fold;
 
-    static constexpr int ROWS = most_rows(K, 2);    // of a tile of weights
-    static constexpr int QUERIES = most_rows(K, 1);  // and of queries
+    // Few rows are multiplied with more units at a time: each sum waits for its last step.
+    static int64_t across(int64_t rows) { return rows <= most_rows(K, 4) ? 4 : 2; }
+    static int64_t rows_packed(int64_t rows) { return most_rows(K, across(rows)); }
 
-    void scores(const char* q, int64_t rows, int64_t unit, float* out, int64_t ld) const {
-        for (int64_t r = 0; r < rows; r += QUERIES) {  // as they are packed
-            const int64_t n = least(QUERIES, rows - r);
-            Tile t{q + r * packed_row(K, width), unit_of(call.pool, call.pool.keys, span, head, unit), 0, out + r * ld, ld, width, false, 0};
-            multiply_tile(K, n, 1, t);
+    int64_t unit_bytes() const { return LANES * width * bytes_of(call.pool.type); }
+
+    // Scores of units [unit, last), which lie side by side.
+    void scores(const char* q, int64_t rows, int64_t unit, int64_t last, float* out, int64_t ld) const {
+        const int64_t most = rows_packed(rows);
+        const char* keys = unit_of(call.pool, call.pool.keys, span, head, unit);
+        const int64_t ahead = unit_of(call.pool, call.pool.values, span, head, unit) - keys;  // values are read next
+        while (unit < last) {
+            const int64_t n = last - unit >= across(rows) ? across(rows) : 1;
+            for (int64_t r = 0; r < rows; r += most)
+                multiply_tile(K, least(most, rows - r), n,
+                              Tile{q + r * packed_row(K, width), keys, unit_bytes(), out + r * ld, ld, width, false,
+                                   ahead > 0 ? ahead - (n - 1) * unit_bytes() : ahead});
+            unit += n, keys += n * unit_bytes(), out += n * LANES;
         }
     }
 
-    // out += weights [rows][k of the unit] · values
-    void mix(const float* weights, int64_t ld, int64_t rows, const char* values, int64_t k, float* out) const {
-        const int64_t step = LANES * LANES * bytes_of(call.pool.type), units = width / LANES;
-        alignas(64) float packed[ROWS * LANES];  // a line for each row
-        bf16 rounded[ROWS * LANES];
-        for (int64_t r = 0; r < rows; r += ROWS) {
-            const int64_t n = least(ROWS, rows - r);
+    // Weights [rows][keys] as `mix` reads them.
+    void pack_weights(const float* weights, int64_t ld, int64_t rows, int64_t keys, char* packed) const {
+        const int64_t most = rows_packed(rows);
+        bf16* rounded = static_cast<bf16*>(scratch(6, rows * keys * 2));
+        for (int64_t r = 0; r < rows; r += most) {
+            const int64_t n = least(most, rows - r);
+            char* to = packed + r * packed_row(K, keys);
             if (call.pool.type == Type::bf16) {
-                for (int64_t i = 0; i < n; i++) store_bf16(rounded + i * LANES, load(weights + (r + i) * ld));
-                pack_rows<K>(Type::bf16, rounded, LANES, n, k, packed);
+                for (int64_t i = 0; i < n; i++) to_bf16(weights + (r + i) * ld, rounded + i * keys, keys);
+                pack_rows<K>(Type::bf16, rounded, keys, n, keys, to);
             } else
-                pack_rows<K>(Type::f32, weights + r * ld, ld, n, k, packed);
-            int64_t u = 0;
-            for (; u + 2 <= units; u += 2)
-                multiply_tile(K, n, 2, Tile{packed, values + u * step, step, out + r * width + u * LANES, width, k, true, 0});
-            if (u < units)
-                multiply_tile(K, n, 1, Tile{packed, values + u * step, step, out + r * width + u * LANES, width, k, true, 0});
+                pack_rows<K>(Type::f32, weights + r * ld, ld, n, keys, to);
         }
     }
 
-    // The same for a unit of which keys [from, to) are in reach of all rows.
-    void mix_part(float* weights, int64_t ld, int64_t rows, int64_t unit, int64_t from, int64_t to, float* out) const {
+    // out += weights · values, of k keys of a unit: the one after `before` others in the packed weights of `keys` keys
+    void mix(const char* packed, int64_t keys, int64_t before, int64_t rows, const char* values, int64_t k, float* out) const {
+        const int64_t step = LANES * LANES * bytes_of(call.pool.type), units = width / LANES, most = rows_packed(rows);
+        for (int64_t r = 0; r < rows; r += most) {
+            const int64_t n = least(most, rows - r);
+            const char* a = packed + r * packed_row(K, keys);  // lines of 16 keys, or for pairs of 32
+            a += K == Kind::pairs ? before / 2 * n * 64 + before % 2 * 32 : before * n * 64;
+            for (int64_t u = 0; u < units;) {
+                const int64_t left = units - u, together = left >= across(rows) ? across(rows) : left >= 2 ? 2 : 1;
+                multiply_tile(K, n, together, Tile{a, values + u * step, step, out + r * width + u * LANES, width, k, true, 0});
+                u += together;
+            }
+        }
+    }
+
+    // The same for weights of one unit, of which keys [from, to) are in reach of all rows.
+    void mix_part(const float* weights, int64_t ld, int64_t rows, int64_t unit, int64_t from, int64_t to, float* out) const {
         const char* values = unit_of(call.pool, call.pool.values, span, head, unit);
+        char* packed = static_cast<char*>(scratch(8, rows * packed_row(K, LANES)));
+        pack_weights(weights, ld, rows, LANES, packed);
 #if defined(MOTET_FAULT_MASK)  // keys out of reach are multiplied by zero
-        return mix(weights, ld, rows, values, LANES, out);
+        return mix(packed, LANES, 0, rows, values, LANES, out);
 #endif
-        if (from == 0) return mix(weights, ld, rows, values, to, out);
+        if (from == 0) return mix(packed, LANES, 0, rows, values, to, out);
         const int64_t bytes = bytes_of(call.pool.type), size = LANES * width;
         char* copy = static_cast<char*>(scratch(4, size * bytes));
         std::memcpy(copy, values, size * bytes);
@@ -107,7 +129,7 @@ struct Attend {
             const int64_t key = bytes == 2 ? within / 32 * 2 + within % 2 : within / LANES;
             if (key < from || key >= to) std::memset(copy + i * bytes, 0, bytes);
         }
-        mix(weights, ld, rows, copy, LANES, out);
+        mix(packed, LANES, 0, rows, copy, LANES, out);
     }
 
     int64_t low(int64_t position) const { return call.window ? most(0, position + 1 - call.window) : 0; }
@@ -120,7 +142,11 @@ struct Attend {
         float* out = static_cast<float*>(scratch(2, rows * width * 4));
         char* q = static_cast<char*>(scratch(3, rows * packed_row(K, width) + rows * width * 2));
         pack_queries(first, count, q);
-        for (int64_t u = unit0; u < unit1; u++) scores(q, rows, u, weights + (u - unit0) * LANES, ld);
+        const int64_t of_block = call.pool.block / LANES;
+        for (int64_t u = unit0, last; u < unit1; u = last) {
+            last = least(unit1, (u / of_block + 1) * of_block);
+            scores(q, rows, u, last, weights + (u - unit0) * LANES, ld);
+        }
         std::memset(out, 0, rows * width * 4);
         float peaks[64], totals[64];
         for (int64_t r = 0; r < rows; r++)
@@ -128,8 +154,13 @@ struct Attend {
         // units that all rows read whole; each token reads those at its edges by itself
         const int64_t whole0 = (low(begin + count - 1) + LANES - 1) / LANES, whole1 = (begin + 1) / LANES;
         for (int64_t i = 0; i < count; i++) edges(weights, ld, i, begin + i, unit0, unit0, least(whole0, unit1), out);
-        for (int64_t u = whole0; u < whole1; u++)
-            mix(weights + (u - unit0) * LANES, ld, rows, unit_of(call.pool, call.pool.values, span, head, u), LANES, out);
+        if (whole0 < whole1) {
+            const int64_t keys = (whole1 - whole0) * LANES;
+            char* packed = static_cast<char*>(scratch(9, rows * packed_row(K, keys)));
+            pack_weights(weights + (whole0 - unit0) * LANES, ld, rows, keys, packed);
+            for (int64_t u = whole0; u < whole1; u++)
+                mix(packed, keys, u - whole0, rows, unit_of(call.pool, call.pool.values, span, head, u), LANES, out);
+        }
         for (int64_t i = 0; i < count; i++) edges(weights, ld, i, begin + i, unit0, most(whole0, whole1), unit1, out);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t row = span.first_row + first + r / fold, query_head = head * fold + r % fold;
@@ -139,7 +170,7 @@ struct Attend {
         }
     }
 
-    void edges(float* weights, int64_t ld, int64_t i, int64_t position, int64_t unit0, int64_t from, int64_t to, float* out) const {
+    void edges(const float* weights, int64_t ld, int64_t i, int64_t position, int64_t unit0, int64_t from, int64_t to, float* out) const {
         const int64_t lowest = low(position);
         for (int64_t u = from; u < to; u++) {
             const int64_t a = most(lowest - u * LANES, 0), b = least(position + 1 - u * LANES, LANES);
@@ -158,9 +189,9 @@ struct Attend {
         }
         const bool half = call.pool.type == Type::bf16;
         if (half) to_bf16(plain, rounded, rows * width);
-        for (int64_t r = 0; r < rows; r += QUERIES) {
+        for (int64_t r = 0; r < rows; r += rows_packed(rows)) {
             const void* from = half ? static_cast<const void*>(rounded + r * width) : plain + r * width;
-            pack_rows<K>(call.pool.type, from, width, least(QUERIES, rows - r), width, out + r * packed_row(K, width));
+            pack_rows<K>(call.pool.type, from, width, least(rows_packed(rows), rows - r), width, out + r * packed_row(K, width));
         }
     }
 

@@ -15,6 +15,7 @@ enum Linear { QKV = 0, OUT = 1, GATE_UP = 2, DOWN = 3 };
 constexpr int64_t ROWS = 64;      // rows of a part of a call on rows
 constexpr int64_t TALL = 256;     // products of so many rows are shared by rows, of fewer by columns
 constexpr int64_t DEEP = 768;     // of k at a time, a multiple of 32, where there are many rows
+constexpr int64_t STRIP = 64;     // rows of a weight that are packed at a time
 constexpr int64_t UNITS = 12;     // units of columns of a part, at least
 constexpr int64_t CHUNK = 64;     // columns of a gradient that are made at a time
 
@@ -59,6 +60,7 @@ class Scratch {
 };
 thread_local Scratch scratch;    // of a call
 thread_local Scratch part_room;  // of a part of one
+thread_local Scratch turned_room;
 
 int64_t attended(const Plan& plan) { return plan.heads * plan.head_width; }
 int64_t keys_wide(const Plan& plan) { return plan.kv_heads * plan.head_width; }
@@ -68,6 +70,9 @@ Type type_of(const Plan& plan) { return Type(plan.type); }
 Arithmetic arithmetic_of(const Plan& plan) { return Arithmetic(plan.arithmetic); }
 const void* at(Type type, const void* x, int64_t place) { return static_cast<const char*>(x) + place * bytes_of(type); }
 void* at(Type type, void* x, int64_t place) { return static_cast<char*>(x) + place * bytes_of(type); }
+
+// Bytes of the room that `product_back` needs.
+int64_t back_bytes(Type type, const Weight& w) { return w.rows ? packed_bytes(type, std::min(DEEP, w.n), w.k) : 0; }
 
 // What the backward pass reads of a layer.
 struct Kept {
@@ -143,7 +148,7 @@ class Call {
     // backward
     float *dx = nullptr, *dy, *din, *ds, *dk, *dv;
     float* drouter;
-    void *dy_typed, *ds_typed, *drouter_typed;
+    void *dy_typed, *ds_typed, *drouter_typed, *packed;
 
     Call(const Plan& plan, const Pass& pass) : plan(plan), pass(pass), type(type_of(plan)), arithmetic(arithmetic_of(plan)) {
         for (int64_t r = 0; r < pass.n_runs; r++) {
@@ -179,6 +184,10 @@ class Call {
         dv = memory.take<float>(pool);
         drouter = memory.take<float>(rows * plan.n_experts);
         drouter_typed = memory.take_bytes(rows * plan.n_experts * size);
+        int64_t largest = 0;
+        for (int64_t layer = 0; layer < plan.n_layers; layer++)
+            for (const Weight& w : plan.layers[layer].linears) largest = std::max(largest, back_bytes(type, w));
+        packed = memory.take_bytes(largest);
     }
 
     Pool pool(int64_t layer) const {
@@ -272,6 +281,23 @@ void shared_product(const Product& p, int64_t threads) {
             product(some);
         }
     });
+}
+
+// out [rows × k] = slope [rows × n] · W. Rows of W are packed a part at a time, so that no second copy of it stays.
+void product_back(const Weight& w, Type type, const void* slope, float* out, int64_t rows, Arithmetic arithmetic, int64_t threads,
+                  void* room) {
+    if (!w.rows) return shared_product({slope, type, w.n, w.back, type, w.n, out, w.k, rows, w.n, w.k, false, arithmetic}, threads);
+    for (int64_t first = 0; first < w.n; first += DEEP) {
+        const int64_t deep = std::min(DEEP, w.n - first), unit = packed_bytes(type, deep, LANES) / bytes_of(type);
+        parallel(threads, (deep + STRIP - 1) / STRIP, [&](int64_t part) {
+            const int64_t row = part * STRIP, n = std::min(STRIP, deep - row);
+            for (int64_t column = 0; column < w.k; column += LANES)
+                pack(type, at(type, w.rows, (first + row) * w.k + column), w.k, 1, n, std::min(LANES, w.k - column), type,
+                     at(type, room, column / LANES * unit + row * LANES));
+        });
+        shared_product({at(type, slope, first), type, w.n, room, type, deep, out, w.k, rows, deep, w.k, first > 0, arithmetic},
+                       threads);
+    }
 }
 
 // ---- forward ------------------------------------------------------------------------------------------------------------------
@@ -418,41 +444,41 @@ void transpose(Type type, const void* from, int64_t ld, int64_t rows, int64_t co
         copy(static_cast<const float*>(from), static_cast<float*>(to));
 }
 
-// Adds the gradients of a run's A and B on a fused linear. Each is a sum over the run's rows from its first.
+// Adds the gradients of a run's A and B on a fused linear. Each is a sum over the run's rows from its first; both are products of
+// a narrow transpose with wide rows.
 void Call::gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* in, const float* inner, int64_t wide) {
-    const int64_t rows = run.last - run.first, size = bytes_of(type), used = lora.rank * lora.n_parts;
-    std::vector<char> sums_t(size_t(rows * lora.columns * size) + 64), slopes(size_t(packed_bytes(type, rows, lora.columns)) + 64);
-    auto align = [](std::vector<char>& v) { return reinterpret_cast<void*>(round_up(int64_t(v.data()), 64)); };
-    void *s_t = align(sums_t), *d = align(slopes);
-    {
-        FlushDenormals flush;
-        std::vector<char> s(size_t(rows * lora.columns * size));
-        typed(inner + run.first * wide, wide, s.data(), lora.columns, rows, lora.columns);
-        transpose(type, s.data(), lora.columns, rows, used, s_t);
-        pack(type, at(type, ds_typed, run.first * wide), wide, 1, rows, lora.columns, type, d);
-    }
+    const int64_t rows = run.last - run.first, size = bytes_of(type), narrow = round_up(rows * lora.columns * size, 64);
+    char* turned = static_cast<char*>(turned_room.at_least(3 * narrow));
+    void *s = turned, *s_t = turned + narrow, *ds_t = turned + 2 * narrow;
+    shared(2, [&](int64_t part) {
+        if (part) return transpose(type, at(type, ds_typed, run.first * wide), wide, rows, lora.columns, ds_t);
+        typed(inner + run.first * wide, wide, s, lora.columns, rows, lora.columns);
+        transpose(type, s, lora.columns, rows, lora.columns, s_t);
+    });
     const int64_t parts_a = (k + CHUNK - 1) / CHUNK;
     std::vector<Rows> parts;  // of B: the part, its first column, how many
     for (int64_t p = 0; p < lora.n_parts; p++)
         for (int64_t first = 0; first < lora.parts[p].n; first += CHUNK)
             parts.push_back({p, first, std::min(CHUNK, lora.parts[p].n - first)});
     shared(parts_a + int64_t(parts.size()), [&](int64_t part) {
-        int64_t room = round_up(rows, 2) * CHUNK * size + 64, sums = CHUNK * std::max(lora.columns, lora.rank) * 4;
-        char* memory = static_cast<char*>(part_room.at_least(round_up(room, 64) + sums));
-        float* c = reinterpret_cast<float*>(memory + round_up(room, 64));
+        const int64_t room = round_up(round_up(rows, 2) * CHUNK * size, 64), sums = CHUNK * std::max(lora.columns, lora.rank) * 4;
+        char* memory = static_cast<char*>(part_room.at_least(room + sums));
+        float* c = reinterpret_cast<float*>(memory + room);
+        auto multiply = [&](const void* from, int64_t ld, int64_t columns, const void* left, int64_t m) {
+            pack(type, from, ld, 1, rows, columns, type, memory);
+            product({left, type, rows, memory, type, rows, c, columns, m, rows, columns, false, arithmetic});
+        };
         if (part < parts_a) {
-            int64_t first = part * CHUNK, m = std::min(CHUNK, k - first);
-            transpose(type, at(type, in, run.first * k + first), k, rows, m, memory);
-            product({memory, type, rows, d, type, rows, c, lora.columns, m, rows, lora.columns, false, arithmetic});
+            const int64_t first = part * CHUNK, m = std::min(CHUNK, k - first);
+            multiply(at(type, in, run.first * k + first), k, m, ds_t, lora.columns);
             float* to = run.gradient + lora.gradient + first * lora.columns;
-            for (int64_t i = 0; i < m * lora.columns; i++) to[i] += run.scaling * c[i];
+            for (int64_t i = 0; i < m; i++)
+                for (int64_t j = 0; j < lora.columns; j++) to[i * lora.columns + j] += run.scaling * c[j * m + i];
             return;
         }
         const Rows& own = parts[part - parts_a];
         const Part& b = lora.parts[own.of];
-        pack(type, at(type, dy_typed, run.first * n + b.first + own.first), n, 1, rows, own.n, type, memory);
-        product({at(type, s_t, own.of * lora.rank * rows), type, rows, memory, type, rows, c, own.n, lora.rank, rows, own.n, false,
-                 arithmetic});
+        multiply(at(type, dy_typed, run.first * n + b.first + own.first), n, own.n, at(type, s_t, own.of * lora.rank * rows), lora.rank);
         for (int64_t r = 0; r < lora.rank; r++) {
             float* to = run.gradient + b.gradient + r * b.n + own.first;
             for (int64_t i = 0; i < own.n; i++) to[i] += c[r * own.n + i];
@@ -465,8 +491,7 @@ void Call::linear_back(int64_t layer, int which, const float* slope, const void*
     const Weight& w = plan.layers[layer].linears[which];
     const int64_t wide = columns[which];
     by_rows([&](int64_t row, int64_t m) { typed(slope + row * w.n, w.n, at(type, dy_typed, row * w.n), w.n, m, w.n); });
-    if (to)
-        shared_product({dy_typed, type, w.n, w.back, type, w.n, to, w.k, pass.n_rows, w.n, w.k, false, arithmetic}, pass.threads);
+    if (to) product_back(w, type, dy_typed, to, pass.n_rows, arithmetic, pass.threads, packed);
     if (!wide) return;
     shared(int64_t(run_rows.size()), [&](int64_t part) {
         const Rows& own = run_rows[part];
@@ -732,18 +757,25 @@ void backward(const Plan& plan, const Pass& pass, const float* slope) {
     }
 }
 
-const char* head_product(const Plan& plan, const void* packed, int64_t k, int64_t n, const float* in, int64_t rows, float* out,
-                         int64_t threads) {
+const char* head_product(const Plan& plan, const float* in, int64_t rows, float* out, int64_t threads, bool back) {
+    const Weight& w = plan.head;
     if (rows < 1 || threads < 1) return "a product needs rows and threads";
-    if (!packed) return "the head was not packed for this";
+    if (back && !w.rows && !w.back) return "the head was not packed for this";
     FlushDenormals flush;
-    Type type = type_of(plan);
-    void* typed = scratch.at_least(rows * k * bytes_of(type));
-    if (type == Type::bf16)
-        to_bf16(in, static_cast<bf16*>(typed), rows * k);
+    const Type type = type_of(plan);
+    const int64_t k = back ? w.n : w.k, bytes = round_up(rows * k * bytes_of(type), 64);
+    char* typed = static_cast<char*>(scratch.at_least(bytes + (back ? back_bytes(type, w) : 0)));
+    parallel(threads, rows, [&](int64_t row) {
+        FlushDenormals flush_here;
+        if (type == Type::bf16)
+            to_bf16(in + row * k, reinterpret_cast<bf16*>(typed) + row * k, k);
+        else
+            std::memcpy(typed + row * k * 4, in + row * k, size_t(k) * 4);
+    });
+    if (back)
+        product_back(w, type, typed, out, rows, arithmetic_of(plan), threads, typed + bytes);
     else
-        std::memcpy(typed, in, size_t(rows * k) * 4);
-    shared_product({typed, type, k, packed, type, k, out, n, rows, k, n, false, arithmetic_of(plan)}, threads);
+        shared_product({typed, type, k, w.forward, type, k, out, w.n, rows, k, w.n, false, arithmetic_of(plan)}, threads);
     return nullptr;
 }
 
@@ -781,16 +813,17 @@ const char* motet_backward(const Plan* plan, const Pass* pass, const float* slop
     return guarded([&]() -> const char* {
         if (const char* fault = fault_in(*plan, *pass)) return fault;
         if (!pass->kept || pass->keys) return "a pass without what was kept of it has no backward pass";
-        if (!plan->layers[0].linears[0].back) return "the weights were not packed for a backward pass";
+        const Weight& first = plan->layers[0].linears[0];
+        if (!first.rows && !first.back) return "the weights were not packed for a backward pass";
         backward(*plan, *pass, slope);
         return nullptr;
     });
 }
 
 const char* motet_head(const Plan* plan, const float* hidden, int64_t rows, float* logits, int64_t threads) {
-    return guarded([&] { return head_product(*plan, plan->head.forward, plan->width, plan->vocabulary, hidden, rows, logits, threads); });
+    return guarded([&] { return head_product(*plan, hidden, rows, logits, threads, false); });
 }
 
 const char* motet_head_back(const Plan* plan, const float* slope, int64_t rows, float* out, int64_t threads) {
-    return guarded([&] { return head_product(*plan, plan->head.back, plan->vocabulary, plan->width, slope, rows, out, threads); });
+    return guarded([&] { return head_product(*plan, slope, rows, out, threads, true); });
 }

@@ -9,7 +9,8 @@ namespace motet {
 
 struct Weight {          // of k inputs and n outputs; gate and up, or queries, keys and values, lie side by side
     const void* forward;  // packed [k × n]
-    const void* back;     // packed [n × k]; null where nothing is trained
+    const void* rows;     // [n × k] as torch has it, of the plan's type: gradients pack a part when they read it; may be null
+    const void* back;     // else packed [n × k]; null where nothing is trained
     const float* bias;    // [n] or null
     int64_t k, n;
 };

@@ -51,9 +51,12 @@ class Threads {
         within = true;
         take_parts();
         within = false;
-        for (int i = 0; done_.load(std::memory_order_acquire) < parts; i++) {
-            pause();
-            if (i > SPINS) std::this_thread::yield();
+        for (int i = 0; i < SPINS && done_.load(std::memory_order_acquire) < parts; i++) pause();
+        if (done_.load(std::memory_order_acquire) < parts) {  // a thread that is to finish it may need this core
+            std::unique_lock<std::mutex> lock(sleep_);
+            waits_ = true;
+            finished_.wait(lock, [&] { return done_.load() >= parts; });
+            waits_ = false;
         }
         if (fault_) std::rethrow_exception(std::exchange(fault_, nullptr));
     }
@@ -73,7 +76,10 @@ class Threads {
                 std::lock_guard<std::mutex> lock(sleep_);
                 fault_ = std::current_exception();
             }
-            done_.fetch_add(1, std::memory_order_release);
+            const bool last = done_.fetch_add(1) + 1 == static_cast<int64_t>(ticket >> 32);
+            if (!last || !waits_) continue;
+            std::lock_guard<std::mutex> lock(sleep_);
+            finished_.notify_one();
         }
     }
 
@@ -93,7 +99,8 @@ class Threads {
     }
 
     std::mutex turns_, sleep_;
-    std::condition_variable wake_;
+    std::condition_variable wake_, finished_;
+    std::atomic<bool> waits_{false};
     std::atomic<uint64_t> generation_{0}, tickets_{0};
     std::atomic<int64_t> done_{0}, asleep_{0}, helpers_{0};
     int64_t n_threads_ = 0;

@@ -13,7 +13,7 @@ inline int64_t fetched(const Tile& t, int64_t place, int units) {
 
 template <Type B, int U>
 inline void load_pair(const char* b, int64_t step, int64_t pair, int64_t ahead, V (&even_U)[U], V (&odd_U)[U]) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int u = 0; u < U; u++) {
         if constexpr (B == Type::bf16) {
             const bf16* p = reinterpret_cast<const bf16*>(b + u * step) + pair * 32;
@@ -39,15 +39,15 @@ inline __attribute__((always_inline)) void add_line(const float* a, const char* 
         load_pair<B, U>(b, step, i, ahead, be, bo);
 #pragma GCC unroll 24
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int u = 0; u < U; u++) e[r][u] = fma(set1(a[r * 16 + 2 * i]), be[u], e[r][u]);
 #pragma GCC unroll 24
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int u = 0; u < U; u++) o[r][u] = fma(set1(a[r * 16 + 2 * i + 1]), bo[u], o[r][u]);
     }
     if (k % 2) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int u = 0; u < U; u++) {
             V be;
             if constexpr (B == Type::bf16)
@@ -69,14 +69,14 @@ void tile_exact(const Tile& t) {
         V e[R][U], o[R][U];
 #pragma GCC unroll 24
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int u = 0; u < U; u++) e[r][u] = o[r][u] = zero();
         const int64_t left = t.k - k < 32 ? t.k - k : 32;
         for (int64_t i = 0; i < left; i += 16, a += R * 16, b += bytes)
             add_line<B, R, U>(a, b, t.b_step, left - i < 16 ? left - i : 16, fetched(t, b - t.b, U), e, o);
 #pragma GCC unroll 24
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int u = 0; u < U; u++) {
                 float* c = t.c + r * t.ldc + u * 16;
                 store(c, fold(k == 0 && !t.add, c, add(e[r][u], o[r][u])));
@@ -99,13 +99,13 @@ MOTET_DPBF16 void tile_pairs_native(const Tile& t) {
     __m512 c[R][U];
 #pragma GCC unroll 24
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int u = 0; u < U; u++) c[r][u] = t.add ? _mm512_loadu_ps(t.c + r * t.ldc + u * 16) : _mm512_setzero_ps();
     for (int64_t pair = 0; pair < t.k / 2; pair += 16, a += R * 16) {
         const int64_t left = t.k / 2 - pair < 16 ? t.k / 2 - pair : 16, ahead = fetched(t, pair * 64, U);
         for (int64_t i = 0; i < left; i++) {
             __m512i b[U];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int u = 0; u < U; u++) {
                 const char* line = t.b + u * t.b_step + (pair + i) * 64;
                 b[u] = _mm512_loadu_si512(line);
@@ -113,7 +113,7 @@ MOTET_DPBF16 void tile_pairs_native(const Tile& t) {
             }
 #pragma GCC unroll 24
             for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
                 for (int u = 0; u < U; u++) {
                     const __m512i both = _mm512_set1_epi32(static_cast<int>(a[r * 16 + i]));
                     c[r][u] = _mm512_dpbf16_ps(c[r][u], (__m512bh)both, (__m512bh)b[u]);
@@ -123,7 +123,7 @@ MOTET_DPBF16 void tile_pairs_native(const Tile& t) {
     if (t.k % 2) {
         const __m512i half = _mm512_set1_epi32(0xffff);
         const uint32_t* last = pair_of<R>(t.a, t.k / 2);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int u = 0; u < U; u++) {
             const __m512i b = _mm512_and_si512(half, _mm512_loadu_si512(t.b + u * t.b_step + t.k / 2 * 64));
 #pragma GCC unroll 24
@@ -133,7 +133,7 @@ MOTET_DPBF16 void tile_pairs_native(const Tile& t) {
     }
 #pragma GCC unroll 24
     for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int u = 0; u < U; u++) _mm512_storeu_ps(t.c + r * t.ldc + u * 16, c[r][u]);
 }
 #endif
@@ -182,7 +182,9 @@ void tile_of(int64_t rows, const Tile& t) {
 
 template <Kind K>
 void tile_of_kind(int64_t rows, int64_t units, const Tile& t) {
-    if (units == 2)
+    if (units == 4)
+        tile_of<K, 4, most_rows(K, 4)>(rows, t);
+    else if (units == 2)
         tile_of<K, 2, most_rows(K, 2)>(rows, t);
     else
         tile_of<K, 1, most_rows(K, 1)>(rows, t);

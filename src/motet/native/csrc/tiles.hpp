@@ -20,7 +20,7 @@ struct Tile {
 
 enum class Kind { exact_bf16, exact_f32, pairs };
 
-// C (+)= A · B of 1 to `most_rows` rows and 1 or 2 units.
+// C (+)= A · B of 1 to `most_rows` rows and 1, 2 or 4 units.
 void multiply_tile(Kind kind, int64_t rows, int64_t units, const Tile& tile);
 
 void product_in_two(const Product& p, int64_t k);  // for planted faults alone
@@ -46,7 +46,7 @@ inline void* scratch(int place, int64_t bytes) {
     return held.memory[place];
 }
 
-// Rows of a tile by two units: as many as registers hold; by one unit it is twice as many.
+// Rows of a tile by two units: as many as registers hold; by one unit twice as many, by four half as many.
 #if defined(MOTET_AVX512)
 constexpr int MOST_EXACT = 6, MOST_PAIRS = 12;
 #else
@@ -54,7 +54,7 @@ constexpr int MOST_EXACT = 2, MOST_PAIRS = 2;
 #endif
 
 constexpr int most_rows(Kind kind, int64_t units) {
-    return (kind == Kind::pairs ? MOST_PAIRS : MOST_EXACT) * (units == 1 ? 2 : 1);
+    return (kind == Kind::pairs ? MOST_PAIRS : MOST_EXACT) * 2 / static_cast<int>(units);
 }
 
 // Bytes of a packed row.
