@@ -21,6 +21,7 @@ from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
+from motet.model.distribution import MathKernels
 from motet.model.experts import adaptable_experts, compute_experts, has_experts
 from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
@@ -41,6 +42,7 @@ class Kernels(Protocol):
     """Own kernels that compute a base's passes in the place of its torch modules, for sampling and training alike."""
 
     attention: AttentionBackend
+    math: MathKernels
 
     def read_keys_in_blocks(self, block_size: int) -> None:
         """Choose the attention backend for KV blocks of this many tokens."""

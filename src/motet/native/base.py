@@ -22,6 +22,7 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, Routing
 from motet.model.lora_model import LoraModel
 from motet.model.routing import SamplerRouting, TrainerRouting
+from motet.native.own_math import OwnMath
 from motet.native.plan import (
     LINEARS,
     TYPES,
@@ -110,6 +111,7 @@ class NativeBase:
     def __init__(self, base: LoraModel, library: Calls, arithmetic: int) -> None:
         """`base` must be covered (see `motet.native.cover`)."""
         self.base, self._library, self._arithmetic = base, library, arithmetic
+        self.math = OwnMath(library.library)
         self.attention: AttentionBackend = NativeAttention(base.block_size)
         self._memory: list[Any] = []
         self._weights: list[tuple[Weight, FrozenWeight]] = []
@@ -148,7 +150,8 @@ class NativeBase:
             for which, linear in enumerate(leaders):
                 self._places[linear.fused.leader] = (index * LINEARS + which, linear.fused.sizes)
                 self._fill(layer.linears[which], linear.fused.frozen)
-        cosines, sines = _angles(decoder, base.info.max_positions)
+        with self.math.angles():
+            cosines, sines = _angles(decoder, base.info.max_positions)
         width = cosines.shape[1] * 2
         self._memory.append(layers)
         plan = Plan(
@@ -373,6 +376,7 @@ def _angles(decoder: Any, positions: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines [positions, E / 2], as the model itself makes them."""
     places = torch.arange(positions)[None]
     with torch.no_grad():
-        cosines, sines = decoder.rotary_emb(torch.zeros(1, 1, 1), places)
+        fresh = type(decoder.rotary_emb)(decoder.rotary_emb.config)  # its frequencies too
+        cosines, sines = fresh(torch.zeros(1, 1, 1), places)
     half = cosines.shape[-1] // 2
     return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
