@@ -74,17 +74,18 @@ class OwnMath:
         """One token of what min-p, top-k and top-p leave, in that order; sums run from the likeliest token on, in doubles."""
         weights_V = torch.empty_like(logits_V)
         self._calls.motet_weights(logits_V.data_ptr(), len(logits_V), param.temperature, weights_V.data_ptr())
-        order = torch.argsort(weights_V, descending=True, stable=True)
-        ranked = weights_V[order].double().numpy()
-        ranked[ranked < param.min_p * ranked[0]] = 0
-        if param.top_k > 0:
-            ranked[param.top_k :] = 0
-        ends = np.cumsum(ranked)
+        order = torch.argsort(weights_V, descending=True, stable=True).numpy()
+        kept_V = weights_V.double().numpy()
+        ranked = kept_V[order]
+        n_kept = int(np.count_nonzero(ranked >= param.min_p * ranked[0]))
+        n_kept = min(n_kept, param.top_k or n_kept)
         if param.top_p < 1:
-            kept = max(int(np.count_nonzero(ends - ranked < param.top_p * ends[-1])), 1)
-            ranked[kept:], ends[kept:] = 0, ends[kept - 1]
+            ends = np.cumsum(ranked[:n_kept])
+            n_kept = max(int(np.count_nonzero(ends - ranked[:n_kept] < param.top_p * ends[-1])), 1)
+        kept_V[order[n_kept:]] = 0
+        ends = np.cumsum(kept_V)
         place = int(np.searchsorted(ends, uniform * ends[-1], side="right"))
-        return int(order[min(place, np.count_nonzero(ranked) - 1)])
+        return min(place, int(np.flatnonzero(kept_V)[-1]))
 
     def logprobs(
         self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, *, slope: bool = False
