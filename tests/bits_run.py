@@ -23,10 +23,10 @@ def jobs(rewards: Path) -> list[dict[str, Any]]:
     twice = {"updates_per_batch": 2, "kl": {"coef": 0.1, "type": "k3"}, "correct_sampler": True}
     truncated = {"every": 1, "temperature": 0.8, "top_p": 0.9}
     return [
-        job("plain", rewards, steps=2, eval=truncated),
-        job("ratios", rewards, steps=2, algorithm=twice, sampling={"temperature": 0.7}),
-        job("sequences", rewards, steps=2, algorithm={"loss": "gspo", "updates_per_batch": 2}, adapter={"rank": 3}),
-        job("critic", rewards, steps=2, algorithm={"type": "ppo", "critic": {"rank": 4}}),
+        job("plain", rewards, steps=1, eval=truncated),
+        job("ratios", rewards, steps=1, algorithm=twice, sampling={"temperature": 0.7}),
+        job("sequences", rewards, steps=1, algorithm={"loss": "gspo", "updates_per_batch": 2}, adapter={"rank": 3}),
+        job("critic", rewards, steps=1, algorithm={"type": "ppo", "critic": {"rank": 4}}),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from motet.config import EngineConfig
 from motet.launch import load
+from motet.native import building
 from tests import native_calls
 from tests.bits_run import digests
 
@@ -74,3 +76,21 @@ def test_the_demo_has_the_same_bytes(dtype: str) -> None:
     first = elsewhere(["-c", program])
     for form in native_calls.forms():
         assert elsewhere(["-c", program], MOTET_KERNELS_FORM=form, **OLD) == first
+
+
+@pytest.mark.soak
+def test_arm_has_the_same_bits(tmp_path: Path) -> None:
+    """The portable form, compiled for ARM and emulated, on numbers that no denormal comes near."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("install g++-aarch64-linux-gnu and qemu-user to compare ARM")
+    flags = [*building.FLAGS, "-static", f"-I{building.SOURCES}"]
+    flags.remove("-shared")
+    sources = [str(ROOT / "tests" / "native_bits.cpp"), *map(str, sorted(building.SOURCES.glob("*.cpp")))]
+    printed = []
+    for command, run in ((building.compiler(), []), ([compiler], [emulator])):
+        program = str(tmp_path / command[0].rpartition("/")[2])
+        subprocess.run([*command, *flags, *sources, "-o", program], check=True)
+        printed.append(subprocess.run([*run, program], check=True, capture_output=True, text=True).stdout)
+    assert printed[0] == printed[1]
+    assert len(printed[0].splitlines()) == 14
