@@ -44,7 +44,7 @@ def digests(base: Any, directory: Path) -> dict[str, str]:
 def main() -> None:
     """Print the digests."""
     dtype = sys.argv[2] if len(sys.argv) > 2 else "bfloat16"
-    base = load("small", EngineConfig(threads=1, kernels="native", dtype=dtype))  # type: ignore[arg-type]
+    base = load("small", EngineConfig(threads=1, kernels="native", dtype=dtype))
     print(json.dumps(digests(base, Path(sys.argv[1]))))
 
 

@@ -122,7 +122,7 @@ def kl_k3(log_r_N: Tensor, functions: LossFunctions | None = None) -> Tensor:
     return expm1(log_r_N) - log_r_N
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, LossFunctions | None], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 """Estimators of KL(q ‖ p) per token drawn from q, with r = p / q. Source: Schulman 2020, "Approximating KL divergence";
 for the gradients Tang and Munos 2025 (arXiv 2506.09477)."""
 

@@ -42,7 +42,11 @@ class Kernels(Protocol):
     """Own kernels that compute a base's passes in the place of its torch modules, for sampling and training alike."""
 
     attention: AttentionBackend
-    math: MathKernels
+
+    @property
+    def math(self) -> MathKernels:
+        """What they compute beside passes."""
+        ...
 
     def read_keys_in_blocks(self, block_size: int) -> None:
         """Choose the attention backend for KV blocks of this many tokens."""
@@ -97,6 +101,11 @@ class LoraModel:
         """Correct what is said of the base, and add what a person should know."""
         notes = (*self.info.notes, note) if note else self.info.notes
         self.info = replace(self.info, notes=notes, **facts)
+
+    @property
+    def math(self) -> MathKernels | None:
+        """What own kernels compute beside passes; None where torch does."""
+        return None if self.kernels is None else self.kernels.math
 
     @property
     def towers(self) -> tuple[str, ...]:

@@ -155,7 +155,7 @@ class OwnMath:
     @contextlib.contextmanager
     def angles(self) -> Iterator[None]:
         """Inside, torch's powers of a number, cosines and sines are own ones."""
-        with _OwnAngles(self):
+        with _OwnAngles(self):  # type: ignore[no-untyped-call]
             yield
 
     def cos_sin(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,8 +96,7 @@ class ModelRunner:
         params = [item.prompt.request.sampling for item in sequences]
         logits_NV = _kept_to_grammars(logits_NV, sequences)
         params.extend([params[-1]] * (len(logits_NV) - len(params)))
-        own = self.base.kernels
-        drawn_of = draw if own is None else own.math.draw
+        drawn_of = draw if self.base.math is None else self.base.math.draw
         tokens, logprobs, usable = drawn_of(logits_NV, params, self.base.pad(uniforms_N))
         drawn = zip(sequences, tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=False)
         for sequence, token, logprob, good in drawn:

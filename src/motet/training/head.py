@@ -62,8 +62,8 @@ def _chunk(
     """Logprobs and entropies [N]; fills in the slopes where they are wanted."""
     logprobs, entropies = [], []
     raw_NV = base.raw_logits(hidden_ND)
-    if base.kernels is not None:
-        return _own_chunk(base, base.kernels.math, raw_NV, target_N, temperature, slope_ND)
+    if base.math is not None:
+        return _own_chunk(base, base.math, raw_NV, target_N, temperature, slope_ND)
     at_a_time = base.arithmetic.logit_rows
     for raw, target in zip(raw_NV.split(at_a_time), target_N.split(at_a_time), strict=True):
         distribution = Distribution.of(base.finish_logits(raw), [temperature])

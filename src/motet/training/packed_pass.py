@@ -178,7 +178,7 @@ class PackedPass:
             reference_logprobs_N=rows.gather_optional(segment, "reference_logprobs"),
             proximal_logprobs_N=rows.gather_optional(segment, "proximal_logprobs"),
             ratio_mask_N=rows.gather_optional(segment, "ratio_mask"),
-            functions=self._base.kernels and self._base.kernels.math,
+            functions=self._base.math,
         )
         with _one_order(self._base.device):
             return *loss_and_stats(segment.loss, segment.denominator, inputs), logprobs_N.detach()
@@ -326,6 +326,6 @@ def _at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
 def _values(hidden_TD: Tensor, rows: _TrainableRows, head: Tensor, base: LoraModel) -> Tensor:
     """What each trainable token's place is worth [N], before it is sampled; in fp32."""
     hidden_ND = hidden_TD.index_select(0, rows.row_N).float()
-    if base.kernels is not None:
-        return base.kernels.math.values(hidden_ND, head)
+    if base.math is not None:
+        return base.math.values(hidden_ND, head)
     return (hidden_ND * head[:-1]).sum(-1) + head[-1]
