@@ -1,6 +1,6 @@
 """Trains small jobs whose steps use every function that own kernels have, and prints what became of them.
 
-    python -m tests.bits_run DIRECTORY [float32 or bfloat16]
+    python -m tests.bits_run DIRECTORY [TYPE [THREADS]]
 
 Other processors are stood in for by the environment: see `tests/test_native_bits.py`.
 """
@@ -22,11 +22,10 @@ def jobs(rewards: Path) -> list[dict[str, Any]]:
     """Ratios that are not 1, a penalty, a critic, and evaluations that leave tokens out."""
     twice = {"updates_per_batch": 2, "kl": {"coef": 0.1, "type": "k3"}, "correct_sampler": True}
     truncated = {"every": 1, "temperature": 0.8, "top_p": 0.9}
+    sequences = {"type": "ppo", "loss": "gspo", "updates_per_batch": 2, "critic": {"rank": 4}}
     return [
-        job("plain", rewards, steps=1, eval=truncated),
-        job("ratios", rewards, steps=1, algorithm=twice, sampling={"temperature": 0.7}),
-        job("sequences", rewards, steps=1, algorithm={"loss": "gspo", "updates_per_batch": 2}, adapter={"rank": 3}),
-        job("critic", rewards, steps=1, algorithm={"type": "ppo", "critic": {"rank": 4}}),
+        job("ratios", rewards, steps=1, algorithm=twice, sampling={"temperature": 0.7}, eval=truncated),
+        job("sequences", rewards, steps=1, algorithm=sequences, adapter={"rank": 3}),
     ]
 
 
@@ -44,7 +43,8 @@ def digests(base: Any, directory: Path) -> dict[str, str]:
 def main() -> None:
     """Print the digests."""
     dtype = sys.argv[2] if len(sys.argv) > 2 else "bfloat16"
-    base = load("small", EngineConfig(threads=1, kernels="native", dtype=dtype))
+    threads = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    base = load("small", EngineConfig(threads=threads, kernels="native", dtype=dtype))
     print(json.dumps(digests(base, Path(sys.argv[1]))))
 
 

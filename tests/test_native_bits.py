@@ -49,9 +49,10 @@ def small() -> Any:
 
 
 def test_another_form_and_older_libraries_train_the_same_bytes(small: Any, tmp_path: Path) -> None:
-    """Weights, moments, tokens and metrics; where this processor has no AVX-512, AVX2 beside AVX2."""
+    """Weights, moments, tokens and metrics, there with two threads."""
     form = "avx2" if "avx2" in native_calls.forms() else "portable"
-    there = elsewhere(["-m", "tests.bits_run", str(tmp_path / "there")], MOTET_KERNELS_FORM=form, **OLD)
+    command = ["-m", "tests.bits_run", str(tmp_path / "there"), "bfloat16", "2"]
+    there = elsewhere(command, MOTET_KERNELS_FORM=form, **OLD)
     assert json.loads(there) == digests(small, tmp_path / "here")
 
 

@@ -155,7 +155,7 @@ class OwnMath:
     @contextlib.contextmanager
     def angles(self) -> Iterator[None]:
         """Inside, torch's powers of a number, cosines and sines are own ones."""
-        with _OwnAngles(self):  # type: ignore[no-untyped-call]
+        with _OwnAngles(self):
             yield
 
     def cos_sin(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ class _OwnAngles(TorchDispatchMode):
     """Computes what rotary embeddings need; everything else of theirs is exact to the last bit on any processor."""
 
     def __init__(self, own: OwnMath) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._own = own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
