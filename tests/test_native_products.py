@@ -465,6 +465,11 @@ def test_what_is_left_out_is_never_drawn(fast, options):
     assert torch.allclose(logprobs[same_tokens], expected[same_tokens], atol=1e-5)
 
 
+def test_a_token_outside_the_vocabulary_is_refused(fast):
+    with pytest.raises(IndexError, match="vocabulary of 300"):
+        fast.math.logprobs(normal(1, 300), torch.tensor([300]), 1.0)
+
+
 def adamw_parts(own: Kernels) -> list[Tensor]:
     """Masters and moments after three steps."""
     master, gradient, mean, square = normal(83), normal(83, seed=1), torch.zeros(83), torch.zeros(83)

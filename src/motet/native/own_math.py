@@ -94,6 +94,8 @@ class OwnMath:
         logits_NV = logits_NV if slope else logits_NV.contiguous()
         assert logits_NV.is_contiguous() and logits_NV.dtype == torch.float32
         (n_rows, n_tokens), tokens_N = logits_NV.shape, tokens_N.contiguous()
+        if n_rows and not 0 <= int(tokens_N.min()) <= int(tokens_N.max()) < n_tokens:
+            raise IndexError(f"a token is outside the vocabulary of {n_tokens}")
         logprobs_N, entropies_N = torch.empty(n_rows), torch.empty(n_rows)
         outputs = logprobs_N.data_ptr(), entropies_N.data_ptr(), int(slope), torch.get_num_threads()
         self._calls.motet_logprobs(logits_NV.data_ptr(), n_rows, n_tokens, tokens_N.data_ptr(), temperature, *outputs)
@@ -126,7 +128,7 @@ class OwnMath:
 
     def values(self, hidden_ND: Tensor, head: Tensor) -> Tensor:
         """Hidden · head[:-1] + head[-1], [N]."""
-        return _Values.apply(hidden_ND, head[:-1], self) + head[-1]  # type: ignore[no-any-return,no-untyped-call]
+        return _Values.apply(hidden_ND, head, self)  # type: ignore[no-any-return,no-untyped-call]
 
     def product(self, a_MK: Tensor, b_KN: Tensor) -> Tensor:
         """Of fp32 matrices."""
@@ -182,18 +184,20 @@ class _Exp(torch.autograd.Function):
 
 
 class _Values(torch.autograd.Function):
-    """hidden · head, [N]."""
+    """hidden · head[:-1] + head[-1], [N]."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, head_D: Tensor, own: OwnMath) -> Tensor:
-        ctx.save_for_backward(hidden_ND, head_D)
+    def forward(ctx: Any, hidden_ND: Tensor, head: Tensor, own: OwnMath) -> Tensor:
+        ctx.save_for_backward(hidden_ND, head)
         ctx.own = own
-        return own.product(hidden_ND, head_D[:, None])[:, 0]
+        return own.product(hidden_ND, head[:-1, None])[:, 0] + head[-1]
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden_ND, head_D = ctx.saved_tensors
-        return grad_N[:, None] * head_D, ctx.own.product(grad_N[None], hidden_ND)[0], None
+        hidden_ND, head = ctx.saved_tensors
+        own, ones_N1 = ctx.own, torch.ones(len(grad_N), 1)
+        slopes = [own.product(grad_N[None], each)[0] for each in (hidden_ND, ones_N1)]
+        return grad_N[:, None] * head[:-1], torch.cat(slopes), None
 
 
 class _OwnAngles(TorchDispatchMode):
