@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from motet.native import building, library
+from motet.native.own_math import OwnMath
+from motet.types import SamplingParams
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 EXACT, PAIRS = 0, 1
@@ -71,11 +73,7 @@ class AttentionBackward(ctypes.Structure):
 
 
 class RowSum(ctypes.Structure):
-    _fields_ = [("peak", f32), ("log_total", f32), ("entropy", f32), ("best", i32), ("usable", i32)]
-
-
-class AdamW(ctypes.Structure):
-    _fields_ = [(name, f32) for name in ("lr", "beta1", "beta2", "epsilon", "weight_decay")] + [("step", i64)]
+    _fields_ = [("peak", f32), ("log_total", f32), ("entropy", f32), ("usable", i32), ("total", ctypes.c_double)]
 
 
 @functools.cache
@@ -127,9 +125,7 @@ class Kernels:
     def __init__(self, path: Path) -> None:
         self.calls = ctypes.CDLL(str(path))
         library.declare(self.calls)
-        self.calls.motet_draw.argtypes = [pointer, i64, f32, pointer, ctypes.c_double]
-        self.calls.motet_draw.restype = i64
-        self.calls.motet_logprob.restype = f32
+        self.math = OwnMath(self.calls)
 
     def pack(self, weight_NK: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """For x · Wᵀ."""
@@ -147,6 +143,7 @@ class Kernels:
         add: Tensor | None = None,
         threads: int = 1,
         k: int | None = None,
+        emulated: bool = False,
     ) -> Tensor:
         (m, own), n = a_MK.shape, len(weight_NK)
         packed = self.pack(weight_NK)
@@ -155,7 +152,10 @@ class Kernels:
             address(a_MK), TYPES[a_MK.dtype], own, address(packed), TYPES[weight_NK.dtype], own,
             address(output), n, m, k or own, n, add is not None, arithmetic,
         )  # fmt: skip
-        self.calls.motet_product(ctypes.byref(call), threads)
+        if emulated:
+            self.calls.motet_product_emulated(ctypes.byref(call))
+        else:
+            self.calls.motet_product(ctypes.byref(call), threads)
         return output
 
     def functions(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -279,18 +279,13 @@ class Kernels:
         self.calls.motet_row_sum(pointer(address(logits)), i64(len(logits)), f32(temperature), ctypes.byref(made))
         return made
 
-    def draw(self, logits: Tensor, made: RowSum, uniform: float, temperature: float = 1.0) -> int:
-        return int(self.calls.motet_draw(address(logits), len(logits), temperature, ctypes.byref(made), uniform))
+    def draw(self, logits: Tensor, uniforms: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one row, again and again: tokens, logprobs, and whether the row is usable."""
+        params = [SamplingParams(temperature=temperature)] * len(uniforms)
+        return self.math.draw(logits.expand(len(uniforms), -1), params, uniforms)
 
-    def logprob(self, logits: Tensor, token: int, made: RowSum, temperature: float = 1.0) -> float:
-        return float(
-            self.calls.motet_logprob(pointer(address(logits)), i64(token), f32(temperature), ctypes.byref(made))
-        )
-
-    def logprob_slope(self, logits: Tensor, token: int, slope: float, made: RowSum, temperature: float = 1.0) -> Tensor:
-        out = torch.empty_like(logits)
-        self.calls.motet_logprob_slope(
-            pointer(address(logits)), i64(len(logits)), f32(temperature), ctypes.byref(made), i64(token), f32(slope), 0,
-            pointer(address(out)),
-        )  # fmt: skip
-        return out
+    def slope(self, logits: Tensor, token: int, temperature: float = 1.0) -> tuple[float, float, Tensor]:
+        """A logprob, the entropy, and the slope of the logprob [V]."""
+        slope = logits.clone()[None]
+        logprob, entropy = self.math.logprobs(slope, torch.tensor([token]), temperature, slope=True)
+        return float(logprob), float(entropy), slope[0]

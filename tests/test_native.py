@@ -186,7 +186,7 @@ def test_one_process_samples_and_trains_with_all_threads() -> None:
     """And no weight is packed a second time."""
     native_calls.directory()
     config = EngineConfig(threads=2, kernels="native")
-    base = load("small", config)
+    base: Any = load("small", config)
     workshop = build(base, config, [Need(16, 16)])
     try:
         assert workshop.spread is None

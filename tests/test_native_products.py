@@ -15,14 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motet.batch import AdamW
+from motet.errors import ConfigError
+from motet.model.distribution import draw
 from motet.native import building, library
-from tests.native_calls import EXACT, PAIRS, TYPES, AdamW, Cache, Kernels, address, directory, forms, kernels
+from motet.types import SamplingParams
+from tests.native_calls import EXACT, PAIRS, TYPES, Cache, Kernels, address, directory, forms, kernels
 
 WAYS = [(EXACT, torch.bfloat16), (PAIRS, torch.bfloat16), (EXACT, torch.float32)]
 NAN, INF = math.nan, math.inf
 
 
-@pytest.fixture(params=["avx512", "avx2", "portable"])
+CPUINFO = Path("/proc/cpuinfo")
+UNITS = CPUINFO.exists() and "amx_bf16" in CPUINFO.read_text()
+
+
+@pytest.fixture(params=[*["amx"] * UNITS, "avx512", "avx2", "portable"])
 def own(request) -> Kernels:
     if request.param not in forms():
         pytest.skip(f"this processor has no {request.param}")
@@ -63,7 +71,8 @@ def in_order(a_MK: Tensor, b_NK: Tensor, arithmetic: int) -> Tensor:
 
 def same(*results: Tensor) -> bool:
     """Bit for bit."""
-    return all(torch.equal(each.view(torch.int32), results[0].view(torch.int32)) for each in results)
+    first, *others = (each.contiguous().view(-1).view(torch.uint8) for each in results)
+    return all(torch.equal(each, first) for each in others)
 
 
 # --- products ------------------------------------------------------------------------------------------------------------
@@ -237,7 +246,12 @@ def test_forms_have_the_same_bits():
             parts += own.gate_up_backward(gate, x, y, z)
         logits = normal(1000, seed=6) * 5
         made = own.row_sum(logits, 0.7)
-        parts += [torch.tensor([made.peak, made.log_total, made.entropy]), own.logprob_slope(logits, 5, 0.3, made, 0.7)]
+        parts += [torch.tensor([made.peak, made.log_total, made.entropy]), own.slope(logits, 5, 0.7)[2]]
+        parts += own.draw(logits, torch.linspace(0, 0.99, 40, dtype=torch.double), 0.7)[:2]
+        doubles = normal(999, seed=7).double() * 30
+        parts += [own.math.exp_doubles(doubles), *own.math.cos_sin(doubles.float() * 300)]
+        parts += [torch.tensor(own.math.norm(logits), dtype=torch.double), own.math.product(x, y.t())]
+        parts += adamw_parts(own)
         for arithmetic, dtype in WAYS:
             parts += attention_parts(own, arithmetic, dtype)
         results.append(parts)
@@ -406,15 +420,14 @@ def test_gradients_of_rows_after_a_prefix(own):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sums_over_a_row_of_logits(own, temperature):
     logits = normal(5003) * 4
-    made = own.row_sum(logits, temperature)
     wanted = (logits.double() / temperature).log_softmax(-1)
-    assert made.usable == 1
-    assert made.best == int(logits.argmax())
-    assert own.logprob(logits, 17, made, temperature) == pytest.approx(float(wanted[17]), abs=2e-6)
-    assert made.entropy == pytest.approx(float(-(wanted.exp() * wanted).sum()), abs=1e-5)
-    slope = own.logprob_slope(logits, 17, -0.5, made, temperature).double()
+    assert own.row_sum(logits, temperature).usable == 1
+    logprob, entropy, slope = own.slope(logits, 17, temperature)
+    assert logprob == pytest.approx(float(wanted[17]), abs=2e-6)
+    assert entropy == pytest.approx(float(-(wanted.exp() * wanted).sum()), abs=1e-5)
     onehot = F.one_hot(torch.tensor(17), 5003)
-    assert torch.allclose(slope, -0.5 * (onehot - wanted.exp()) / temperature, atol=1e-7)
+    assert torch.allclose(slope.double(), (onehot - wanted.exp()) / temperature, atol=1e-7)
+    assert own.math.logprobs(logits[None], torch.tensor([17]), temperature)[0] == logprob
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
@@ -422,6 +435,7 @@ def test_rows_that_are_not_finite_are_not_usable(own, bad):
     logits = normal(600)
     logits[300] = bad
     assert own.row_sum(logits).usable == 0
+    assert not own.draw(logits, torch.zeros(1))[2]
     assert own.row_sum(torch.full((600,), -INF)).usable == 0
     logits[300] = -INF  # a token that is ruled out
     made = own.row_sum(logits)
@@ -432,32 +446,100 @@ def test_rows_that_are_not_finite_are_not_usable(own, bad):
 def test_draws_invert_the_cumulative_distribution(own):
     logits = normal(1003) * 3
     logits[::7] = -INF
-    made = own.row_sum(logits)
     ends = logits.double().softmax(-1).cumsum(-1)
-    for uniform in [*np.random.default_rng(0).random(300), 0.0, 1 - 2.0**-53]:
-        token = own.draw(logits, made, uniform)
+    uniforms = torch.tensor([*np.random.default_rng(0).random(300), 0.0, 1 - 2.0**-53], dtype=torch.double)
+    tokens, logprobs, _ = own.draw(logits, uniforms)
+    for uniform, token, logprob in zip(uniforms.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
         wanted = int(torch.searchsorted(ends, torch.tensor(uniform * float(ends[-1]), dtype=torch.double), right=True))
         near = abs(float(ends[token]) - uniform) < 1e-6 or abs(float(ends[token - 1]) - uniform) < 1e-6
         assert token == wanted or near
         assert logits[token].isfinite()
+        assert logprob == own.slope(logits, token)[0]
+    assert own.draw(logits, torch.zeros(1), temperature=0.0)[0] == logits.argmax()
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 40, "top_p": 0.8, "min_p": 0.01}]
+)
+def test_what_is_left_out_is_never_drawn(fast, options):
+    """Frequencies of 4,000 draws are those of torch's own truncation."""
+    logits, params = normal(300) * 2, SamplingParams(temperature=0.9, **options)
+    uniforms = torch.from_numpy(np.random.default_rng(0).random(4000))
+    rows = logits.expand(4000, -1)
+    ours, logprobs, _ = fast.math.draw(rows, [params] * 4000, uniforms)
+    theirs, expected, _ = draw(rows, [params] * 4000, uniforms)
+    assert set(ours.tolist()) == set(theirs.tolist())
+    assert float((ours == theirs).float().mean()) > 0.999
+    same_tokens = ours == theirs
+    assert torch.allclose(logprobs[same_tokens], expected[same_tokens], atol=1e-5)
+
+
+def test_a_token_outside_the_vocabulary_is_refused(fast):
+    with pytest.raises(IndexError, match="vocabulary of 300"):
+        fast.math.logprobs(normal(1, 300), torch.tensor([300]), 1.0)
+
+
+def adamw_parts(own: Kernels) -> list[Tensor]:
+    """Masters and moments after three steps."""
+    master, gradient, mean, square = normal(83), normal(83, seed=1), torch.zeros(83), torch.zeros(83)
+    for step in (1, 2, 3):
+        own.math.adamw(AdamW(0.01, (0.9, 0.99), 1e-8, 0.1), step, master, gradient * step, mean, square)
+    return [master, mean, square]
 
 
 def test_adamw_is_that_of_torch(own):
-    import ctypes
-
-    master, gradient = normal(83), normal(83, seed=1)
-    theirs = master.clone().requires_grad_()
+    theirs = normal(83).requires_grad_()
     optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-    mean, square = torch.zeros(83), torch.zeros(83)
     for step in (1, 2, 3):
-        theirs.grad = gradient * step
+        theirs.grad = normal(83, seed=1) * step
         optimizer.step()
-        given = gradient * step
-        own.calls.motet_adamw(
-            ctypes.byref(AdamW(0.01, 0.9, 0.99, 1e-8, 0.1, step)),
-            *(ctypes.c_void_p(x.data_ptr()) for x in (master, given, mean, square)), ctypes.c_int64(83),
-        )  # fmt: skip
-    assert torch.allclose(master, theirs.detach(), atol=1e-6)
+    assert torch.allclose(adamw_parts(own)[0], theirs.detach(), atol=1e-6)
+
+
+def test_functions_of_losses(own):
+    x = torch.cat([torch.linspace(-750, 750, 3001), normal(200) * 1e-4]).double()
+    assert torch.allclose(own.math.exp_doubles(x)[x < 709], x[x < 709].exp(), rtol=1e-15, atol=1e-300)
+    assert own.math.exp_doubles(torch.tensor([710.0, -INF, NAN, 0.0])).tolist()[:2] == [INF, 0.0]
+    small = normal(50).mul(1e-3).requires_grad_()
+    for ours, theirs in ((own.math.exp, torch.exp), (own.math.expm1, torch.expm1)):
+        assert torch.allclose(ours(small), theirs(small), rtol=1e-6)
+        slopes = [torch.autograd.grad(each(small).sum(), small)[0] for each in (ours, theirs)]
+        assert torch.allclose(slopes[0], slopes[1], rtol=1e-6)
+    angles = normal(2000) * 10_000
+    assert same(own.math.cos_sin(angles)[0], angles.double().cos().float())
+    assert same(own.math.cos_sin(angles)[1], angles.double().sin().float())
+    assert own.math.norm(small.detach()) == pytest.approx(float(small.double().norm()), rel=1e-14)
+
+
+def test_the_head_of_a_critic_has_the_gradients_of_autograd(own):
+    hidden, head = normal(37, 70).requires_grad_(), normal(71, seed=1).requires_grad_()
+    ours, theirs = own.math.values(hidden, head), (hidden * head[:-1]).sum(-1) + head[-1]
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    slopes = [torch.autograd.grad(each.square().sum(), (hidden, head)) for each in (ours, theirs)]
+    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(*slopes, strict=True))
+
+
+# --- matrix units --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(1, 32, 16), (3, 64, 17), (16, 95, 48), (17, 96, 32), (33, 160, 70), (64, 31, 40), (50, 33, 96)]
+)
+def test_emulated_matrix_units_have_the_bits_of_all_forms(own, m, k, n, add):
+    """As Intel's manual defines them, on numbers of all sizes: denormals, what overflows, zeros of both signs."""
+    a, b = normal(m, k, dtype=torch.bfloat16), normal(n, k, seed=1, dtype=torch.bfloat16)
+    scale = torch.tensor([1.0, 1e-20, 1e-39, 1e20, -0.0], dtype=torch.bfloat16)
+    a, b = a * scale[torch.arange(k) % 5], b * scale[torch.arange(n) % 3][:, None]
+    before = normal(m, n, seed=2) if add else None
+    assert same(own.product(a, b, add=before, emulated=True), own.product(a, b, add=before))
+
+
+def test_the_form_for_matrix_units_compiles_and_is_chosen_only_where_they_are(fast):
+    assert bool(fast.calls.motet_form_runs(b"amx")) <= UNITS
+    if "amx" in building.forms_here():
+        tdpbf16ps = bytes.fromhex("c4e24a5cc4")  # of tiles 0, 4 and 6
+        assert tdpbf16ps in (directory() / building.file_name("amx")).read_bytes()
 
 
 # --- building and planted faults -----------------------------------------------------------------------------------------
@@ -493,6 +575,22 @@ def test_the_fastest_form_that_agrees_is_taken(tmp_path):
     assert f"{best}: not compiled" in native.passed_over
     (tmp_path / building.file_name(best)).write_bytes(made[best])
     assert library._fastest(tmp_path, portable).form == best
+
+
+def test_a_form_can_be_asked_for(monkeypatch):
+    portable = kernels("portable").calls
+    monkeypatch.setenv(library.FORM, "portable")
+    native = library._fastest(directory(), portable)
+    assert native.form == "portable"
+    assert "avx2: MOTET_KERNELS_FORM is portable" in native.passed_over
+    monkeypatch.setenv(library.FORM, "sse")
+    with pytest.raises(ConfigError, match="'sse'; there are: amx, avx512, avx2, portable"):
+        library._fastest(directory(), portable)
+    missing = [form for form in building.FORMS if form not in forms()]
+    for form in missing:
+        monkeypatch.setenv(library.FORM, form)
+        with pytest.raises(ConfigError, match="do not run here"):
+            library._fastest(directory(), portable)
 
 
 def test_a_library_of_something_else_is_not_taken():

@@ -131,6 +131,22 @@ class AdamW:
     """Largest norm of the gradient; larger ones are scaled down to it."""
 
 
+class LossFunctions(Protocol):
+    """What losses and their sums compute with where results must not depend on the processor."""
+
+    def exp(self, x: Tensor) -> Tensor:
+        """e^x."""
+        ...
+
+    def expm1(self, x: Tensor) -> Tensor:
+        """e^x − 1."""
+        ...
+
+    def total(self, x: Tensor) -> float:
+        """A sum."""
+        ...
+
+
 @dataclass(frozen=True)
 class LossInputs:
     """What a loss sees; float32 on one device. Logprobs are `log_softmax(fp32 logits / temperature)` of the token."""
@@ -152,6 +168,8 @@ class LossInputs:
     """Of the policy at the start of the step; `correct_sampler` uses it."""
     ratio_mask_N: Tensor | None = None  # [N]
     """1 where a token counts in the ratio of its sequence, else 0; a client's `gspo` uses it."""
+    functions: LossFunctions | None = None
+    """Own kernels' functions; None is torch's."""
 
 
 class Loss(Protocol):

@@ -296,8 +296,9 @@ def build(
     memory = int(free * config.kv_memory_fraction) // (1 + n_samplers)
     rows = budgets.rows_with_states(rows, base.info.state_bytes, memory)
     memory -= (rows + 1) * base.info.state_bytes
-    kv_tokens = config.kv_tokens
-    kv_tokens = kv_tokens or budgets.kv_tokens(needs, rows, config.block_size, base.info.kv_bytes_per_token, memory)
+    kv_tokens = config.kv_tokens or budgets.kv_tokens(
+        needs, rows, config.block_size, base.info.kv_bytes_per_token, memory
+    )
     limits = {"max_rows": rows, "kv_tokens": kv_tokens, "prefill_tokens": config.prefill_tokens}
     limits["kept_tokens"] = int(kv_tokens * config.kept_kv)
     limits["host_kv_bytes"] = int(budgets.available_memory() * config.host_kv_memory_fraction) // (1 + n_samplers)
@@ -347,10 +348,8 @@ def _samplers(base: LoraModel, config: EngineConfig) -> int:
     info = base.info
     if info.device != "cpu":
         return 0
-    if config.samplers != "auto":
-        return int(config.samplers)
-    if base.kernels is not None:
-        return 0
+    if config.samplers != "auto" or base.kernels is not None:
+        return 0 if config.samplers == "auto" else config.samplers
     weights = info.n_parameters * info.element_bytes
     return budgets.samplers(_threads(config), weights, budgets.available_memory())
 

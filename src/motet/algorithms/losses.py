@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motet.batch import Loss, LossInputs, LossStats, Sample, TokenLosses
+from motet.batch import Loss, LossFunctions, LossInputs, LossStats, Sample, TokenLosses
 from motet.types import FloatArray
 
 
@@ -40,7 +40,7 @@ def ppo_clip(low: float, high: float, inputs: LossInputs, log_ratio_N: Tensor) -
 
     Source: PPO (Schulman et al. 2017, arXiv 1707.06347), eq. 7; two bounds after DAPO (arXiv 2503.14476), eq. 10.
     """
-    return _clipped_surrogate(low, high, torch.exp(log_ratio_N), inputs.advantages_N)
+    return _clipped_surrogate(low, high, _exp(inputs, log_ratio_N), inputs.advantages_N)
 
 
 def gspo(low: float, high: float, inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
@@ -51,7 +51,7 @@ def gspo(low: float, high: float, inputs: LossInputs, log_ratio_N: Tensor) -> To
     Source: GSPO (Zheng et al. 2025, arXiv 2507.18071), eq. 5 to 7.
     """
     means_N = _means_of_sequences(inputs, log_ratio_N, torch.ones_like(log_ratio_N))
-    return _clipped_surrogate(low, high, torch.exp(means_N), inputs.advantages_N)
+    return _clipped_surrogate(low, high, _exp(inputs, means_N), inputs.advantages_N)
 
 
 def _means_of_sequences(inputs: LossInputs, values_N: Tensor, mask_N: Tensor) -> Tensor:
@@ -74,19 +74,23 @@ def cispo(low: float, high: float, inputs: LossInputs, log_ratio_N: Tensor) -> T
 
     Source: MiniMax-M1 (2025, arXiv 2506.13585), eq. 4 and 5. `clipped` counts capped tokens.
     """
-    ratio_N = torch.exp(log_ratio_N.detach())
+    ratio_N = _exp(inputs, log_ratio_N.detach())
     loss_N = -ratio_N.clamp(low, high) * inputs.advantages_N * inputs.logprobs_N
     return loss_N, (ratio_N < low) | (ratio_N > high)
 
 
 def importance_sampling(inputs: LossInputs, log_ratio_N: Tensor) -> TokenLosses:
     """−ρ·A, without a bound. Source: Tinker's `importance_sampling`; TRPO's surrogate (arXiv 1502.05477), eq. 14."""
-    return -torch.exp(log_ratio_N) * inputs.advantages_N, _nowhere(log_ratio_N)
+    return -_exp(inputs, log_ratio_N) * inputs.advantages_N, _nowhere(log_ratio_N)
 
 
 def reinforce(inputs: LossInputs) -> TokenLosses:
     """−A·log π. Source: Williams 1992. No ratio: off-policy data are corrected only by `correct_sampler`."""
     return -inputs.advantages_N * inputs.logprobs_N, _nowhere(inputs.logprobs_N)
+
+
+def _exp(inputs: LossInputs, x: Tensor) -> Tensor:
+    return torch.exp(x) if inputs.functions is None else inputs.functions.exp(x)
 
 
 def _nowhere(like_N: Tensor) -> Tensor:
@@ -102,22 +106,23 @@ LOSSES: dict[str, Callable[[PolicyLoss, LossInputs, Tensor], TokenLosses]] = {
 }
 
 
-def kl_k1(log_r_N: Tensor) -> Tensor:
+def kl_k1(log_r_N: Tensor, _: LossFunctions | None = None) -> Tensor:
     """k1 = −log r: unbiased in value. As a loss its gradient is 0 in expectation: it only adds noise."""
     return -log_r_N
 
 
-def kl_k2(log_r_N: Tensor) -> Tensor:
+def kl_k2(log_r_N: Tensor, _: LossFunctions | None = None) -> Tensor:
     """k2 = ½ (log r)²: a little biased in value. On-policy its gradient is that of KL(π ‖ base): the right one."""
     return 0.5 * log_r_N**2
 
 
-def kl_k3(log_r_N: Tensor) -> Tensor:
+def kl_k3(log_r_N: Tensor, functions: LossFunctions | None = None) -> Tensor:
     """k3 = r − 1 − log r: unbiased, never negative. Its gradient is that of KL(base ‖ π): about right near the base."""
-    return torch.expm1(log_r_N) - log_r_N
+    expm1 = torch.expm1 if functions is None else functions.expm1
+    return expm1(log_r_N) - log_r_N
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 """Estimators of KL(q ‖ p) per token drawn from q, with r = p / q. Source: Schulman 2020, "Approximating KL divergence";
 for the gradients Tang and Munos 2025 (arXiv 2506.09477)."""
 
@@ -233,7 +238,7 @@ def _old_logprobs(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
 
 def _sampler_weights(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
     return (
-        torch.exp(_old_logprobs(settings, inputs) - inputs.sampler_logprobs_N)
+        _exp(inputs, _old_logprobs(settings, inputs) - inputs.sampler_logprobs_N)
         .clamp(max=settings.importance_cap)
         .detach()
     )
@@ -242,7 +247,7 @@ def _sampler_weights(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
 def _kl_to_base(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
     if inputs.reference_logprobs_N is None:
         raise ValueError("a KL penalty needs the base's logprobs: run Trainer.forward(base=True) on the samples first")
-    return KL_ESTIMATORS[settings.kl_type](inputs.reference_logprobs_N - inputs.logprobs_N)
+    return KL_ESTIMATORS[settings.kl_type](inputs.reference_logprobs_N - inputs.logprobs_N, inputs.functions)
 
 
 @torch.no_grad()
@@ -252,20 +257,24 @@ def _stats(denominator: float, inputs: LossInputs, weighted_N: Tensor, clipped_N
     if tokens == 0:
         return LossStats()
     log_ratio_N = inputs.logprobs_N.double() - inputs.sampler_logprobs_N.double()
-    ratio_N = torch.exp(log_ratio_N)
-    reference_N = inputs.reference_logprobs_N
-    kl_base_N = None if reference_N is None else kl_k3(reference_N.double() - inputs.logprobs_N.double())
-    sums = [
-        weighted_N.double().sum() / denominator,
-        inputs.entropy_N.double().sum(),
-        ratio_N.sum(),
-        ratio_N.max(),
-        clipped_N.double().sum(),
-        kl_k3(log_ratio_N).sum(),
-        log_ratio_N.new_zeros(()) if kl_base_N is None else kl_base_N.sum(),
-        log_ratio_N.abs().max(),
+    ratio_N = _exp(inputs, log_ratio_N)
+    reference_N, own = inputs.reference_logprobs_N, inputs.functions
+    kl_base_N = None if reference_N is None else kl_k3(reference_N.double() - inputs.logprobs_N.double(), own)
+    summed = [
+        weighted_N.double(),
+        inputs.entropy_N.double(),
+        ratio_N,
+        clipped_N.double(),
+        kl_k3(log_ratio_N, own),
+        log_ratio_N.new_zeros(1) if kl_base_N is None else kl_base_N,
     ]
-    loss, entropy, ratio, ratio_max, clipped, kl_sampler, kl_base, gap = torch.stack(sums).tolist()
+    largest = [ratio_N.max(), log_ratio_N.abs().max()]
+    if own is None:
+        sums = torch.stack([summed[0].sum() / denominator, *(each.sum() for each in summed[1:]), *largest]).tolist()
+    else:
+        totals = [own.total(each) for each in summed]
+        sums = [totals[0] / denominator, *totals[1:], *(float(each) for each in largest)]
+    loss, entropy, ratio, clipped, kl_sampler, kl_base, ratio_max, gap = sums
     return LossStats(
         tokens=tokens,
         loss=loss,

@@ -10,15 +10,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motet.batch import AdamW, LossFunctions
 from motet.types import SamplingParams
 
 _BLOCK = 256
 """Tokens whose probabilities are summed before the cumulative sum: a scan of the whole vocabulary is slow."""
+
+
+class MathKernels(LossFunctions, Protocol):
+    """What own kernels compute beside a base's passes, with the same bits on every processor."""
+
+    def draw(
+        self, logits_NV: Tensor, params: Sequence[SamplingParams], uniforms_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `draw`."""
+        ...
+
+    def logprobs(
+        self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, *, slope: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs of one token per row, and entropies [N]; with `slope` logits become the slopes of the logprobs."""
+        ...
+
+    def values(self, hidden_ND: Tensor, head: Tensor) -> Tensor:
+        """What a value head makes of hidden states, [N]."""
+        ...
+
+    def norm(self, x: Tensor) -> float:
+        """The Euclidean norm of an fp32 vector."""
+        ...
+
+    def adamw(self, adamw: AdamW, step: int, masters: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
+        """Change masters and moments, in place; `step` counts from 1."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,10 +64,13 @@ class Distribution:
     """Logprob of that largest logit; not finite where the row's logits are not."""
 
     @classmethod
-    def of(cls, logits_NV: Tensor, temperatures: Sequence[float]) -> Distribution:
-        """The distribution of fp32 logits at a temperature per row (or one for all)."""
+    def of(cls, logits_NV: Tensor, temperatures: Sequence[float], own: MathKernels | None = None) -> Distribution:
+        """The distribution of fp32 logits at a temperature per row (or one for all); own kernels make no probabilities."""
         if any(temperature != 1 for temperature in temperatures):
             logits_NV = logits_NV / torch.tensor(temperatures, device=logits_NV.device)[:, None]
+        if own is not None:
+            log_peak_N, _ = own.logprobs(logits_NV, logits_NV.argmax(-1), 1.0)
+            return cls(logits_NV, logits_NV.new_empty(0), logits_NV.amax(-1, keepdim=True), log_peak_N[:, None])
         probs_NV = torch.softmax(logits_NV, dim=-1)
         log_peak_N1 = torch.log(probs_NV.amax(-1, keepdim=True))
         return cls(logits_NV, probs_NV, logits_NV.amax(-1, keepdim=True), log_peak_N1)

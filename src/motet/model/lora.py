@@ -222,13 +222,19 @@ def make_layout(
     return AdapterLayout(rank, tuple(groups), size_a, offset, tuple(all_experts))
 
 
-def initial_weights(layout: AdapterLayout, seed: int) -> Tensor:
-    """Fresh fp32 weights on the CPU: A uniform in ±1/√K (PEFT's default), a function of (seed, path, shape); B zero."""
+def initial_weights(layout: AdapterLayout, seed: int, *, in_two_steps: bool = False) -> Tensor:
+    """Fresh fp32 weights on the CPU: A uniform in ±1/√K (PEFT's default), a function of (seed, path, shape); B zero.
+
+    `in_two_steps`: scale the numbers, then shift them. Some processors do both with one rounding, and others with two.
+    """
     flat = new_vector(layout.size, torch.float32, torch.device("cpu"))
     for path, (a, _) in layout.views(flat).items():
         generator = torch.Generator().manual_seed(seeds.key(seed, f"init/{path}") >> 1)
         bound = 1.0 / math.sqrt(a.shape[-2])
-        a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+        if in_two_steps:
+            a.copy_(torch.rand(a.shape, generator=generator).mul_(2 * bound).sub_(bound))
+        else:
+            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
     return flat
 
 

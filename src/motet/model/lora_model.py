@@ -21,6 +21,7 @@ from motet.errors import BaseModelError
 from motet.model import attention
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
+from motet.model.distribution import MathKernels
 from motet.model.experts import adaptable_experts, compute_experts, has_experts
 from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
@@ -43,6 +44,11 @@ class Kernels(Protocol):
     attention: AttentionBackend
     threads: int
     """That share a call; 0 takes as many as torch has."""
+
+    @property
+    def math(self) -> MathKernels:
+        """What they compute beside passes."""
+        ...
 
     def read_keys_in_blocks(self, block_size: int) -> None:
         """Choose the attention backend for KV blocks of this many tokens."""
@@ -97,6 +103,11 @@ class LoraModel:
         """Correct what is said of the base, and add what a person should know."""
         notes = (*self.info.notes, note) if note else self.info.notes
         self.info = replace(self.info, notes=notes, **facts)
+
+    @property
+    def math(self) -> MathKernels | None:
+        """What own kernels compute beside passes; None where torch does."""
+        return None if self.kernels is None else self.kernels.math
 
     @property
     def towers(self) -> tuple[str, ...]:

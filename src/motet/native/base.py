@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from motet.model.attention import AttentionBackend, AttentionPass, LayerCall, Prefix, Span
+from motet.model.attention import AttentionBackend, AttentionPass
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, Routing
 from motet.model.lora_model import LoraModel
 from motet.model.routing import SamplerRouting, TrainerRouting
+from motet.native.attention import NativeAttention, NativePass
 from motet.native.decoder import (
     angles,
     attention_calls,
@@ -35,6 +35,7 @@ from motet.native.decoder import (
     query_scales,
     rotates,
 )
+from motet.native.own_math import OwnMath
 from motet.native.plan import (
     GATES,
     LINEARS,
@@ -52,69 +53,6 @@ from motet.native.plan import (
     room,
 )
 
-# --- which rows attend to which keys ----------------------------------------------------------------------------------
-
-
-@dataclass
-class NativePass:
-    """An `AttentionPass` of rows whose attention the kernels compute with all else."""
-
-    spans: list[tuple[int, int, int, int]]
-    """First row, rows, position of the first, and which table of blocks."""
-    writes: list[tuple[int, int, int, int]]
-    """The same of rows whose keys and values go to those blocks."""
-    tables: list[NDArray[np.int32]]
-    n_blocks: int
-    block_size: int
-    cache: KVCache | None = None
-    """Where the blocks are; None where they are this pass's own."""
-    calls: list[LayerCall] = field(default_factory=list)
-
-    def attend(self, call: LayerCall, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
-        """Never called: no module of torch runs in such a pass."""
-        raise AssertionError("kernels compute this pass")
-
-
-class NativeAttention:
-    """The `AttentionBackend` of a base that own kernels compute."""
-
-    fixed_shapes = True
-    reads_past_end = False
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-
-    def packed(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> NativePass:
-        """A pass over whole sequences; keys and values of a prefix are copied to the blocks of each that has it."""
-        spans, writes, tables = [], [], []
-        row = n_blocks = 0
-        for index, length in enumerate(lengths):
-            prefix = prefixes[index] if prefixes else None
-            position = 0
-            for first, own in () if prefix is None else prefix.stretches:
-                writes.append((first, own, position, index))
-                position += own
-            spans.append((row, length, position, index))
-            writes.append(spans[-1])
-            needed = -(-(position + length) // self._block_size)
-            tables.append(np.arange(n_blocks, n_blocks + needed, dtype=np.int32))
-            row, n_blocks = row + length, n_blocks + needed
-        return NativePass(spans, writes, tables, n_blocks, self._block_size)
-
-    def cached(self, spans: Sequence[Span], cache: KVCache) -> NativePass:
-        """A pass over spans whose keys and values go to a cache."""
-        placed, row = [], 0
-        for index, span in enumerate(spans):
-            placed.append((row, span.length, span.start, index))
-            row += span.length
-        tables = [np.array(span.blocks, np.int32) for span in spans]
-        return NativePass(placed, placed, tables, cache.n_blocks + 2, cache.block_size, cache)
-
-    def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> None:
-        """Nothing is recorded on a CPU."""
-        return
-
-
 # --- the base ---------------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +62,7 @@ class NativeBase:
     def __init__(self, base: LoraModel, library: Calls, arithmetic: int) -> None:
         """`base` must be covered (see `motet.native.cover`)."""
         self.base, self._library, self._arithmetic = base, library, arithmetic
+        self.math = OwnMath(library.library)
         self.attention: AttentionBackend = NativeAttention(base.block_size)
         self._memory: list[Any] = []
         self._weights: list[tuple[Weight, Callable[[], Tensor]]] = []
@@ -153,7 +92,7 @@ class NativeBase:
         calls = attention_calls(base)
         layers = (Layer * len(decoder.layers))()
         self._places: dict[str, tuple[int, tuple[int, ...]]] = {}
-        angles_of = angles(decoder, config, base.info.max_positions)
+        angles_of = angles(decoder, config, base.info.max_positions, self.math)
         for index, (layer, module) in enumerate(zip(layers, decoder.layers, strict=True)):
             for name, norm in norms_of(module).items():
                 setattr(layer, name, None if norm is None else self._numbers(norm_weight(norm)))

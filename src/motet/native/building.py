@@ -22,8 +22,10 @@ FLAGS = (
     "-Wall -Wextra -Wno-maybe-uninitialized -Wno-unknown-warning-option"
 ).split()
 
+_AVX512 = ("-DMOTET_AVX512", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 FORMS: dict[str, tuple[str, ...]] = {
-    "avx512": ("-DMOTET_AVX512", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
+    "amx": (*_AVX512, "-DMOTET_AMX", "-mamx-tile", "-mamx-bf16"),
+    "avx512": _AVX512,
     "avx2": ("-DMOTET_AVX2", "-mavx2", "-mfma"),
     "portable": (),
 }

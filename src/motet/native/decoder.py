@@ -15,6 +15,7 @@ from torch import Tensor
 from motet.model.attention import LayerCall
 from motet.model.lora import LoraLinear
 from motet.model.lora_model import LoraModel
+from motet.native.own_math import OwnMath
 from motet.native.plan import GATES
 
 FAMILIES = {
@@ -170,7 +171,7 @@ def rotates(attention: Any, config: Any) -> bool:
     return bool(getattr(attention, "use_rope", True))
 
 
-def angles(decoder: Any, config: Any, positions: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+def angles(decoder: Any, config: Any, positions: int, math: OwnMath) -> Callable[[int], tuple[Tensor, Tensor]]:
     """For a layer: cosines and sines [positions, E / 2], as the model itself makes them, once for each kind of layers."""
     by_kind = "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
     made: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
@@ -178,8 +179,9 @@ def angles(decoder: Any, config: Any, positions: int) -> Callable[[int], tuple[T
     def of_layer(index: int) -> tuple[Tensor, Tensor]:
         kind = (config.layer_types[index],) if by_kind else ()
         if kind not in made:
-            with torch.no_grad():
-                cosines, sines = decoder.rotary_emb(torch.zeros(1, 1, 1), torch.arange(positions)[None], *kind)
+            with torch.no_grad(), math.angles():
+                fresh = type(decoder.rotary_emb)(decoder.rotary_emb.config)  # its frequencies too
+                cosines, sines = fresh(torch.zeros(1, 1, 1), torch.arange(positions)[None], *kind)
             half = cosines.shape[-1] // 2
             made[kind] = cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
         return made[kind]

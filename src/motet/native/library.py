@@ -20,6 +20,9 @@ from motet.native import building
 ARITHMETICS = {"exact": 0, "exact-dpbf16": 1}
 """Orders of sums by name: `Arithmetic` of csrc/kernels.hpp."""
 
+FORM = "MOTET_KERNELS_FORM"
+"""The environment variable that names the one form to take."""
+
 INSTALLED = Path(__file__).parent / "built"
 """Where `pip install` puts the libraries."""
 
@@ -117,7 +120,13 @@ def declare(calls: ctypes.CDLL) -> None:
 
 def _fastest(directory: Path, portable: ctypes.CDLL) -> Native:
     passed_over = []
+    wanted = os.environ.get(FORM)
+    if wanted is not None and wanted not in building.FORMS:
+        raise ConfigError(f"{FORM} is {wanted!r}; there are: {', '.join(building.FORMS)}")
     for form in building.FORMS:
+        if wanted not in (None, form):
+            passed_over.append(f"{form}: {FORM} is {wanted}")
+            continue
         path = directory / building.file_name(form)
         if not portable.motet_form_runs(form.encode()):
             passed_over.append(f"{form}: this processor lacks its instructions")
@@ -129,13 +138,13 @@ def _fastest(directory: Path, portable: ctypes.CDLL) -> Native:
             passed_over.append(f"{form}: its results differ from the portable form's")
         else:
             return Native(calls, form, path, tuple(passed_over))
-    raise AssertionError("the portable form runs everywhere")
+    raise ConfigError(f"{FORM} asks for kernels that do not run here: {'; '.join(passed_over)}")
 
 
 def trial(calls: ctypes.CDLL) -> bytes:
     """Bits of products in all arithmetics and of the functions, the same in every form."""
     random = np.random.default_rng(0)
-    rows, k, n = 7, 75, 40
+    rows, k, n = 37, 75, 40
     a, b = (_bf16(random.standard_normal(shape, np.float32)) for shape in ((rows, k), (n, k)))
     results = []
     for kind, arithmetic in ((1, 0), (1, 1), (0, 0)):

@@ -40,6 +40,7 @@ class Calls:
     """The calls of `csrc/plan.hpp`, as a library has them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
         self.packed_bytes, self.pack = library.motet_packed_bytes, library.motet_pack  # `native.library` declares them
         for name, (result, arguments) in _PROTOTYPES.items():
             function = getattr(library, f"motet_{name}")

@@ -209,7 +209,7 @@ class EmbeddedEngine:
         for hidden_ND, wanted_N in zip(hidden_TD.split(_SCORED_ROWS), wanted_T.split(_SCORED_ROWS), strict=True):
             with base.routed(routing):  # and left before others run: what happens there may keep this from ending
                 logits_NV = base.logits(hidden_ND)
-            yield Distribution.of(logits_NV, [1.0]), wanted_N
+            yield Distribution.of(logits_NV, [1.0], base.math), wanted_N
 
     def refuse(self, request: GenerateRequest) -> None:
         """Raise for a request that can never be served.

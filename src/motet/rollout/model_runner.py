@@ -118,7 +118,8 @@ class ModelRunner:
         params = [item.prompt.request.sampling for item, _ in rows]
         logits_NV = _kept_to_grammars(logits_NV, [item for item, _ in rows])
         params.extend([params[-1]] * (len(logits_NV) - len(params)))
-        tokens, logprobs, usable = draw(logits_NV, params, self.base.pad(uniforms_N))
+        drawn_of = draw if self.base.math is None else self.base.math.draw
+        tokens, logprobs, usable = drawn_of(logits_NV, params, self.base.pad(uniforms_N))
         drawn = zip(tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=True)
         return list(itertools.islice(drawn, len(rows)))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from motet.batch import AdamW, OptimStats
 from motet.errors import AdapterError
+from motet.model.distribution import MathKernels
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, new_vector
 from motet.model.peft_io import save_tensors
 
@@ -38,13 +39,24 @@ class AdapterArena:
     """
 
     def __init__(
-        self, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype, *, head: int = 0
+        self,
+        layout: AdapterLayout,
+        scaling: float,
+        masters: Tensor,
+        dtype: torch.dtype,
+        *,
+        head: int = 0,
+        own: MathKernels | None = None,
     ) -> None:
-        """`head` numbers, zero at first, stand behind the matrices: a vector as wide as the model, and a bias."""
+        """Start from masters; `own` kernels step, or torch does.
+
+        `head` numbers, zero at first, stand behind the matrices: a vector as wide as the model, and a bias.
+        """
         flat = new_vector(len(masters) + head, masters.dtype, masters.device)
         flat[: len(masters)] = masters
         self.layout = layout
         self.scaling = scaling
+        self._own = own
         self.valuing = head > 0
         """Whether it makes values."""
         self.dtype = dtype
@@ -93,18 +105,28 @@ class AdapterArena:
 
     def step(self, adamw: AdamW) -> OptimStats:
         """Clip by norm and apply AdamW; a gradient that is not finite changes nothing but is cleared."""
-        norm = float(torch.linalg.vector_norm(self.gradient))
+        norm = float(torch.linalg.vector_norm(self.gradient)) if self._own is None else self._own.norm(self.gradient)
         skipped = not (norm < float("inf"))
         if not skipped:
             if norm > adamw.clip_norm:
                 self.gradient.mul_(adamw.clip_norm / (norm + 1e-6))
-            own = {"lr": adamw.lr, "betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
-            self._adamw.param_groups[0].update(own)
-            self._adamw.step()
+            self._step(adamw)
             self.weights = self._compute_copy()
         self.gradient.zero_()
         self.pending = False
         return OptimStats(grad_norm=norm, lr=adamw.lr, skipped=skipped)
+
+    def _step(self, adamw: AdamW) -> None:
+        if self._own is None:
+            options = {"lr": adamw.lr, "betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
+            self._adamw.param_groups[0].update(options)
+            self._adamw.step()
+            return
+        masters, state = self.masters.detach(), self._adamw.state[self.masters]
+        if not state:
+            state.update({"step": torch.zeros(()), **{name: torch.zeros_like(masters) for name in MOMENTS}})
+        state["step"] += 1
+        self._own.adamw(adamw, int(state["step"]), masters, self.gradient, *(state[name] for name in MOMENTS))
 
     def park(self, directory: Path | None) -> None:
         """Move masters, moments and a gradient that waits for its step to host memory, or to disk in a directory.

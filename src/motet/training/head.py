@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.model.distribution import Distribution
+from motet.model.distribution import Distribution, MathKernels
 from motet.model.lora_model import LoraModel
 from motet.protocols import Pieces, Result
 
@@ -62,6 +62,8 @@ def _chunk(
     """Logprobs and entropies [N]; fills in the slopes where they are wanted."""
     logprobs, entropies = [], []
     raw_NV = base.raw_logits(hidden_ND)
+    if base.math is not None:
+        return _own_chunk(base, base.math, raw_NV, target_N, temperature, slope_ND)
     at_a_time = base.arithmetic.logit_rows
     for raw, target in zip(raw_NV.split(at_a_time), target_N.split(at_a_time), strict=True):
         distribution = Distribution.of(base.finish_logits(raw), [temperature])
@@ -72,6 +74,18 @@ def _chunk(
     if slope_ND is not None:
         slope_ND.copy_(base.through_head(raw_NV))
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _own_chunk(
+    base: LoraModel, own: MathKernels, raw_NV: Tensor, target_N: Tensor, temperature: float, slope_ND: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The same by own kernels, which put slopes in the place of logits."""
+    logits_NV = base.finish_logits(raw_NV)
+    if slope_ND is None:
+        return own.logprobs(logits_NV, target_N, temperature)
+    logprobs_N, entropies_N = own.logprobs(logits_NV, target_N, temperature, slope=True)
+    slope_ND.copy_(base.through_head(base.logits_slope(raw_NV, logits_NV)))
+    return logprobs_N, entropies_N
 
 
 class _WithSlopes(torch.autograd.Function):

@@ -124,7 +124,7 @@ class PackedPass:
             ):
                 head = heads[place] if heads else None
                 if head is not None:
-                    outputs_N = _values(hidden_TD[start:stop], rows, head.flat)
+                    outputs_N = _values(hidden_TD[start:stop], rows, head.flat, base)
                 else:
                     pieces = head_logprobs(base, hidden_TD[start:stop], rows.row_N, rows.target_N, segment.temperature)
                     outputs_N, _ = yield from self._between(pieces, routing)
@@ -161,7 +161,7 @@ class PackedPass:
         if segment.loss is None:
             raise ValueError(f"a segment of {segment.adapter!r} has no loss; a gradient needs one")
         if head is not None:
-            logprobs_N = _values(hidden_TD, rows, head)
+            logprobs_N = _values(hidden_TD, rows, head, self._base)
             entropy_N = torch.zeros_like(logprobs_N)
         else:
             logprobs_N, entropy_N = yield from head_logprobs(
@@ -178,6 +178,7 @@ class PackedPass:
             reference_logprobs_N=rows.gather_optional(segment, "reference_logprobs"),
             proximal_logprobs_N=rows.gather_optional(segment, "proximal_logprobs"),
             ratio_mask_N=rows.gather_optional(segment, "ratio_mask"),
+            functions=self._base.math,
         )
         with _one_order(self._base.device):
             return *loss_and_stats(segment.loss, segment.denominator, inputs), logprobs_N.detach()
@@ -322,7 +323,9 @@ def _at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
     return chosen.reshape(-1) if chosen.ndim == 2 else chosen.repeat(sample.n_targets)
 
 
-def _values(hidden_TD: Tensor, rows: _TrainableRows, head: Tensor) -> Tensor:
+def _values(hidden_TD: Tensor, rows: _TrainableRows, head: Tensor, base: LoraModel) -> Tensor:
     """What each trainable token's place is worth [N], before it is sampled; in fp32."""
     hidden_ND = hidden_TD.index_select(0, rows.row_N).float()
+    if base.math is not None:
+        return base.math.values(hidden_ND, head)
     return (hidden_ND * head[:-1]).sum(-1) + head[-1]

@@ -70,9 +70,10 @@ class TorchTrainer:
         if len(self._arenas) >= self.slots:
             raise AdapterError(f"all {self.slots} adapter slots are taken; raise engine.slots or wait for a job to end")
         layout = self.base.adapter_layout(shape.target_modules, shape.rank)
-        masters = initial_weights(layout, seed).to(self.base.device)
+        own = self.base.math
+        masters = initial_weights(layout, seed, in_two_steps=own is not None).to(self.base.device)
         width = self.base.info.hidden_size + 1 if head else 0
-        arena = AdapterArena(layout, shape.alpha / shape.rank, masters, self.base.dtype, head=width)
+        arena = AdapterArena(layout, shape.alpha / shape.rank, masters, self.base.dtype, head=width, own=own)
         self._residence.add(name, arena)
         self._shapes[name] = shape
 

@@ -34,6 +34,11 @@ API void motet_product(const Product* p, int64_t threads) {
     });
 }
 
+API void motet_product_emulated(const Product* p) {
+    FlushDenormals flush;
+    product_emulated(*p);
+}
+
 API void motet_rms_norm(const float* x, const float* weight, float epsilon, int32_t type, void* out, int64_t m, int64_t n) {
     FlushDenormals flush;
     rms_norm(x, n, weight, epsilon, static_cast<Type>(type), out, n, nullptr, m, n);
@@ -71,21 +76,60 @@ API void motet_attend_backward(const AttentionBackward* call, const Span* span) 
 
 API void motet_row_sum(const float* logits, int64_t n, float temperature, RowSum* sum) {
     FlushDenormals flush;
-    row_sum(logits, n, temperature, sum);
+    row_sum(logits, n, temperature, sum, nullptr, nullptr);
 }
-API int64_t motet_draw(const float* logits, int64_t n, float temperature, const RowSum* sum, double uniform) {
+
+// Of m rows of n logits: tokens, their logprobs, and whether the logits were usable. Temperature 0 takes the most likely token,
+// whose logprob is of the undivided logits.
+API void motet_draw(const float* logits, int64_t m, int64_t n, const float* temperatures, const double* uniforms,
+                    int64_t* tokens, float* logprobs, uint8_t* usable, int64_t threads) {
+    parallel(threads, m, [&](int64_t row) {
+        FlushDenormals flush;
+        const float* own = logits + row * n;
+        const float temperature = temperatures[row] == 0.0f ? 1.0f : temperatures[row];
+        double* blocks = static_cast<double*>(scratch(9, blocks_of(n) * 8));
+        RowSum sum;
+        row_sum(own, n, temperature, &sum, blocks, nullptr);
+        tokens[row] = temperatures[row] == 0.0f ? most_likely(own, n) : draw(own, n, temperature, sum, blocks, uniforms[row]);
+        logprobs[row] = logprob(own, tokens[row], temperature, sum);
+        usable[row] = sum.usable != 0;
+    });
+}
+
+// Of m rows of n logits, given tokens: logprobs and entropies. `slope`: the logits become the slopes of the logprobs.
+API void motet_logprobs(float* logits, int64_t m, int64_t n, const int64_t* tokens, float temperature, float* logprobs,
+                        float* entropies, int32_t slope, int64_t threads) {
+    parallel(threads, m, [&](int64_t row) {
+        FlushDenormals flush;
+        float* own = logits + row * n;
+        const float chosen = own[tokens[row]];
+        RowSum sum;
+        row_sum(own, n, temperature, &sum, nullptr, slope ? own : nullptr);
+        logprobs[row] = logprob(&chosen, 0, temperature, sum);
+        entropies[row] = sum.entropy;
+        if (slope) logprob_slope(own, n, temperature, sum, tokens[row]);
+    });
+}
+
+// exp(logit / temperature − peak) of one row
+API void motet_weights(const float* logits, int64_t n, float temperature, float* weights) {
     FlushDenormals flush;
-    return draw(logits, n, temperature, *sum, uniform);
+    RowSum sum;
+    row_sum(logits, n, temperature, &sum, nullptr, weights);
 }
-API float motet_logprob(const float* logits, int64_t token, float temperature, const RowSum* sum) {
-    FlushDenormals flush;
-    return logprob(logits, token, temperature, *sum);
+
+API void motet_exp(const double* x, double* out, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = exp_double(x[i]);
 }
-API void motet_logprob_slope(const float* logits, int64_t n, float temperature, const RowSum* sum, int64_t token, float slope,
-                             int32_t type, void* out) {
-    FlushDenormals flush;
-    logprob_slope(logits, n, temperature, *sum, token, slope, static_cast<Type>(type), out);
+API void motet_cos_sin(const float* x, float* cosines, float* sines, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        double cosine, sine;
+        cos_sin_double(static_cast<double>(x[i]), &cosine, &sine);
+        cosines[i] = static_cast<float>(cosine);
+        sines[i] = static_cast<float>(sine);
+    }
 }
+API double motet_norm(const float* x, int64_t n) { return norm(x, n); }
 API void motet_adamw(const AdamW* options, float* master, const float* gradient, float* mean, float* square, int64_t n) {
     FlushDenormals flush;
     adamw(*options, master, gradient, mean, square, n);

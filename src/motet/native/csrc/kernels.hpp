@@ -30,8 +30,9 @@ class FlushDenormals {
     uint64_t before_;
 };
 
-const char* form();            // "portable", "avx2", "avx512"
+const char* form();            // "portable", "avx2", "avx512", "amx"
 bool form_runs(const char* form);  // whether this processor has the instructions of a form
+bool amx_runs();               // whether there are matrix units, and the system lets this process use them
 bool has_dpbf16();             // whether the processor multiplies in pairs itself; else `dpbf16` is computed in its order, slowly
 int64_t round_up(int64_t n, int64_t multiple);
 
@@ -67,6 +68,8 @@ struct Product {
     Arithmetic arithmetic;
 };
 void product(const Product& p);
+// An exact product of bf16 by bf16 in the order of matrix units, where k is a multiple of 32: by the processor's, or emulated.
+void product_by_tiles(const Product& p, bool emulated);
 
 // The columns of units [first, last) of p: what one of several threads computes.
 Product columns_of(const Product& p, int64_t first_unit, int64_t last_unit);
@@ -172,16 +175,24 @@ struct RowSum {
     float peak;       // the largest of logit / temperature
     float log_total;  // log Σ exp(logit / temperature − peak); a logprob is (logit / temperature − peak) − log_total
     float entropy;    // nats
-    int32_t best;     // the first place of the largest
     int32_t usable;   // 0 where a logit is NaN, or the peak is infinite
+    double total;     // Σ exp(logit / temperature − peak): in blocks of 256, and blocks in order
 };
-void row_sum(const float* logits, int64_t n, float temperature, RowSum* sum);
-// The token at which the cumulative exponentials pass uniform · total: block by block of 256, then within one.
-int64_t draw(const float* logits, int64_t n, float temperature, const RowSum& sum, double uniform);
+int64_t blocks_of(int64_t n);
+// blocks [blocks_of(n)]: their sums; weights [n]: the exponentials, perhaps in the place of the logits. Both may be null.
+void row_sum(const float* logits, int64_t n, float temperature, RowSum* sum, double* blocks, float* weights);
+int64_t most_likely(const float* logits, int64_t n);  // the first place of the largest
+// The token at which the cumulative exponentials pass uniform · total: block by block, then within one.
+int64_t draw(const float* logits, int64_t n, float temperature, const RowSum& sum, const double* blocks, double uniform);
 float logprob(const float* logits, int64_t token, float temperature, const RowSum& sum);
-// out [n] = slope · d logprob(token) / d logits = slope · (onehot − p) / temperature
-void logprob_slope(const float* logits, int64_t n, float temperature, const RowSum& sum, int64_t token, float slope,
-                   Type out_type, void* out);
+// weights [n], as `row_sum` gives them, become d logprob(token) / d logits = (onehot − p) / temperature.
+void logprob_slope(float* weights, int64_t n, float temperature, const RowSum& sum, int64_t token);
+
+// ---- beside the passes -----------------------------------------------------------------------------------------------
+
+double exp_double(double x);  // ∞ above 709, 0 below −708
+void cos_sin_double(double x, double* cosine, double* sine);  // |x| < 2^20
+double norm(const float* x, int64_t n);  // Euclidean: squares in 16 lanes of doubles, then a tree
 
 // ---- optimizer ---------------------------------------------------------------------------------------------------------
 

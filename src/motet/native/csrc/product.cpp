@@ -138,7 +138,27 @@ Product columns_of(const Product& p, int64_t first_unit, int64_t last_unit) {
 
 namespace {
 
-void multiply_any(const Product& p) {
+// Whole tiles of k, and what is left in the same order.
+void multiply_with_tiles(const Product& p, bool emulated) {
+    Product whole = p, rest = p;
+    whole.k = p.k / 32 * 32;
+    if (whole.k) product_by_tiles(whole, emulated);
+    if (whole.k == p.k) return;
+    rest.a = static_cast<const bf16*>(p.a) + whole.k;
+    rest.b = static_cast<const char*>(p.b) + whole.k * LANES * 2;
+    rest.k = p.k - whole.k;
+    rest.add = p.add || whole.k;
+    multiply<Kind::exact_bf16>(rest);
+}
+
+enum class Tiles { none, own, emulated };
+#if defined(MOTET_AMX)
+constexpr Tiles OWN_TILES = Tiles::own;
+#else
+constexpr Tiles OWN_TILES = Tiles::none;
+#endif
+
+void multiply_any(const Product& p, Tiles by_tiles = OWN_TILES) {
     if (p.k <= 0) {
         if (!p.add)
             for (int64_t r = 0; r < p.m; r++) std::memset(p.c + r * p.ldc, 0, p.n * 4);
@@ -146,6 +166,8 @@ void multiply_any(const Product& p) {
     }
     if (p.arithmetic == Arithmetic::dpbf16 && p.a_type == Type::bf16 && p.b_type == Type::bf16)
         multiply<Kind::pairs>(p);
+    else if (p.b_type == Type::bf16 && p.a_type == Type::bf16 && by_tiles != Tiles::none)
+        multiply_with_tiles(p, by_tiles == Tiles::emulated);
     else if (p.b_type == Type::bf16)
         multiply<Kind::exact_bf16>(p);
     else
@@ -168,6 +190,8 @@ void product_in_two(const Product& p, int64_t k) {
     multiply_any(second);
     add_rows(p.c, p.ldc, second.c, p.n, p.m, p.n);
 }
+
+void product_emulated(const Product& p) { multiply_any(p, Tiles::emulated); }
 
 void product(const Product& p) {
     if (p.m <= 0 || p.n <= 0) return;

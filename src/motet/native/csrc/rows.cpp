@@ -23,7 +23,9 @@ FlushDenormals::~FlushDenormals() {}
 #endif
 
 const char* form() {
-#if defined(MOTET_AVX512)
+#if defined(MOTET_AMX)
+    return "amx";
+#elif defined(MOTET_AVX512)
     return "avx512";
 #elif defined(MOTET_AVX2)
     return "avx2";
@@ -36,8 +38,8 @@ bool form_runs(const char* form) {
 #if defined(__x86_64__)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (!std::strcmp(form, "avx2")) return avx2;
-    if (!std::strcmp(form, "avx512"))
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    if (!std::strcmp(form, "avx512") || !std::strcmp(form, "amx"))
+        return (form[1] == 'v' || amx_runs()) && avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #endif
     return !std::strcmp(form, "portable");

@@ -23,6 +23,8 @@ enum class Kind { exact_bf16, exact_f32, pairs };
 // C (+)= A · B of 1 to `most_rows` rows and 1, 2 or 4 units.
 void multiply_tile(Kind kind, int64_t rows, int64_t units, const Tile& tile);
 
+void product_emulated(const Product& p);  // with emulated matrix units: for tests
+
 void product_in_two(const Product& p, int64_t k);  // for planted faults alone
 
 namespace {

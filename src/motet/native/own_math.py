@@ -1,0 +1,220 @@
+"""What sampling and training compute beside a base's passes, by own kernels: the same bits on every processor.
+
+Legend: N rows, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from decimal import Decimal, localcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from motet.batch import AdamW
+from motet.native.library import Product
+from motet.types import SamplingParams
+
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "draw": (None, [c_void_p, c_int64, c_int64, *[c_void_p] * 5, c_int64]),
+    "logprobs": (None, [c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_void_p, c_int32, c_int64]),
+    "weights": (None, [c_void_p, c_int64, c_float, c_void_p]),
+    "exp": (None, [c_void_p, c_void_p, c_int64]),
+    "cos_sin": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
+    "norm": (c_double, [c_void_p, c_int64]),
+    "adamw": (None, [c_void_p] * 5 + [c_int64]),
+}
+
+
+class AdamWStep(ctypes.Structure):
+    """`AdamW` of csrc/kernels.hpp."""
+
+    _fields_ = [(name, c_float) for name in ("lr", "beta1", "beta2", "epsilon", "weight_decay")] + [("step", c_int64)]
+
+
+class OwnMath:
+    """The calls of `csrc/step.cpp` and `csrc/logits.cpp`."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._calls = library
+        for name, (result, arguments) in _PROTOTYPES.items():
+            function = getattr(library, f"motet_{name}")
+            function.restype, function.argtypes = result, arguments
+
+    # --- logits -------------------------------------------------------------------------------------------------------
+
+    def draw(
+        self, logits_NV: Tensor, params: Sequence[SamplingParams], uniforms_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `model.distribution.draw`."""
+        logits_NV = logits_NV.contiguous()
+        n_rows, n_tokens = logits_NV.shape
+        temperatures_N = torch.tensor([row.temperature for row in params], dtype=torch.float32)
+        tokens_N, logprobs_N = torch.empty(n_rows, dtype=torch.int64), torch.empty(n_rows)
+        usable_N = torch.empty(n_rows, dtype=torch.uint8)
+        uniforms_N = uniforms_N.double().contiguous()
+        outputs = (each.data_ptr() for each in (temperatures_N, uniforms_N, tokens_N, logprobs_N, usable_N))
+        self._calls.motet_draw(logits_NV.data_ptr(), n_rows, n_tokens, *outputs, torch.get_num_threads())
+        for row, param in enumerate(params):
+            if param.truncates and param.temperature and usable_N[row]:
+                tokens_N[row] = self._truncated(logits_NV[row], param, float(uniforms_N[row]))
+                logprobs_N[row] = self.logprobs(logits_NV[row : row + 1], tokens_N[row : row + 1], param.temperature)[
+                    0
+                ][0]
+        return tokens_N, logprobs_N, usable_N.bool()
+
+    def _truncated(self, logits_V: Tensor, param: SamplingParams, uniform: float) -> int:
+        """One token of what min-p, top-k and top-p leave, in that order; sums run from the likeliest token on, in doubles."""
+        weights_V = torch.empty_like(logits_V)
+        self._calls.motet_weights(logits_V.data_ptr(), len(logits_V), param.temperature, weights_V.data_ptr())
+        order = torch.argsort(weights_V, descending=True, stable=True).numpy()
+        kept_V = weights_V.double().numpy()
+        ranked = kept_V[order]
+        n_kept = int(np.count_nonzero(ranked >= param.min_p * ranked[0]))
+        n_kept = min(n_kept, param.top_k or n_kept)
+        if param.top_p < 1:
+            ends = np.cumsum(ranked[:n_kept])
+            n_kept = max(int(np.count_nonzero(ends - ranked[:n_kept] < param.top_p * ends[-1])), 1)
+        kept_V[order[n_kept:]] = 0
+        ends = np.cumsum(kept_V)
+        place = int(np.searchsorted(ends, uniform * ends[-1], side="right"))
+        return min(place, int(np.flatnonzero(kept_V)[-1]))
+
+    def logprobs(
+        self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, *, slope: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs of one token per row, and entropies [N]; with `slope` logits become the slopes of the logprobs."""
+        logits_NV = logits_NV if slope else logits_NV.contiguous()
+        assert logits_NV.is_contiguous() and logits_NV.dtype == torch.float32
+        (n_rows, n_tokens), tokens_N = logits_NV.shape, tokens_N.contiguous()
+        if n_rows and not 0 <= int(tokens_N.min()) <= int(tokens_N.max()) < n_tokens:
+            raise IndexError(f"a token is outside the vocabulary of {n_tokens}")
+        logprobs_N, entropies_N = torch.empty(n_rows), torch.empty(n_rows)
+        outputs = logprobs_N.data_ptr(), entropies_N.data_ptr(), int(slope), torch.get_num_threads()
+        self._calls.motet_logprobs(logits_NV.data_ptr(), n_rows, n_tokens, tokens_N.data_ptr(), temperature, *outputs)
+        return logprobs_N, entropies_N
+
+    # --- losses -------------------------------------------------------------------------------------------------------
+
+    def exp(self, x: Tensor) -> Tensor:
+        """e^x in doubles, rounded to the type of x; its gradient is itself."""
+        return _Exp.apply(x, self, 0.0)  # type: ignore[no-any-return,no-untyped-call]
+
+    def expm1(self, x: Tensor) -> Tensor:
+        """e^x − 1, subtracted in doubles."""
+        return _Exp.apply(x, self, 1.0)  # type: ignore[no-any-return,no-untyped-call]
+
+    def exp_doubles(self, x: Tensor) -> Tensor:
+        """Of doubles."""
+        x = x.detach().double().contiguous()
+        out = torch.empty_like(x)
+        self._calls.motet_exp(x.data_ptr(), out.data_ptr(), x.numel())
+        return out
+
+    def total(self, x: Tensor) -> float:
+        """A sum of doubles, rounded once."""
+        numbers = x.tolist()
+        try:
+            return math.fsum(numbers)
+        except (OverflowError, ValueError):  # ∞ − ∞, or larger than all doubles
+            return math.nan
+
+    def values(self, hidden_ND: Tensor, head: Tensor) -> Tensor:
+        """Hidden · head[:-1] + head[-1], [N]."""
+        return _Values.apply(hidden_ND, head, self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def product(self, a_MK: Tensor, b_KN: Tensor) -> Tensor:
+        """Of fp32 matrices."""
+        a_MK, b_KN = a_MK.detach().float().contiguous(), b_KN.detach().float().contiguous()
+        (m, k), n = a_MK.shape, b_KN.shape[1]
+        packed, out_MN = torch.empty(self._calls.motet_packed_bytes(0, k, n), dtype=torch.uint8), torch.empty(m, n)
+        self._calls.motet_pack(0, b_KN.data_ptr(), n, 1, k, n, 0, packed.data_ptr())
+        call = Product(a_MK.data_ptr(), 0, k, packed.data_ptr(), 0, k, out_MN.data_ptr(), n, m, k, n, False, 0)
+        self._calls.motet_product(ctypes.byref(call), 1)
+        return out_MN
+
+    # --- the optimizer ------------------------------------------------------------------------------------------------
+
+    def norm(self, x: Tensor) -> float:
+        """The Euclidean norm of an fp32 vector."""
+        return float(self._calls.motet_norm(x.data_ptr(), x.numel()))
+
+    def adamw(self, adamw: AdamW, step: int, masters: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
+        """Step number `step`, from 1."""
+        options = AdamWStep(adamw.lr, *adamw.betas, adamw.eps, adamw.weight_decay, step)
+        vectors = (each.data_ptr() for each in (masters, gradient, mean, square))
+        self._calls.motet_adamw(ctypes.byref(options), *vectors, masters.numel())
+
+    # --- angles -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def angles(self) -> Iterator[None]:
+        """Inside, torch's powers of a number, cosines and sines are own ones."""
+        with _OwnAngles(self):
+            yield
+
+    def cos_sin(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of fp32 numbers below 2^20."""
+        x = x.float().contiguous()
+        cosines, sines = torch.empty_like(x), torch.empty_like(x)
+        self._calls.motet_cos_sin(x.data_ptr(), cosines.data_ptr(), sines.data_ptr(), x.numel())
+        return cosines, sines
+
+
+class _Exp(torch.autograd.Function):
+    """e^x less a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, own: OwnMath, less: float) -> Tensor:
+        powers = own.exp_doubles(x)
+        ctx.save_for_backward(powers.to(x.dtype))
+        return (powers - less).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (powers,) = ctx.saved_tensors
+        return grad * powers, None, None
+
+
+class _Values(torch.autograd.Function):
+    """hidden · head[:-1] + head[-1], [N]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, head: Tensor, own: OwnMath) -> Tensor:
+        ctx.save_for_backward(hidden_ND, head)
+        ctx.own = own
+        return own.product(hidden_ND, head[:-1, None])[:, 0] + head[-1]
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden_ND, head = ctx.saved_tensors
+        own, ones_N1 = ctx.own, torch.ones(len(grad_N), 1)
+        slopes = [own.product(grad_N[None], each)[0] for each in (hidden_ND, ones_N1)]
+        return grad_N[:, None] * head[:-1], torch.cat(slopes), None
+
+
+class _OwnAngles(TorchDispatchMode):
+    """Computes what rotary embeddings need; everything else of theirs is exact to the last bit on any processor."""
+
+    def __init__(self, own: OwnMath) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._own = own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.cos.default:
+            return self._own.cos_sin(args[0])[0]
+        if func is torch.ops.aten.sin.default:
+            return self._own.cos_sin(args[0])[1]
+        if func is torch.ops.aten.pow.Scalar:
+            base, exponents = args
+            with localcontext(prec=40):
+                powers = [float(Decimal(base) ** Decimal(each)) for each in exponents.double().flatten().tolist()]
+            return torch.tensor(powers, dtype=torch.float64).to(exponents.dtype).view(exponents.shape)
+        return func(*args, **(kwargs or {}))
