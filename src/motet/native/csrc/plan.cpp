@@ -12,11 +12,11 @@ namespace motet {
 namespace {
 
 enum Linear { QKV = 0, OUT = 1, GATE_UP = 2, DOWN = 3 };
-constexpr int64_t ROWS = 64;      // rows of a part of a call on rows
+constexpr int64_t ROWS = 16;      // rows of a part of a call on rows
 constexpr int64_t TALL = 256;     // products of so many rows are shared by rows, of fewer by columns
 constexpr int64_t DEEP = 768;     // of k at a time, a multiple of 32, where there are many rows
 constexpr int64_t STRIP = 64;     // rows of a weight that are packed at a time
-constexpr int64_t UNITS = 12;     // units of columns of a part, at least
+constexpr int64_t UNITS = 6;     // units of columns of a part, at least
 constexpr int64_t CHUNK = 64;     // columns of a gradient that are made at a time
 
 // ---- memory ---------------------------------------------------------------------------------------------------------------
