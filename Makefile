@@ -37,7 +37,7 @@ $(VENV)/.installed-reasoning: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-reasoning
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,tensorboard]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,tensorboard]'
 	@# a torch for CUDA brings the Triton that fits it; with one for CPUs any will do to interpret the kernels
 	@$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname -s)" != Linux ] || $(BIN)/python -m pip install --quiet $(TRITON)
 	@touch $@
