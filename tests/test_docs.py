@@ -309,7 +309,7 @@ def test_figures_of_learning_say_at_which_commit_they_were_made() -> None:
         assert "|---" not in section or re.search(r"[Cc]ommits? [0-9a-f]{7}\b", section), section.partition("\n")[0]
 
 
-@pytest.mark.parametrize("page", ["architecture", "extend", "exactness"])
+@pytest.mark.parametrize("page", ["architecture", "extend", "exactness", "torch-kernels"])
 def test_the_pages_about_the_house_name_what_exists(page: str) -> None:
     text = page_text(page)
     source = ROOT / "src" / "motet"
