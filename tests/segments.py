@@ -124,10 +124,11 @@ def sampler_logprobs(base: LoraModel, weights: Any, sample: Sample, temperature:
         probs = torch.softmax(rows[0].double() / temperature, -1)
         middle = float(torch.cumsum(probs, 0)[token] - probs[token] / 2)
         params = [SamplingParams(temperature=temperature)] * 4
-        tokens, logprobs, _ = draw(rows, params, torch.full((4,), middle, dtype=torch.float64))
+        drawn = draw if base.math is None else base.math.draw
+        tokens, logprobs, _ = drawn(rows, params, torch.full((4,), middle, dtype=torch.float64))
         if int(tokens[0]) != token:  # too unlikely for its share to be hit
             assert probs[token] < 1e-5
-            logprobs = Distribution.of(rows, [temperature]).logprobs(torch.full((4,), token))
+            logprobs = Distribution.of(rows, [temperature], base.math).logprobs(torch.full((4,), token))
         found[place] = logprobs[0]
     return found
 

@@ -193,7 +193,7 @@ def test_what_is_no_list_of_rows_is_told():
     table = datasets.Dataset.from_list([{"prompt": "x"}])
     with pytest.raises(ValidationError, match=r"name one of its splits, such as data\['train'\]"):
         DataConfig(source=datasets.DatasetDict({"train": table}))
-    with pytest.raises(ValidationError, match="give them in the place of source"):
+    with pytest.raises(ValidationError, match="give rows as the source"):
         DataConfig(source="toy:add", rows=[{"prompt": "x"}])
 
 

@@ -22,8 +22,8 @@ from motet.rollout.drafts import Drafts, _Ticks
 from motet.rollout.sequences import Prompt, SampledSequence
 from motet.types import FinishReason, GenerateRequest, SamplingParams
 from tests import tiny_models as tiny
+from tests.decoding import ASKS, Ask, Outcome, adapters, add, as_request, broken, finish, outcomes
 from tests.small_runs import REWARDS, job, run
-from tests.test_decoder import ASKS, Ask, Outcome, adapters, add, as_request, broken, finish, outcomes
 
 OWN, DTYPE, BLOCK = "llama/native-dpbf16", "bfloat16", 16
 

@@ -508,7 +508,7 @@ def test_functions_of_losses(own):
     angles = normal(2000) * 10_000
     assert same(own.math.cos_sin(angles)[0], angles.double().cos().float())
     assert same(own.math.cos_sin(angles)[1], angles.double().sin().float())
-    assert own.math.norm(small.detach()) == pytest.approx(float(small.double().norm()), rel=1e-14)
+    assert own.math.norm(small.detach()) == pytest.approx(float(small.detach().double().norm()), rel=1e-14)
 
 
 def test_the_head_of_a_critic_has_the_gradients_of_autograd(own):

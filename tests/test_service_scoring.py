@@ -323,7 +323,7 @@ def test_motet_submit_scores_here_until_ctrl_c_and_motet_score_goes_on(
         out, _ = worker.communicate(timeout=30)
         assert worker.returncode == 130, out
         assert "step 1/6" in out
-        again = re.search(r"goes on with: `(motet score typed --reward .*)`", out)
+        again = re.search(r"continues with: `(motet score typed --reward .*)`", out)
         assert again, out
         service.until(lambda: waiting(service, "typed"))
         worker = service.motet(*shlex.split(again[1])[1:])

@@ -224,7 +224,7 @@ def _build_on_servers(
     if trainer is None:
         assert isinstance(base, LoraModel)
         if base.kernels is not None:
-            base.kernels.pack_for_training()
+            base.kernels.prepare(0)
         memory = FreeMemory(free_memory(base.device))
         base.read_keys_in_blocks(config.engine.block_size)
         trainer = make_trainer(base, config.engine)
@@ -290,18 +290,16 @@ def build(
     n_samplers = _samplers(base, config)
     rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
     if base.kernels is not None:
-        base.kernels.pack_for_training()
-        base.kernels.threads = 0 if n_samplers else threads
+        base.kernels.prepare(0 if n_samplers else threads)
     free = free_memory(base.device)
-    memory = int(free * config.kv_memory_fraction) // (1 + n_samplers)
-    rows = budgets.rows_with_states(rows, base.info.state_bytes, memory)
-    memory -= (rows + 1) * base.info.state_bytes
-    kv_tokens = config.kv_tokens or budgets.kv_tokens(
-        needs, rows, config.block_size, base.info.kv_bytes_per_token, memory
-    )
+    memory, states = int(free * config.kv_memory_fraction) // (1 + n_samplers), base.info.state_bytes
+    rows = budgets.rows_with_states(rows, states, memory)
+    memory -= (rows + 1) * states
+    kv_tokens, each = config.kv_tokens, base.info.kv_bytes_per_token
+    kv_tokens = kv_tokens or budgets.kv_tokens(needs, rows, config.block_size, each, memory)
     limits = {"max_rows": rows, "kv_tokens": kv_tokens, "prefill_tokens": config.prefill_tokens}
-    limits["kept_tokens"] = int(kv_tokens * config.kept_kv)
-    limits["host_kv_bytes"] = int(budgets.available_memory() * config.host_kv_memory_fraction) // (1 + n_samplers)
+    host = int(budgets.available_memory() * config.host_kv_memory_fraction) // (1 + n_samplers)
+    limits |= {"kept_tokens": int(kv_tokens * config.kept_kv), "host_kv_bytes": host}
     spread: SpreadEngine | None = None
     tick_threads = budgets.tick_threads(threads, n_samplers, base.info.n_parameters)
 
@@ -319,8 +317,8 @@ def build(
     engine = spread or here
     trainer, sync = elsewhere, None
     if trainer is None:
-        own = make_trainer(base, config)
-        trainer, sync = own, SameTensors(engine, own.weights)
+        trainer = own = make_trainer(base, config)
+        sync = SameTensors(engine, own.weights)
     return Workshop(
         device,
         engine,

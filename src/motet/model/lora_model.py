@@ -42,8 +42,6 @@ class Kernels(Protocol):
     """Own kernels that compute a base's passes in the place of its torch modules, for sampling and training alike."""
 
     attention: AttentionBackend
-    threads: int
-    """That share a call; 0 takes as many as torch has."""
 
     @property
     def math(self) -> MathKernels:
@@ -54,8 +52,8 @@ class Kernels(Protocol):
         """Choose the attention backend for KV blocks of this many tokens."""
         ...
 
-    def pack_for_training(self) -> None:
-        """Take the memory now that the first backward pass would take."""
+    def prepare(self, threads: int) -> None:
+        """Share calls over so many threads, 0 over torch's, and take the memory now that the first backward pass would take."""
         ...
 
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass, routing: Routing) -> Tensor:

@@ -79,6 +79,11 @@ class NativeBase:
         """Threads that share a call: `threads`, or where that is 0 as many as torch has."""
         return self.threads or torch.get_num_threads()
 
+    def prepare(self, threads: int) -> None:
+        """See `Kernels`."""
+        self.threads = threads
+        self.pack_for_training()
+
     def read_keys_in_blocks(self, block_size: int) -> None:
         """Choose the KV blocks of passes without a cache."""
         self.attention = NativeAttention(block_size)
