@@ -172,6 +172,8 @@ def main() -> None:
     parser.add_argument("--version", help="also publish it as this version")
     parser.add_argument("--to", type=Path, default=ROOT / "public", help="where versions are (default: public)")
     arguments = parser.parse_args()
+    if arguments.version is not None and not re.fullmatch(r"[0-9][0-9A-Za-z.]*", arguments.version):
+        parser.error("--version is a number such as 0.1: the directory of that name is replaced")
     site = build()
     if arguments.version:
         publish(site, arguments.version, arguments.to)

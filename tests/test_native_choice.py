@@ -17,9 +17,10 @@ from motet.cluster.messages import StartHost
 from motet.cluster.starts import starts_of
 from motet.config import EngineConfig, HostConfig
 from motet.config.service import Largest
-from motet.errors import RunError
+from motet.errors import ConfigError, RunError
 from motet.launch import load
 from motet.native import library
+from motet.native.building import file_name
 from motet.native.choice import FASTER, Choice, kernels_of, of_jobs, of_machine
 from motet.native.cover import hand_over
 from motet.running import run_config
@@ -46,10 +47,14 @@ def rewards(tmp_path: Path) -> Path:
     return path
 
 
-def without_kernels(directory: Path, code: str) -> str:
-    """What code prints where Motet is installed without compiled kernels."""
+def without_kernels(directory: Path, code: str, *kept: str) -> str:
+    """What code prints where Motet is installed without compiled kernels, but for forms that are kept."""
     package = Path(library.__file__).parents[1]
     shutil.copytree(package, directory / "motet", ignore=shutil.ignore_patterns("*.so", "__pycache__", "assets"))
+    for form in kept:
+        place = directory / "motet" / "native" / "built"
+        place.mkdir(exist_ok=True)
+        shutil.copy(native_calls.directory() / file_name(form), place)
     environment = {**os.environ, "PYTHONPATH": str(directory), "XDG_CACHE_HOME": str(directory)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return done.stdout
@@ -142,6 +147,22 @@ def test_a_run_keeps_the_kernels_that_it_began_with(began: str, tmp_path: Path, 
     assert resumed
     if began == "torch":
         assert resumed == trained(tmp_path / "whole", 2, began)
+
+
+def test_where_only_the_portable_form_runs_torch_is_faster(tmp_path: Path) -> None:
+    code = "from motet.native.choice import of_machine; choice = of_machine(); print(choice.kernels, choice.why)"
+    said = without_kernels(tmp_path, code, "portable")
+    assert said.startswith("torch ")
+    assert "portable" in said
+
+
+def test_a_setting_that_own_kernels_do_not_know_is_refused_where_jobs_began_with_them(
+    tmp_path: Path, rewards: Path
+) -> None:
+    engine = {"threads": 1, "samplers": 0, "recompute": True}
+    assert run_config(config(tmp_path / "run", [job("one", rewards, steps=1)], **engine)).ok
+    with pytest.raises(ConfigError, match=r"began with Motet's own kernels.*engine\.offload"):
+        run_config(config(tmp_path / "run", [job("one", rewards, steps=2)], offload=str(tmp_path), **engine))
 
 
 def test_other_kernels_than_a_run_began_with_are_refused(tmp_path: Path, rewards: Path) -> None:

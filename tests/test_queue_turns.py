@@ -96,6 +96,9 @@ def test_other_tenants_with_jobs_here_count_by_their_shares() -> None:
     scheduler.share("large", 4.0)
     for job, tenant in (("one", "small"), ("two", "large"), ("three", "large"), ("four", "third")):
         scheduler.join(job, 1.0, tenant)
+    assert scheduler.others("new") == 0, "none has worked yet"
+    for job in ("one", "two", "three", "four"):
+        scheduler.spend(job, 1)
     assert [scheduler.others(tenant) for tenant in ("small", "large", "third", "new")] == [5.0, 0.5, 5.0, 6.0]
     for job in ("two", "three", "four"):
         scheduler.leave(job)
@@ -175,3 +178,21 @@ def test_what_was_asked_before_a_crash_is_recorded_and_no_host_hears_of_it(house
         "cancelled",
         "paused",
     ]
+
+
+def test_who_gives_up_while_it_waits_to_be_opened_has_no_turn_and_frees_it() -> None:
+    """Behind another job of its tenant, and while the tenant rests."""
+
+    async def wait() -> list[bool]:
+        turns, found = StartTurns(lambda tenant: 1.0, clock=lambda: 0.0), list[bool]()
+        async with turns.opening("us"), turns.opening("us", lambda: True) as turn:
+            found.append(turn)
+        turns._rests["us"] = 10.0
+        async with turns.opening("us", lambda: True) as turn:
+            found.append(turn)
+        turns._rests.clear()
+        async with asyncio.timeout(5), turns.opening("us", lambda: False) as turn:
+            found.append(turn)
+        return found
+
+    assert asyncio.run(wait()) == [False, False, True]

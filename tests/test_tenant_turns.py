@@ -74,7 +74,7 @@ def test_company_is_several_tenants_within_seconds() -> None:
 
 @pytest.mark.parametrize(
     ("same", "each", "most"),
-    [(0.004, 0.0003, 53), (0.0, 0.01, 32), (0.028, 0.00001, 256), (0.001, 0.00001, 256)],
+    [(0.004, 0.0003, 13), (0.0, 0.01, 8), (0.028, 0.00001, 256), (0.001, 0.00001, 200)],
     ids=["a CPU", "slow", "a device that takes as long for one row", "fast"],
 )
 def test_a_piece_is_as_large_as_it_is_worth(same: float, each: float, most: int) -> None:

@@ -100,10 +100,19 @@ class Checked:
 
 
 def auto_kernels(config: RunConfig) -> Choice | None:
-    """What kernels `auto` is: what the jobs of the run began with, or the fastest here."""
+    """What kernels `auto` is: what the jobs of the run began with, or the fastest here.
+
+    Raises:
+        ConfigError: the jobs began with own kernels, and a setting does not go together with them.
+    """
     if config.engine.kernels != "auto":
         return None
-    return of_jobs(computed_by(JobDirectory(Path(config.run) / job.name) for job in config.jobs))
+    choice = of_jobs(computed_by(JobDirectory(Path(config.run) / job.name) for job in config.jobs))
+    if choice.kept and choice.kernels != "torch" and (setting := config.engine.without_own_kernels):
+        raise ConfigError(
+            f"jobs of this run began with Motet's own kernels, which do not know the setting engine.{setting}: leave it out"
+        )
+    return choice
 
 
 def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loaded: bool = False) -> Checked:

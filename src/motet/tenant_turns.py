@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-SLACK = 0.02
+SLACK = 0.003
 """Seconds by which a tenant may be ahead of others and still share their tick: rows that are decoded together cost less."""
-QUANTUM = 0.02
+QUANTUM = 0.003
 """Seconds that a piece of work should take while other tenants use the device too: nobody can interrupt it."""
 _COMPANY_SECONDS = 2.0
 """How long a tenant counts as there after it asked for something: between two steps it asks for nothing."""
@@ -103,10 +103,10 @@ class Cost:
         self._xy = _DECAY * self._xy + size * seconds
 
     def most(self, whole: int) -> int:
-        """As much of a size as takes `QUANTUM`, but an eighth at least; more where a part would hardly be faster."""
+        """As much of a size as takes `QUANTUM`, but a 32nd at least; more where a part would hardly be faster."""
         spread = self._n * self._xx - self._x * self._x
         slope = (self._n * self._xy - self._x * self._y) / spread if spread > 0 else 0.0
         if slope <= 0:
             return whole
         same = max(0.0, (self._y - slope * self._x) / self._n)
-        return max(whole // 8, min(whole, int(max(QUANTUM - same, same) / slope)), 1)
+        return max(whole // 32, min(whole, int(max(QUANTUM - same, same) / slope)), 1)

@@ -78,10 +78,11 @@ class EngineConfig(Config):
     """Recompute activations in the backward pass: less memory, more time, the same bits."""
     offload: str | None = None
     """With `recompute`, a directory for the inputs of layers, which otherwise stay on the device until the backward pass.
-    Use a disk, or `/dev/shm` (host memory) for a GPU. Same bits; `motet check` says how long sequences may be."""
+    Use a disk, or `/dev/shm` (host memory) for a GPU. The bits are those of `kernels: torch`, which it needs."""
     shard: int = Field(1, ge=1, le=64)
     """Number of processes that share the base of a host, each with a part of every weight, for a base that is too large for
-    one. Results do not depend on it. It runs on CPUs. With the embedded engine, the host also has the whole base."""
+    one. Results are those of one process with `kernels: torch`. It runs on CPUs. With the embedded engine, the host also
+    has the whole base."""
     hosts: int = Field(1, ge=1, le=1024)
     """Number of host processes, each with the base and a part of the jobs. Results do not depend on it. `slots`,
     `max_rows`, `shard` and `reward_processes` apply to each host separately. On a CPU the hosts share the cores unless
@@ -149,6 +150,7 @@ class EngineConfig(Config):
             "offload is set": self.offload is not None,
             f"numerics is {self.numerics}": self.numerics != "exact",
             f"block_size is {self.block_size}, no multiple of 16": self.block_size % 16 != 0,
+            "pack_weights is false": not self.pack_weights,
         }
         return next((reason for reason, holds in unfit.items() if holds), "")
 

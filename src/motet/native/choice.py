@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ FASTER = 1.5
 """How many times as fast as `exact` the arithmetic of `vdpbf16ps` must be: processors have about half of it, the same or twice,
 so a busy machine does not change the answer."""
 _BEGAN = "torch's kernels compute this base: jobs began with them, and engine.kernels is auto"
+_SLOW = "torch's kernels compute this base: Motet's own have only their portable form for this processor, which is slow"
 _NOT_COMPILED = "torch's kernels compute this base: Motet's own are not compiled here, run motet doctor --build"
 
 
@@ -42,6 +44,8 @@ def of_machine() -> Choice:
         native = library.load()
     except ConfigError:
         return Choice("torch", _NOT_COMPILED)
+    if native.form == "portable" and not os.environ.get(library.FORM):
+        return Choice("torch", _SLOW)
     pairs = native.multiplies_pairs and native.ceiling("exact-dpbf16") > FASTER * native.ceiling("exact")
     return Choice("native-dpbf16" if pairs else "native")
 

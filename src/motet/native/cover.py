@@ -85,7 +85,7 @@ def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
     """`compute_with` what was chosen; where `auto` chose and they do not cover the base, torch computes, and a note says why.
 
     Raises:
-        BaseModelError: they are asked for by name and do not cover it, or logits differ from torch's.
+        BaseModelError: they are asked for by name, or jobs began with them, and do not cover it, or logits differ from torch's.
     """
     if config.kernels != "auto":
         compute_with(base, choice.kernels)
@@ -98,7 +98,9 @@ def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
     else:
         try:
             compute_with(base, choice.kernels)
-        except BaseModelError as error:
+        except (BaseModelError, OSError, MemoryError) as error:
+            if choice.kept:  # the jobs would have other bytes
+                raise
             base.kernels = None
             base.read_keys_in_blocks(base.block_size)
             stay_with_torch(base, pack=config.pack_weights)

@@ -88,8 +88,6 @@ class Decoder:
         What was kept of these episodes is let go.
         """
         self.kept.forget(matches)
-        if self.drafts is not None:
-            self.drafts.forget(matches)
         for prompt in [prompt for prompt in self._waiting if _named(prompt, matches)]:
             self._waiting.remove(prompt)
             self._release_prompt(prompt)

@@ -7,6 +7,7 @@ completions say, and what the same job answered to the same prompt before.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
@@ -27,6 +28,10 @@ _LONGEST = 8
 _ANSWERS = 8
 """Earlier answers to a prompt that are kept."""
 _KEPT_TOKENS = 2_000_000
+"""Of all answers that are kept; one answer counts for `_LEAST_TOKENS` at least."""
+_LEAST_TOKENS = 32
+_ANSWER_TOKENS = 512
+"""The begin of an answer that is kept."""
 _PROMPT_TOKENS = 1024
 """The end of a prompt that is read."""
 _GAIN = 1.03
@@ -39,7 +44,10 @@ _TRIALS = 64
 """Every so many times likely drafts are checked to learn what rows cost."""
 _LIKELY = 0.6
 
-Key = tuple[str, str, bytes]
+Key = tuple[str, str, str, bytes]
+"""Tenant, job, adapter, and a digest of the prompt."""
+_HITS = 1000
+"""Jobs and temperatures whose hits are known."""
 
 
 class _Guess:
@@ -249,22 +257,23 @@ class Drafts:
 
     def keep(self, sequence: SampledSequence) -> None:
         """Remember an answer for those who are asked the same later."""
-        key, tokens = _key(sequence.prompt), np.array(sequence.tokens, np.int32)
+        if sequence.grammar is not None:
+            return
+        key, tokens = _key(sequence.prompt), np.array(sequence.tokens[:_ANSWER_TOKENS], np.int32)
         answers = self._answers.setdefault(key, deque())
         self._answers.move_to_end(key)
         answers.append((sequence.key, tokens))
-        self._tokens += len(tokens)
+        self._tokens += _size(answers[-1])
         if len(answers) > _ANSWERS:
-            self._tokens -= len(answers.popleft()[1])
+            self._tokens -= _size(answers.popleft())
         while self._tokens > _KEPT_TOKENS:
             _, oldest = self._answers.popitem(last=False)
-            self._tokens -= sum(len(tokens) for _, tokens in oldest)
+            self._tokens -= sum(map(_size, oldest))
 
-    def forget(self, jobs: set[str]) -> None:
-        """Let go of what these jobs answered."""
-        for key in [key for key in self._answers if key[1] in jobs]:
-            self._tokens -= sum(len(tokens) for _, tokens in self._answers.pop(key))
-        self._hits = {key: hits for key, hits in self._hits.items() if key[0] not in jobs}
+    def forget(self, adapter: str) -> None:
+        """Let go of what versions of an adapter answered, once none is left."""
+        for key in [key for key in self._answers if key[2] == adapter]:
+            self._tokens -= sum(map(_size, self._answers.pop(key)))
 
     def _draft(self, sequence: SampledSequence) -> list[tuple[int, float]]:
         if sequence.grammar is not None:  # it moves on with each token
@@ -273,6 +282,8 @@ class Drafts:
         book = self._books.get(prompt)
         if book is None:
             hits = self._hits.setdefault((prompt.request.job, sampling.temperature), _Hits())
+            while len(self._hits) > _HITS:
+                del self._hits[next(iter(self._hits))]
             book = _Book(prompt.request.prompt_ids, self._answers.get(_key(prompt), ()), hits)
             self._books[prompt] = book
         return book.draft(book.read(sequence), min(_LONGEST, sampling.max_tokens - len(sequence.tokens) - 1))
@@ -296,4 +307,10 @@ def can_draft(base: LoraModel) -> bool:
 
 
 def _key(prompt: Prompt) -> Key:
-    return prompt.request.tenant, prompt.request.job, prompt.request.prompt_ids.tobytes()
+    request = prompt.request
+    adapter = "" if request.adapter is None else request.adapter.name
+    return request.tenant, request.job, adapter, hashlib.sha256(request.prompt_ids.tobytes()).digest()
+
+
+def _size(answer: tuple[int, IntArray]) -> int:
+    return max(_LEAST_TOKENS, len(answer[1]))

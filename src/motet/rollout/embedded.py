@@ -121,6 +121,8 @@ class EmbeddedEngine:
     def _forget(self, ref: AdapterRef) -> None:
         self.decoder.runner.stacks.forget()
         self.decoder.kept.forget_version(ref)
+        if self.decoder.drafts is not None and all(other.name != ref.name for other in self._versions):
+            self.decoder.drafts.forget(ref.name)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""

@@ -30,7 +30,9 @@ class Driver:
         job, session, scheduler = self.job, self.session, self.services.scheduler
         scheduler.join(job.name, weight_of(job.config.priority), job.tenant)
         try:
-            async with self.services.starts.opening(job.tenant):
+            async with self.services.starts.opening(job.tenant, lambda: self._pause) as turn:
+                if not turn:
+                    return JobState.PAUSED
                 await self.begin()
                 await self.reference.open()
                 await session.open()

@@ -10,11 +10,15 @@ import asyncio
 import contextlib
 import heapq
 import math
+import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from motet.algorithms.packing import Standing
+
+_MOMENT = 60.0
+"""Seconds that a tenant counts as working after it was charged."""
 
 
 @dataclass
@@ -94,6 +98,8 @@ class TenantAccount:
     """The most tokens per weight that one of its jobs had consumed when it was let in."""
     jobs: int = 0
     active: int = 0
+    spent_at: float = -math.inf
+    """When it was charged last."""
     """How many of its jobs ask for something."""
     waiting: Least = field(default_factory=Least)
     """Its jobs that wait for a turn."""
@@ -197,6 +203,7 @@ class FairScheduler:
             account.consumed += tokens
             self.used[account.tenant] += tokens / account.weight
             self._tenants[account.tenant].consumed += tokens / account.weight
+            self._tenants[account.tenant].spent_at = time.monotonic()
 
     def payer(self, job: str) -> tuple[str, float]:
         """The tenant that a job is charged to, and its share; no tenant where the job has no account."""
@@ -204,8 +211,10 @@ class FairScheduler:
         return ("", 1.0) if account is None else (account.tenant, self._tenants[account.tenant].share)
 
     def others(self, tenant: str) -> float:
-        """Shares of other tenants that have an account, divided by this one's share."""
-        whole = sum(account.share for name, account in self._tenants.items() if name != tenant)
+        """Shares of other tenants whose jobs work or did a moment ago, divided by this one's share."""
+        since = time.monotonic() - _MOMENT
+        busy = [one for name, one in self._tenants.items() if name != tenant and (one.active or one.spent_at > since)]
+        whole = sum(one.share for one in busy)
         return whole / self._share_here(tenant)
 
     def standing(self, job: str) -> Standing:

@@ -14,6 +14,9 @@ from weakref import WeakValueDictionary
 MOST_REST = 10.0
 """Seconds that a tenant waits at most after a start, however long that took."""
 
+_LOOKS = 0.5
+"""Seconds between two looks at what may end a wait."""
+
 
 class StartTurns:
     """One job at a time is prepared, and one of each tenant is opened. Lives in one event loop.
@@ -43,22 +46,36 @@ class StartTurns:
                 yield
 
     @contextlib.asynccontextmanager
-    async def opening(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for the turn to open a job, and hold it while the block runs; a run without tenants does not wait."""
+    async def opening(self, tenant: str, gives_up: Callable[[], bool] = lambda: False) -> AsyncIterator[bool]:
+        """Wait for the turn to open a job, and hold it while the block runs; a run without tenants does not wait.
+
+        Gives whether it is the job's turn: who `gives_up` while waiting has none.
+        """
         if not tenant:
-            yield
+            yield True
             return
-        async with self._lock("open", tenant):
-            await self._rest(tenant)
+        lock = self._lock("open", tenant)
+        turn = asyncio.ensure_future(lock.acquire())
+        try:
+            while not turn.done() and not gives_up():
+                await asyncio.wait({turn}, timeout=_LOOKS)
+            if turn.done():
+                await self._rest(tenant, gives_up)
+            if not turn.done() or gives_up():
+                yield False
+                return
             async with self._charged(tenant):
-                yield
+                yield True
+        finally:
+            if not turn.cancel() and not turn.cancelled():
+                lock.release()
 
     def _lock(self, what: str, tenant: str) -> asyncio.Lock:
         return self._locks.setdefault((what, tenant), asyncio.Lock())
 
-    async def _rest(self, tenant: str) -> None:
-        while self._others(tenant) and (left := self._rests.get(tenant, 0.0) - self._clock()) > 0:
-            await self._sleep(min(left, 0.5))  # the others may end meanwhile
+    async def _rest(self, tenant: str, gives_up: Callable[[], bool] = lambda: False) -> None:
+        while self._others(tenant) and (left := self._rests.get(tenant, 0.0) - self._clock()) > 0 and not gives_up():
+            await self._sleep(min(left, _LOOKS))  # the others may end meanwhile
 
     @contextlib.asynccontextmanager
     async def _charged(self, tenant: str) -> AsyncIterator[None]:

@@ -86,8 +86,8 @@ class Tenants:
     def close(self, tenant_id: str) -> None:
         """End the tenant's keys, and let nobody sign in to it until an admin makes a key of it."""
         with self._transaction() as session:
-            name = session.scalars(select(Tenant.name).where(Tenant.id == tenant_id)).one()
-            if session.get(ClosedTenant, digest(name)) is None:
+            name = session.scalars(select(Tenant.name).where(Tenant.id == tenant_id)).one_or_none()
+            if name is not None and session.get(ClosedTenant, digest(name)) is None:
                 session.add(ClosedTenant(digest=digest(name)))
             session.execute(update(Key).where(Key.tenant_id == tenant_id, Key.revoked.is_(None)).values(revoked=now()))
 

@@ -166,10 +166,11 @@ class Handover:
 
 
 def begun_jobs(store: Store) -> list[tuple[str, str | None]]:
-    """Ids of jobs that have not ended and may have steps, and the name that the base of each was stored under."""
+    """Ids of jobs that may go on and may have steps, and the name that the base of each was stored under."""
+    may_go_on = (*OPEN, JobState.FAILED.value)
     begun = (StoredJob.step > 0) | (StoredJob.state == JobState.RUNNING.value)
     with store.transaction() as session:
-        rows = session.execute(select(StoredJob.id, StoredJob.base).where(StoredJob.state.in_(OPEN), begun))
+        rows = session.execute(select(StoredJob.id, StoredJob.base).where(StoredJob.state.in_(may_go_on), begun))
         return [(job_id, base) for job_id, base in rows]
 
 
