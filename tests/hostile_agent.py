@@ -84,7 +84,8 @@ def in_use(process: Any = None) -> dict[str, Any]:
 def assert_fair(lines: Sequence[dict[str, Any]]) -> None:
     """Each episode counts once, for what it did before its end, and those that failed say why."""
     turns = {(line["reward"], len(line["turns"])) for line in lines if not line["error"]}
-    assert turns == {(1.0, 1), (2.0, 2), (3.0, 1), (4.0, 4)}, "each counted once, and nothing after its end"
+    expected = {(1.0, 1), (2.0, 2), (3.0, 1), (4.0, 4)}
+    assert turns - {(5.0, 1)} == expected, "each counted once, and nothing after its end"  # 5: answered before it left
     errors = Counter(line["error"].rpartition(" (")[0] or line["error"] for line in lines if line["error"])
     told = " ".join(errors)
     for reason in ("no luck", "did not return in time", "its helper was killed"):

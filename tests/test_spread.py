@@ -268,7 +268,7 @@ def test_abort_reaches_the_process(base: Any, here: EmbeddedEngine, link: Sample
 
     async def run() -> None:
         mine = request("mine", None, (1,), job="keeps", stream=True, sampling={"max_tokens": LONG})
-        other = request("the request", None, (2, 3), job="the job", stream=True, sampling={"max_tokens": LONG})
+        other = request("the request", None, (2, 3), job="the job", stream=True, sampling={"max_tokens": 4 * LONG})
         task = asyncio.create_task(collect(engine, mine))
         await asyncio.sleep(0)
         finished: dict[int, FinishReason] = {}
