@@ -344,10 +344,10 @@ def _memory_beside(info: ModelInfo, free: int, n_samplers: int, limits: dict[str
 
 def _samplers(base: LoraModel, config: EngineConfig) -> int:
     info = base.info
-    if info.device != "cpu":
+    if info.device != "cpu" or (config.samplers == "auto" and base.kernels is not None):
         return 0
-    if config.samplers != "auto" or base.kernels is not None:
-        return 0 if config.samplers == "auto" else config.samplers
+    if config.samplers != "auto":
+        return config.samplers
     weights = info.n_parameters * info.element_bytes
     return budgets.samplers(_threads(config), weights, budgets.available_memory())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ class NativeBase:
     def __init__(self, base: LoraModel, library: Calls, arithmetic: int) -> None:
         """`base` must be covered (see `motet.native.cover`)."""
         self.base, self._library, self._arithmetic = base, library, arithmetic
-        self.math = OwnMath(library.library)
+        self.math = OwnMath(library.library, lambda: self.n_threads)
         self.attention: AttentionBackend = NativeAttention(base.block_size)
         self._memory: list[Any] = []
         self._weights: list[tuple[Weight, Callable[[], Tensor]]] = []
@@ -151,25 +151,24 @@ class NativeBase:
     def _fill(self, weight: Weight, frozen: FrozenWeight) -> None:
         weight.bias = None if frozen.bias is None else self._numbers(frozen.bias)
         dense = frozen.dense()
-        self._pack([(weight, frozen.dense)])
+        self._pack([weight], [dense])
         if type(frozen) is FrozenWeight and dense.dtype == self.base.dtype and dense.is_contiguous():
-            self._weights.pop()
             weight.rows = dense.data_ptr()
             self._memory.append(dense)
+        else:
+            self._weights.append((weight, frozen.dense))
 
-    def _pack(self, weights: Sequence[tuple[Weight, Callable[[], Tensor]]]) -> None:
-        sources = [weight_NK() for _, weight_NK in weights]
+    def _pack(self, weights: Iterable[Weight], sources: Sequence[Tensor]) -> None:
         memory, addresses = pack_all(self._library, [forth(source) for source in sources], self.base.dtype)
-        for (weight, _), source, address in zip(weights, sources, addresses, strict=True):
+        for weight, source, address in zip(weights, sources, addresses, strict=True):
             (weight.n, weight.k), weight.forward = source.shape, address
         self._memory.append(memory)
-        self._weights += weights
 
     def _fill_experts(self, layer: Layer, module: Any) -> None:
         router, matrices = experts_of(module)
         experts = (Weight * len(matrices))()
-        self._pack([(layer.router, router.detach)])
-        self._pack([(weight, matrix.detach) for weight, matrix in zip(experts, matrices, strict=True)])
+        self._pack([layer.router, *experts], [router, *matrices])
+        self._weights += zip([layer.router, *experts], (each.detach for each in (router, *matrices)), strict=True)
         layer.experts = ctypes.addressof(experts)
         self._memory.append(experts)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from decimal import Decimal, localcontext
 from typing import Any
@@ -42,8 +42,9 @@ class AdamWStep(ctypes.Structure):
 class OwnMath:
     """The calls of `csrc/step.cpp` and `csrc/logits.cpp`."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._calls = library
+    def __init__(self, library: ctypes.CDLL, threads: Callable[[], int] = torch.get_num_threads) -> None:
+        """`threads` gives how many share a call on logits."""
+        self._calls, self._threads = library, threads
         for name, (result, arguments) in _PROTOTYPES.items():
             function = getattr(library, f"motet_{name}")
             function.restype, function.argtypes = result, arguments
@@ -61,13 +62,12 @@ class OwnMath:
         usable_N = torch.empty(n_rows, dtype=torch.uint8)
         uniforms_N = uniforms_N.double().contiguous()
         outputs = (each.data_ptr() for each in (temperatures_N, uniforms_N, tokens_N, logprobs_N, usable_N))
-        self._calls.motet_draw(logits_NV.data_ptr(), n_rows, n_tokens, *outputs, torch.get_num_threads())
+        self._calls.motet_draw(logits_NV.data_ptr(), n_rows, n_tokens, *outputs, self._threads())
         for row, param in enumerate(params):
             if param.truncates and param.temperature and usable_N[row]:
                 tokens_N[row] = self._truncated(logits_NV[row], param, float(uniforms_N[row]))
-                logprobs_N[row] = self.logprobs(logits_NV[row : row + 1], tokens_N[row : row + 1], param.temperature)[
-                    0
-                ][0]
+                own = slice(row, row + 1)
+                logprobs_N[own], _ = self.logprobs(logits_NV[own], tokens_N[own], param.temperature)
         return tokens_N, logprobs_N, usable_N.bool()
 
     def _truncated(self, logits_V: Tensor, param: SamplingParams, uniform: float) -> int:
@@ -97,7 +97,7 @@ class OwnMath:
         if n_rows and not 0 <= int(tokens_N.min()) <= int(tokens_N.max()) < n_tokens:
             raise IndexError(f"a token is outside the vocabulary of {n_tokens}")
         logprobs_N, entropies_N = torch.empty(n_rows), torch.empty(n_rows)
-        outputs = logprobs_N.data_ptr(), entropies_N.data_ptr(), int(slope), torch.get_num_threads()
+        outputs = logprobs_N.data_ptr(), entropies_N.data_ptr(), int(slope), self._threads()
         self._calls.motet_logprobs(logits_NV.data_ptr(), n_rows, n_tokens, tokens_N.data_ptr(), temperature, *outputs)
         return logprobs_N, entropies_N
 
