@@ -101,7 +101,10 @@ def drive(engine: ServerEngine, test: Test, seconds: float = 60.0) -> None:
             await engine.close()
         for replica in engine.fleet.replicas:
             assert (replica.requests, replica.tokens) == (0, 0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:  # the other end of a connection hears a moment later that it was closed
+            _, others = await asyncio.wait(others, timeout=5)
+        assert not others
 
     asyncio.run(go())
     gc.collect()  # a socket that was not closed warns here, and warnings are errors
