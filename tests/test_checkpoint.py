@@ -18,7 +18,8 @@ from motet.checksums import SUMS, disk_error
 from motet.config import AdapterConfig
 from motet.errors import RunError
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
-from motet.runtime.opening import differences, open_job
+from motet.runtime.opening import open_job
+from motet.runtime.receipts import differences
 from motet.training.fake import FakeTrainer
 from motet.types import ADAPTER_FILES, JobState
 from tests.fake_run import job, run_jobs

@@ -134,6 +134,15 @@ def replace_file(path: Path, data: bytes) -> None:
         raise disk_error(error, path) from error
 
 
+def link(there: Path, here: Path) -> None:
+    """Make a file another name for one, or a copy on a file system without links."""
+    here.unlink(missing_ok=True)
+    try:
+        os.link(there, here)
+    except OSError:
+        replace_file(here, there.read_bytes())
+
+
 def disk_error(error: OSError, path: Path | None) -> Exception:
     """A full disk in words; any other error as it is."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

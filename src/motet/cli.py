@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from motet import __version__
-from motet.commands import backup, comparing, demo, jobs, login, nodes, sharing, tenants, workers
+from motet.commands import backup, comparing, demo, jobs, login, nodes, replaying, sharing, tenants, workers
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 from motet.errors import MotetError
 
@@ -187,12 +187,18 @@ def report(directory: RunDir) -> None:
     typer.echo(write_report(directory))
 
 
-@app.command(epilog="Example: motet verify runs/jobs")
-def verify(directory: RunDir) -> None:
+@app.command(epilog="Example: motet verify runs/jobs; motet verify runs/jobs --jobs jobs.yaml")
+def verify(
+    directory: RunDir,
+    jobs: Annotated[
+        Path | None,
+        typer.Option(help="Also compare base, data, code and settings of this job file with the receipts."),
+    ] = None,
+) -> None:
     """Check that every file of a run directory is what was saved, and say how to repair each damage."""
     from motet.commands.verify import verify as check_files
 
-    raise typer.Exit(check_files(directory))
+    raise typer.Exit(check_files(directory, jobs))
 
 
 @app.command(epilog="Example: motet export runs/demo/sort/versions/v25 --merge --to sort-model")
@@ -343,6 +349,7 @@ def serve(
 for part in (
     demo.app,
     comparing.app,
+    replaying.app,
     nodes.app,
     backup.app,
     jobs.app,

@@ -25,6 +25,7 @@ from motet.runtime.job import Job, Services
 from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
+from motet.runtime.receipts import Materials
 from motet.runtime.settings import setting_of
 from motet.types import HostNow, JobState
 from motet.workshop import Workshop
@@ -145,6 +146,7 @@ def _open(job: Job, info: ModelInfo, config: RunConfig, checked: Checked, *, acc
     known = checked.identities[job.name]
     job.progress.setting = setting_of(known)
     described = identity(job, info, config, known)
+    job.directory.materials = Materials(described, info.name, job.data)
     for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
         job.note_inexact(why)
     _take_up(job.directory, job.progress)

@@ -33,6 +33,7 @@ from motet.runtime.meter import Meter
 from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
+from motet.runtime.receipts import Materials
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
 from motet.tasks.reward_elsewhere import ELSEWHERE
@@ -250,6 +251,7 @@ class HostProcess:
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         installed = {name: str(one["target"]) for name, one in start.rewards.items()}
         described = identity(job, info, self._config, of_config(job.config, installed))
+        job.directory.materials = Materials(described, info.name, job.data)
         otherwise = open_job(job.directory, described, **accepts)
         for why in (*otherwise, *self.workshop.inexact):
             job.note_inexact(why)

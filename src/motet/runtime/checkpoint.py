@@ -7,6 +7,7 @@
       rollouts/<step>.jsonl  what was sampled and scored; eval-<version>.jsonl of evaluations
       state/<step>/          one commit: adapter, optimizer, state.json; renamed into place when whole and synced
       versions/v<n>/         the same adapters as plain PEFT directories: the newest, the best and the last
+      receipts/v<n>.json     how each version came about, also of those that were deleted
       checksums.jsonl        sha256 of each file of rollouts; those of all else are in state.json and beside a version
       manifest.jsonl         what must be here, so that whatever is missing is noticed
 
@@ -27,12 +28,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from motet.checksums import SUMS, hash_of, replace_file, sealed, sums_of, sync, unsealed
+from motet.checksums import SUMS, hash_of, link, replace_file, sealed, sums_of, sync, unsealed
 from motet.errors import RunError
 from motet.runtime.manifest import Manifest
 from motet.runtime.ownership import Ownership
+from motet.runtime.receipts import RECEIPT, Materials
 from motet.tasks.plain_json import as_json
 from motet.types import ADAPTER_FILES
+
+FORKED = "forked.json"
+"""In a job that was begun at a commit of another and has not been opened yet."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,8 @@ class JobDirectory:
         self.timings = path / "timings.jsonl"
         self.checksums = path / "checksums.jsonl"
         self.manifest = Manifest(path)
+        self.receipts = path / "receipts"
+        self.materials: Materials | None = None
         self._identity: bytes | None = None
         self._hashes: dict[Path, hashlib._Hash] = {}
         self._owner = Ownership(path)
@@ -121,6 +128,7 @@ class JobDirectory:
         if self._identity is not None:
             replace_file(self.path / "job.yaml", self._identity)  # the record before allows the old one too
             self._identity = None
+            (self.path / FORKED).unlink(missing_ok=True)
         return committed
 
     def newest(self) -> Committed | None:
@@ -241,7 +249,10 @@ class JobDirectory:
         draft.mkdir()
         save(draft)
         self._owner.check()  # it may have taken long, and whoever takes a job up removes what is not finished
-        committed = dataclasses.replace(committed, **lengths, sums={**sums_of(draft), **sums}, after=self.manifest.head)
+        own = sums_of(draft)
+        if self.materials is not None:
+            own[RECEIPT] = _write_receipt(self, draft, committed, {**own, self.metrics.name: sums[self.metrics.name]})
+        committed = dataclasses.replace(committed, **lengths, sums={**own, **sums}, after=self.manifest.head)
         replace_file(draft / "state.json", sealed(asdict(committed)))
         sync(draft)
         self._owner.check()
@@ -267,14 +278,14 @@ class JobDirectory:
             return
         draft = final.with_name(f".tmp-v{step}")
         draft.mkdir()
-        for name in ADAPTER_FILES:
-            committed = self.path / "state" / str(step) / name
-            try:
-                os.link(committed, draft / name)
-            except OSError:
-                replace_file(draft / name, committed.read_bytes())
         sums = self.committed(step).sums
-        replace_file(draft / SUMS, sealed({name: sums[name] for name in ADAPTER_FILES}))
+        names = [name for name in (*ADAPTER_FILES, RECEIPT) if name in sums]
+        for name in names:
+            link(self.path / "state" / str(step) / name, draft / name)
+        if RECEIPT in sums:
+            self.receipts.mkdir(exist_ok=True)
+            link(draft / RECEIPT, self.receipts / f"v{step}.json")
+        replace_file(draft / SUMS, sealed({name: sums[name] for name in names}))
         sync(draft)
         draft.rename(final)
         sync(final.parent)
@@ -325,6 +336,17 @@ class JobDirectory:
         return status
 
 
+def _write_receipt(job: JobDirectory, draft: Path, done: Committed, sums: Mapping[str, str]) -> str:
+    """Write the receipt of a commit under way; gives its sum."""
+    before = job.newest() or Committed()
+    rollouts = _lines(job.checksums, job.checksums.stat().st_size, before.checksums_bytes)
+    known = (before.step, before.sums[RECEIPT]) if RECEIPT in before.sums else None
+    assert job.materials is not None
+    receipt = job.materials.receipt(done.step, sums, known, rollouts, done.inexact)
+    replace_file(draft / RECEIPT, receipt)
+    return hashlib.sha256(receipt).hexdigest()
+
+
 def _cut_back(job: JobDirectory, committed: Committed | None) -> None:
     """Forget what was written after the commit."""
     done = committed or Committed()
@@ -336,10 +358,10 @@ def _cut_back(job: JobDirectory, committed: Committed | None) -> None:
         match = re.fullmatch(r"(eval-)?(\d+)\.jsonl", item.name)
         if match and (int(match[2]) > done.evaluated if match[1] else int(match[2]) >= done.step):
             item.unlink()
-    for item in (job.path / "versions").iterdir():
-        match = re.fullmatch(r"v(\d+)", item.name)
+    for item in [*(job.path / "versions").iterdir(), *job.receipts.glob("v*.json")]:
+        match = re.fullmatch(r"v(\d+)(\.json)?", item.name)
         if match and int(match[1]) > done.step:
-            _remove(item)
+            item.unlink() if match[2] else _remove(item)
 
 
 def _prune_rollouts(folder: Path, most_bytes: float) -> None:
@@ -359,10 +381,11 @@ def _before(evals: bool) -> str:
     return "eval-" if evals else ""
 
 
-def _lines(path: Path, length: int) -> list[dict[str, Any]]:
+def _lines(path: Path, length: int, first: int = 0) -> list[dict[str, Any]]:
     try:
         with path.open("rb") as file:
-            return [json.loads(line) for line in file.read(length).splitlines()]
+            file.seek(first)
+            return [json.loads(line) for line in file.read(length - first).splitlines()]
     except (OSError, ValueError) as error:
         raise RunError(f"{path} is damaged ({error}); `motet verify {path.parent}` says what to do") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import yaml
 
 from motet.checksums import SUMS, Damage, compare, hash_of, replace_file, version_damage
 from motet.errors import RunError
-from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.manifest import Record, sum_of
+from motet.runtime.receipts import differences
 from motet.runtime.source_sums import code_changes
 
 _GO_ON = "put it back, or go on with what is there by --accept-changes"
@@ -39,6 +40,7 @@ def open_job(
     Raises:
         RunError: it belongs to a different job, and what differs; or it is damaged, and what to do.
     """
+    accept_changes = accept_changes or (directory.path / FORKED).exists()
     check_identity(directory, identity, accept_changes=accept_changes)
     for name in ("state", "versions", "rollouts"):
         (directory.path / name).mkdir(parents=True, exist_ok=True)
@@ -94,6 +96,7 @@ def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, acce
     path = directory.path / "job.yaml"
     if not path.exists() or not directory.steps():
         return []
+    accept_changes = accept_changes or (directory.path / FORKED).exists()
     before = _read_identity(path)
     if before is None and accept_changes:
         return []
@@ -144,15 +147,6 @@ def _more_steps(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def _as_yaml(identity: Mapping[str, Any]) -> str:
     return yaml.safe_dump(json.loads(json.dumps(identity)), sort_keys=False, allow_unicode=True)
-
-
-def differences(before: Any, after: Any, path: str = "") -> Iterable[str]:
-    """Where two trees of plain values differ, one line each."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in [*before, *(key for key in after if key not in before)]:
-            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
-    elif before != after:
-        yield f"{path}: was {before!r}, is {after!r}"
 
 
 def damages(directory: JobDirectory) -> list[Damage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import tempfile
@@ -52,6 +53,13 @@ class Problems(Sequence[Problem]):
         prompts = {problem.messages for problem in others}
         like = np.isin(self._prompts, [hash(prompt) for prompt in prompts])
         return self.only(row for row in range(len(self)) if not like[row] or self[row].messages not in prompts)
+
+    def sum(self) -> str:
+        """sha256 of all of them, in order."""
+        digest = hashlib.sha256()
+        for first, last in self._places:
+            digest.update(self._text[first:last])
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._places)

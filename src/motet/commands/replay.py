@@ -1,0 +1,228 @@
+"""`motet replay` and `motet fork`: derive versions again, and begin new jobs at old steps."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from motet.checksums import replace_file
+from motet.commands.answers import say
+from motet.config import JobConfig, RunConfig
+from motet.config.chain import chains
+from motet.errors import ConfigError, RunError
+from motet.jobfile import load_jobs
+from motet.near import close_matches
+from motet.running import run_config
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.fork import fork, nearest_commit
+from motet.runtime.progress import JobProgress
+from motet.runtime.receipts import dependencies_of, differences, read_receipt, subjects_of
+
+_MOST = 200
+"""Characters of a value that are shown."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Steps of a job to derive again: the versions first + 1 … last."""
+
+    job: str
+    first: int | None
+    last: int | None
+
+    @classmethod
+    def of(cls, text: str) -> Range:
+        """Read `JOB`, `JOB@8` or `JOB@4..8`.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        job, at, steps = text.partition("@")
+        first, dots, last = steps.partition("..")
+        numbers = (first, last) if dots else (last, first)
+        if not job or bool(at) != bool(steps) or not all(one.isdecimal() or not one for one in numbers):
+            raise ConfigError(f"{text!r} names no steps: write JOB, JOB@8 or JOB@4..8")
+        begin, end = (int(one) if one else None for one in numbers)
+        if end is not None and end <= (begin or 0):
+            raise ConfigError(f"{text!r} has no step: versions begin at 1, and the second number is the larger one")
+        return cls(job, begin, end)
+
+
+class _Reached(Exception):
+    """The last step that was asked for is done."""
+
+
+def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *, trust_remote_code: bool) -> int:
+    """Derive versions again and compare; returns 0 where all bytes are equal, 1 otherwise.
+
+    Raises:
+        MotetError: it cannot be done.
+    """
+    wanted, config = Range.of(text), load_jobs(path, overrides, trust_remote_code=trust_remote_code)
+    job = _job_of(config, wanted.job)
+    original = JobDirectory(Path(config.run) / job.name)
+    if (newest := original.newest()) is None:
+        raise RunError(f"{original.path} has no commit: nothing was trained there yet")
+    last = newest.step if wanted.last is None else wanted.last
+    if not 0 < last <= newest.step:
+        raise ConfigError(f"{job.name} has done {newest.step} steps: there is no version {last} to derive again")
+    nearest = nearest_commit(original, last - 1) or 0
+    first = nearest if wanted.first is None and wanted.last is not None else wanted.first or 0
+    if first and first not in original.steps():
+        raise RunError(
+            f"{original.path} keeps no commit of step {first} to begin at; begin at 0, or at one of "
+            f"{', '.join(map(str, original.steps()))}"
+        )
+    if into is not None and into.exists() and any(into.iterdir()):
+        raise RunError(f"{into} is not empty: give another directory with --run")
+    with tempfile.TemporaryDirectory(prefix="motet-replay-") as folder:
+        run = into or Path(folder)
+        again = JobDirectory(run / job.name)
+        if first:
+            run.mkdir(exist_ok=True)
+            fork(original, first, again.path)
+        versions = f"version {last}" if last == first + 1 else f"versions {first + 1} to {last}"
+        say(f"deriving {versions} of {job.name} again …")
+        seconds = _train(config.model_copy(update={"run": str(run), "jobs": [job]}), last)
+        parted = list(_partings(original, again, first, last))
+        for line in _other_facts(original, again, last):
+            say(f"  {line}")
+        if parted:
+            say("\n".join(parted))
+            return 1
+    say(f"{job.name}, {versions}: the same bytes, and the same rollouts ({seconds:.0f} s)")
+    return 0
+
+
+def _job_of(config: RunConfig, name: str) -> JobConfig:
+    jobs = {job.name: job for job in config.jobs}
+    if name not in jobs:
+        near = close_matches(name, list(jobs), 1)
+        raise ConfigError(f"there is no job {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+    if start := chains(config.jobs).get(name):
+        raise ConfigError(
+            f"job {name} begins with the adapter of {start.job}: set its adapter.init to the directory of that version"
+        )
+    if config.rollout.engine != "embedded":
+        raise ConfigError("rollout.engine: answers of a server are not derived again; only the embedded engine's are")
+    return jobs[name]
+
+
+def _train(config: RunConfig, last: int) -> float:
+    """Run one job up to a step; gives the seconds.
+
+    Raises:
+        RunError: it failed.
+    """
+
+    def observe(progress: Sequence[JobProgress]) -> None:
+        if progress[0].step >= last:
+            raise _Reached
+
+    began = time.monotonic()
+    try:
+        result = run_config(config, observe=observe)
+        done = next(iter(result.jobs.values()))
+        if done.message and not done.state.value == "succeeded":
+            raise RunError(f"the job {done.state.value}: {done.message}")
+    except _Reached:
+        pass
+    return time.monotonic() - began
+
+
+def _other_facts(original: JobDirectory, again: JobDirectory, last: int) -> Iterator[str]:
+    """What the version is made of that is not the same here."""
+    paths = [job.receipts / f"v{last}.json" for job in (original, again)]
+    if not all(path.is_file() for path in paths):
+        return
+    old, new = map(read_receipt, paths)
+    before, now = ({k: v for k, v in dependencies_of(one).items() if "/" in k or k == "motet"} for one in (old, new))
+    for name in [*before, *(name for name in now if name not in before)]:
+        if not name.startswith("rollouts/") and before.get(name) != now.get(name):
+            yield f"{name} is not what it was"
+    for part in ("externalParameters", "internalParameters"):
+        pair = (one["predicate"]["buildDefinition"][part] for one in (old, new))
+        yield from (line for line in differences(*pair) if not line.startswith(("inexact:", "computed_before")))
+    yield from differences(*(one["predicate"]["runDetails"]["builder"]["version"] for one in (old, new)))
+
+
+def _partings(original: JobDirectory, again: JobDirectory, first: int, last: int) -> Iterator[str]:
+    """Where two trainings of a job part first, in words; nothing where they do not."""
+    old, new = (_sums(job, last) for job in (original, again))
+    lines = [{int(one["step"]): one for one in job.read_metrics(_newest(job))} for job in (original, again)]
+    for step in range(first, last):
+        name = f"{step}.jsonl"
+        if name in old and old[name] != new.get(name):
+            yield f"they part in step {step}, in its rollouts: {_first_row(original, again, step)}"
+            return
+        if (changed := _first_difference(lines[0].get(step, {}), lines[1].get(step, {}))) is not None:
+            yield f"they part in step {step}, in what it was trained to: metrics.jsonl {changed}"
+            return
+        receipts = [job.receipts / f"v{step + 1}.json" for job in (original, again)]
+        if receipts[0].is_file():
+            before, now = (subjects_of(read_receipt(path)) for path in receipts)
+            for file in (file for file in before if before[file] != now.get(file)):
+                yield f"they part in step {step}, in version {step + 1}: {file} has another sha256"
+                return
+
+
+def _newest(job: JobDirectory) -> Any:
+    done = job.newest()
+    assert done is not None
+    return done
+
+
+def _sums(job: JobDirectory, last: int) -> Mapping[str, str]:
+    """sha256 of the rollouts of each step before `last`, by file."""
+    lines = map(json.loads, job.checksums.read_bytes().splitlines())
+    return {one["file"]: one["sha256"] for one in lines if not one["file"].startswith("eval-")}
+
+
+def _first_row(original: JobDirectory, again: JobDirectory, step: int) -> str:
+    if step not in original.sampled():
+        return f"which ones is not known, as {original.path / 'rollouts' / f'{step}.jsonl'} is not kept"
+    rows = zip_longest(original.each_rollout(step), again.each_rollout(step))
+    for number, (old, new) in enumerate(rows):
+        if (changed := _first_difference(old or {}, new or {})) is not None:
+            return f"row {number}, {changed}"
+    return "the file was edited, its rows are the same"
+
+
+def _first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    for name in [*old, *(name for name in new if name not in old)]:
+        if old.get(name) != new.get(name):
+            shown = [json.dumps(one.get(name), ensure_ascii=False)[:_MOST] for one in (old, new)]
+            return f"field {name}: was {shown[0]}, is {shown[1]}"
+    return None
+
+
+def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequence[str]) -> None:
+    """Begin a new job at a commit of another, with its job file beside it.
+
+    Raises:
+        MotetError: it cannot be done.
+    """
+    wanted, config = Range.of(text), load_jobs(path)
+    if wanted.last is None or wanted.first is not None:
+        raise ConfigError(f"{text!r} must name one step, such as {wanted.job}@8")
+    own = next((job for job in config.jobs if job.name == wanted.job), None) or _job_of(config, wanted.job)
+    original = JobDirectory(Path(config.run) / own.name)
+    changed = load_jobs(path, overrides)
+    job = next(one for one in changed.jobs if one.name == own.name)
+    job = job.model_copy(update={"name": name or own.name, "seed": own.effective_seed})
+    new = changed.model_copy(update={"run": str(run), "jobs": [job]})
+    run.mkdir(parents=True, exist_ok=True)
+    fork(original, wanted.last, run / job.name)
+    tree = new.model_dump(mode="json", exclude_unset=True)
+    file = run / "jobs.yaml"
+    replace_file(file, yaml.safe_dump({**tree, "run": str(run)}, sort_keys=False, allow_unicode=True).encode())
+    file.chmod(0o600)  # a reward's arguments may be secret
+    say(f"{job.name} begins at step {wanted.last} of {original.path}; train it: motet run {file}")

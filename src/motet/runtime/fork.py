@@ -1,0 +1,65 @@
+"""Begin a new job at a commit of another: weights, moments, counters and data position are those of that step."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from motet.checksums import link, replace_file, sealed, sync, unsealed
+from motet.errors import RunError
+from motet.runtime.checkpoint import FORKED, JobDirectory
+
+
+def nearest_commit(job: JobDirectory, step: int) -> int | None:
+    """The newest kept commit that is not after a step; None where there is none."""
+    return max((one for one in job.steps() if one <= step), default=None)
+
+
+def fork(job: JobDirectory, step: int, new: Path) -> JobDirectory:
+    """Copy what a job was at a commit to a new directory; it opens as any job that was changed with approval.
+
+    Raises:
+        RunError: there is no such commit, or something is in the directory.
+    """
+    if step not in job.steps():
+        kept = ", ".join(map(str, job.steps())) or "none"
+        raise RunError(
+            f"{job.path} keeps no commit of step {step} (it has {kept}); raise checkpoint.keep to keep more of them"
+        )
+    if new.exists() and any(new.iterdir()):
+        raise RunError(f"{new} is not empty: give another place")
+    done = job.committed(step)
+    draft = new.with_name(f".tmp-{new.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    for name in ("state", "versions", "rollouts", "receipts"):
+        (draft / name).mkdir(parents=True)
+    _link_all(job.path / "state" / str(step), draft / "state" / str(step))
+    for number in (one for one in job.versions() if one <= step):
+        _link_all(job.version(number), draft / "versions" / f"v{number}")
+    for number in range(step + 1):
+        if (path := job.receipts / f"v{number}.json").is_file():
+            link(path, draft / "receipts" / path.name)
+    for path in job.logs:
+        with path.open("rb") as file:
+            replace_file(draft / path.name, file.read(done.length(path)))
+    for path in (job.path / "rollouts").glob("*.jsonl"):
+        match = re.fullmatch(r"(eval-)?(\d+)", path.stem)
+        if match and (int(match[2]) <= done.evaluated if match[1] else int(match[2]) < step):
+            link(path, draft / "rollouts" / path.name)
+    state = draft / "state" / str(step) / "state.json"
+    replace_file(state, sealed({**unsealed(state.read_bytes()), "after": ""}))  # it has no manifest yet
+    replace_file(draft / "job.yaml", (job.path / "job.yaml").read_bytes())
+    replace_file(draft / FORKED, json.dumps({"from": str(job.path.resolve()), "step": step}).encode())
+    if new.exists():
+        new.rmdir()
+    draft.rename(new)
+    sync(new.parent)
+    return JobDirectory(new)
+
+
+def _link_all(there: Path, here: Path) -> None:
+    here.mkdir(parents=True)
+    for path in there.iterdir():
+        link(path, here / path.name)

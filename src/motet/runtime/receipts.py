@@ -1,0 +1,234 @@
+"""Receipts: how each version of a job came about, as an in-toto statement with SLSA provenance.
+
+A receipt names the version's files by sha256, and everything that they depend on: base, data, own code, configuration,
+versions of libraries, the rollouts of each step, and the receipt of the version before. It holds no time and no place, so
+whoever trains the job again gets the same receipt. It proves how bytes can be made again, not that the data is honest.
+
+    <job>/receipts/v<n>.json      all of them, also of versions that were deleted
+    <job>/versions/v<n>/receipt.json
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import platform
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from motet.checksums import Damage, hash_of
+from motet.errors import BaseModelError, RunError
+from motet.model.find import find_base
+from motet.tasks.dataset import Dataset
+from motet.tasks.problems import Problems
+from motet.types import ADAPTER_FILES
+
+RECEIPT = "receipt.json"
+STATEMENT, PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
+BUILD_TYPE = "urn:motet:training:v1"
+SOURCE = "motet-source"
+"""Kind of digest of own code: of its statements, so that comments do not count."""
+_REMEDY = "put the saved one back"
+_BASE_FILES = frozenset({".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py"})
+_SHA256 = re.compile("[0-9a-f]{64}")
+_LOCK = threading.Lock()
+
+
+class Materials:
+    """What all versions of a job are made of. Sums of large files are made with the first receipt."""
+
+    def __init__(self, identity: Mapping[str, Any], base: str, data: Dataset) -> None:
+        """`identity` is what job.yaml says, `base` what the base was loaded as."""
+        self._identity = dict(identity)
+        self._base = base
+        self._data = data
+
+    def receipt(
+        self,
+        step: int,
+        sums: Mapping[str, str],
+        before: tuple[int, str] | None,
+        rollouts: Iterable[Mapping[str, str]],
+        inexact: Sequence[str],
+    ) -> bytes:
+        """The receipt of a version.
+
+        Args:
+            step: steps done; also the version's number.
+            sums: sha256 of the commit's files and of the part of metrics.jsonl that counts.
+            before: number of the version before and sha256 of its receipt.
+            rollouts: `file` and `sha256` of what was sampled and evaluated since then.
+            inexact: why the bytes may depend on more than what the receipt names.
+        """
+        chain = [] if before is None else [_material(f"version v{before[0]}", "sha256", before[1])]
+        sampled = [_material(f"rollouts/{one['file']}", "sha256", one["sha256"]) for one in rollouts]
+        inner = {name: value for name, value in self._identity.items() if name not in ("job", "contents", "code")}
+        made = {name: sums[name] for name in sums if name not in ADAPTER_FILES}
+        statement = {
+            "_type": STATEMENT,
+            "subject": [_material(name, "sha256", sums[name]) for name in ADAPTER_FILES],
+            "predicateType": PROVENANCE,
+            "predicate": {
+                "buildDefinition": {
+                    "buildType": BUILD_TYPE,
+                    "externalParameters": {**self._identity["job"], "version": step},
+                    "internalParameters": {**inner, "inexact": list(inexact)},
+                    "resolvedDependencies": [*self.dependencies, *sampled, *chain],
+                },
+                "runDetails": {
+                    "builder": {"id": "urn:motet:trainer", "version": _builder()},
+                    "byproducts": [_material(name, "sha256", digest) for name, digest in made.items()],
+                },
+            },
+        }
+        return (json.dumps(statement, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
+
+    def changes(self, receipt: Mapping[str, Any], without: str | None = None) -> Iterator[str]:
+        """What a receipt names that is not the same here, a line each; `without` leaves names with this beginning out."""
+        before = dependencies_of(receipt)
+        now = {one["name"]: next(iter(one["digest"].values())) for one in self.dependencies}
+        for name in [*before, *(name for name in now if name not in before)]:
+            own = not name.startswith(("rollouts/", "version "))
+            if own and not (without and name.startswith(without)) and before.get(name) != now.get(name):
+                yield f"{name} is not what it was"
+        built = receipt["predicate"]["buildDefinition"]
+        yield from differences(
+            {**built["externalParameters"], "version": None}, {**self._identity["job"], "version": None}
+        )
+        inner = {name: value for name, value in self._identity.items() if name in built["internalParameters"]}
+        yield from differences({name: built["internalParameters"][name] for name in inner}, inner)
+
+    @functools.cached_property
+    def dependencies(self) -> Sequence[Mapping[str, Any]]:
+        """Base, data and code, the same for all versions."""
+        data = {"train": self._data.train, "holdout": Problems.of(self._data.holdout)}
+        with _LOCK:  # jobs share a base: one of them reads it
+            base = _base_sums(self._base)
+        return [
+            *(_material(f"base/{name}", "sha256", digest) for name, digest in base.items()),
+            *(_material(f"data/{name}", "sha256", part.sum()) for name, part in data.items()),
+            *(_material(f"code/{name}", SOURCE, _code_sum(entry)) for name, entry in self._identity["code"].items()),
+            _material("motet", "sha256", _motet_sum()),
+        ]
+
+
+def _material(name: str, kind: str, digest: str) -> dict[str, Any]:
+    return {"name": name, "digest": {kind: digest}}
+
+
+def _code_sum(entry: Mapping[str, str]) -> str:
+    """Of one entry of `CodeSums.code`."""
+    statements = [one.partition(":")[2] for one in entry.get("statements", "").split()]
+    return hashlib.sha256(json.dumps(statements or dict(entry), sort_keys=True).encode()).hexdigest()
+
+
+@functools.cache
+def _base_sums(name: str) -> dict[str, str]:
+    """sha256 of each file of a base; empty where it was not loaded from files that are here."""
+    folder, gguf = _place(name)
+    files = [folder / gguf] if folder and gguf else sorted(folder.iterdir()) if folder else []
+    return {path.name: _file_sum(path) for path in files if gguf or path.suffix in _BASE_FILES}
+
+
+def _place(name: str) -> tuple[Path | None, str | None]:
+    """The directory of a base, and the name of its .gguf file."""
+    try:
+        folder, gguf = find_base(name)
+    except BaseModelError:
+        return None, None
+    if Path(folder).is_dir():
+        return Path(folder), gguf
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(folder, "config.json")
+    return (Path(config).parent if isinstance(config, str) else None), None
+
+
+def _file_sum(path: Path) -> str:
+    """The hub's cache names large files by their sha256; others are read."""
+    stored = path.resolve().name
+    return stored if path.is_symlink() and _SHA256.fullmatch(stored) else hash_of(path).hexdigest()
+
+
+@functools.cache
+def _builder() -> dict[str, str]:
+    return {"motet": metadata.version("motet"), "python": platform.python_version()}
+
+
+@functools.cache
+def _motet_sum() -> str:
+    """Of the Python and C++ sources of this package."""
+    root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for path in sorted(path for suffix in ("py", "cpp", "h") for path in root.rglob(f"*.{suffix}")):
+        digest.update(f"{path.relative_to(root)}\0{hash_of(path).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+# --- reading ------------------------------------------------------------------------------------------------------------
+
+
+def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """Where two trees of plain values differ, one line each."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in [*before, *(key for key in after if key not in before)]:
+            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
+    elif before != after:
+        yield f"{path}: was {before!r}, is {after!r}"
+
+
+def read_receipt(path: Path) -> dict[str, Any]:
+    """One receipt.
+
+    Raises:
+        RunError: it is missing, or is none.
+    """
+    try:
+        statement: dict[str, Any] = json.loads(path.read_bytes())
+        subjects_of(statement)
+        dependencies_of(statement)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(f"{path} is no receipt that Motet wrote ({error})") from error
+    return statement
+
+
+def subjects_of(statement: Mapping[str, Any]) -> dict[str, str]:
+    """sha256 of the version's files, by name."""
+    return {str(one["name"]): str(one["digest"]["sha256"]) for one in statement["subject"]}
+
+
+def dependencies_of(statement: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of what the version was made of, by name."""
+    listed = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
+    return {str(one["name"]): str(next(iter(one["digest"].values()))) for one in listed}
+
+
+def version_before(statement: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Number of the version before and sha256 of its receipt; None for the first."""
+    found = [(name, digest) for name, digest in dependencies_of(statement).items() if name.startswith("version v")]
+    return (int(found[0][0].removeprefix("version v")), found[0][1]) if found else None
+
+
+def receipt_damages(folder: Path, newest: int, wanted: str) -> Iterator[Damage]:
+    """What is wrong with the chain of receipts that ends with this version, whose receipt has the sum `wanted`."""
+    known, number = set[int](), newest
+    while True:
+        path = folder / f"v{number}.json"
+        if not path.is_file():
+            yield Damage(path, "is missing", _REMEDY)
+            return
+        known.add(number)
+        if hash_of(path).hexdigest() != wanted:
+            yield Damage(path, "is not what was saved", _REMEDY)
+            return
+        before = version_before(read_receipt(path))
+        if before is None:
+            break
+        number, wanted = before
+    for path in sorted(folder.glob("v*.json")):
+        if path.stem[1:].isdecimal() and int(path.stem[1:]) not in known:
+            yield Damage(path, "was added", "remove it")

@@ -1,0 +1,288 @@
+"""Receipts name what versions were made of; steps are derived again, and new jobs begin at old ones, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from motet.cli import app
+from motet.commands.replay import Range
+from motet.commands.verify import verify
+from motet.errors import ConfigError, RunError
+from motet.jobfile import load_jobs
+from motet.model.find import SMALL_BASE
+from motet.running import run_config
+from motet.runtime.receipts import dependencies_of, subjects_of, version_before
+
+STEPS = 4
+Capsys = pytest.CaptureFixture[str]
+REWARD = """
+from words import VOWELS
+
+def vowels(problem, completion):
+    return sum(letter in VOWELS for letter in completion) / 8
+"""
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def job() -> dict[str, Any]:
+    return {
+        "name": "words", "data": {"source": "rows.jsonl"}, "reward": "rewards.py:vowels", "steps": STEPS,
+        "adapter": {"rank": 4}, "optimizer": {"lr": 0.01}, "sampling": {"max_tokens": 6},
+        "algorithm": {"group_size": 4, "groups_per_step": 2}, "eval": {"every": 2}, "checkpoint": {"keep": 3},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with its run."""
+    project = tmp_path_factory.mktemp("project")
+    rows = [{"prompt": f"Write the word number {number}.", "answer": "a"} for number in range(200)]
+    (project / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (project / "rewards.py").write_text(REWARD)
+    (project / "words.py").write_text('VOWELS = "aeiou"\n')
+    write_jobs(project, job())
+    run_config(load_jobs(project / "jobs.yaml"))
+    return project
+
+
+@pytest.fixture
+def project(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "project")
+    again = tmp_path / "project"
+    write_jobs(again, job())
+    return again
+
+
+def write_jobs(project: Path, job: dict[str, Any]) -> None:
+    engine = {"micro_batch_tokens": 128, "block_size": 16, "threads": 1}
+    tree = {"base": "small", "run": str(project / "run"), "engine": engine, "jobs": [job]}
+    (project / "jobs.yaml").write_text(yaml.safe_dump(tree))
+
+
+def receipt(project: Path, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((project / "run/words/receipts" / f"v{number}.json").read_bytes())
+    return found
+
+
+def test_a_receipt_names_the_versions_files_and_what_made_them(trained: Path) -> None:
+    newest = receipt(trained, STEPS)
+    assert newest["_type"] == "https://in-toto.io/Statement/v1"
+    assert newest["predicateType"] == "https://slsa.dev/provenance/v1"
+    version = trained / "run/words/versions" / f"v{STEPS}"
+    assert subjects_of(newest) == {name: sha256(version / name) for name in subjects_of(newest)}
+    assert sha256(version / "receipt.json") == sha256(trained / f"run/words/receipts/v{STEPS}.json")
+    made_of = dependencies_of(newest)
+    assert made_of["base/model.safetensors"] == sha256(SMALL_BASE / "model.safetensors")
+    assert {"data/train", "data/holdout", "code/rewards.py", "code/words.py", "motet"} <= made_of.keys()
+    assert made_of["rollouts/3.jsonl"] == sha256(trained / "run/words/rollouts/3.jsonl")
+    assert newest["predicate"]["buildDefinition"]["externalParameters"]["optimizer"]["lr"] == 0.01
+
+
+def test_receipts_are_a_chain_from_the_first_version(trained: Path) -> None:
+    number, links = STEPS, 0
+    while (before := version_before(receipt(trained, number))) is not None:
+        assert before == (number - 1, sha256(trained / f"run/words/receipts/v{number - 1}.json"))
+        number, links = before[0], links + 1
+    assert (number, links) == (0, STEPS)
+
+
+def test_the_same_job_trained_elsewhere_has_the_same_receipts(trained: Path, project: Path) -> None:
+    config = load_jobs(project / "jobs.yaml")
+    run_config(config.model_copy(update={"run": str(project / "again")}), sequential=True)
+    again = project / "again/words/receipts"
+    assert {path.name: sha256(path) for path in again.iterdir()} == {
+        path.name: sha256(path) for path in (trained / "run/words/receipts").iterdir()
+    }
+
+
+def edit_row(number: int) -> Callable[[Path], None]:
+    def change(project: Path) -> None:
+        lines = (project / "rows.jsonl").read_text().splitlines(keepends=True)
+        lines[number] = lines[number].replace("Write", "Say")
+        (project / "rows.jsonl").write_text("".join(lines))
+
+    return change
+
+
+def edit_field(path: str, value: Any) -> Callable[[Path], None]:
+    def change(project: Path) -> None:
+        changed, where = job(), path.split(".")
+        section = changed
+        for name in where[:-1]:
+            section = section.setdefault(name, {})
+        section[where[-1]] = value
+        write_jobs(project, changed)
+
+    return change
+
+
+def edit_text(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(project: Path) -> None:
+        text = (project / name).read_text()
+        assert old in text
+        (project / name).write_text(text.replace(old, new))
+
+    return change
+
+
+def flip(name: str, place: int = -3) -> Callable[[Path], None]:
+    def change(project: Path) -> None:
+        data = bytearray((project / name).read_bytes())
+        data[place] ^= 1
+        (project / name).write_bytes(data)
+
+    return change
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda project: (project / name).unlink()
+
+
+FIELDS = {
+    "seed": 7, "optimizer.lr": 0.02, "optimizer.weight_decay": 0.1, "sampling.temperature": 0.9, "algorithm.group_size": 8,
+    "algorithm.clip_low": 0.1, "adapter.rank": 8, "data.seed": 3, "data.system": "Be short.", "eval.every": 3,
+}  # fmt: skip
+EDITS = {
+    "a row": (edit_row(70), "data/train is not what it was|data/holdout is not what it was"),
+    "the reward": (edit_text("rewards.py", "/ 8", "/ 9"), "code/rewards.py is not what it was"),
+    "what the reward imports": (edit_text("words.py", "aeiou", "aeio"), "code/words.py is not what it was"),
+    "a version": (flip("run/words/versions/v3/adapter_model.safetensors"), "is not what was saved"),
+    "the receipt of a version": (flip("run/words/versions/v3/receipt.json", 40), "is not what was saved"),
+    "an old receipt": (flip("run/words/receipts/v1.json", 40), "receipts/v1.json is not what was saved"),
+    "an old receipt that is gone": (remove("run/words/receipts/v0.json"), "receipts/v0.json is missing"),
+    "a receipt more": (
+        lambda project: shutil.copy(project / "run/words/receipts/v2.json", project / "run/words/receipts/v9.json"),
+        "receipts/v9.json was added",
+    ),
+    **{f"field {name}": (edit_field(name, value), rf"words: {re.escape(name)}\b.*: was ") for name, value in FIELDS.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_an_edit_is_found_and_named(what: str, project: Path, capsys: Capsys) -> None:
+    edit, told = EDITS[what]
+    edit(project)
+    assert verify(project / "run", project / "jobs.yaml") == 1
+    assert re.search(told, capsys.readouterr().out)
+
+
+def test_nothing_is_told_of_a_run_and_a_project_that_were_not_edited(project: Path, capsys: Capsys) -> None:
+    edit_text("rewards.py", "def vowels", "# a comment\ndef vowels")(project)
+    assert verify(project / "run", project / "jobs.yaml") == 0
+    assert "5 receipts, all as they were saved" in capsys.readouterr().out
+
+
+def two_hundred_edits(source: random.Random) -> Iterator[Callable[[Path], None]]:
+    names = [
+        "versions/v3/adapter_model.safetensors",
+        "receipts/v1.json",
+        "rollouts/1.jsonl",
+        "state/4/optimizer.safetensors",
+    ]
+    for number in range(100):
+        yield edit_row(source.randrange(200))
+        yield flip(f"run/words/{names[number % len(names)]}", source.randrange(8, 600))
+
+
+@pytest.mark.soak
+def test_two_hundred_edits_are_all_found(trained: Path, tmp_path: Path) -> None:
+    missed = []
+    for number, edit in enumerate(two_hundred_edits(random.Random(0))):
+        project = tmp_path / str(number)
+        shutil.copytree(trained, project)
+        write_jobs(project, job())
+        edit(project)
+        missed += [number] * (verify(project / "run", project / "jobs.yaml") == 0)
+        shutil.rmtree(project)
+    assert missed == []
+
+
+def motet(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(one) for one in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"), [("words@4", "version 4: the same"), ("words@0..2", "versions 1 to 2: the same")]
+)
+def test_steps_are_derived_again_with_the_same_bytes(steps: str, told: str, project: Path) -> None:
+    code, output = motet("replay", project / "jobs.yaml", steps)
+    assert (code, told in output) == (0, True), output
+
+
+@pytest.mark.parametrize(
+    ("edit", "parted", "fact"),
+    [
+        (edit_text("rewards.py", "/ 8", "/ 9"), "in step 3, in its rollouts: row 0, field reward: was", "code/rewards.py"),
+        (edit_field("optimizer.lr", 0.02), "in step 3, .* metrics.jsonl field lr: was 0.01, is 0.02", "optimizer.lr"),
+    ],
+)  # fmt: skip
+def test_where_a_replay_parts_is_told(edit: Callable[[Path], None], parted: str, fact: str, project: Path) -> None:
+    edit(project)
+    code, output = motet("replay", project / "jobs.yaml", "words@4")
+    assert code == 1
+    assert re.search(parted, output), output
+    assert fact in output
+
+
+def test_a_fork_without_a_change_has_the_bytes_of_its_parent(project: Path) -> None:
+    code, output = motet("fork", project / "jobs.yaml", "words@2", project / "new", "--name", "same")
+    assert code == 0, output
+    run_config(load_jobs(project / "new/jobs.yaml"))
+    for name in (
+        "state/4/adapter_model.safetensors",
+        "state/4/optimizer.safetensors",
+        "metrics.jsonl",
+        "rollouts/3.jsonl",
+    ):
+        assert sha256(project / "new/same" / name) == sha256(project / "run/words" / name), name
+    assert verify(project / "new") == 0
+    assert verify(project / "run") == 0, "the parent is as it was"
+
+
+def test_a_fork_with_a_change_says_from_which_step_on(project: Path) -> None:
+    code, output = motet("fork", project / "jobs.yaml", "words@2", project / "new", "--set", "optimizer.lr=0.03")
+    assert code == 0, output
+    result = run_config(load_jobs(project / "new/jobs.yaml"))
+    assert "job.optimizer.lr: was 0.01, is 0.03 (from step 2 on)" in result.jobs["words"].inexact
+    chain = json.loads((project / "new/words/receipts/v3.json").read_bytes())
+    assert version_before(chain) == (2, sha256(project / "run/words/receipts/v2.json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("replay", "words@9"), "has done 4 steps: there is no version 9"),
+        (("replay", "words@1..3"), "keeps no commit of step 1 to begin at"),
+        (("replay", "word"), "there is no job 'word'; did you mean 'words'?"),
+        (("fork", "words", "new"), "must name one step, such as words@8"),
+        (("fork", "words@1", "new"), "keeps no commit of step 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_replayed_or_forked_is_refused(arguments: tuple[str, ...], told: str, project: Path) -> None:
+    command, *rest = arguments
+    with pytest.raises((RunError, ConfigError), match=told):
+        motet(command, project / "jobs.yaml", *(project / one if one == "new" else one for one in rest))
+    assert not (project / "new/words").exists()
+
+
+@pytest.mark.parametrize("text", ["", "@3", "a@", "a@x", "a@3..3", "a@4..2", "a@0", "a@1..2..3"])
+def test_steps_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Range.of(text)
