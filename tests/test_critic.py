@@ -188,6 +188,7 @@ def test_a_job_with_a_critic_alone_in_company_and_in_parts(tmp_path: Path) -> No
     assert {path.name for path in version.iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
+        "receipt.json",
         "sha256.json",
     }
     lines = records(tmp_path / "both", "a")

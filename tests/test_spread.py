@@ -145,12 +145,17 @@ async def collect(engine: Any, asked: GenerateRequest) -> dict[int, list[Chunk]]
 
 
 def bits(found: dict[int, list[Chunk]]) -> list[Any]:
-    """All that must be the same wherever it was sampled."""
+    """All that must be the same wherever it was sampled; how many tokens a chunk has depends on drafts, and they on time."""
     return [
-        (index, encode(Chunks(0, chunk)), chunk.logprobs.tobytes())
-        for index, chunks in found.items()
-        for chunk in chunks
+        (index, encode(Chunks(0, one := joined(chunks))), one.logprobs.tobytes()) for index, chunks in found.items()
     ]
+
+
+def joined(chunks: list[Chunk]) -> Chunk:
+    arrays = {
+        name: np.concatenate([getattr(one, name) for one in chunks]) for name in ("token_ids", "logprobs", "versions")
+    }
+    return dataclasses.replace(chunks[-1], **arrays, text="".join(one.text for one in chunks))
 
 
 # --- what passes between them -----------------------------------------------------------------------------------------
