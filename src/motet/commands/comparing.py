@@ -1,9 +1,9 @@
-"""`motet compare` as a command; `compare.py` does what it asks."""
+"""`motet compare` and `motet probe` as commands; `compare.py` and `probe.py` do what they ask."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -32,3 +32,32 @@ def compare(
     from motet.commands.compare import compare_places
 
     compare_places(places, svg, url, key)
+
+
+@app.command(
+    epilog="Example: motet probe http://gpu1:8000 --model sort --adapter runs/demo/sort/versions/v25 --base small"
+)
+def probe(
+    server: Annotated[str, typer.Argument(metavar="URL", help="The server's address.", show_default=False)],
+    model: Annotated[str, typer.Option(help="What the server calls the adapter.", show_default=False)],
+    adapter: Annotated[Path, typer.Option(help="The adapter's PEFT directory.", show_default=False)],
+    base: Annotated[str, typer.Option(help="The base, as in a job file.", show_default=False)],
+    server_base: Annotated[
+        str | None, typer.Option(help="What the server calls the base; the first that it lists.", show_default=False)
+    ] = None,
+    kind: Annotated[
+        Literal["vllm", "sglang", "openai"] | None, typer.Option(help="The server's protocol; found out without it.")
+    ] = None,
+    server_key: Annotated[
+        str | None, typer.Option(envvar="MOTET_SERVER_KEY", help="The server's API key.", show_default=False)
+    ] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(help="A text to score, such as a prompt with its answer.", show_default=False)
+    ] = None,
+) -> None:
+    """Check that a vLLM, SGLang or OpenAI-compatible server samples the adapter it says it does, and not the base."""
+    from motet.commands.probe import probe as ask
+
+    raise typer.Exit(
+        ask(server, model, adapter, base, server_base=server_base, kind=kind, key=server_key, texts=text or ())
+    )

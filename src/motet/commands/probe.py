@@ -1,0 +1,222 @@
+"""`motet probe`: does a server sample the adapter that it says it does?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from motet import budgets
+from motet.commands.answers import say
+from motet.errors import AdapterError, ServerFault, ServerRefused
+from motet.model.find import find_adapter
+from motet.rollout.connection import Clocks, ServerConnection
+from motet.rollout.dialects import DIALECTS, HttpRequest
+from motet.types import AdapterRef, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from motet.rollout.embedded import EmbeddedEngine
+
+TEXTS = (
+    "Question: a train leaves at 9:40 and arrives at 13:05. How long does it take, and why?\nAnswer: it takes",
+    "Sort these letters: q b x a m.\nHere is the result, as one word without spaces: abmqx.",
+    'def area(width, height):\n    """The area of a rectangle."""\n    return width * height\n',
+)
+"""Scored where no others are given."""
+CLEAR = 4.0
+"""The adapter must move the logprobs by this many times what sets the server's base and the one here apart."""
+NEAR = 3.0
+"""A right server is within this many times of it from the adapter here, and `SLACK` of what the adapter changes."""
+SLACK = 0.05
+_OTHERS = 3
+"""Versions beside the adapter that are compared too."""
+RIGHT, WRONG, UNKNOWN = 0, 1, 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the logprobs say."""
+
+    code: int
+    text: str
+
+
+def judge(base: FloatArray, here: Mapping[str, FloatArray], server_base: FloatArray, server: FloatArray) -> Verdict:
+    """Compare a server's logprobs [N] with those computed here.
+
+    Args:
+        base: of the base, computed here.
+        here: of the adapter and of versions beside it, by name; the adapter is the first.
+        server_base: of the server's base.
+        server: of what the server calls the adapter.
+    """
+    name, adapter = next(iter(here.items()))
+    noise, effect = float(np.linalg.norm(server_base - base)), float(np.linalg.norm(adapter - base))
+    if effect < CLEAR * noise or effect == 0:
+        return Verdict(
+            UNKNOWN,
+            f"CANNOT TELL: the adapter changes logprobs by {effect:.3g}, and the bases already differ by {noise:.3g}; give "
+            "texts like those it was trained on with --text, or check that the base is the same",
+        )
+    shown, wanted = server - server_base, adapter - base
+    share, apart = float(np.dot(shown, wanted)) / effect**2, float(np.linalg.norm(shown - wanted))
+    if float(np.linalg.norm(shown)) <= NEAR * noise:
+        return Verdict(WRONG, "WRONG: the server answers with the base; the adapter is not applied")
+    near = NEAR * noise + SLACK * effect
+    if apart <= near:
+        return Verdict(
+            RIGHT, f"RIGHT: the server answers with {name} (it shows {share:.0%} of what the adapter changes)"
+        )
+    for other, logprobs in here.items():
+        if float(np.linalg.norm(shown - (logprobs - base))) <= near:
+            return Verdict(WRONG, f"WRONG: the server answers with {other}, not with {name}")
+    return Verdict(
+        WRONG,
+        f"WRONG: the server shows {share:.0%} of what the adapter changes: it has another adapter, a lower rank, or another "
+        "alpha / rank",
+    )
+
+
+def _echo_score(token_ids: list[int], model: str | None, base: str | None) -> HttpRequest:
+    body = {
+        "model": model or base,
+        "prompt": token_ids,
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "echo": True,
+        "logprobs": 1,
+    }
+    return HttpRequest("/v1/completions", body)
+
+
+def _echo_scores(answer: Any, token_ids: list[int]) -> list[float]:
+    found = answer["choices"][0]["logprobs"]["token_logprobs"][1 : len(token_ids)]
+    return [float(one) for one in found]
+
+
+_KINDS = {name: (dialect.score, dialect.scores) for name, dialect in DIALECTS.items()}
+_KINDS["openai"] = (_echo_score, _echo_scores)
+KINDS = tuple(_KINDS)
+
+
+@dataclass
+class _Server:
+    """One server, and the first kind of request that it understands."""
+
+    connection: ServerConnection
+    kinds: Sequence[str]
+
+    async def score(self, token_ids: IntArray, model: str | None, base: str | None) -> FloatArray:
+        """Logprobs [T − 1] of a text's tokens.
+
+        Raises:
+            ServerFault: it gives none in any way that is known.
+        """
+        refused = []
+        for kind in self.kinds:
+            asks, reads = _KINDS[kind]
+            try:
+                answer = await self.connection.request(asks(token_ids.tolist(), model, base), 60.0)
+                found = reads(answer, token_ids.tolist())
+                if len(found) != len(token_ids) - 1:
+                    raise ServerFault(f"it gave {len(found)} logprobs for {len(token_ids)} tokens")
+            except (ServerRefused, ServerFault, KeyError, TypeError, ValueError, IndexError) as error:
+                refused.append(f"{kind}: {error}")
+                continue
+            self.kinds = (kind,)
+            return np.asarray(found, np.float64)
+        raise ServerFault(f"{self.connection.url} gives no logprobs of a prompt:\n  " + "\n  ".join(refused))
+
+    async def names(self) -> list[str]:
+        """The models that it lists; empty where it lists none."""
+        try:
+            answer = await self.connection.request(HttpRequest("/v1/models"), 10.0)
+            return [str(card["id"]) for card in answer["data"] if not card.get("parent")]
+        except (ServerRefused, TypeError, KeyError):
+            return []
+
+
+def probe(
+    url: str,
+    model: str,
+    adapter: Path,
+    base_name: str,
+    *,
+    server_base: str | None,
+    kind: str | None,
+    key: str | None,
+    texts: Sequence[str],
+) -> int:
+    """Ask, compute, compare and print; returns 0 where the server is right, 1 where it is not, 3 where nobody can tell.
+
+    Raises:
+        MotetError: the adapter, the base or the server cannot be used.
+    """
+    find_adapter(adapter)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    server = _Server(ServerConnection(url.rstrip("/"), Clocks(), headers), KINDS if kind is None else (kind,))
+    with asyncio.Runner() as runner:
+        names = runner.run(server.names())  # before the base is loaded: an address may be wrong
+        of_base = server_base or (names[0] if names else None)
+        token_ids, here = runner.run(_computed(base_name, adapter, texts or TEXTS))
+
+        async def ask(name: str | None) -> FloatArray:
+            return np.concatenate([await server.score(ids, name, of_base) for ids in token_ids])
+
+        try:
+            answers = runner.run(ask(None)), runner.run(ask(model))
+        finally:
+            runner.run(server.connection.close())
+    base = here.pop("")
+    verdict = judge(base, here, *answers)
+    say(f"{url} as {server.kinds[0]}: {model} against {adapter} over {base_name}, {len(base)} tokens")
+    say(verdict.text)
+    return verdict.code
+
+
+async def _computed(
+    base_name: str, adapter: Path, texts: Sequence[str]
+) -> tuple[list[IntArray], dict[str, FloatArray]]:
+    """Tokens of each text, and logprobs of the base (under an empty name), the adapter and versions beside it."""
+    from motet.config import EngineConfig
+    from motet.device import Device
+    from motet.launch import load
+    from motet.rollout.embedded import EmbeddedEngine
+
+    config, device = EngineConfig(), Device()
+    base = load(base_name, config)
+    token_ids = [np.asarray(base.info.tokenizer.encode(text), np.int32) for text in texts]
+    if any(not 2 <= len(one) <= base.info.max_positions for one in token_ids):
+        raise AdapterError("--text: each text needs at least two tokens, and no more than the base has positions")
+    room = int(budgets.available_memory() * config.kv_memory_fraction) // base.info.kv_bytes_per_token
+    longest = max(map(len, token_ids)) + config.block_size
+    engine = EmbeddedEngine(
+        base, device, max_rows=1, kv_tokens=min(2 * longest, max(room, longest)), prefill_tokens=longest
+    )
+    try:
+        found = {"": await _scored(engine, token_ids, None)}
+        for number, path in enumerate((adapter, *_beside(adapter))):
+            ref = AdapterRef("probe", number)
+            await engine.load_adapter(ref, path)
+            found[path.name] = await _scored(engine, token_ids, ref)
+            await engine.unload_adapter(ref)
+        return token_ids, found
+    finally:
+        device.close()
+
+
+async def _scored(engine: EmbeddedEngine, token_ids: Sequence[IntArray], ref: AdapterRef | None) -> FloatArray:
+    return np.concatenate([(await engine.score(ids, ref))[1:].astype(np.float64) for ids in token_ids])
+
+
+def _beside(adapter: Path) -> list[Path]:
+    """The versions nearest to one, where it is a version of a job."""
+    if not adapter.name[1:].isdecimal():
+        return []
+    own = int(adapter.name[1:])
+    others = [path for path in adapter.parent.glob("v*") if path.name[1:].isdecimal() and path != adapter]
+    return sorted(others, key=lambda path: abs(int(path.name[1:]) - own))[:_OTHERS]
