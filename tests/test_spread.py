@@ -152,10 +152,10 @@ def bits(found: dict[int, list[Chunk]]) -> list[Any]:
 
 
 def joined(chunks: list[Chunk]) -> Chunk:
-    arrays = {
-        name: np.concatenate([getattr(one, name) for one in chunks]) for name in ("token_ids", "logprobs", "versions")
-    }
-    return dataclasses.replace(chunks[-1], **arrays, text="".join(one.text for one in chunks))
+    whole = dataclasses.replace(chunks[-1], text="".join(one.text for one in chunks))
+    for name in ("token_ids", "logprobs", "versions"):
+        object.__setattr__(whole, name, np.concatenate([getattr(one, name) for one in chunks]))
+    return whole
 
 
 # --- what passes between them -----------------------------------------------------------------------------------------
