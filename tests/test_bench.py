@@ -38,6 +38,8 @@ from bench.speed.ratios import Goal, Ratio, compare, cost, middle
 from bench.speed.rows import Block, Row, Side, chosen
 from bench.speed.table import cells, cost_text, markdown, number, text
 
+from motet.native.choice import of_machine
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -448,6 +450,7 @@ def test_motet_alone_on_a_tiny_base(tmp_path: Path) -> None:
     assert all(0 < item["limit"] < 1 for item in found["rows"])
     assert found["limits"]["value"] > 1e9
     assert all(groups[BASE] > 0 and groups[LORA] > 0 for groups in found["profiles"].values())
+    assert bool(found["profiles"]) == (of_machine().kernels == "torch"), "torch's profiler sees torch's kernels alone"
     written = (tmp_path / "benchmarks.md").read_text()
     assert "tiny: eight jobs at once" in written
     assert (tmp_path / "benchmarks.svg").is_file()

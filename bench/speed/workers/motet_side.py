@@ -39,7 +39,7 @@ from bench.speed.workers.motet_parts import (
     trainer,
     workshop,
 )
-from bench.speed.workers.serve import Repeat, Work, serve, versions
+from bench.speed.workers.serve import Repeat, Unavailable, Work, serve, versions
 
 
 def load() -> dict[str, Any]:
@@ -160,6 +160,8 @@ def profile(args: dict[str, Any]) -> Iterator[Repeat]:
     """Seconds of one repeat of `decode` or `train` by group of operations."""
     from bench.speed.profiling import Dimensions, grouped, profiler
 
+    if base().info.processor.startswith("motet"):
+        raise Unavailable("Motet's own kernels are one operation for torch's profiler")
     made = workshop(args.get("samplers", "auto"))
     config = base().model.config.get_text_config()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
