@@ -39,10 +39,9 @@ from motet.running import run_config
 from motet.runtime.slots import Rule
 from motet.service.adapters.adapters import Adapters
 from motet.service.app import create_app
-from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
 from motet.service.jobs.handover import Handover
-from motet.service.jobs.submissions import GivenJob, Submissions
+from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tenants.ledger import Ledger
 from motet.types import JobState
@@ -385,19 +384,19 @@ def test_what_was_of_another_base_is_not_taken_for_the_only_one(tmp_path: Path) 
         store.change_job(ended.id, base="math")
 
     def opened(base: str, **bases: Any) -> Any:
-        return create_app(Settings(base, tmp_path, config=ServiceConfig(**bases), open_to_all=True)).state.parts
+        return create_app(Settings(base, tmp_path, config=ServiceConfig(**bases), open_to_all=True)).state.service
 
     alone = opened("small")
     reason = "its base 'math' is no longer served"
     with pytest.raises(ConfigError, match=reason):
-        alone[Adapters].of_model(who, "ended@best")
-    assert alone[Adapters].of_model(who, "brought").base == "small"
-    assert alone[Handover].open_jobs() == []
-    waiting = alone[Store].job(who, "on-math")
+        alone.adapters.of_model(who, "ended@best")
+    assert alone.adapters.of_model(who, "brought").base == "small"
+    assert alone.handover.open_jobs() == []
+    waiting = alone.store.job(who, "on-math")
     assert (waiting.state, reason in waiting.message) == ("queued", True)
     start = {"init": "ended@best", "rank": 32, "alpha": 32}
     with pytest.raises(ConfigError, match=reason):
-        alone[Submissions].check(who, [GivenJob(tiny("on", adapter=start))])
+        alone.submissions.check(who, [GivenJob(tiny("on", adapter=start))])
     other = opened("/models/math")
     assert other[Adapters].of_model(who, "ended@best").base == "/models/math", "the same base under its path"
     assert [one.job["name"] for one in other[Handover].open_jobs()] == [waiting.id]
