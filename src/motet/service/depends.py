@@ -13,7 +13,6 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
 
-
 Result = TypeVar("Result")
 
 
