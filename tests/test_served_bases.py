@@ -19,8 +19,6 @@ from motet.cluster.messages import (
     HostReady,
     JobChanged,
     Released,
-    ScoreRequest,
-    ScoresAnswered,
     SetRule,
     StartHost,
     SteerJob,
@@ -264,10 +262,6 @@ def test_ray_is_asked_for_the_gpus_of_launched_servers() -> None:
 # --- while a base is down ----------------------------------------------------------------------------------------------------
 
 
-async def _never(request: ScoreRequest) -> ScoresAnswered:
-    raise AssertionError(request)
-
-
 async def _no_machine(start: StartHost, log: Path) -> Engine:
     await asyncio.Event().wait()
     raise AssertionError
@@ -288,9 +282,7 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
     async def go() -> None:
         made = [StartHost(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base) for base in "ab"]
         client = Hosts(made, tmp_path, _no_machine)
-        handlers = HostHandlers(
-            open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
-        )  # fmt: skip
+        handlers = HostHandlers(open_jobs, lambda _: None)
         client._settled = True
         client.start(handlers)
         here, down = client.hosts
@@ -330,11 +322,7 @@ def test_what_is_asked_of_a_job_counts_although_its_host_lets_it_go_while_open_j
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
             return read
 
-        client.start(
-            HostHandlers(
-                open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
-            )
-        )
+        client.start(HostHandlers(open_jobs, lambda _: None))
         host.ready = True
         client._hear(host, HostReady([]))
         await until(lambda: client.has("moves"))
@@ -353,11 +341,7 @@ def test_a_base_that_comes_while_the_database_is_away_takes_questions(tmp_path: 
 
     async def go() -> None:
         client = Hosts([StartHost("a", "", {}, {}, {}, [], 1.0, ANY_SIZE, serves="a")], tmp_path, _no_machine)
-        client.start(
-            HostHandlers(
-                open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
-            )
-        )
+        client.start(HostHandlers(open_jobs, lambda _: None))
         client.hosts[0].ready = True
         client._hear(client.hosts[0], HostReady([]))
         async with asyncio.timeout(5):
