@@ -38,7 +38,6 @@ from motet.runtime.slots import Rule
 from motet.service.adapters.adapters import Adapters
 from motet.service.app import create_app
 from motet.service.database.tenants import Principal
-from motet.service.jobs.handover import Handover
 from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tenants.ledger import Ledger
@@ -382,12 +381,12 @@ def test_what_was_of_another_base_is_not_taken_for_the_only_one(tmp_path: Path) 
     with pytest.raises(ConfigError, match=reason):
         alone.submissions.check(who, [GivenJob(tiny("on", adapter=start))])
     other = opened("/models/math")
-    assert other[Adapters].of_model(who, "ended@best").base == "/models/math", "the same base under its path"
-    assert [one.job["name"] for one in other[Handover].open_jobs()] == [waiting.id]
+    assert other.adapters.of_model(who, "ended@best").base == "/models/math", "the same base under its path"
+    assert [one.job["name"] for one in other.handover.open_jobs()] == [waiting.id]
     with pytest.raises(ConfigError, match="its base 'small' is no longer served"):
-        other[Adapters].of_model(who, "brought")
+        other.adapters.of_model(who, "brought")
     moved = opened("", bases={"math": "/elsewhere/math"})
-    assert moved[Adapters].of_model(who, "ended@best").base == "math", "the operator says where it is now"
+    assert moved.adapters.of_model(who, "ended@best").base == "math", "the operator says where it is now"
 
 
 def test_usage_of_a_base_is_told_under_the_name_that_it_has(tmp_path: Path) -> None:

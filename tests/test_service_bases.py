@@ -40,7 +40,6 @@ from motet.service.app import create_app
 from motet.service.bases import SMALL_BASE, Bases
 from motet.service.database.tables import UploadedAdapter
 from motet.service.database.tenants import Principal
-from motet.service.jobs.handover import Handover
 from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tinker.parts import PREFIX
@@ -366,7 +365,7 @@ def test_jobs_of_a_base_that_is_left_out_wait_until_it_is_back(tmp_path: Path) -
     assert [one.job["name"] for one in parts.handover.open_jobs()] == names[:1]
     waits = parts.store.job(who, "on-twin")
     assert (waits.state, "'twin' is no longer served" in waits.message) == ("queued", True)
-    assert [one.job["name"] for one in opened(TWO)[Handover].open_jobs()] == names
+    assert [one.job["name"] for one in opened(TWO).handover.open_jobs()] == names
 
 
 def test_nothing_is_named_like_a_base(house: House) -> None:
