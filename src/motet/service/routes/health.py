@@ -45,12 +45,9 @@ def ready(request: Request, service: ServiceDep) -> JSONResponse:
     if not message and gone:  # jobs on others can run
         reasons = {name: (service.hosts.failure_of(name) if known else "") or "is not there yet" for name in gone}
         message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    places = (
-        {name: service.bases.place(name) if known else name for name in service.bases.names}
-        if service.bases.several
-        else {}
-    )
-    first = service.bases.first if known or service.bases.several else service.bases.public(service.bases.first)
+    bases = service.bases
+    places = {name: bases.place(name) if known else name for name in bases.names} if bases.several else {}
+    first = bases.first if known or bases.several else bases.public(bases.first)
     health = Health(status=status, base=first, bases=places, message=message)
     return JSONResponse(health.model_dump(), 503 if status == "unavailable" else 200)
 
