@@ -40,13 +40,12 @@ def http() -> str:
 def openapi() -> Document:
     """The document of a service that is never started."""
     from motet.service.app import create_app
-    from motet.service.database.store import Store
     from motet.service.settings import Settings
 
     with tempfile.TemporaryDirectory() as scratch:
         app = create_app(Settings("small", Path(scratch)))
         document: Document = app.openapi()
-        app.state.parts[Store].close()
+        app.state.service.store.close()
     return document
 
 

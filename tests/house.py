@@ -20,20 +20,18 @@ import httpx2
 import uvicorn
 from fastapi import FastAPI
 
-from motet.config.service import ServiceConfig
+from motet.config.service import Role, ServiceConfig
 from motet.rollout.server_process import free_port
 from motet.runtime.checkpoint import Committed
 from motet.runtime.opening import open_job
 from motet.service.adapters.adapters import Adapters
 from motet.service.app import create_app
+from motet.service.composition import Service
 from motet.service.database.store import Store
 from motet.service.database.tables import Share, UploadedAdapter, now
 from motet.service.database.tenants import Principal
 from motet.service.http.connections import Connections, raise_open_files
-from motet.service.http.depends import Parts
 from motet.service.jobs.recorder import EventRecorder
-from motet.service.request_log import RequestFiles
-from motet.service.rewards.grading import Grading
 from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.types import JobState
@@ -55,23 +53,29 @@ class House:
 
     def part(self, kind: type[Part]) -> Part:
         """A part of the service."""
-        parts: Parts = self.app.state.parts
-        return parts[kind]
+        parts = *vars(self.service).values(), *vars(self.app.state.tinker).values()
+        return next(one for one in parts if type(one) is kind)
+
+    @property
+    def service(self) -> Service:
+        """What it is made of."""
+        service: Service = self.app.state.service
+        return service
 
     @property
     def store(self) -> Store:
         """Its database."""
-        return self.part(Store)
+        return self.service.store
 
     @property
     def storage(self) -> Storage:
         """Its files."""
-        return self.part(Storage)
+        return self.service.storage
 
     @property
     def recorder(self) -> EventRecorder:
         """What keeps the events that an engine would send."""
-        return self.part(EventRecorder)
+        return self.service.recorder
 
     def ask(self, method: str, path: str, key: str = "ours", **request: Any) -> httpx2.Response:
         """Any answer."""
@@ -109,7 +113,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Graders' processes end with their loop."""
-        await self.config.app.state.parts[Grading].close()  # type: ignore[union-attr]
+        await self.config.app.state.service.grading.close()  # type: ignore[union-attr]
         await super().shutdown(sockets)
 
 
@@ -119,19 +123,21 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
     own = {name: settings.pop(name) for name in ("open_to_all", "hub", "rewards", "public_url") if name in settings}
     port = settings.pop("port", None) or free_port()
     app = create_app(Settings("small", directory, config=ServiceConfig(max_upload_mb=0.01, **settings), **own))
-    store = app.state.parts[Store]
+    service: Service = app.state.service
+    store = service.store
     keys = {"none": "", "wrong": "mk-nobody"}
-    for name, tenant, role, expires in (
+    people: tuple[tuple[str, str, Role, float | None], ...] = (
         ("admin", "staff", "admin", None),
         ("ours", "us", "member", None),
         ("theirs", "them", "member", None),
         ("expired", "us", "member", now() - 1),
         ("revoked", "us", "member", None),
-    ):
+    )
+    for name, tenant, role, expires in people:
         key, keys[name] = store.tenants.create_key(tenant, name, role, expires)
         if name == "revoked":
             store.tenants.revoke_key(key.id)
-    connections = Connections(app.state.parts[Settings].config.http, raise_open_files())
+    connections = Connections(service.settings.config.http, raise_open_files())
     options: Json = {"http": connections.protocol, "ws": "none"}
     server = _Server(uvicorn.Config(app, port=port, lifespan="off", log_level="error", **options))
     thread = threading.Thread(target=server.run)
@@ -142,13 +148,13 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0, trust_env=False) as http:
             file = http.post("/v1/files", headers=_bearer(keys["ours"]), files={"file": ("rows.jsonl", ROWS)}).json()
             job = http.post("/v1/jobs", headers=_bearer(keys["ours"]), json=tiny("ended")).json()
-            _finish(app.state.parts, job["id"])
-            _bring(app.state.parts[Adapters], store)
+            _finish(service, job["id"])
+            _bring(service.adapters, store)
             yield House(app, http, keys, job, file)
     finally:
         server.should_exit = True
         thread.join()
-        app.state.parts[RequestFiles].close()
+        service.request_files.close()
         store.close()
 
 
@@ -168,9 +174,9 @@ def _bring(adapters: Adapters, store: Store) -> None:
     adapters.share(Share(id="share-1", tenant_id=owner.id, object="adapter-lent", with_tenant=nobody))
 
 
-def _finish(parts: Parts, job_id: str) -> None:
+def _finish(service: Service, job_id: str) -> None:
     """What the engine would have sent and written."""
-    directory, recorder = parts[Storage].job(job_id), parts[EventRecorder]
+    directory, recorder = service.storage.job(job_id), service.recorder
     open_job(directory, {"job": job_id})
     for step in range(2):
         rollouts = [{"text": "x", "reward": reward, "step": step} for reward in (0.0, 0.5, 1.0, None)]

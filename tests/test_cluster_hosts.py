@@ -26,8 +26,6 @@ from motet.cluster.messages import (
     JobStepped,
     Released,
     ReleaseJob,
-    ScoreRequest,
-    ScoresAnswered,
     StartHost,
     SteerJob,
     Stop,
@@ -42,10 +40,6 @@ from tests.waiting import until
 START = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
 
 
-async def _never(request: ScoreRequest) -> ScoresAnswered:
-    raise AssertionError(request)
-
-
 async def _no_machine(start: StartHost, log: Path) -> Engine:
     await asyncio.Event().wait()
     raise AssertionError
@@ -53,9 +47,7 @@ async def _no_machine(start: StartHost, log: Path) -> Engine:
 
 def handlers(open_jobs: Callable[[], list[AddJob]]) -> HostHandlers:
     """They do nothing else."""
-    return HostHandlers(
-        open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
-    )
+    return HostHandlers(open_jobs, lambda _: None)
 
 
 def test_whoever_runs_a_service_reads_what_the_engine_notes_of_its_base(

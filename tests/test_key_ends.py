@@ -16,9 +16,9 @@ import motet
 from motet.agents.episode_messages import AskEpisode, BeginEpisode, OfferEpisode
 from motet.config import RewardConfig
 from motet.errors import ServiceError
+from motet.service import depends
 from motet.service.app import ROUTES
 from motet.service.database.tables import now
-from motet.service.http import depends
 from motet.service.http.opened import LOOK_SECONDS
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.parts import PREFIX

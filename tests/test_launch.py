@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
-from motet.config import EngineConfig
+from motet.config import OF_CLIENT, EngineConfig, JobConfig
 from motet.errors import ConfigError, RunError
-from motet.jobfile import validate
+from motet.jobfile import validate, validate_as
 from motet.launch import load
 from motet.preparing import Sources, prepare
 from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import open_job
+from motet.runtime.probe import probe_ids
 from motet.runtime.rundir import RunDirectory
 from motet.types import Problem
 
@@ -84,6 +85,14 @@ def test_a_long_prompt_anywhere_in_the_data_is_named_and_can_be_left_out(base: A
         ConfigError, match=r"2000 new ones leave no room in the 1024 positions of small; lower sampling"
     ):
         run(base, tmp_path / "refused", job("long", sampling={"max_tokens": 2000}))
+
+
+def test_the_job_of_a_client_has_no_rows_and_is_probed(base: Any, tmp_path: Path) -> None:
+    config = validate_as(JobConfig, {"name": "driven", "data": OF_CLIENT, "algorithm": "client"}, "test")
+    with contextlib.closing(RunDirectory(tmp_path)) as directory:
+        prepared, need = prepare(config, base.info, directory, Sources())
+    assert len(prepared.data.train) == len(prepared.data.holdout) == need.prompt_tokens == 0
+    assert len(probe_ids(prepared.chat, prepared.data.train)) > 1
 
 
 def test_what_was_left_out_of_the_data_is_a_note_of_the_run(base: Any, tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"rewards"}),
     frozenset({"jobs"}),
     frozenset({"http"}),
+    frozenset({"composition"}),
+    frozenset({"depends"}),
     frozenset({"routes", "tinker"}),
     frozenset({"app"}),
 )

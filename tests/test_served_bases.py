@@ -19,8 +19,6 @@ from motet.cluster.messages import (
     HostReady,
     JobChanged,
     Released,
-    ScoreRequest,
-    ScoresAnswered,
     SetRule,
     StartHost,
     SteerJob,
@@ -39,10 +37,8 @@ from motet.running import run_config
 from motet.runtime.slots import Rule
 from motet.service.adapters.adapters import Adapters
 from motet.service.app import create_app
-from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
-from motet.service.jobs.handover import Handover
-from motet.service.jobs.submissions import GivenJob, Submissions
+from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tenants.ledger import Ledger
 from motet.types import JobState
@@ -265,10 +261,6 @@ def test_ray_is_asked_for_the_gpus_of_launched_servers() -> None:
 # --- while a base is down ----------------------------------------------------------------------------------------------------
 
 
-async def _never(request: ScoreRequest) -> ScoresAnswered:
-    raise AssertionError(request)
-
-
 async def _no_machine(start: StartHost, log: Path) -> Engine:
     await asyncio.Event().wait()
     raise AssertionError
@@ -289,9 +281,7 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
     async def go() -> None:
         made = [StartHost(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base) for base in "ab"]
         client = Hosts(made, tmp_path, _no_machine)
-        handlers = HostHandlers(
-            open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
-        )  # fmt: skip
+        handlers = HostHandlers(open_jobs, lambda _: None)
         client._settled = True
         client.start(handlers)
         here, down = client.hosts
@@ -331,11 +321,7 @@ def test_what_is_asked_of_a_job_counts_although_its_host_lets_it_go_while_open_j
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
             return read
 
-        client.start(
-            HostHandlers(
-                open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
-            )
-        )
+        client.start(HostHandlers(open_jobs, lambda _: None))
         host.ready = True
         client._hear(host, HostReady([]))
         await until(lambda: client.has("moves"))
@@ -354,11 +340,7 @@ def test_a_base_that_comes_while_the_database_is_away_takes_questions(tmp_path: 
 
     async def go() -> None:
         client = Hosts([StartHost("a", "", {}, {}, {}, [], 1.0, ANY_SIZE, serves="a")], tmp_path, _no_machine)
-        client.start(
-            HostHandlers(
-                open_jobs, lambda _: None, lambda _: None, _never, lambda *_: None, lambda *_: None, lambda _: None
-            )
-        )
+        client.start(HostHandlers(open_jobs, lambda _: None))
         client.hosts[0].ready = True
         client._hear(client.hosts[0], HostReady([]))
         async with asyncio.timeout(5):
@@ -385,26 +367,26 @@ def test_what_was_of_another_base_is_not_taken_for_the_only_one(tmp_path: Path) 
         store.change_job(ended.id, base="math")
 
     def opened(base: str, **bases: Any) -> Any:
-        return create_app(Settings(base, tmp_path, config=ServiceConfig(**bases), open_to_all=True)).state.parts
+        return create_app(Settings(base, tmp_path, config=ServiceConfig(**bases), open_to_all=True)).state.service
 
     alone = opened("small")
     reason = "its base 'math' is no longer served"
     with pytest.raises(ConfigError, match=reason):
-        alone[Adapters].of_model(who, "ended@best")
-    assert alone[Adapters].of_model(who, "brought").base == "small"
-    assert alone[Handover].open_jobs() == []
-    waiting = alone[Store].job(who, "on-math")
+        alone.adapters.of_model(who, "ended@best")
+    assert alone.adapters.of_model(who, "brought").base == "small"
+    assert alone.handover.open_jobs() == []
+    waiting = alone.store.job(who, "on-math")
     assert (waiting.state, reason in waiting.message) == ("queued", True)
     start = {"init": "ended@best", "rank": 32, "alpha": 32}
     with pytest.raises(ConfigError, match=reason):
-        alone[Submissions].check(who, [GivenJob(tiny("on", adapter=start))])
+        alone.submissions.check(who, [GivenJob(tiny("on", adapter=start))])
     other = opened("/models/math")
-    assert other[Adapters].of_model(who, "ended@best").base == "/models/math", "the same base under its path"
-    assert [one.job["name"] for one in other[Handover].open_jobs()] == [waiting.id]
+    assert other.adapters.of_model(who, "ended@best").base == "/models/math", "the same base under its path"
+    assert [one.job["name"] for one in other.handover.open_jobs()] == [waiting.id]
     with pytest.raises(ConfigError, match="its base 'small' is no longer served"):
-        other[Adapters].of_model(who, "brought")
+        other.adapters.of_model(who, "brought")
     moved = opened("", bases={"math": "/elsewhere/math"})
-    assert moved[Adapters].of_model(who, "ended@best").base == "math", "the operator says where it is now"
+    assert moved.adapters.of_model(who, "ended@best").base == "math", "the operator says where it is now"
 
 
 def test_usage_of_a_base_is_told_under_the_name_that_it_has(tmp_path: Path) -> None:

@@ -36,14 +36,11 @@ from motet.launch import load
 from motet.rollout.embedded import EmbeddedEngine
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import Claim, Rule
-from motet.service.adapters.adapters import Adapters
 from motet.service.app import create_app
 from motet.service.bases import SMALL_BASE, Bases
-from motet.service.database.store import Store
 from motet.service.database.tables import UploadedAdapter
 from motet.service.database.tenants import Principal
-from motet.service.jobs.handover import Handover
-from motet.service.jobs.submissions import GivenJob, Submissions
+from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tinker.parts import PREFIX
 from motet.types import Message, SamplingParams
@@ -356,22 +353,24 @@ def test_a_job_whose_base_is_not_served_any_more_says_so() -> None:
 
 def test_jobs_of_a_base_that_is_left_out_wait_until_it_is_back(tmp_path: Path) -> None:
     def opened(bases: Json) -> Any:
-        return create_app(Settings("small", tmp_path, config=ServiceConfig(bases=bases), open_to_all=True)).state.parts
+        return create_app(
+            Settings("small", tmp_path, config=ServiceConfig(bases=bases), open_to_all=True)
+        ).state.service
 
     parts = opened(TWO)
-    who = Principal.member_of(parts[Store].tenants.made("us").id)
+    who = Principal.member_of(parts.store.tenants.made("us").id)
     given = [GivenJob(tiny(f"on-{base}", base=base)) for base in TWO]
-    names = [job.id for job in parts[Submissions].submit(who, given, None)]
+    names = [job.id for job in parts.submissions.submit(who, given, None)]
     parts = opened({"small": "small", "third": "/models/third"})
-    assert [one.job["name"] for one in parts[Handover].open_jobs()] == names[:1]
-    waits = parts[Store].job(who, "on-twin")
+    assert [one.job["name"] for one in parts.handover.open_jobs()] == names[:1]
+    waits = parts.store.job(who, "on-twin")
     assert (waits.state, "'twin' is no longer served" in waits.message) == ("queued", True)
-    assert [one.job["name"] for one in opened(TWO)[Handover].open_jobs()] == names
+    assert [one.job["name"] for one in opened(TWO).handover.open_jobs()] == names
 
 
 def test_nothing_is_named_like_a_base(house: House) -> None:
     assert "is a base of this service" in house.refused(400, "POST", "/v1/jobs", json=tiny("twin"))["message"]
-    adapters = house.app.state.parts[Adapters]
+    adapters = house.service.adapters
     row = UploadedAdapter(id="adapter-x", tenant_id="x", name="twin", bytes=4, rank=1, alpha=1.0, target_modules=[])
     with pytest.raises(StoreError, match="is a base of this service"):
         adapters.add(Principal.member_of("x"), row)

@@ -28,10 +28,7 @@ from motet.commands.serve import serve
 from motet.config.service import ServiceConfig
 from motet.errors import ConfigError
 from motet.section import Described, described
-from motet.service.http.auth import ReadThreads
 from motet.service.routes.files import upload
-from motet.service.settings import Settings
-from motet.service.tenants.quotas import Quotas
 from motet.types import JobState
 from tests.house import House, error_of, open_house
 from tests.service_run import ROWS, Json, tiny
@@ -428,14 +425,13 @@ def test_an_upload_that_is_cut_off_leaves_a_file_and_its_row(house: House) -> No
     assert who is not None
     folder, database = house.storage.directory / "files", house.storage.directory / "motet.db"
 
-    parts = (house.part(Settings), house.store, house.storage, house.part(Quotas), house.part(ReadThreads))
-
     async def form() -> dict[str, Any]:
         return {}
 
     async def cut_off() -> None:
         request = cast(Request, SimpleNamespace(form=form, receive=asyncio.Event().wait))
-        sending = asyncio.create_task(upload(request, who, *parts, UploadFile(io.BytesIO(ROWS), filename="cut.jsonl")))
+        file = UploadFile(io.BytesIO(ROWS), filename="cut.jsonl")
+        sending = asyncio.create_task(upload(request, who, house.service, file))
         with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             await asyncio.sleep(1)

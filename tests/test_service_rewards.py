@@ -395,6 +395,12 @@ def test_what_an_operator_gets_wrong_is_told_at_the_start(tmp_path: Path, text: 
     assert words in str(error.value)
 
 
+def test_a_file_that_ends_its_process_has_no_reward(tmp_path: Path) -> None:
+    (file := tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
+    with pytest.raises(RewardError, match="do not load: it said nothing"):
+        install({"ends": {"function": f"{file}:score"}})
+
+
 def test_a_services_file_names_rewards_beside_it(tmp_path: Path, rewards_file: Path) -> None:
     config = rewards_file.parent / "serve.yaml"
     config.write_text(

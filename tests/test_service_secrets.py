@@ -19,12 +19,9 @@ from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.opening import open_job
 from motet.service.app import create_app
-from motet.service.database.store import Store
+from motet.service.composition import Service
 from motet.service.database.tables import StoredJob
-from motet.service.http.depends import Parts
-from motet.service.jobs.handover import Handover
-from motet.service.jobs.recorder import EventRecorder
-from motet.service.jobs.submissions import GivenJob, Submissions
+from motet.service.jobs.submissions import GivenJob
 from motet.service.secrets import KEY_FILE, KEY_VARIABLE, Secrets
 from motet.service.settings import Settings
 from motet.tasks.reward_elsewhere import SEALED
@@ -39,20 +36,20 @@ HIDDEN: Json = {
 
 
 @contextlib.contextmanager
-def parts(directory: Path, **config: Any) -> Iterator[Parts]:
+def parts(directory: Path, **config: Any) -> Iterator[Service]:
     """A service that is put together and never started."""
     app = create_app(Settings("small", directory, config=ServiceConfig(**config)))
-    found: Parts = app.state.parts
+    found: Service = app.state.service
     try:
         yield found
     finally:
-        found[Store].close()
+        found.store.close()
 
 
-def submitted(service: Parts, name: str) -> StoredJob:
+def submitted(service: Service, name: str) -> StoredJob:
     """A job whose reward has a secret."""
     job = {name: value for name, value in tiny(name).items() if name != "reward"}
-    (kept,) = service[Submissions].submit(person(service[Store], "us"), [GivenJob({**job, "rewards": [HIDDEN]})], None)
+    (kept,) = service.submissions.submit(person(service.store, "us"), [GivenJob({**job, "rewards": [HIDDEN]})], None)
     return kept
 
 
@@ -62,11 +59,11 @@ def test_a_key_is_made_once_and_opens_what_was_kept_before(tmp_path: Path) -> No
     key = (tmp_path / KEY_FILE).read_text()
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
     with parts(tmp_path) as service:
-        (job,) = service[Store].open_jobs()
+        (job,) = service.store.open_jobs()
         (reward,) = JobConfig.model_validate(job.spec).rewards
         assert reward.args["headers"] != HIDDEN["args"]["headers"]
         assert Secrets([key.strip()]).opened(reward).args["headers"] == HIDDEN["args"]["headers"]
-        service[Handover].message(job)
+        service.handover.message(job)
     assert (tmp_path / KEY_FILE).read_text() == key
 
 
@@ -87,19 +84,19 @@ def test_a_key_that_is_gone_or_another_is_missed_and_what_to_do_is_said(tmp_path
         f"{Fernet.generate_key().decode()}\n{key}"
     )  # a new one, with which nothing was encrypted yet, first
     with parts(tmp_path) as service:
-        service[Handover].message(service[Store].open_jobs()[0])
+        service.handover.message(service.store.open_jobs()[0])
     path.write_text("")
     with parts(tmp_path) as service:
-        (lost,) = service[Store].open_jobs()
+        (lost,) = service.store.open_jobs()
         with pytest.raises(ConfigError, match="submit the job again"):
-            service[Handover].message(lost)
-        service[EventRecorder].record_state(lost.id, JobState.FAILED, "")
+            service.handover.message(lost)
+        service.recorder.record_state(lost.id, JobState.FAILED, "")
         lost.state = "failed"
         with pytest.raises(ConfigError, match="submit the job again"):
-            service[Submissions].steer(lost, "resume")
+            service.submissions.steer(lost, "resume")
         submitted(service, "anew")
     with parts(tmp_path) as service:
-        service[Handover].message(service[Store].open_jobs()[0])
+        service.handover.message(service.store.open_jobs()[0])
 
 
 def test_a_key_may_come_from_the_environment_or_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

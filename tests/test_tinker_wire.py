@@ -14,6 +14,7 @@ import torch
 
 from motet.algorithms.client import CLIENT_LOSSES, ClientLoss
 from motet.batch import LossInputs
+from motet.config import OF_CLIENT
 from motet.runtime.journal import (
     Datum,
     Done,
@@ -32,6 +33,7 @@ from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.wire import CONTENT_TYPE, KINDS
 from tests.house import House
 from tests.tinker_requests import journal, made, request, sent
+from tests.tinker_run import job_of
 
 
 def test_a_command_is_kept_once_and_its_outcome_answers_it(house: House) -> None:
@@ -191,6 +193,13 @@ def test_a_client_that_says_nothing_for_a_day_has_finished(house: House) -> None
 def test_a_job_that_waits_for_a_client_is_not_submitted(house: House) -> None:
     job = {"name": "mine", "data": "toy:add", "algorithm": "client"}
     assert "only a client makes such a job" in house.refused(400, "POST", "/v1/jobs", json=job)["message"]
+
+
+def test_a_model_has_no_rows_and_every_other_job_needs_some(house: House) -> None:
+    spec = house.ask("GET", f"/v1/jobs/{job_of(made(house))}").json()["spec"]
+    assert spec["data"]["source"] == OF_CLIENT
+    job = {"name": "mine", "data": OF_CLIENT, "reward": "exact"}
+    assert "data.source: is missing" in house.refused(400, "POST", "/v1/jobs", json=job)["message"]
 
 
 def test_commands_are_written_once_and_forgotten_once_committed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from motet import budgets
 from motet.algorithms.rows import RowAlgorithm
-from motet.config import DataConfig, HostConfig, JobConfig
+from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig
 from motet.config.chain import chains
 from motet.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.model_info import ModelInfo
@@ -22,6 +22,7 @@ from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.dataset import Dataset, Longer, Source, read_source, split
+from motet.tasks.problems import Problems
 from motet.tasks.row_files import RowLimits
 from motet.tasks.rows import check_rows, longest_row
 from motet.types import Problem
@@ -81,12 +82,15 @@ class _Read:
 
     data: Dataset
     chat: Chat
-    longest: tuple[int, Problem]
+    longest: tuple[int, Problem] | None
+    """None where a client brings the data."""
 
     @classmethod
     def of(cls, config: DataConfig, info: ModelInfo, sources: Sources, kind: str | None) -> _Read:
         """`kind` says what rows are read for, where rows are learned."""
         chat = Chat.of(info.tokenizer, config)
+        if config.source == OF_CLIENT:
+            return cls(Dataset(Problems.of(()), (), None), chat, None)
         data = sources.split(config, chat.longer_than)
         parts = [part for part in (data.train, data.holdout) if part]
         longest = [
@@ -131,6 +135,8 @@ def prepare(
         progress=JobProgress.of(config),
         inexact=[info.inexact] if info.inexact else [],
     )
+    if read.longest is None:
+        return job, budgets.Need(0, 0)
     if kind is not None:
         _check_rows(job, info, *read.longest)
         return job, budgets.Need(read.longest[0], 0)

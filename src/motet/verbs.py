@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import numpy as np
 from anyio.from_thread import start_blocking_portal
 
 from motet import budgets, seeds
@@ -22,7 +21,7 @@ from motet.algorithms.client import ClientLoss
 from motet.batch import AdamW, Batch, Loss, OptimStats, Sample, Segment, Trained
 from motet.config import AdapterConfig, EngineConfig
 from motet.launch import build, load
-from motet.runtime.probe import PROBE_TEXT, Probe
+from motet.runtime.probe import Probe, probe_ids
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.episode import extended
@@ -61,7 +60,7 @@ class Verbs:
         self._workshop = build(model, config, [budgets.Need(longest, 0)])
         self._chat = Chat.plain(self._info.tokenizer)
         self._stops = stop_token_ids(self._info.tokenizer, self._info.eos_token_ids)
-        self._probe_ids = np.asarray(self._info.tokenizer.encode(PROBE_TEXT), np.int32)
+        self._probe_ids = probe_ids(self._chat)
         self._adapters: dict[str, _Adapter] = {}
         self._added = self._asked = 0
         self._open = ExitStack()

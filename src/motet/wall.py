@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import logging
 import os
 import resource
 import signal
@@ -28,6 +29,7 @@ from tempfile import gettempdir, mkdtemp
 
 from motet.errors import WallError
 
+_log = logging.getLogger(__name__)
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 _MOST_WRITTEN = 1 << 28
 
@@ -95,6 +97,33 @@ def probe() -> Mapping[str, str]:
 def command(module: str, *arguments: str) -> list[str]:
     """How a process of Motet's own is started, whatever else is in the directory that it is started in."""
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def call_apart(
+    module: str,
+    *arguments: str,
+    given: str = "",
+    seconds: float | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> str:
+    """What `python -m module` prints when it is given this input; by default in the environment of a walled process.
+
+    Raises:
+        TimeoutError: it took more seconds by the clock.
+        ChildProcessError: it printed nothing, or failed; the text is what it said last.
+    """
+    environ = environment() if environ is None else environ
+    try:
+        done = subprocess.run(
+            command(module, *arguments), input=given, env=environ, capture_output=True, timeout=seconds, check=False,
+            text=True, errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"no answer within {seconds:g} s") from error
+    if done.returncode != 0 or not done.stdout:
+        _log.warning("%s failed (exit status %d):\n%s", module, done.returncode, done.stderr[-2000:])
+        raise ChildProcessError(last_line(done.stderr))
+    return done.stdout
 
 
 def environment(**more: str) -> dict[str, str]:

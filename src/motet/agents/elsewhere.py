@@ -17,7 +17,7 @@ from motet.agents.served_episode import OVER, ServedEpisode, refusal
 from motet.channel import ChannelMessage
 from motet.config import EnvironmentConfig
 from motet.errors import EngineError, ScorerAway
-from motet.tasks.episode import GroupContext, judged
+from motet.tasks.episode import GroupContext, OwnEnvironment, judged
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_pool import problem_as_given
 from motet.types import Rollout
@@ -127,25 +127,20 @@ class EpisodesElsewhere:
             one.served.close()
 
 
-class AgentsElsewhere:
+class AgentsElsewhere(OwnEnvironment):
     """The rollouts of one job whose agent runs elsewhere."""
 
     def __init__(self, job: str, config: EnvironmentConfig, episodes: EpisodesElsewhere) -> None:
         self._job, self._config, self._episodes = job, config, episodes
         self._waiting: set[asyncio.Task[Rollout]] = set()
-        self.clock_limited = False
-        """Whether the clock has decided anything."""
-
-    async def close(self) -> None:
-        """Nothing is held here."""
 
     @property
     def waits(self) -> bool:
-        """Whether episodes are offered, and no agent has taken one."""
+        """Whether no agent has taken one of its episodes."""
         return bool(self._waiting) and not self._episodes.begun(self._job)
 
     def rest(self) -> None:
-        """Wait for no agent any longer: groups that do end with `ScorerAway`."""
+        """Wait for no agent any longer."""
         for task in self._waiting:
             task.cancel()
 

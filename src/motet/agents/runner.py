@@ -10,18 +10,16 @@ from motet.agents.gateway import Gateway
 from motet.agents.processes import AgentProcesses
 from motet.config import EnvironmentConfig
 from motet.errors import EnvironmentFault
-from motet.tasks.episode import GroupContext, judged
+from motet.tasks.episode import GroupContext, OwnEnvironment, judged
 from motet.types import Rollout
 
 
-class AgentRunner:
+class AgentRunner(OwnEnvironment):
     """Runs the agent of one job."""
 
     def __init__(self, job: str, config: EnvironmentConfig, log: Path) -> None:
         self._job, self._config = job, config
         self._gateway, self._processes = Gateway(), AgentProcesses(config.name, config.args, log)
-        self.clock_limited = False
-        """Whether the clock has decided anything."""
 
     async def open(self) -> None:
         """Load the agent, and listen for its calls.

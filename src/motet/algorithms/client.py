@@ -16,7 +16,7 @@ from motet.types import FloatArray
 
 
 class ClientDriven(Algorithm):
-    """A client of a service decides what to train and when to step. The data only supplies a prompt for the probe."""
+    """A client of a service brings the data, and decides what to train and when to step."""
 
     needs_rewards: ClassVar[bool] = False
 

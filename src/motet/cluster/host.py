@@ -33,6 +33,10 @@ _STOP_SECONDS = 120.0
 Engine = Child[m.FromHost]
 
 
+async def _nobody_scores(request: m.ScoreRequest) -> m.ScoresAnswered:
+    return m.ScoresAnswered(request.key, away=True)
+
+
 async def _no_agents(host: Host, offer: e.OfferEpisode) -> e.EpisodeEnded:
     return e.EpisodeEnded(offer.episode, away=True)
 
@@ -47,13 +51,13 @@ class HostHandlers:
     open_jobs: Callable[[], list[m.AddJob]]
     """All jobs that have not ended, in the order they came; those that a host has may be left out."""
     event: Callable[[OfJob], None]
-    usage: Callable[[m.UsageWindow], None]
-    score: Callable[[m.ScoreRequest], Awaitable[m.ScoresAnswered]]
-    rest: Callable[[str, bool], None]
+    usage: Callable[[m.UsageWindow], None] = lambda usage: None
+    score: Callable[[m.ScoreRequest], Awaitable[m.ScoresAnswered]] = _nobody_scores
+    rest: Callable[[str, bool], None] = lambda job, wanted: None
     """Whether a job is to rest as soon as nobody is there who scores for it."""
-    tokens: Callable[[str, str, int, int], None]
+    tokens: Callable[[str, str, int, int], None] = lambda tenant, base, read, sampled: None
     """(tenant, base, read, sampled): tokens of a tenant's completions."""
-    obeyed: Callable[[str], None]
+    obeyed: Callable[[str], None] = lambda job: None
     """A command of a job's client is done."""
     episode: Callable[[Host, e.OfferEpisode], Awaitable[e.EpisodeEnded]] = _no_agents
     """What comes of an episode whose agent runs elsewhere; the host that offers it answers what the agent asks."""

@@ -162,7 +162,10 @@ class HostedRun:
             if observe is not None:
                 observe(progress)
 
-        self._client.start(self._handlers())
+        def open_jobs() -> list[m.AddJob]:
+            return [self._message(job) for job in self._jobs.values() if job.open]
+
+        self._client.start(HostHandlers(open_jobs, lambda event: self._jobs[event.job].hear(event)))
         try:
             with interrupt.heard(stopping.set, progress):
                 while not stopping.is_set() and any(job.open for job in self._jobs.values()):
@@ -184,20 +187,6 @@ class HostedRun:
                 look()
         if failures:
             raise failures[0]
-
-    def _handlers(self) -> HostHandlers:
-        async def score(request: m.ScoreRequest) -> m.ScoresAnswered:
-            return m.ScoresAnswered(request.key, away=True)
-
-        return HostHandlers(
-            open_jobs=lambda: [self._message(job) for job in self._jobs.values() if job.open],
-            event=lambda event: self._jobs[event.job].hear(event),
-            usage=lambda usage: None,
-            score=score,
-            rest=lambda job, wanted: None,
-            tokens=lambda tenant, base, read, sampled: None,
-            obeyed=lambda job: None,
-        )
 
     @staticmethod
     def _message(job: HostedJob) -> m.AddJob:

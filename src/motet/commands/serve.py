@@ -19,7 +19,6 @@ from rich.console import Console
 from motet import wall
 from motet.allocator import without_collections
 from motet.cluster.host import Engine, start_engine
-from motet.cluster.hosts import Hosts
 from motet.cluster.local_hosts import LocalHosts, lasting
 from motet.commands.answers import say
 from motet.commands.listening import bound
@@ -157,7 +156,6 @@ async def _run(
             import uvicorn
 
             from motet.service.http.connections import Connections, raise_open_files
-            from motet.service.settings import Settings
 
             app = make(heard)
         except BaseException:
@@ -168,7 +166,7 @@ async def _run(
         if engine is not None:
             engine.close_input()
         return
-    client = app.state.parts[Hosts]
+    client = app.state.service.hosts
     if engine is not None:
         client.adopt(engine)
     await LocalHosts(directory / "engine").end_from(0 if hosts is None else len(client.hosts))
@@ -183,7 +181,7 @@ async def _run(
             await super().shutdown(sockets)
             await client.kill()  # where a second Ctrl-C skipped the rest
 
-    connections = Connections(app.state.parts[Settings].config.http, raise_open_files())
+    connections = Connections(app.state.service.settings.config.http, raise_open_files())
     options: dict[str, Any] = {"http": connections.protocol, "ws": "none", "backlog": connections.backlog}
     server = Server(
         uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS, **options)
@@ -219,12 +217,10 @@ def _noted() -> Iterator[list[int]]:
 
 def _greet(app: FastAPI, address: str) -> None:
     """Print the address and the first key, which is shown only once."""
-    from motet.service.database.store import Store
     from motet.service.http.sign_in import CALLBACK
-    from motet.service.settings import Settings
 
-    console, parts = Console(emoji=False), app.state.parts
-    settings, tenants = parts[Settings], parts[Store].tenants
+    console = Console(emoji=False)
+    settings, tenants = app.state.service.settings, app.state.service.store.tenants
     if not settings.open_to_all and not tenants.all_keys():
         _, key = tenants.create_key("admin", "first", "admin")
         console.print(

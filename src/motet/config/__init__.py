@@ -10,7 +10,7 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator, model_validator
 
 from motet.config.chain import check_chains
-from motet.config.data import GENERATED_ROWS, GIVEN_ROWS, DataConfig
+from motet.config.data import GENERATED_ROWS, GIVEN_ROWS, OF_CLIENT, DataConfig
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.job import (
     AdapterConfig,
@@ -80,6 +80,7 @@ class RunConfig(HostConfig):
 __all__ = [
     "GENERATED_ROWS",
     "GIVEN_ROWS",
+    "OF_CLIENT",
     "AdapterConfig",
     "CheckpointConfig",
     "ClusterConfig",

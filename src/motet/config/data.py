@@ -14,6 +14,8 @@ HELD_OUT = 64
 """Rows held out of many, where a job does not say how many."""
 GIVEN_ROWS = "[rows]"
 """The source of rows that were given themselves; no file, hub name or generated task is called so."""
+OF_CLIENT = "[client]"
+"""The source of a job whose client brings its data: there are no rows."""
 
 
 class DataConfig(Config):

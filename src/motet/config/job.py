@@ -9,12 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from motet.algorithms.client import ClientDriven
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.algorithms.registry import Choice
 from motet.algorithms.rows import RowAlgorithm
 from motet.batch import AdamW
-from motet.config.data import DataConfig
+from motet.config.data import OF_CLIENT, DataConfig
 from motet.near import close_matches
 from motet.section import Config, named
 
@@ -300,6 +301,8 @@ class JobConfig(Config):
 
     @model_validator(mode="after")
     def _something_is_learned(self) -> JobConfig:
+        if self.data.source == OF_CLIENT and not isinstance(self.algorithm, ClientDriven):
+            raise ValueError("data.source: is missing; name a file, or a generated source such as `toy:add`")
         if isinstance(self.algorithm, RowAlgorithm):
             if self.rewards:
                 raise ValueError(

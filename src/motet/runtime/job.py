@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from motet.config import EnvironmentConfig, JobConfig
 from motet.device import Device, used_by
@@ -22,11 +22,9 @@ from motet.runtime.start_turns import StartTurns
 from motet.runtime.storage_room import StorageRoom
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset
+from motet.tasks.episode import OwnEnvironment
 from motet.tasks.reward_pool import RewardPool
 from motet.types import JobState, SamplingParams
-
-if TYPE_CHECKING:
-    from motet.agents.elsewhere import AgentsElsewhere
 
 Result = TypeVar("Result")
 
@@ -110,7 +108,7 @@ class Services:
     vocabulary: int = 0
     """Tokens that the base knows."""
     room: StorageRoom = field(default_factory=StorageRoom)
-    agents: Callable[[str, EnvironmentConfig], AgentsElsewhere] | None = None
+    agents: Callable[[str, EnvironmentConfig], OwnEnvironment] | None = None
     """The agent of a job that runs elsewhere; None where there is no elsewhere."""
 
     @functools.cached_property

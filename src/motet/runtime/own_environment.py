@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from motet.config import JobConfig
 from motet.errors import EnvironmentFault
 from motet.runtime.job import Job, Services
 from motet.tasks.environments import EnvironmentWorkers
-
-if TYPE_CHECKING:
-    from motet.agents.elsewhere import AgentsElsewhere
-    from motet.agents.runner import AgentRunner
+from motet.tasks.episode import OwnEnvironment
 
 
 def _check_not_put_aside(config: JobConfig) -> None:
@@ -21,7 +17,7 @@ def _check_not_put_aside(config: JobConfig) -> None:
         raise EnvironmentFault("algorithm.over_provision puts rollouts aside, which an agent cannot be: leave it out")
 
 
-async def own_environment(job: Job, services: Services) -> EnvironmentWorkers | AgentRunner | AgentsElsewhere:
+async def own_environment(job: Job, services: Services) -> OwnEnvironment:
     """The environment that a job brings, ready.
 
     Raises:

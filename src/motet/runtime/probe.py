@@ -9,21 +9,29 @@ engine that answers with the base, with somebody else's adapter or with the vers
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from motet.batch import Batch, Sample, Segment
 from motet.errors import ProbeError
 from motet.protocols import RolloutEngine, Trainer
-from motet.types import AdapterRef, FloatArray, IntArray
+from motet.tasks.chat import Chat
+from motet.types import AdapterRef, FloatArray, IntArray, Problem
 
 PROBE_TOKENS = 32
 PROBE_TEXT = "Question: a train leaves at 9:40 and arrives at 13:05. How long does it take, and why?"
-"""Of adapters without data."""
+"""Of adapters whose client brings the data."""
 CLEAR = 4.0
 """An adapter's effect is visible from this many times the norm of what sets engine and trainer apart without it. By the
 triangle inequality the share of the effect that a right engine shows is then at least a half, and that of a base at most."""
 SURE = 4.0
 """Standard errors between the share of a step that an engine shows and all of it, from which on it cannot be chance."""
+
+
+def probe_ids(chat: Chat, problems: Sequence[Problem] = ()) -> IntArray:
+    """The first prompt of a job, or a fixed one where it has no data, [T]."""
+    return chat.prompt_ids(problems[0]) if problems else np.asarray(chat.tokenizer.encode(PROBE_TEXT), np.int32)
 
 
 class Probe:

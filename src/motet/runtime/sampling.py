@@ -13,10 +13,9 @@ import math
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from motet import seeds
-from motet.agents.elsewhere import AgentsElsewhere
 from motet.config import JobConfig
 from motet.errors import EngineError, ScorerAway
 from motet.runtime.generation import Generation, PutAside, Result, ended
@@ -26,14 +25,9 @@ from motet.runtime.scheduler import FairScheduler
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
-from motet.tasks.environments import EnvironmentWorkers
-from motet.tasks.episode import ENVIRONMENTS, GroupContext
+from motet.tasks.episode import ENVIRONMENTS, GroupContext, OwnEnvironment
 from motet.tasks.reward_pool import ScoreOutcome
 from motet.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
-
-if TYPE_CHECKING:
-    from motet.agents.runner import AgentRunner
-
 
 _BEGUN_AT_ONCE = 16
 """Groups whose prompts are read before others have the event loop."""
@@ -116,7 +110,7 @@ class JobSampler:
         """Positions that an earlier process began."""
         self._aside: list[_Task] = []
         self._scoring: set[asyncio.Task[list[ScoreOutcome]]] = set()
-        self._own_environment: EnvironmentWorkers | AgentRunner | AgentsElsewhere | None = None
+        self._own_environment: OwnEnvironment | None = None
 
     async def open(self) -> None:
         """Have the rewards and the environment ready.
@@ -139,14 +133,14 @@ class JobSampler:
     def waits(self) -> bool:
         """Whether the job waits for scores or for an agent to come, and asks nothing of the device."""
         own = self._own_environment
-        asked = bool(self._scoring) or (isinstance(own, AgentsElsewhere) and own.waits)
+        asked = bool(self._scoring) or (own is not None and own.waits)
         return asked and self._services.scheduler.idle(self._job.name)
 
     def rest(self) -> None:
         """Wait for no score and no agent any longer: the step that wants it ends with `ScorerAway`."""
         for asked in self._scoring:
             asked.cancel()
-        if isinstance(self._own_environment, AgentsElsewhere):
+        if self._own_environment is not None:
             self._own_environment.rest()
 
     async def step(self, step: int) -> SampledStep:

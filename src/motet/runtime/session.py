@@ -23,7 +23,7 @@ from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services, StepDone
 from motet.runtime.learner import Executed, unheard
 from motet.runtime.metrics import timing_record
-from motet.runtime.probe import Probe
+from motet.runtime.probe import Probe, probe_ids
 from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions
 from motet.types import FloatArray
@@ -100,7 +100,7 @@ class Session:
         job.starts += 1  # a version trained again after a pause or a failure is another one, as it is after a crash
         engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
         self.versions = Versions(job.name, engine_name, services.engine, services.sync, services.keep_versions)
-        self._probe = Probe(job.name, job.chat.prompt_ids(job.data.train[0]), services.probe_tolerance)
+        self._probe = Probe(job.name, probe_ids(job.chat, job.data.train), services.probe_tolerance)
         self._slot = Slot(self, job.name)
         self._publish_seconds = 0.0
 

@@ -19,7 +19,7 @@ from motet.config import EnvironmentConfig
 from motet.errors import EngineError, EnvironmentFault
 from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
-from motet.tasks.episode import GroupContext, answered, extended, judged, whole
+from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended, judged, whole
 from motet.tasks.tool_calls import tool_calls
 from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ClockLimitError, ProcessDiedError, WorkerLink, import_path
 from motet.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
@@ -43,15 +43,13 @@ class _WorkerSlot:
     episodes: int = 0
 
 
-class EnvironmentWorkers:
+class EnvironmentWorkers(OwnEnvironment):
     """The processes of one job's environment, and where its instances are."""
 
     def __init__(self, config: EnvironmentConfig, log: Path | None, n_workers: int = 2) -> None:
         self.config, self._log = config, log
         self._slots = [_WorkerSlot() for _ in range(n_workers)]
         self.info = m.EnvironmentLoaded()
-        self.clock_limited = False
-        """Whether the clock has decided anything."""
 
     async def open(self) -> None:
         """Load the class in a first process.

@@ -61,6 +61,29 @@ class GroupContext:
 Environment = Callable[[GroupContext], Awaitable[tuple[Rollout, ...]]]
 """The rollouts of one group, in the order of their indices."""
 
+
+class OwnEnvironment:
+    """An environment that a job brings."""
+
+    clock_limited = False
+    """Whether the clock has decided anything."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether its episodes are offered, and nobody has taken one."""
+        return False
+
+    def rest(self) -> None:
+        """Wait for nobody any longer: groups that do end with `ScorerAway`."""
+
+    async def close(self) -> None:
+        """End its processes."""
+
+    async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
+        """The rollouts of one group."""
+        raise NotImplementedError
+
+
 RETRY_MESSAGE = "That is not right. Please answer again."
 _NO_TOKENS = Branch(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.float32), np.zeros(0, np.int32))
 SECOND_TRY = 0.5

@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import logging
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,7 +25,6 @@ from motet.tasks.reasoning_answers import read_safely
 from motet.tasks.row_files import RowLimits
 from motet.types import Problem
 
-_log = logging.getLogger(__name__)
 HASH_SEED = "0"
 _MEMORY_MB = 1 << 16
 """Of the process that makes rows, where nobody sets bounds."""
@@ -75,22 +72,13 @@ def _made_apart(spec: str, bounds: RowLimits | None) -> str:
             "reasoning-gym is not installed: `make smollm2` brings it, or pip install '.[reasoning]' in Motet's directory "
             "(it needs a C compiler)"
         )
-    seconds = None if bounds is None else bounds.seconds
-    command = wall.command(__name__, *([] if bounds is None else [str(bounds.memory_mb)]))
-    environment = wall.environment(PYTHONHASHSEED=HASH_SEED, PYTHONWARNINGS="ignore")
+    memory, seconds = ([], None) if bounds is None else ([str(bounds.memory_mb)], bounds.seconds)
+    environ = wall.environment(PYTHONHASHSEED=HASH_SEED, PYTHONWARNINGS="ignore")
     try:
-        done = subprocess.run(
-            command, input=spec, capture_output=True, text=True, env=environment, check=False, timeout=seconds
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise DataError(
-            f"reasoning-gym made no rows within {seconds:g} s, the most here; lower data.size, or make the task easier in "
-            "data.config"
-        ) from error
-    if done.returncode != 0:
-        _log.warning("reasoning-gym made no rows (exit status %d):\n%s", done.returncode, done.stderr[-2000:])
-        raise DataError(f"reasoning-gym made no rows: {wall.last_line(done.stderr)}")
-    return done.stdout
+        return wall.call_apart(__name__, *memory, given=spec, seconds=seconds, environ=environ)
+    except (TimeoutError, ChildProcessError) as error:
+        hint = "; lower data.size, or make the task easier in data.config" if isinstance(error, TimeoutError) else ""
+        raise DataError(f"reasoning-gym made no rows: {error}{hint}") from error
 
 
 def build_scorer(spec: ScorerSpec) -> Callable[[Problem, str], float]:

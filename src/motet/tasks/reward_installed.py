@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_loading import OWN, SCORER, adapted, own_parameters
 from motet.tasks.rewards import BUILTIN
 from motet.tasks.worker_link import LOAD_SECONDS, import_path
+from motet.wall import call_apart
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,11 @@ def install(wanted: Mapping[str, Mapping[str, Any]], file: Path | None = None) -
     """
     asked = json.dumps({"path": import_path(), "wanted": wanted, "file": None if file is None else str(file)})
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "motet.tasks.reward_installed"],
-            input=asked, capture_output=True, text=True, timeout=LOAD_SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise RewardError(f"the rewards did not load in {LOAD_SECONDS:g} s") from error
-    answer = json.loads(done.stdout or "{}")
-    if "found" not in answer:
-        raise RewardError(answer.get("error") or f"the rewards do not load: {done.stderr.strip()[-500:]}")
+        answer = json.loads(call_apart(__name__, given=asked, seconds=LOAD_SECONDS, environ=os.environ))
+    except (TimeoutError, ChildProcessError) as error:
+        raise RewardError(f"the rewards do not load: {error}") from error
+    if "error" in answer:
+        raise RewardError(answer["error"])
     installed = {name: Installed(**one) for name, one in answer["found"].items()}
     for name in installed:
         if name in BUILTIN or name in ELSEWHERE or name == SCORER or ":" in name:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -82,18 +81,12 @@ def count_apart(path: Path, bounds: RowLimits) -> int:
     """
     if path.suffix.lower() == ".parquet" or path.stat().st_size <= _SMALL:  # parquet has a process already
         return count_rows(path, bounds)
-    most = f"{bounds.seconds:g} s and {bounds.memory_mb} MB of memory"
-    late = f"{path} cannot be read within {most}, the most here; split it, or make it .jsonl"
-    command = wall.command(__name__, str(path.resolve()), json.dumps(asdict(bounds)))
+    arguments = str(path.resolve()), json.dumps(asdict(bounds))
     try:
-        done = subprocess.run(
-            command, env=wall.environment(), capture_output=True, timeout=bounds.seconds, check=False
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise DataError(late) from error
-    if done.returncode != 0:
-        raise DataError(late)
-    answer = json.loads(done.stdout)
+        answer = json.loads(wall.call_apart(__name__, *arguments, seconds=bounds.seconds))
+    except (TimeoutError, ChildProcessError) as error:
+        most = f"{bounds.seconds:g} s and {bounds.memory_mb} MB of memory"
+        raise DataError(f"{path} cannot be read within {most}, the most here; split it, or make it .jsonl") from error
     if isinstance(answer, str):
         raise DataError(answer)
     return int(answer)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import logging
 import struct
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -24,7 +22,6 @@ from motet.checksums import check_version
 from motet.errors import DataError
 from motet.types import ADAPTER_CONFIG, ADAPTER_FILES
 
-_log = logging.getLogger(__name__)
 MOST_MEMBERS = 1000
 MOST_LIST = 2**20
 """Bytes of a .zip's list of members."""
@@ -80,17 +77,10 @@ def unpack_apart(archive: Path, directory: Path, limit: int) -> int:
         DataError: as `unpack`, or it took too long.
         OSError: the disk refuses.
     """
-    command = wall.command(__name__, str(archive), str(directory), str(limit))
     try:
-        done = subprocess.run(
-            command, env=wall.environment(), capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DataError(f"the archive could not be unpacked within {_SECONDS:g} s") from error
-    if done.returncode != 0:
-        _log.warning("an archive could not be unpacked (exit status %d):\n%s", done.returncode, done.stderr[-2000:])
-        raise DataError(f"the archive could not be unpacked: {wall.last_line(done.stderr)}")
-    answer = json.loads(done.stdout)
+        answer = json.loads(wall.call_apart(__name__, str(archive), str(directory), str(limit), seconds=_SECONDS))
+    except (TimeoutError, ChildProcessError) as error:
+        raise DataError(f"the archive could not be unpacked: {error}") from error
     if "of_disk" in answer:
         raise OSError(*answer["of_disk"])
     if "reason" in answer:

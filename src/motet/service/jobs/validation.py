@@ -18,7 +18,7 @@ from motet import plain_yaml
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
 from motet.apart import Apart, TooMuchError
-from motet.config import DataConfig, EnvironmentConfig, JobConfig, RewardConfig
+from motet.config import OF_CLIENT, DataConfig, EnvironmentConfig, JobConfig, RewardConfig
 from motet.config.service import ANY_SIZE, Largest
 from motet.errors import ConfigError, RewardError
 from motet.jobfile import jobs_of, normal_job, validate_as
@@ -133,7 +133,8 @@ def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobC
     _check_sizes(config)
     _check_texts(config.data)
     _check_room(config, allowed.largest.get(base, ANY_SIZE))
-    for source in filter(None, (config.data.source, config.data.eval_source)):
+    given = () if config.data.source == OF_CLIENT else (config.data.source, config.data.eval_source)
+    for source in filter(None, given):
         uploaded = source.startswith("file-")
         on_hub = (
             allowed.hub and HUB_NAME.fullmatch(source) and not FILE_ENDINGS.search(source) and not Path(source).exists()

@@ -21,19 +21,9 @@ from motet.service.adapters.archive import pack_into, unpack_apart
 from motet.service.database.tables import Share as StoredShare
 from motet.service.database.tables import StoredJob, UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
+from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal, existing
 from motet.service.http.auth import ReadThreads
-from motet.service.http.depends import (
-    AdaptersDep,
-    Asker,
-    EngineDep,
-    NamedJob,
-    QuotasDep,
-    ReadThreadsDep,
-    SettingsDep,
-    StorageDep,
-    StoreDep,
-)
 from motet.service.http.downloads import packed
 from motet.service.schemas import Version, Versions
 from motet.service.schemas.adapters import Adapter, Adapters, Share, ShareRequest, Shares
@@ -45,8 +35,9 @@ _PIECE = 2**20
 
 
 @router.get("/jobs/{job}/versions")
-def list_versions(storage: StorageDep, job: NamedJob) -> Versions:
+def list_versions(service: ServiceDep, job: NamedJob) -> Versions:
     """The versions that are kept."""
+    storage = service.storage
     directory, best, latest = storage.job(job.id), storage.version(job.id, "best"), storage.version(job.id, "latest")
     return Versions(
         data=[
@@ -63,26 +54,21 @@ def list_versions(storage: StorageDep, job: NamedJob) -> Versions:
 
 
 @router.get("/jobs/{job}/versions/{version}/download", response_class=Response)
-async def download_version(
-    who: Asker, storage: StorageDep, threads: ReadThreadsDep, job: NamedJob, version: str
-) -> Response:
+async def download_version(who: Asker, service: ServiceDep, job: NamedJob, version: str) -> Response:
     """A version (a number, `best` or `latest`) as a .tar.gz of a PEFT directory."""
-    saved = await asyncio.to_thread(storage.version, job.id, version)
+    saved = await asyncio.to_thread(service.storage.version, job.id, version)
     if saved is None:
-        kept = ", ".join(map(str, storage.job(job.id).versions())) or "none yet"
+        kept = ", ".join(map(str, service.storage.job(job.id).versions())) or "none yet"
         raise Refusal(404, f"version {version!r} of job {job.name!r} is not there; kept are {kept}")
-    return await _archive(threads, who.tenant_id, storage.directory, saved[1], f"{job.name}-v{saved[0]}")
+    return await _archive(
+        service.read_threads, who.tenant_id, service.storage.directory, saved[1], f"{job.name}-v{saved[0]}"
+    )
 
 
 @router.post("/adapters", status_code=201)
 async def upload(
     who: Asker,
-    settings: SettingsDep,
-    store: StoreDep,
-    adapters: AdaptersDep,
-    quotas: QuotasDep,
-    engine: EngineDep,
-    threads: ReadThreadsDep,
+    service: ServiceDep,
     file: Annotated[UploadFile, FormFile(description="A .tar.gz or .zip of a PEFT directory.")],
     name: Annotated[
         str | None, Query(pattern=NAME, description="Unique among the tenant's adapters and jobs; the id without one.")
@@ -92,54 +78,54 @@ async def upload(
     ] = None,
 ) -> Adapter:
     """Upload an adapter to start jobs from and to talk to. It is checked against the base before it is taken."""
-    adapter_id, of_base = new_id("adapter"), adapters.bases.named(base)
-    directory = adapters.path(adapter_id)
+    adapter_id, of_base = new_id("adapter"), service.adapters.bases.named(base)
+    directory = service.adapters.path(adapter_id)
     directory.mkdir(parents=True)
     try:
-        unpacked = _unpacked(file, directory, int(settings.config.max_adapter_mb * 2**20))
-        size = await threads.run(who.tenant_id, unpacked)
-        await asyncio.to_thread(quotas.check_storage, who.tenant_id, size)  # before the engine is troubled
-        shape = await _examined(engine, directory, of_base)
+        unpacked = _unpacked(file, directory, int(service.settings.config.max_adapter_mb * 2**20))
+        size = await service.read_threads.run(who.tenant_id, unpacked)
+        await asyncio.to_thread(service.quotas.check_storage, who.tenant_id, size)  # before the engine is troubled
+        shape = await _examined(service.hosts, directory, of_base)
         adapter = UploadedAdapter(
             id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape.rank,
             alpha=shape.alpha, target_modules=shape.target_modules, base=of_base,
         )  # fmt: skip
-        with_room = quotas.storing(who.tenant_id, size)
-        await asyncio.to_thread(with_room(adapters.add), who, adapter)
+        with_room = service.quotas.storing(who.tenant_id, size)
+        await asyncio.to_thread(with_room(service.adapters.add), who, adapter)
     except BaseException:  # also when the client has gone
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    await asyncio.to_thread(store.audit, who, "upload adapter", adapter_id)
-    return _shown(adapters, adapter)
+    await asyncio.to_thread(service.store.audit, who, "upload adapter", adapter_id)
+    return _shown(service.adapters, adapter)
 
 
 @router.get("/adapters")
-def list_adapters(who: Asker, adapters: AdaptersDep) -> Adapters:
+def list_adapters(who: Asker, service: ServiceDep) -> Adapters:
     """The adapters that the tenant uploaded."""
-    return Adapters(data=[_shown(adapters, one) for one in adapters.all(who)])
+    return Adapters(data=[_shown(service.adapters, one) for one in service.adapters.all(who)])
 
 
 @router.get("/adapters/{adapter:path}/download", response_class=Response)
-async def download(
-    who: Asker, storage: StorageDep, adapters: AdaptersDep, threads: ReadThreadsDep, adapter: str
-) -> Response:
+async def download(who: Asker, service: ServiceDep, adapter: str) -> Response:
     """An adapter as a .tar.gz of a PEFT directory: an uploaded one, `job@version`, or `tenant/job@version` of a share."""
-    resolved = existing(await asyncio.to_thread(adapters.find, who, adapter), f"there is no adapter {adapter!r}")
-    return await _archive(threads, who.tenant_id, storage.directory, resolved.path, resolved.name)
+    resolved = existing(
+        await asyncio.to_thread(service.adapters.find, who, adapter), f"there is no adapter {adapter!r}"
+    )
+    return await _archive(service.read_threads, who.tenant_id, service.storage.directory, resolved.path, resolved.name)
 
 
 @router.get("/adapters/{adapter}")
-def show(who: Asker, adapters: AdaptersDep, adapter: str) -> Adapter:
+def show(who: Asker, service: ServiceDep, adapter: str) -> Adapter:
     """An uploaded adapter, by id or name."""
-    return _shown(adapters, _uploaded(adapters, who, adapter))
+    return _shown(service.adapters, _uploaded(service.adapters, who, adapter))
 
 
 @router.delete("/adapters/{adapter}", status_code=204)
-def delete(who: Asker, store: StoreDep, adapters: AdaptersDep, adapter: str) -> None:
+def delete(who: Asker, service: ServiceDep, adapter: str) -> None:
     """Remove an uploaded adapter. Jobs that started from it continue."""
-    uploaded = _uploaded(adapters, who, adapter)
-    adapters.remove(uploaded)
-    store.audit(who, "delete adapter", uploaded.id)
+    uploaded = _uploaded(service.adapters, who, adapter)
+    service.adapters.remove(uploaded)
+    service.store.audit(who, "delete adapter", uploaded.id)
 
 
 def _shown(adapters: AdaptersPart, adapter: UploadedAdapter) -> Adapter:
@@ -193,8 +179,8 @@ def _size(directory: Path) -> int:
 class ShareAnswers:
     """Shares as they are answered."""
 
-    def __init__(self, store: StoreDep, storage: StorageDep, adapters: AdaptersDep) -> None:
-        self._store, self._storage, self._adapters = store, storage, adapters
+    def __init__(self, service: ServiceDep) -> None:
+        self._store, self._storage, self._adapters = service.store, service.storage, service.adapters
 
     def __call__(self, share: StoredShare) -> Share:
         """The answer for one share."""
@@ -225,35 +211,35 @@ def _received(share: StoredShare, who: Principal) -> bool:
 
 
 @router.post("/shares", status_code=201)
-def share(who: Asker, store: StoreDep, adapters: AdaptersDep, shown: SharesDep, wanted: ShareRequest) -> Share:
+def share(who: Asker, service: ServiceDep, shown: SharesDep, wanted: ShareRequest) -> Share:
     """Share a job's versions, or an uploaded adapter, with another tenant or with all. Nothing else of the job is seen."""
-    thing = store.job(who, wanted.name) or adapters.uploaded(who, wanted.name)
+    thing = service.store.job(who, wanted.name) or service.adapters.uploaded(who, wanted.name)
     if thing is None:
         raise Refusal(404, f"there is no job or uploaded adapter {wanted.name!r}", "name")
-    known = store.tenants.find(wanted.tenant)
+    known = service.store.tenants.find(wanted.tenant)
     other = ALL if wanted.tenant == ALL else None if known is None else known.id
     if other is None:
         raise Refusal(404, f"there is no tenant {wanted.tenant!r}; an admin's `motet keys create` makes one", "tenant")
     if other == thing.tenant_id:
         raise Refusal(400, f"{wanted.name!r} is this tenant's already; name another tenant", "tenant")
-    made = adapters.share(
+    made = service.adapters.share(
         StoredShare(id=new_id("share"), tenant_id=thing.tenant_id, object=thing.id, with_tenant=other)
     )
-    store.audit(who, "share", f"{made.id} {thing.id}")
+    service.store.audit(who, "share", f"{made.id} {thing.id}")
     return shown(made)
 
 
 @router.get("/shares")
-def list_shares(who: Asker, adapters: AdaptersDep, shown: SharesDep) -> Shares:
+def list_shares(who: Asker, service: ServiceDep, shown: SharesDep) -> Shares:
     """What the tenant shares, and what others share with it."""
-    shares = adapters.shares(who)
+    shares = service.adapters.shares(who)
     received = [one for one in shares if _received(one, who)]
     given = [one for one in shares if who.admin or one.tenant_id == who.tenant_id]
     return Shares(given=[shown(one) for one in given], received=[shown(one) for one in received])
 
 
 @router.delete("/shares/{share}", status_code=204)
-def unshare(who: Asker, store: StoreDep, adapters: AdaptersDep, share: str) -> None:
+def unshare(who: Asker, service: ServiceDep, share: str) -> None:
     """End a share. Jobs that started from it continue."""
-    ended = existing(adapters.unshare(who, share), f"there is no share {share!r}")
-    store.audit(who, "unshare", f"{ended.id} {ended.object}")
+    ended = existing(service.adapters.unshare(who, share), f"there is no share {share!r}")
+    service.store.audit(who, "unshare", f"{ended.id} {ended.object}")

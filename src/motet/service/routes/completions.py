@@ -33,17 +33,8 @@ from motet.service.adapters.adapters import Answerer, NoModelError
 from motet.service.answers import StoredVersion, all_whole, ask
 from motet.service.database.tables import new_id
 from motet.service.database.tenants import Principal
+from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal, bad_field
-from motet.service.http.depends import (
-    AdaptersDep,
-    ApartDep,
-    Asker,
-    EngineDep,
-    QuotasDep,
-    StorageDep,
-    StoreDep,
-    while_there,
-)
 from motet.service.routes.adapters import SharesDep
 from motet.service.schemas import Asked, Model, Models
 from motet.service.storage import Storage
@@ -139,8 +130,8 @@ class Messages(MessagesRequest, ServedChat):
 class ModelNames:
     """Finds what a request for completions names."""
 
-    def __init__(self, quotas: QuotasDep, adapters: AdaptersDep) -> None:
-        self._quotas, self._adapters = quotas, adapters
+    def __init__(self, service: ServiceDep) -> None:
+        self._quotas, self._adapters = service.quotas, service.adapters
 
     async def answerer(self, who: Principal, model: str) -> Answerer:
         """What a model's name means.
@@ -160,17 +151,19 @@ ModelNamesDep = Annotated[ModelNames, Depends()]
 
 
 @router.get("/models", response_model_exclude_none=True)
-def models(who: Asker, store: StoreDep, storage: StorageDep, adapters: AdaptersDep, shares: SharesDep) -> Models:
+def models(who: Asker, service: ServiceDep, shares: SharesDep) -> Models:
     """The bases, the versions of the asker's jobs, uploaded adapters, and what others share."""
-    bases = adapters.bases
+    bases = service.adapters.bases
 
     def model(name: str, base: str | None, created: float = 0) -> Model:
         return Model(id=name, created=int(created), base=bases.shown(base))
 
     data = [Model(id=name) for name in bases.names]
-    for job in store.jobs(who, limit=200):
-        data.extend(model(f"{job.name}@{name}", job.base, job.created) for name in storage.version_names(job.id))
-    data.extend(model(one.name, one.base, one.created) for one in adapters.all(who))
+    for job in service.store.jobs(who, limit=200):
+        data.extend(
+            model(f"{job.name}@{name}", job.base, job.created) for name in service.storage.version_names(job.id)
+        )
+    data.extend(model(one.name, one.base, one.created) for one in service.adapters.all(who))
     data.extend(model(name, base) for name, base in shares.received_models(who).items())
     return Models(data=data)
 
@@ -192,17 +185,9 @@ def events_of(pieces: AsyncIterator[str], storage: Storage) -> StreamingResponse
 class Chats:
     """Answers a chat in any format."""
 
-    def __init__(
-        self,
-        request: Request,
-        who: Asker,
-        engine: EngineDep,
-        apart: ApartDep,
-        names: ModelNamesDep,
-        storage: StorageDep,
-    ) -> None:
-        self._request, self._who, self._engine = request, who, engine
-        self._apart, self._names, self._storage = apart, names, storage
+    def __init__(self, request: Request, who: Asker, service: ServiceDep, names: ModelNamesDep) -> None:
+        self._request, self._who, self._engine = request, who, service.hosts
+        self._apart, self._names, self._storage = service.apart, names, service.storage
 
     async def __call__(self, wanted: ServedChat, name: str) -> Response:
         """Answer; `name` is the answer's id.
@@ -283,12 +268,10 @@ class CompletionRequest(Sampled, Asked):
 
 
 @router.post("/completions", response_model=None, responses=STREAMED)
-async def complete(
-    who: Asker, engine: EngineDep, names: ModelNamesDep, storage: StorageDep, wanted: CompletionRequest
-) -> Response:
+async def complete(who: Asker, service: ServiceDep, names: ModelNamesDep, wanted: CompletionRequest) -> Response:
     """Continue prompts. Choice i · n + k is the k-th completion of prompt i."""
     asked_of = await names.answerer(who, wanted.model)
-    most = longest_sequence(engine, asked_of.base)
+    most = longest_sequence(service.hosts, asked_of.base)
     length = max((len(one) for one in wanted.prompts() if isinstance(one, list)), default=0)
     if most and length > most:
         raise bad_field("prompt", f"it has {length} tokens; {most} are the most that this base reads")
@@ -300,9 +283,9 @@ async def complete(
     if wanted.stream:
         if len(questions) > 1:
             raise bad_field("prompt", "one prompt can be streamed at a time; leave `stream` out for several")
-        read, pieces = await ask(engine, questions[0])
-        return events_of(_texts(wanted, head, read.tokens, pieces), storage)
-    answers = await all_whole(engine, questions)
+        read, pieces = await ask(service.hosts, questions[0])
+        return events_of(_texts(wanted, head, read.tokens, pieces), service.storage)
+    answers = await all_whole(service.hosts, questions)
     completions = [one for _, choices in answers for one in choices]
     used = usage(sum(read for read, _ in answers), sum(len(one.token_ids) for one in completions))
     choices = [wanted.choice(one, index) for index, one in enumerate(completions)]

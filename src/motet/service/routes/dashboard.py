@@ -15,8 +15,8 @@ from importlib import resources
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from motet.service.depends import ServiceDep
 from motet.service.errors import Refusal
-from motet.service.http.depends import AccessDep, SettingsDep, SignInsDep
 
 router = APIRouter(include_in_schema=False)
 _FOLDER = "dashboard"
@@ -43,10 +43,10 @@ def page(request: Request) -> Response:
 
 
 @router.get("/dashboard/service.json")
-def service(request: Request, settings: SettingsDep, access: AccessDep, sign_ins: SignInsDep) -> JSONResponse:
+def service(request: Request, service: ServiceDep) -> JSONResponse:
     """Whether the page has to ask for a key, where people sign in, and whether this browser has."""
-    keys = not settings.open_to_all
-    state = {"keys": keys, "sign_in": sign_ins.page, "signed_in": keys and access.allows(request)}
+    keys = not service.settings.open_to_all
+    state = {"keys": keys, "sign_in": service.sign_ins.page, "signed_in": keys and service.access.allows(request)}
     return JSONResponse(state, headers={**HEADERS, "Cache-Control": "no-store"})
 
 

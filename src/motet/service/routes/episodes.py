@@ -14,9 +14,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from motet.agents.episode_messages import AskEpisode, EpisodeEnded
 from motet.agents.served_episode import MODELS, RETRY
 from motet.errors import HostGone
+from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.http.auth import episode_key
-from motet.service.http.depends import AccessDep, AgentWorkersDep, Asker, NamedJob
 from motet.service.http.opened import opened_by
 from motet.service.routes.completions import STREAMED
 from motet.service.schemas import Models
@@ -36,7 +36,7 @@ def owner(request: Request, workers: AgentWorkers) -> str:
 
 @router.post("/v1/jobs/{job}/episodes/lease", response_model=EpisodeLease)
 async def lease(
-    request: Request, who: Asker, workers: AgentWorkersDep, job: NamedJob, asked: EpisodeLeaseRequest
+    request: Request, who: Asker, service: ServiceDep, job: NamedJob, asked: EpisodeLeaseRequest
 ) -> Response:
     """Lease episodes for an agent worker. The call waits until there are some; the lease lasts `seconds`.
 
@@ -45,11 +45,11 @@ async def lease(
     """
     leased, state, held = [], JobState(job.state), []
     if not state.final:
-        workers.renew(job.id, asked.worker, asked.holds)
-        leased = await workers.lease(
+        service.agent_workers.renew(job.id, asked.worker, asked.holds)
+        leased = await service.agent_workers.lease(
             job.id, asked.worker, who.key_id, asked.most, asked.wait_seconds, request.is_disconnected
         )
-        held, state = workers.held(job.id, asked.worker), await workers.state(job.id)
+        held, state = service.agent_workers.held(job.id, asked.worker), await service.agent_workers.state(job.id)
     episodes = [
         {
             "id": one.name, "path": f"/episodes/{one.name}/v1", "key": one.key, "problem": one.offer.problem,
@@ -58,23 +58,23 @@ async def lease(
         for one in leased
     ]  # fmt: skip
     # In plain letters: what the data holds may not be UTF-8.
-    body = {"episodes": episodes, "held": held, "seconds": workers.lease_seconds, "state": state.value}
+    body = {"episodes": episodes, "held": held, "seconds": service.agent_workers.lease_seconds, "state": state.value}
     return Response(json.dumps(body), media_type="application/json")
 
 
 @router.post("/v1/jobs/{job}/episodes/results")
-async def results(workers: AgentWorkersDep, job: NamedJob, asked: EpisodeResults) -> Counted:
+async def results(service: ServiceDep, job: NamedJob, asked: EpisodeResults) -> Counted:
     """Hand in what episodes came to. What comes twice is counted once, and of an older lease nothing."""
     said: dict[str, list[str]] = {"counted": [], "known": [], "unknown": []}
     for one in asked.results:
-        said[workers.settle(job.id, one.id, _ended(one))].append(one.id)
+        said[service.agent_workers.settle(job.id, one.id, _ended(one))].append(one.id)
     return Counted(**said)
 
 
 @router.delete("/v1/jobs/{job}/episodes/workers/{worker}", status_code=204)
-async def leave(workers: AgentWorkersDep, job: NamedJob, worker: str) -> None:
+async def leave(service: ServiceDep, job: NamedJob, worker: str) -> None:
     """Say that an agent worker goes; what it holds is handed out again at once."""
-    workers.leave(job.id, worker)
+    service.agent_workers.leave(job.id, worker)
 
 
 def _ended(one: EpisodeResult) -> EpisodeEnded:
@@ -84,8 +84,8 @@ def _ended(one: EpisodeResult) -> EpisodeEnded:
 class EpisodeAnswers:
     """What agents are answered, under the key of their episode."""
 
-    def __init__(self, request: Request, workers: AgentWorkersDep, access: AccessDep) -> None:
-        self._request, self._workers, self._access = request, workers, access
+    def __init__(self, request: Request, service: ServiceDep) -> None:
+        self._request, self._workers, self._access = request, service.agent_workers, service.access
 
     async def __call__(self, episode: str, route: str) -> Response:
         """Ask the engine that has the episode."""

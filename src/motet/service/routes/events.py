@@ -13,8 +13,8 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import StreamingResponse
 
 from motet.service.database.tables import Event
+from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.events import ANY_JOB, as_sent, within
-from motet.service.http.depends import Asker, BusDep, EventLogDep, NamedJob, StoreDep
 from motet.service.schemas import Events, JobEvent, Steps
 from motet.types import JobState
 
@@ -42,8 +42,8 @@ class Read:
 class Streams:
     """Streams of events, which end when the service stops or the client goes."""
 
-    def __init__(self, request: Request, bus: BusDep) -> None:
-        self._request, self._bus = request, bus
+    def __init__(self, request: Request, service: ServiceDep) -> None:
+        self._request, self._bus = request, service.bus
 
     def answer(self, topic: str, read: Callable[[int], Read], after: int, head: str = "") -> StreamingResponse:
         """A stream of what `read` gives after an event, again whenever the topic is published."""
@@ -74,15 +74,15 @@ StreamsDep = Annotated[Streams, Depends()]
 
 
 @router.get("/jobs/{job}/events")
-def events(store: StoreDep, job: NamedJob, after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Events:
+def events(service: ServiceDep, job: NamedJob, after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Events:
     """Events after one of them, at most 500."""
-    return Events(data=[JobEvent.model_validate(entry) for entry in store.events(job.id, after, _PAGE)])
+    return Events(data=[JobEvent.model_validate(entry) for entry in service.store.events(job.id, after, _PAGE)])
 
 
 @router.get("/jobs/{job}/events/stream", response_class=StreamingResponse)
 async def stream_job(
     streams: StreamsDep,
-    store: StoreDep,
+    service: ServiceDep,
     job: NamedJob,
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
     last_event_id: LastEventId = None,
@@ -90,12 +90,12 @@ async def stream_job(
     """Events as they happen (server-sent events), from `after` or `Last-Event-ID` on; ends when the job has ended."""
 
     def read(after: int) -> Read:
-        entries = store.events(job.id, after, _PAGE)
+        entries = service.store.events(job.id, after, _PAGE)
         if entries:
             return Read(
                 "".join(as_sent(JobEvent.model_validate(one)) for one in entries), entries[-1].id, _ends(entries[-1])
             )
-        last = store.last_event(job.id)  # none: the job was deleted
+        last = service.store.last_event(job.id)  # none: the job was deleted
         return Read("", after, last is None or (last.id <= after and _ends(last)))
 
     return streams.answer(job.id, read, int(last_event_id) if last_event_id is not None else after)
@@ -103,7 +103,7 @@ async def stream_job(
 
 @router.get("/jobs/{job}/steps")
 def steps(
-    log: EventLogDep,
+    service: ServiceDep,
     job: NamedJob,
     field: Annotated[
         list[Annotated[str, Query(max_length=100)]] | None, Query(max_length=50, description="All without one.")
@@ -111,7 +111,7 @@ def steps(
     points: Annotated[int, Query(ge=2, le=5000, description="About the most steps to give.")] = 400,
 ) -> Steps:
     """The steps of a job for a picture: lines of metrics.jsonl, thinned evenly; evaluations are all there."""
-    lines, last = log.steps(job.id, points, field or ())
+    lines, last = service.log.steps(job.id, points, field or ())
     return Steps(data=lines, after=last)
 
 
@@ -119,17 +119,17 @@ def steps(
 async def stream(
     who: Asker,
     streams: StreamsDep,
-    log: EventLogDep,
+    service: ServiceDep,
     after: Annotated[int | None, Query(ge=0, le=2**53, description="From now on without one.")] = None,
     last_event_id: LastEventId = None,
 ) -> StreamingResponse:
     """Events of all jobs as they happen (server-sent events), from `after` or `Last-Event-ID` on; it does not end."""
     start = int(last_event_id) if last_event_id is not None else after
     if start is None:
-        start = await asyncio.to_thread(log.newest)
+        start = await asyncio.to_thread(service.log.newest)
 
     def read(after: int) -> Read:
-        entries = log.since(who, after, _PAGE)
+        entries = service.log.since(who, after, _PAGE)
         return Read("".join(one.text for one in entries), entries[-1].id if entries else after)
 
     # whoever loses the connection at once knows where to go on

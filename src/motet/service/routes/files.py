@@ -12,8 +12,8 @@ from fastapi.responses import FileResponse
 
 from motet.errors import LimitError, MotetError
 from motet.service.database.tables import StoredFile, new_id
+from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal, bad_field, existing
-from motet.service.http.depends import Asker, QuotasDep, ReadThreadsDep, SettingsDep, StorageDep, StoreDep, while_there
 from motet.service.schemas import File, FileDeleted, Files
 from motet.tasks.row_files import UPLOADED, count_apart
 
@@ -27,11 +27,7 @@ PURPOSE = "fine-tune"
 async def upload(
     request: Request,
     who: Asker,
-    settings: SettingsDep,
-    store: StoreDep,
-    storage: StorageDep,
-    quotas: QuotasDep,
-    threads: ReadThreadsDep,
+    service: ServiceDep,
     file: Annotated[UploadFile, FormFile(description=".jsonl or .parquet")],
     purpose: Annotated[str, Form(description="`fine-tune`; there are no others.")] = PURPOSE,
 ) -> File:
@@ -42,7 +38,7 @@ async def upload(
         raise Refusal(400, f"{odd[0]:.80}: this field is not supported", odd[0][:80])
     name = "".join(letter for letter in file.filename or "rows.jsonl" if letter.isprintable())[-255:]
     file_id = new_id("file")
-    path, limit = storage.upload(file_id, name), int(settings.config.max_upload_mb * 2**20)
+    path, limit = service.storage.upload(file_id, name), int(service.settings.config.max_upload_mb * 2**20)
     path.parent.mkdir(parents=True, exist_ok=True)
     size, adding = 0, None
     try:
@@ -50,12 +46,14 @@ async def upload(
             while piece := await file.read(_PIECE):
                 size += len(piece)
                 if size > limit:
-                    most = settings.config.max_upload_mb
+                    most = service.settings.config.max_upload_mb
                     raise Refusal(413, f"{name} is larger than {most:g} MB, the limit of this service")
                 await asyncio.to_thread(target.write, piece)
-        rows = await while_there(request, threads.run(who.tenant_id, lambda: count_apart(path, UPLOADED)))
-        with_room = quotas.storing(who.tenant_id, size)
-        adding = asyncio.create_task(asyncio.to_thread(with_room(store.add_file), who, file_id, name, size, rows))
+        rows = await while_there(request, service.read_threads.run(who.tenant_id, lambda: count_apart(path, UPLOADED)))
+        with_room = service.quotas.storing(who.tenant_id, size)
+        adding = asyncio.create_task(
+            asyncio.to_thread(with_room(service.store.add_file), who, file_id, name, size, rows)
+        )
         stored = await asyncio.shield(adding)
     except BaseException as error:  # whatever it is, also when the client has gone: what is not listed must not stay
         if adding is None or not await _worked(adding):
@@ -63,7 +61,7 @@ async def upload(
         if isinstance(error, MotetError) and not isinstance(error, LimitError):
             raise Refusal(400, str(error).replace(str(path), name)) from error
         raise
-    await asyncio.to_thread(store.audit, who, "upload file", file_id)
+    await asyncio.to_thread(service.store.audit, who, "upload file", file_id)
     return _shown(stored)
 
 
@@ -76,14 +74,14 @@ async def _worked(adding: asyncio.Task[StoredFile]) -> bool:
 @router.get("")
 def list_files(
     who: Asker,
-    store: StoreDep,
+    service: ServiceDep,
     after: Annotated[str | None, Query(max_length=100, description="The last id of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
     purpose: Annotated[str | None, Query(description="All files are for `fine-tune`.")] = None,
 ) -> Files:
     """The tenant's files."""
-    files = [] if purpose not in (None, PURPOSE) else store.files(who)
+    files = [] if purpose not in (None, PURPOSE) else service.store.files(who)
     files = files if order == "desc" else files[::-1]
     if after is not None:
         ids = [one.id for one in files]
@@ -95,8 +93,8 @@ def list_files(
     return Files(data=page, has_more=len(files) > limit, first_id=first, last_id=last)
 
 
-def _named_file(file: str, who: Asker, store: StoreDep) -> StoredFile:
-    return existing(store.file(who, file), f"there is no file {file!r}")
+def _named_file(file: str, who: Asker, service: ServiceDep) -> StoredFile:
+    return existing(service.store.file(who, file), f"there is no file {file!r}")
 
 
 NamedFile = Annotated[StoredFile, Depends(_named_file)]
@@ -110,21 +108,21 @@ def retrieve(stored: NamedFile) -> File:
 
 
 @router.get("/{file}/content", response_class=FileResponse)
-def content(storage: StorageDep, stored: NamedFile) -> FileResponse:
+def content(service: ServiceDep, stored: NamedFile) -> FileResponse:
     """The file as it was uploaded."""
-    path = storage.upload(stored.id, stored.filename)
+    path = service.storage.upload(stored.id, stored.filename)
     if not path.is_file():
         raise Refusal(404, f"the content of {stored.id} is not there any more")
     return FileResponse(path, media_type="application/octet-stream", filename=stored.filename)
 
 
 @router.delete("/{file}")
-def delete(who: Asker, store: StoreDep, storage: StorageDep, stored: NamedFile) -> FileDeleted:
+def delete(who: Asker, service: ServiceDep, stored: NamedFile) -> FileDeleted:
     """Remove a file; jobs that name it fail when they are taken up again."""
-    store.delete_file(stored.id)
+    service.store.delete_file(stored.id)
     with contextlib.suppress(OSError):
-        storage.upload(stored.id, stored.filename).unlink()
-    store.audit(who, "delete file", stored.id)
+        service.storage.upload(stored.id, stored.filename).unlink()
+    service.store.audit(who, "delete file", stored.id)
     return FileDeleted(id=stored.id)
 
 

@@ -17,18 +17,8 @@ from motet.cluster.messages import Action
 from motet.config import JobConfig
 from motet.errors import StoreError
 from motet.service.database.tables import Event, FineTuning, StoredJob
+from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal, existing
-from motet.service.http.depends import (
-    Asker,
-    EngineDep,
-    FineTuningsDep,
-    GradingDep,
-    QuotasDep,
-    ReadThreadsDep,
-    StorageDep,
-    StoreDep,
-    SubmissionsDep,
-)
 from motet.service.jobs.submissions import GivenJob
 from motet.service.rewards.grading import Graded
 from motet.service.schemas import fine_tuning as s
@@ -42,8 +32,8 @@ _CHECKPOINT = "ftckpt-"
 Made = tuple[StoredJob, FineTuning]
 
 
-def _named(job: str, who: Asker, fine_tunings: FineTuningsDep) -> Made:
-    return existing(fine_tunings.find(who, job), f"there is no fine-tuning job {job!r}")
+def _named(job: str, who: Asker, service: ServiceDep) -> Made:
+    return existing(service.fine_tunings.find(who, job), f"there is no fine-tuning job {job!r}")
 
 
 NamedMade = Annotated[Made, Depends(_named)]
@@ -53,8 +43,8 @@ NamedMade = Annotated[Made, Depends(_named)]
 class FineTuningAnswers:
     """Jobs as they are answered."""
 
-    def __init__(self, engine: EngineDep, storage: StorageDep) -> None:
-        self._engine, self._storage = engine, storage
+    def __init__(self, service: ServiceDep) -> None:
+        self._engine, self._storage = service.hosts, service.storage
 
     def __call__(self, made: Made) -> s.FineTuningJob:
         """The answer for one job."""
@@ -98,10 +88,7 @@ Shown = Annotated[FineTuningAnswers, Depends()]
 async def create(
     request: Request,
     who: Asker,
-    store: StoreDep,
-    submissions: SubmissionsDep,
-    fine_tunings: FineTuningsDep,
-    threads: ReadThreadsDep,
+    service: ServiceDep,
     shown: Shown,
     asked: s.FineTuningRequest,
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
@@ -110,20 +97,20 @@ async def create(
     body: dict[str, Any] = await request.json()
 
     def make() -> s.FineTuningJob:
-        tree = fine_tunings.job_of(who, asked)
-        job = submissions.submit(who, [GivenJob(tree)], idempotency_key)[0]
-        fine_tunings.keep(job.id, body)
-        store.audit(who, "submit", job.id)
+        tree = service.fine_tunings.job_of(who, asked)
+        job = service.submissions.submit(who, [GivenJob(tree)], idempotency_key)[0]
+        service.fine_tunings.keep(job.id, body)
+        service.store.audit(who, "submit", job.id)
         return shown((job, FineTuning(job_id=job.id, request=body)))
 
-    return await threads.run(who.tenant_id, make)
+    return await service.read_threads.run(who.tenant_id, make)
 
 
 @router.get("/jobs")
 def list_jobs(
     request: Request,
     who: Asker,
-    fine_tunings: FineTuningsDep,
+    service: ServiceDep,
     shown: Shown,
     after: Annotated[str | None, Query(max_length=100, description="The last id of the page before.")] = None,
     limit: Limit = 20,
@@ -134,7 +121,7 @@ def list_jobs(
         for name, value in request.query_params.items()
         if name.startswith("metadata[")
     }
-    page = fine_tunings.page(who, after, limit + 1, wanted)
+    page = service.fine_tunings.page(who, after, limit + 1, wanted)
     return s.FineTuningJobs(data=[shown(one) for one in page[:limit]], has_more=len(page) > limit)
 
 
@@ -145,35 +132,33 @@ def retrieve(shown: Shown, made: NamedMade) -> s.FineTuningJob:
 
 
 @router.post("/jobs/{job}/{word}")
-def steer(
-    who: Asker, store: StoreDep, submissions: SubmissionsDep, shown: Shown, made: NamedMade, word: Action
-) -> s.FineTuningJob:
+def steer(who: Asker, service: ServiceDep, shown: Shown, made: NamedMade, word: Action) -> s.FineTuningJob:
     """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
     job, asked = made
     try:
-        submissions.steer(job, word)
+        service.submissions.steer(job, word)
     except StoreError as error:
         raise Refusal(400, str(error)) from error
-    store.audit(who, word, job.id)
-    return shown((store.job(who, job.id) or job, asked))
+    service.store.audit(who, word, job.id)
+    return shown((service.store.job(who, job.id) or job, asked))
 
 
 @router.get("/jobs/{job}/events")
 def events(
-    fine_tunings: FineTuningsDep,
+    service: ServiceDep,
     made: NamedMade,
     after: Annotated[str | None, Query(pattern=rf"^{_EVENT}\d{{1,15}}$")] = None,
     limit: Limit = 20,
 ) -> s.FineTuningEvents:
     """What happened to a job, newest first."""
     before = None if after is None else int(after.removeprefix(_EVENT))
-    entries = fine_tunings.events(made[0].id, before, limit + 1)
+    entries = service.fine_tunings.events(made[0].id, before, limit + 1)
     return s.FineTuningEvents(data=[_event(made[0], one) for one in entries[:limit]], has_more=len(entries) > limit)
 
 
 @router.get("/jobs/{job}/checkpoints")
 def checkpoints(
-    storage: StorageDep,
+    service: ServiceDep,
     made: NamedMade,
     after: Annotated[str | None, Query(pattern=rf"^{_CHECKPOINT}[0-9a-f]{{1,40}}-\d{{1,9}}$")] = None,
     limit: Limit = 10,
@@ -181,7 +166,7 @@ def checkpoints(
     """The versions of the adapter that are kept, newest first."""
     job = made[0]
     before = None if after is None else int(after.rpartition("-")[2])
-    directory = storage.job(job.id)
+    directory = service.storage.job(job.id)
     numbers = [one for one in reversed(directory.versions()) if one > 0 and (before is None or one < before)]
     committed = directory.newest() if numbers else None
     lines = [] if committed is None else directory.read_metrics(committed)
@@ -191,34 +176,27 @@ def checkpoints(
 
 
 @router.post("/alpha/graders/validate")
-def validate(who: Asker, fine_tunings: FineTuningsDep, asked: s.GraderAsked) -> s.GraderValid:
+def validate(who: Asker, service: ServiceDep, asked: s.GraderAsked) -> s.GraderValid:
     """Whether a grader can be used here; it is refused with the field otherwise."""
-    fine_tunings.checked_grader(who, asked.grader)
+    service.fine_tunings.checked_grader(who, asked.grader)
     return s.GraderValid(grader=asked.grader)
 
 
 @router.post("/alpha/graders/run")
-async def run(
-    who: Asker,
-    fine_tunings: FineTuningsDep,
-    quotas: QuotasDep,
-    grading: GradingDep,
-    storage: StorageDep,
-    asked: s.GraderRun,
-) -> s.GraderResult:
+async def run(who: Asker, service: ServiceDep, asked: s.GraderRun) -> s.GraderResult:
     """Score one sample, as a job would."""
-    grader = await asyncio.to_thread(fine_tunings.checked_grader, who, asked.grader)
+    grader = await asyncio.to_thread(service.fine_tunings.checked_grader, who, asked.grader)
     if judges(grader):
-        await asyncio.to_thread(quotas.check_day, who.tenant_id)
+        await asyncio.to_thread(service.quotas.check_day, who.tenant_id)
     started = time.monotonic()
-    (graded,) = await grading.grade(who, grader, asked.item or {}, [asked.model_sample])
+    (graded,) = await service.grading.grade(who, grader, asked.item or {}, [asked.model_sample])
     models = [judge.model for judge in judges(grader)]
     return s.GraderResult(
         reward=graded.reward or 0.0,
         metadata=s.GraderMetadata(
             name=grader.name,
             type=grader.type,
-            errors=_errors(graded, storage.without_places),
+            errors=_errors(graded, service.storage.without_places),
             execution_time=time.monotonic() - started,
             scores=graded.parts,
             token_usage=sum(graded.tokens.values()) if models else None,

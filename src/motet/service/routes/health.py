@@ -14,18 +14,8 @@ from sqlalchemy import func, select
 from motet.cluster.hosts import Hosts
 from motet.service.database.store import Store
 from motet.service.database.tables import Event, StoredJob, Tenant, now
+from motet.service.depends import ServiceDep, admin_only
 from motet.service.http.auth import bearer
-from motet.service.http.depends import (
-    AccessDep,
-    AdaptersDep,
-    BasesDep,
-    EngineDep,
-    RecorderDep,
-    RequestMetricsDep,
-    SettingsDep,
-    StoreDep,
-    admin_only,
-)
 from motet.service.schemas import Error, Health
 from motet.types import JobState
 
@@ -40,68 +30,59 @@ async def healthy() -> Health:
 
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
-def ready(
-    request: Request, bases: BasesDep, store: StoreDep, recorder: RecorderDep, engine: EngineDep, access: AccessDep
-) -> JSONResponse:
+def ready(request: Request, service: ServiceDep) -> JSONResponse:
     """Whether jobs can run: the database answers and the engine has loaded its base.
 
     Reasons, and what bases are, name places of this machine: they are for who brings a key.
     """
-    away = store.failure()
-    known = not away and access.allows(request)  # who that is cannot be told without the database
-    message = away or engine.failure or ("" if engine.ready else _STARTING) or recorder.failure
+    away = service.store.failure()
+    known = not away and service.access.allows(request)  # who that is cannot be told without the database
+    message = away or service.hosts.failure or ("" if service.hosts.ready else _STARTING) or service.recorder.failure
     status = "unavailable" if message else "ok"
-    gone = [name for name, there in engine.there.items() if not there.is_set()]
+    gone = [name for name, there in service.hosts.there.items() if not there.is_set()]
     if not away and not known and message not in ("", _STARTING):
         message = "the engine or the database is away; ask with a key, and this says why"
     if not message and gone:  # jobs on others can run
-        reasons = {name: (engine.failure_of(name) if known else "") or "is not there yet" for name in gone}
+        reasons = {name: (service.hosts.failure_of(name) if known else "") or "is not there yet" for name in gone}
         message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    bases = service.bases
     places = {name: bases.place(name) if known else name for name in bases.names} if bases.several else {}
     first = bases.first if known or bases.several else bases.public(bases.first)
     health = Health(status=status, base=first, bases=places, message=message)
     return JSONResponse(health.model_dump(), 503 if status == "unavailable" else 200)
 
 
-def metrics_access(request: Request, settings: SettingsDep, access: AccessDep) -> None:
+def metrics_access(request: Request, service: ServiceDep) -> None:
     """Whoever asks has the token for metrics, or an admin's key."""
-    token = settings.config.metrics_token
+    token = service.settings.config.metrics_token
     if not token or not hmac.compare_digest(bearer(request).encode(), token.encode()):
-        admin_only(access.principal(request))
+        admin_only(service.access.principal(request))
 
 
 @router.get("/metrics", response_class=Response, responses={401: {"model": Error}, 403: {"model": Error}})
-def metrics(
-    store: StoreDep,
-    adapters: AdaptersDep,
-    engine: EngineDep,
-    recorder: RecorderDep,
-    requests: RequestMetricsDep,
-    settings: SettingsDep,
-    _: Annotated[None, Depends(metrics_access)],
-) -> Response:
+def metrics(service: ServiceDep, _: Annotated[None, Depends(metrics_access)]) -> Response:
     """Counters for Prometheus; needs the service's metrics token, or an admin's key."""
     registry = CollectorRegistry()
     states = Gauge("motet_jobs", "Jobs by state.", ["state"], registry=registry)
-    counts = store.counts()
+    counts = service.store.counts()
     for state in JobState:
         states.labels(state.value).set(counts.get(state.value, 0))
-    bases = adapters.bases
+    bases = service.adapters.bases
     labels = ["tenant", "job", *(["base"] if bases.several else [])]
     rate = Gauge("motet_tokens_per_second", "Tokens sampled and trained, by job.", labels, registry=registry)
-    for job_id, standing in engine.progress.items():
-        job = adapters.by_id(job_id)
+    for job_id, standing in service.hosts.progress.items():
+        job = service.adapters.by_id(job_id)
         if isinstance(job, StoredJob):
-            of_job = (store.tenants.name_of(job.tenant_id), job.name, bases.called(job.base))
+            of_job = (service.store.tenants.name_of(job.tenant_id), job.name, bases.called(job.base))
             rate.labels(*of_job[: len(labels)]).set(standing.tokens_per_second)
     waiting = Gauge("motet_queue_age_seconds", "Age of a tenant's oldest queued job.", ["tenant"], registry=registry)
-    for tenant, since in _queued_since(store).items():
+    for tenant, since in _queued_since(service.store).items():
         waiting.labels(tenant).set(max(0.0, now() - since))
-    disk = shutil.disk_usage(settings.directory)
+    disk = shutil.disk_usage(service.settings.directory)
     Gauge("motet_disk_free_bytes", "Free space of the service's directory.", registry=registry).set(disk.free)
     Gauge("motet_disk_bytes", "Size of the disk of the service's directory.", registry=registry).set(disk.total)
-    _add_hosts(registry, engine, ["host", "base"] if bases.several else ["host"])
-    text = b"".join(map(generate_latest, (registry, requests.registry, recorder.metrics)))
+    _add_hosts(registry, service.hosts, ["host", "base"] if bases.several else ["host"])
+    text = b"".join(map(generate_latest, (registry, service.request_metrics.registry, service.recorder.metrics)))
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

@@ -13,23 +13,8 @@ from pydantic import Field
 
 from motet.cluster.messages import Action
 from motet.service.database.tables import StoredJob
+from motet.service.depends import Asker, NamedJob, ServiceDep, while_there
 from motet.service.errors import Refusal
-from motet.service.http.depends import (
-    AgentWorkersDep,
-    ApartDep,
-    Asker,
-    BasesDep,
-    CheckThreadsDep,
-    EngineDep,
-    NamedJob,
-    ReadThreadsDep,
-    SettingsDep,
-    StorageDep,
-    StoreDep,
-    SubmissionsDep,
-    WorkersDep,
-    while_there,
-)
 from motet.service.jobs.queue import StartCondition
 from motet.service.jobs.submissions import GivenJob
 from motet.service.jobs.validation import LONGEST_TEXT, jobs_in
@@ -50,40 +35,32 @@ class JobText(Asked):
 class JobAnswers:
     """Jobs as they are answered."""
 
-    def __init__(
-        self,
-        who: Asker,
-        store: StoreDep,
-        engine: EngineDep,
-        scorers: WorkersDep,
-        agents: AgentWorkersDep,
-        bases: BasesDep,
-    ) -> None:
-        self._bases = bases
-        self._who, self._store, self._engine, self._scorers, self._agents = who, store, engine, scorers, agents
+    def __init__(self, who: Asker, service: ServiceDep) -> None:
+        self._who, self._service = who, service
 
     def __call__(self, job: StoredJob) -> Job:
         """The answer for one job."""
         return Job(
-            id=job.id, name=job.name, tenant=self._store.tenants.name_of(job.tenant_id) if self._who.admin else None,
+            id=job.id, name=job.name, tenant=self._service.store.tenants.name_of(job.tenant_id) if self._who.admin else None,
             state=job.state, message=job.message,
             step=job.step, steps=job.steps, created=job.created, ended=job.ended, spec=_masked(job.spec),
             reward=job.reward, held_out=job.held_out and HeldOut(**job.held_out), after=job.after or [], at=job.start_at,
-            progress=self._progress(job.id), base=self._bases.shown(job.base),
+            progress=self._progress(job.id), base=self._service.bases.shown(job.base),
         )  # fmt: skip
 
     def now(self, job: StoredJob) -> Job:
         """One that has just been changed."""
-        return self(self._store.job(self._who, job.id) or job)
+        return self(self._service.store.job(self._who, job.id) or job)
 
     def _progress(self, job_id: str) -> dict[str, Any] | None:
-        standing = self._engine.progress.get(job_id)
+        standing = self._service.hosts.progress.get(job_id)
         if standing is None:
             return None
         progress = asdict(standing)
         if standing.host is None:
             del progress["host"]
-        waiting = [one.phase for one in (self._scorers, self._agents) if one.waits(job_id)]
+        workers = self._service.reward_workers, self._service.agent_workers
+        waiting = [one.phase for one in workers if one.waits(job_id)]
         return {**progress, "phase": waiting[0]} if waiting else progress
 
 
@@ -93,9 +70,7 @@ Shown = Annotated[JobAnswers, Depends()]
 @router.post("/jobs", status_code=201)
 async def submit(
     who: Asker,
-    submissions: SubmissionsDep,
-    store: StoreDep,
-    threads: CheckThreadsDep,
+    service: ServiceDep,
     shown: Shown,
     job: Annotated[dict[str, Any], Body(description="A job, as in a job file: name, data, reward, …")],
     after: Annotated[
@@ -111,19 +86,17 @@ async def submit(
 
     def take() -> Job:
         given = GivenJob(job, StartCondition(after or (), at))
-        (submitted,) = submissions.submit(who, [given], idempotency_key)
-        store.audit(who, "submit", submitted.id)
+        (submitted,) = service.submissions.submit(who, [given], idempotency_key)
+        service.store.audit(who, "submit", submitted.id)
         return shown(submitted)
 
-    return await threads.run(who.tenant_id, take)
+    return await service.check_threads.run(who.tenant_id, take)
 
 
 @router.post("/submissions", status_code=201)
 async def submit_all(
     who: Asker,
-    submissions: SubmissionsDep,
-    store: StoreDep,
-    threads: CheckThreadsDep,
+    service: ServiceDep,
     shown: Shown,
     asked: JobsToSubmit,
     idempotency_key: Annotated[str | None, Header(max_length=190)] = None,
@@ -132,25 +105,25 @@ async def submit_all(
 
     def take() -> SubmittedJobs:
         given = [GivenJob(one.job, StartCondition(one.after, asked.at)) for one in asked.jobs]
-        submitted = submissions.submit(who, given, idempotency_key)
+        submitted = service.submissions.submit(who, given, idempotency_key)
         for job in submitted:
-            store.audit(who, "submit", job.id)
+            service.store.audit(who, "submit", job.id)
         return SubmittedJobs(data=[shown(job) for job in submitted])
 
-    return await threads.run(who.tenant_id, take)
+    return await service.check_threads.run(who.tenant_id, take)
 
 
 @router.get("/jobs")
 def list_jobs(
     who: Asker,
-    store: StoreDep,
+    service: ServiceDep,
     shown: Shown,
     state: JobState | None = None,
     after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Jobs:
     """Jobs, newest first."""
-    jobs = store.jobs(who, state=state, before=None if after is None else int(after), limit=limit + 1)
+    jobs = service.store.jobs(who, state=state, before=None if after is None else int(after), limit=limit + 1)
     page = jobs[:limit]
     more = str(page[-1].number) if len(jobs) > limit else None
     return Jobs(data=[shown(job) for job in page], next=more)
@@ -163,35 +136,32 @@ def show(job: NamedJob, shown: Shown) -> Job:
 
 
 @router.post("/jobs/{job}/{word}", status_code=202)
-def steer(who: Asker, submissions: SubmissionsDep, store: StoreDep, shown: Shown, job: NamedJob, word: Action) -> Job:
+def steer(who: Asker, service: ServiceDep, shown: Shown, job: NamedJob, word: Action) -> Job:
     """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
-    submissions.steer(job, word)
-    store.audit(who, word, job.id)
+    service.submissions.steer(job, word)
+    service.store.audit(who, word, job.id)
     return shown.now(job)
 
 
 @router.patch("/jobs/{job}")
-def change(
-    who: Asker, submissions: SubmissionsDep, store: StoreDep, shown: Shown, job: NamedJob, wanted: JobChange
-) -> Job:
+def change(who: Asker, service: ServiceDep, shown: Shown, job: NamedJob, wanted: JobChange) -> Job:
     """Give a job that has not ended another budget or priority; it counts from the next step on."""
-    submissions.change(job, wanted.model_dump(exclude_unset=True))
-    store.audit(who, "change", job.id)
+    service.submissions.change(job, wanted.model_dump(exclude_unset=True))
+    service.store.audit(who, "change", job.id)
     return shown.now(job)
 
 
 @router.delete("/jobs/{job}", status_code=204)
-def delete(who: Asker, submissions: SubmissionsDep, store: StoreDep, job: NamedJob) -> None:
+def delete(who: Asker, service: ServiceDep, job: NamedJob) -> None:
     """Forget a job that has ended, with its versions, rollouts and events."""
-    submissions.delete(job)
-    store.audit(who, "delete", job.id)
+    service.submissions.delete(job)
+    service.store.audit(who, "delete", job.id)
 
 
 @router.get("/jobs/{job}/rollouts")
 async def rollouts(
     who: Asker,
-    storage: StorageDep,
-    threads: ReadThreadsDep,
+    service: ServiceDep,
     job: NamedJob,
     step: Annotated[int | None, Query(ge=0, description="Which step; the newest without one.")] = None,
     min_reward: float | None = None,
@@ -204,7 +174,7 @@ async def rollouts(
     tokens: Annotated[bool, Query(description="With the text and the logprob of each token.")] = False,
 ) -> Rollouts:
     """What a step sampled, or what an evaluation did, with rewards."""
-    directory, evals = storage.job(job.id), purpose == "eval"
+    directory, evals = service.storage.job(job.id), purpose == "eval"
     steps = await asyncio.to_thread(directory.sampled, evals=evals)
     chosen = steps[-1] if step is None and steps else step
     if chosen is None or chosen not in steps:
@@ -227,30 +197,22 @@ async def rollouts(
         shown = [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
         for one in shown:
             if isinstance(one.get("error"), str):  # what a reward raised may name its file
-                one["error"] = storage.without_places(one["error"])
+                one["error"] = service.storage.without_places(one["error"])
         return shown
 
-    return Rollouts(step=chosen, steps=steps, data=await threads.run(who.tenant_id, read))
+    return Rollouts(step=chosen, steps=steps, data=await service.read_threads.run(who.tenant_id, read))
 
 
 @router.post("/check")
-async def check(
-    request: Request,
-    who: Asker,
-    submissions: SubmissionsDep,
-    settings: SettingsDep,
-    apart: ApartDep,
-    threads: CheckThreadsDep,
-    given: JobText,
-) -> CheckedJobs:
+async def check(request: Request, who: Asker, service: ServiceDep, given: JobText) -> CheckedJobs:
     """Read a job file (YAML or JSON), or a single job, and check its jobs as if they were submitted; nothing is kept."""
-    read = await while_there(request, jobs_in(given.text, settings.bases, apart, who.tenant_id))
+    read = await while_there(request, jobs_in(given.text, service.settings.bases, service.apart, who.tenant_id))
 
     def look() -> CheckedJobs:
-        submissions.check(who, [GivenJob(job) for job in read])
+        service.submissions.check(who, [GivenJob(job) for job in read])
         return CheckedJobs(jobs=read)
 
-    return await while_there(request, threads.run(who.tenant_id, look))
+    return await while_there(request, service.check_threads.run(who.tenant_id, look))
 
 
 def _masked(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request, Response
 from pydantic_core import PydanticUndefined
 
+from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
-from motet.service.http.depends import Asker, NamedJob, SettingsDep, WorkersDep
 from motet.service.schemas.workers import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
@@ -26,50 +26,50 @@ router = APIRouter(prefix="/v1", tags=["rewards"])
 
 
 @router.get("/rewards")
-def list_rewards(who: Asker, settings: SettingsDep) -> Rewards:
+def list_rewards(who: Asker, service: ServiceDep) -> Rewards:
     """Rewards that jobs may use: built in, installed here, and scored elsewhere."""
-    installed = [_installed(name, one) for name, one in settings.rewards.items()]
+    installed = [_installed(name, one) for name, one in service.settings.rewards.items()]
     return Rewards(data=[*_built_in(), *installed, *_elsewhere()])
 
 
 @router.post("/jobs/{job}/scoring/lease", response_model=Lease)
-async def lease(request: Request, who: Asker, workers: WorkersDep, job: NamedJob, asked: LeaseRequest) -> Response:
+async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob, asked: LeaseRequest) -> Response:
     """Lease work for a reward worker. The call waits until there is some; the lease lasts `seconds`.
 
     What the worker holds already is renewed. Work that is not scored when its lease runs out is handed out again.
     """
     leased, state = [], JobState(job.state)
     if not state.final:
-        leased = await workers.lease(
+        leased = await service.reward_workers.lease(
             job.id, asked.worker, who.key_id, asked.most, asked.wait_seconds, request.is_disconnected
         )
-        state = await workers.state(job.id)
+        state = await service.reward_workers.state(job.id)
     units = [{"id": unit.key, **unit.work, "handed_out": unit.handed_out} for unit in leased]
     # In plain letters: what the data holds may not be UTF-8.
-    body = json.dumps({"units": units, "seconds": workers.lease_seconds, "state": state.value})
+    body = json.dumps({"units": units, "seconds": service.reward_workers.lease_seconds, "state": state.value})
     return Response(body, media_type="application/json")
 
 
 @router.post("/jobs/{job}/scoring/results")
-async def results(workers: WorkersDep, job: NamedJob, asked: Results) -> Counted:
+async def results(service: ServiceDep, job: NamedJob, asked: Results) -> Counted:
     """Hand scores in. What comes twice, or after another worker's, is counted once."""
     given = {one.id: one.scores for one in asked.results}
-    expected = await asyncio.to_thread(workers.units.completions, job.id, list(given))
+    expected = await asyncio.to_thread(service.reward_workers.units.completions, job.id, list(given))
     for key, n in expected.items():
         if len(given[key]) != n:
             raise Refusal(400, f"{key} has {n} completions, but got {len(given[key])} scores; nothing was counted")
     wire = {
         key: [score.model_dump() if isinstance(score, ByChance) else score for score in given[key]] for key in expected
     }
-    counted = await workers.settle(job.id, wire)
+    counted = await service.reward_workers.settle(job.id, wire)
     known = [key for key in expected if key not in counted]
     return Counted(counted=counted, known=known, unknown=[key for key in given if key not in expected])
 
 
 @router.delete("/jobs/{job}/scoring/workers/{worker}", status_code=204)
-async def leave(workers: WorkersDep, job: NamedJob, worker: str) -> None:
+async def leave(service: ServiceDep, job: NamedJob, worker: str) -> None:
     """Say that a reward worker goes; what it holds is handed out again at once."""
-    await workers.leave(job.id, worker.replace("\0", ""))
+    await service.reward_workers.leave(job.id, worker.replace("\0", ""))
 
 
 def _built_in() -> Iterator[Reward]:

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, RedirectResponse
 
+from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal
-from motet.service.http.depends import Asker, SignInsDep, StoreDep
 from motet.service.http.rights import rights
 from motet.service.http.sign_in import BEGUN_SECONDS, CALLBACK, Loopback, Person, SignIns
 from motet.service.request_log import asked_of
@@ -31,7 +31,7 @@ _CONFIRM = """<p>It would act as {}. Continue only if you have just run <code>mo
 @router.get("/login", include_in_schema=False)
 async def begin(
     request: Request,
-    sign_ins: SignInsDep,
+    service: ServiceDep,
     port: Annotated[int | None, Query(ge=1, le=65535)] = None,
     challenge: Annotated[str | None, Query(pattern="^[A-Za-z0-9_-]{43}$")] = None,
     state: Annotated[str | None, Query(pattern="^[A-Za-z0-9_-]{22,128}$")] = None,
@@ -41,38 +41,40 @@ async def begin(
         loopback = None if port is None or challenge is None or state is None else Loopback(port, challenge, state)
         if loopback is None and (port, challenge, state) != (None, None, None):
             raise Refusal(422, "give `port`, `challenge` and `state` together; `motet login` does")
-        page, kept = await sign_ins.begin(request, loopback)
+        page, kept = await service.sign_ins.begin(request, loopback)
     except Refusal as refusal:
         return _failed(request, refusal)
     response = RedirectResponse(page, 303, headers=_HEADERS)
-    sign_ins.set_cookie(response, f"{sign_ins.cookie}-login", kept, BEGUN_SECONDS, "lax")
+    service.sign_ins.set_cookie(response, f"{service.sign_ins.cookie}-login", kept, BEGUN_SECONDS, "lax")
     return response
 
 
 @router.get(CALLBACK, include_in_schema=False)
 async def finish(
     request: Request,
-    sign_ins: SignInsDep,
+    service: ServiceDep,
     state: Annotated[str, Query(max_length=200)] = "",
     code: Annotated[str, Query(max_length=4096)] = "",
     error: Annotated[str, Query(max_length=200)] = "",
     iss: Annotated[str | None, Query(max_length=2000)] = None,
 ) -> Response:
     """Take the browser back from the provider, and let it in; the only addresses that it is sent to are fixed."""
-    kept = f"{sign_ins.cookie}-login"
+    kept = f"{service.sign_ins.cookie}-login"
     try:
-        if iss not in (None, sign_ins.config.issuer):
+        if iss not in (None, service.sign_ins.config.issuer):
             raise Refusal(401, "another provider answers than the one that was asked; begin again")
         if error or not code:
             words = f" ({error})" if error.replace("_", "").isalnum() else ""
             raise Refusal(401, f"the provider has not signed you in{words}; begin again")
-        person, loopback = await sign_ins.finish(request, request.cookies.get(kept, ""), state, code)
+        person, loopback = await service.sign_ins.finish(request, request.cookies.get(kept, ""), state, code)
         if loopback is None:
-            made = await run_in_threadpool(_key, request, sign_ins, person)
-            response: Response = RedirectResponse(f"{sign_ins.public_url}/", 303, headers=_HEADERS)
-            sign_ins.set_cookie(response, sign_ins.cookie, made.key, sign_ins.config.hours * 3600, "strict")
+            made = await run_in_threadpool(_key, request, service.sign_ins, person)
+            response: Response = RedirectResponse(f"{service.sign_ins.public_url}/", 303, headers=_HEADERS)
+            service.sign_ins.set_cookie(
+                response, service.sign_ins.cookie, made.key, service.sign_ins.config.hours * 3600, "strict"
+            )
         else:
-            query = urlencode({"code": sign_ins.code_for(person, loopback), "state": loopback.state})
+            query = urlencode({"code": service.sign_ins.code_for(person, loopback), "state": loopback.state})
             place = html.escape(f"http://127.0.0.1:{loopback.port}/?{query}")
             who = html.escape(f"{person.name}, {person.role} of {person.tenant}")
             response = HTMLResponse(
@@ -80,28 +82,30 @@ async def finish(
             )
     except Refusal as refusal:
         response = _failed(request, refusal)
-    sign_ins.set_cookie(response, kept, "", 0, "lax")
+    service.sign_ins.set_cookie(response, kept, "", 0, "lax")
     return response
 
 
 @router.get("/v1/login", tags=["sign-in"])
-async def ways(request: Request, sign_ins: SignInsDep) -> LoginWays:
+async def ways(request: Request, service: ServiceDep) -> LoginWays:
     """How people sign in; 404 where they need keys. No key is asked for."""
-    provider = sign_ins.provider(request)
-    return LoginWays(issuer=sign_ins.config.issuer, url=sign_ins.page, device=await provider.has_device_flow())
+    provider = service.sign_ins.provider(request)
+    return LoginWays(
+        issuer=service.sign_ins.config.issuer, url=service.sign_ins.page, device=await provider.has_device_flow()
+    )
 
 
 @router.post("/v1/login/key", status_code=201, tags=["sign-in"])
-def exchange(request: Request, sign_ins: SignInsDep, wanted: LoginCode) -> NewKey:
+def exchange(request: Request, service: ServiceDep, wanted: LoginCode) -> NewKey:
     """Exchange the code that a browser handed to a command line for a key, which is shown this once."""
-    sign_ins.provider(request, "finish")
-    return _key(request, sign_ins, sign_ins.person_by(wanted.code, wanted.verifier))
+    service.sign_ins.provider(request, "finish")
+    return _key(request, service.sign_ins, service.sign_ins.person_by(wanted.code, wanted.verifier))
 
 
 @router.post("/v1/login/device", status_code=201, tags=["sign-in"])
-async def begin_device(request: Request, sign_ins: SignInsDep) -> DeviceLogin:
+async def begin_device(request: Request, service: ServiceDep) -> DeviceLogin:
     """Begin the device flow: a person types a code in a browser anywhere. 409 where the provider has none."""
-    device, handle = await sign_ins.begin_device(request)
+    device, handle = await service.sign_ins.begin_device(request)
     return DeviceLogin(handle=handle, **device.model_dump(exclude={"device_code"}))
 
 
@@ -110,24 +114,24 @@ async def begin_device(request: Request, sign_ins: SignInsDep) -> DeviceLogin:
     responses={202: {"model": DevicePending, "description": "The person has not finished."}},
 )  # fmt: skip
 async def finish_device(
-    request: Request, response: Response, sign_ins: SignInsDep, wanted: DeviceHandle
+    request: Request, response: Response, service: ServiceDep, wanted: DeviceHandle
 ) -> NewKey | Response:
     """Ask for the key of a device sign-in; 202 until the person has finished. The key is shown this once."""
-    person = await sign_ins.finish_device(request, wanted.handle)
+    person = await service.sign_ins.finish_device(request, wanted.handle)
     if isinstance(person, tuple):
         waits = DevicePending(interval=person[0].interval, handle=person[1])
         return Response(waits.model_dump_json(), 202, media_type="application/json")
-    return await run_in_threadpool(_key, request, sign_ins, person)
+    return await run_in_threadpool(_key, request, service.sign_ins, person)
 
 
 @router.delete("/v1/login", status_code=204, tags=["sign-in"])
-def sign_out(who: Asker, store: StoreDep, sign_ins: SignInsDep, response: Response) -> None:
+def sign_out(who: Asker, service: ServiceDep, response: Response) -> None:
     """End the sign-in whose key asks, and the keys that were made with it."""
     if not who.signed_in:
         raise Refusal(409, "this key was not made by a sign-in; `motet keys revoke` ends it")
-    store.tenants.revoke_key(who.key_id)
-    store.audit(who, "sign out", who.key_id)
-    sign_ins.set_cookie(response, sign_ins.cookie, "", 0, "strict")
+    service.store.tenants.revoke_key(who.key_id)
+    service.store.audit(who, "sign out", who.key_id)
+    service.sign_ins.set_cookie(response, service.sign_ins.cookie, "", 0, "strict")
 
 
 @router.get("/v1/me", tags=["sign-in"])

@@ -14,8 +14,8 @@ from motet.config.service import LimitsConfig
 from motet.service.database.store import Store
 from motet.service.database.tables import Key, now
 from motet.service.database.tenants import Principal
+from motet.service.depends import Admin, Asker, ServiceDep
 from motet.service.errors import Refusal, existing
-from motet.service.http.depends import Admin, Asker, BasesDep, ErasureDep, LedgerDep, QuotasDep, StoreDep
 from motet.service.http.rights import check_new
 from motet.service.schemas import ApiKey, AuditEntries, AuditEntry, KeyRequest, Keys, NewKey
 from motet.service.schemas.usage import By, Erased, TenantInfo, Tenants, UsageLine, UsageReport
@@ -25,7 +25,7 @@ _DAY = 86400.0
 
 
 @router.post("/keys", status_code=201, tags=["keys"])
-def create(who: Asker, store: StoreDep, wanted: KeyRequest) -> NewKey:
+def create(who: Asker, service: ServiceDep, wanted: KeyRequest) -> NewKey:
     """Make a key for oneself, of a role that is not higher; it ends with the key that made it. The key is shown this once.
 
     An admin makes keys of all tenants, also of new ones, and these do not end with the admin's.
@@ -38,50 +38,52 @@ def create(who: Asker, store: StoreDep, wanted: KeyRequest) -> NewKey:
         expires = expires or who.expires
         check_new(who, wanted.role, expires)
     made_by = None if who.admin else who.key_id
-    key, text = store.tenants.create_key(tenant, wanted.name, wanted.role, expires, wanted.scope, made_by)
-    store.audit(who, "create key", key.id)
+    key, text = service.store.tenants.create_key(tenant, wanted.name, wanted.role, expires, wanted.scope, made_by)
+    service.store.audit(who, "create key", key.id)
     return NewKey(**_shown(key, tenant).model_dump(), key=text)
 
 
 @router.get("/keys", tags=["keys"])
-def list_keys(who: Asker, store: StoreDep) -> Keys:
+def list_keys(who: Asker, service: ServiceDep) -> Keys:
     """Keys without their texts: one's own and those that it made; an admin of a tenant sees the tenant's, an admin all."""
-    return Keys(data=[_shown(key, tenant) for key, tenant in store.tenants.keys_of(who)])
+    return Keys(data=[_shown(key, tenant) for key, tenant in service.store.tenants.keys_of(who)])
 
 
 @router.post("/keys/{key}/rotate", status_code=201, tags=["keys"])
-def rotate(who: Asker, store: StoreDep, key: str) -> NewKey:
+def rotate(who: Asker, service: ServiceDep, key: str) -> NewKey:
     """End a key and make another with the same name, rights and end. The new key is shown this once."""
-    tenant = _visible(store, who, key)
-    theirs = {one.id for one, _ in store.tenants.keys_of(who) if one.made_by == who.key_id} | {who.key_id}
+    tenant = _visible(service.store, who, key)
+    theirs = {one.id for one, _ in service.store.tenants.keys_of(who) if one.made_by == who.key_id} | {who.key_id}
     made_by = None if who.admin or key in theirs else who.key_id
-    made = existing(store.tenants.rotate_key(key, made_by), f"the key {key!r} was revoked or has expired; make another")
-    store.audit(who, "rotate key", key)
+    made = existing(
+        service.store.tenants.rotate_key(key, made_by), f"the key {key!r} was revoked or has expired; make another"
+    )
+    service.store.audit(who, "rotate key", key)
     return NewKey(**_shown(made[0], tenant).model_dump(), key=made[1])
 
 
 @router.delete("/keys/{key}", status_code=204, tags=["keys"])
-def revoke(who: Asker, store: StoreDep, key: str) -> None:
+def revoke(who: Asker, service: ServiceDep, key: str) -> None:
     """End a key, and those that were made with it; they are refused from now on."""
-    _visible(store, who, key, ends=True)
-    store.tenants.revoke_key(key)
-    store.audit(who, "revoke key", key)
+    _visible(service.store, who, key, ends=True)
+    service.store.tenants.revoke_key(key)
+    service.store.audit(who, "revoke key", key)
 
 
 @router.get("/audit", tags=["keys"])
 def list_entries(
     who: Admin,
-    store: StoreDep,
+    service: ServiceDep,
     tenant: Annotated[str | None, Query(max_length=100, description="Only of this tenant.")] = None,
     after: Annotated[str | None, Query(pattern=r"^[0-9]{1,15}$", description="`next` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> AuditEntries:
     """Who changed what, newest first. Every change that is asked for over HTTP is written down."""
-    known = None if tenant is None else store.tenants.find(tenant)
+    known = None if tenant is None else service.store.tenants.find(tenant)
     if tenant is not None and known is None:
         raise Refusal(404, f"there is no tenant {tenant!r}", "tenant")
     before = None if after is None else int(after)
-    entries = store.audit_entries(tenant_id=None if known is None else known.id, before=before, limit=limit + 1)
+    entries = service.store.audit_entries(tenant_id=None if known is None else known.id, before=before, limit=limit + 1)
     page = [
         AuditEntry(id=entry.id, time=entry.time, tenant=name, key=entry.key_id, key_name=key, action=entry.action,
                    object=entry.object)
@@ -91,41 +93,41 @@ def list_entries(
 
 
 @router.get("/tenants", tags=["tenants"])
-def list_tenants(who: Admin, quotas: QuotasDep) -> Tenants:
+def list_tenants(who: Admin, service: ServiceDep) -> Tenants:
     """All tenants, with their limits and what they use of them."""
-    return Tenants(data=quotas.used())
+    return Tenants(data=service.quotas.used())
 
 
 @router.put("/tenants/{tenant}/limits", tags=["tenants"])
-def set_limits(who: Admin, store: StoreDep, quotas: QuotasDep, tenant: str, wanted: LimitsConfig) -> TenantInfo:
+def set_limits(who: Admin, service: ServiceDep, tenant: str, wanted: LimitsConfig) -> TenantInfo:
     """Set a tenant's own limits, all at once, from now on; jobs that are there already stay.
 
     Null means no limit. Fields that you leave out get the service's default.
     """
-    known = existing(store.tenants.find(tenant), f"there is no tenant {tenant!r}; motet keys create makes one")
-    quotas.set(known.id, wanted.model_dump(exclude_unset=True))
-    store.audit(who, "set limits", known.name)
-    return quotas.used(known.name)[0]
+    known = existing(service.store.tenants.find(tenant), f"there is no tenant {tenant!r}; motet keys create makes one")
+    service.quotas.set(known.id, wanted.model_dump(exclude_unset=True))
+    service.store.audit(who, "set limits", known.name)
+    return service.quotas.used(known.name)[0]
 
 
 @router.delete("/tenants/{tenant}", tags=["tenants"])
-def erase(who: Admin, store: StoreDep, erasure: ErasureDep, response: Response, tenant: str) -> Erased:
+def erase(who: Admin, service: ServiceDep, response: Response, tenant: str) -> Erased:
     """Erase a tenant: end its keys and jobs, then delete all that is kept of it. Ask again while jobs end (202)."""
-    known = existing(store.tenants.find(tenant), f"there is no tenant {tenant!r}")
+    known = existing(service.store.tenants.find(tenant), f"there is no tenant {tenant!r}")
     if known.id == who.tenant_id:
         raise Refusal(409, f"{tenant!r} is your own tenant; ask with an admin's key of another one")
-    waiting = erasure.erase(known.id)
+    waiting = service.erasure.erase(known.id)
     if waiting:
         response.status_code = 202
     else:
-        store.audit(who, "erase tenant", known.id)
+        service.store.audit(who, "erase tenant", known.id)
     return Erased(erased=not waiting, open_jobs=waiting)
 
 
 @router.get("/limits", tags=["tenants"])
-def own_limits(who: Asker, quotas: QuotasDep) -> TenantInfo:
+def own_limits(who: Asker, service: ServiceDep) -> TenantInfo:
     """What the asker's tenant may use, and what it uses."""
-    return quotas.used(who.tenant)[0]
+    return service.quotas.used(who.tenant)[0]
 
 
 @router.get(
@@ -136,9 +138,7 @@ def own_limits(who: Asker, quotas: QuotasDep) -> TenantInfo:
 )
 def usage(
     who: Asker,
-    store: StoreDep,
-    ledger: LedgerDep,
-    bases: BasesDep,
+    service: ServiceDep,
     by: Annotated[
         list[By], Query(max_length=4, description="How to group the lines: job (default), day, tenant, base.")
     ] = ["job"],  # noqa: B006 - FastAPI copies it
@@ -150,13 +150,13 @@ def usage(
     form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
 ) -> Response:
     """Tokens and device time of your tenant. Admins see all tenants, and unassigned time."""
-    based = "base" in by or (bases.several and "job" in by)
-    lines = ledger.report(
-        _whose(store, who, tenant),
+    based = "base" in by or (service.bases.several and "job" in by)
+    lines = service.ledger.report(
+        _whose(service.store, who, tenant),
         by,
         None if since is None else since.isoformat(),
         None if until is None else until.isoformat(),
-        bases.called if based else None,
+        service.bases.called if based else None,
     )
     if form == "csv":
         return Response(_table(lines), media_type="text/csv")

@@ -13,6 +13,7 @@ from sqlalchemy import select
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Nudge
+from motet.config import OF_CLIENT
 from motet.errors import LimitError
 from motet.runtime.journal import AnyCommand, ForwardBackward, Journal, JournalError, Nothing, Save
 from motet.service.bases import Bases
@@ -115,8 +116,7 @@ class Models:
             "base": base,
             "name": f"tinker-{session.removeprefix('session-')}-{number}",
             "algorithm": "client",
-            "data": {"source": "toy:add", "size": 1, "holdout": 0, "chat_template": False},
-            "sampling": {"max_tokens": 1},
+            "data": {"source": OF_CLIENT, "chat_template": False},
             "adapter": {"rank": lora.rank, "alpha": ALPHA, "target_modules": targets},
             "optimizer": {"max_skipped": 10**7},
             "steps": steps,

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
+from motet.service.composition import Service
+from motet.service.depends import Asker
 from motet.service.errors import Refusal
-from motet.service.http.depends import Asker, part
 from motet.service.tinker.checkpoints import Checkpoints, Downloads
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
@@ -23,6 +24,26 @@ PREFIX = "/tinker/api/v1"
 """A client's `base_url` ends with `/tinker`."""
 
 
+class Tinker:
+    """The parts that only this protocol uses."""
+
+    def __init__(self, service: Service) -> None:
+        store, storage, hosts, quotas = service.store, service.storage, service.hosts, service.quotas
+        self.models = Models(service.bases, store, storage, service.submissions, quotas, hosts, service.secrets)
+        self.checkpoints, self.downloads = Checkpoints(self.models), Downloads()
+        self.samplers = Samplers(self.models, self.checkpoints, storage, hosts)
+        self.futures = Futures(self.models, self.samplers, quotas, store, service.bus, storage, service.open_bytes)
+        self.leases = Leases(self.models, self.futures, store)
+
+
+async def _tinker(request: Request) -> Tinker:
+    tinker: Tinker = request.app.state.tinker
+    return tinker
+
+
+TinkerDep = Annotated[Tinker, Depends(_tinker)]
+
+
 def new_router() -> APIRouter:
     """A router below the prefix."""
     return APIRouter(prefix=PREFIX, include_in_schema=False)  # whoever speaks another's protocol has its description
@@ -31,8 +52,8 @@ def new_router() -> APIRouter:
 def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
     """Reads a command of a model. Where it is refused, its number is used up all the same: those after it go on."""
 
-    async def read(request: Request, who: Asker) -> Body:
-        models: Models = request.app.state.parts[Models]
+    async def read(request: Request, who: Asker, tinker: TinkerDep) -> Body:
+        models = tinker.models
         try:
             given = await request.json()
         except (ValueError, RecursionError) as error:
@@ -47,11 +68,3 @@ def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
             raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
 
     return read
-
-
-DownloadsDep = Annotated[Downloads, part(Downloads)]
-LeasesDep = Annotated[Leases, part(Leases)]
-ModelsDep = Annotated[Models, part(Models)]
-CheckpointsDep = Annotated[Checkpoints, part(Checkpoints)]
-FuturesDep = Annotated[Futures, part(Futures)]
-SamplersDep = Annotated[Samplers, part(Samplers)]

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from motet.runtime.journal import Nothing
 from motet.service.database.tables import StoredJob
+from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal, existing
-from motet.service.http.depends import Asker, QuotasDep, ReadThreadsDep, StorageDep, StoreDep
 from motet.service.http.downloads import packed
 from motet.service.http.opened import opened_by
 from motet.service.tenants.stored import size_of
@@ -31,7 +31,7 @@ from motet.service.tinker.checkpoints import (
     iso,
 )
 from motet.service.tinker.models import Models
-from motet.service.tinker.parts import CheckpointsDep, DownloadsDep, ModelsDep, new_router
+from motet.service.tinker.parts import TinkerDep, new_router
 from motet.service.tinker.requests import CopyWeights, Lora, Ttl
 
 router = new_router()
@@ -51,8 +51,8 @@ class Ttls(BaseModel):
     ttl_seconds: Ttl | None = None
 
 
-def _named(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, run: str, kind: str, name: str) -> Checkpoint:
-    return checkpoints.named(models.find(who, run), kind, name)
+def _named(who: Asker, tinker: TinkerDep, run: str, kind: str, name: str) -> Checkpoint:
+    return tinker.checkpoints.named(tinker.models.find(who, run), kind, name)
 
 
 NamedCheckpoint = Annotated[Checkpoint, Depends(_named)]
@@ -78,137 +78,129 @@ def _run(models: Models, checkpoints: Checkpoints, owner: str, job: StoredJob) -
 
 
 @router.get("/training_runs")
-def training_runs(
-    who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, limit: Limit = 20, offset: Offset = 0
-) -> dict[str, Any]:
+def training_runs(who: Asker, tinker: TinkerDep, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
     """The asker's models, newest first."""
-    jobs = models.of_session(who)
-    shown = [_run(models, checkpoints, who.tenant, job) for job in jobs[offset : offset + limit]]
+    jobs = tinker.models.of_session(who)
+    shown = [_run(tinker.models, tinker.checkpoints, who.tenant, job) for job in jobs[offset : offset + limit]]
     return {"training_runs": shown, "cursor": {"offset": offset, "limit": limit, "total_count": len(jobs)}}
 
 
 @router.get("/training_runs/{run}")
-def training_run(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, run: str) -> dict[str, Any]:
+def training_run(who: Asker, tinker: TinkerDep, run: str) -> dict[str, Any]:
     """One of them."""
-    return _run(models, checkpoints, who.tenant, models.find(who, run))
+    return _run(tinker.models, tinker.checkpoints, who.tenant, tinker.models.find(who, run))
 
 
 @router.get("/training_runs/{run}/checkpoints")
-def checkpoints_of(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, run: str) -> dict[str, Any]:
+def checkpoints_of(who: Asker, tinker: TinkerDep, run: str) -> dict[str, Any]:
     """What a model saved."""
-    return {"checkpoints": [one.shown() for one in checkpoints.of(models.find(who, run))]}
+    return {"checkpoints": [one.shown() for one in tinker.checkpoints.of(tinker.models.find(who, run))]}
 
 
 @router.get("/checkpoints")
-def all_checkpoints(
-    who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, limit: Limit = 100, offset: Offset = 0
-) -> dict[str, Any]:
+def all_checkpoints(who: Asker, tinker: TinkerDep, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
     """What all of the asker's models saved."""
-    kept = [one for job in models.of_session(who) for one in checkpoints.of(job)]
+    kept = [one for job in tinker.models.of_session(who) for one in tinker.checkpoints.of(job)]
     cursor = {"offset": offset, "limit": limit, "total_count": len(kept)}
     return {"checkpoints": [one.shown() for one in kept[offset : offset + limit]], "cursor": cursor}
 
 
 @router.post("/weights_info")
-def weights_info(who: Asker, models: ModelsDep, checkpoints: CheckpointsDep, wanted: WeightsInfo) -> dict[str, Any]:
+def weights_info(who: Asker, tinker: TinkerDep, wanted: WeightsInfo) -> dict[str, Any]:
     """The shape of a checkpoint."""
-    source = checkpoints.find(who, wanted.tinker_path)
-    lora = models.journal(source.job).description()["lora"]
+    source = tinker.checkpoints.find(who, wanted.tinker_path)
+    lora = tinker.models.journal(source.job).description()["lora"]
     shape = {"train_unembed": False, "train_mlp": lora["train_mlp"], "train_attn": lora["train_attn"]}
-    return {"base_model": models.bases.of(source.job.base), "is_lora": True, "lora_rank": lora["rank"], **shape}
+    return {"base_model": tinker.models.bases.of(source.job.base), "is_lora": True, "lora_rank": lora["rank"], **shape}
 
 
 @router.delete(_CHECKPOINT, status_code=204)
-def delete_checkpoint(checkpoints: CheckpointsDep, checkpoint: NamedCheckpoint) -> Response:
+def delete_checkpoint(tinker: TinkerDep, checkpoint: NamedCheckpoint) -> Response:
     """Delete a checkpoint."""
-    checkpoints.remove(checkpoint)
+    tinker.checkpoints.remove(checkpoint)
     return Response(status_code=204)
 
 
 @router.put(f"{_CHECKPOINT}/ttl")
-def set_ttl(checkpoints: CheckpointsDep, checkpoint: NamedCheckpoint, wanted: Ttls) -> dict[str, Any]:
+def set_ttl(tinker: TinkerDep, checkpoint: NamedCheckpoint, wanted: Ttls) -> dict[str, Any]:
     """Say how long a checkpoint stays."""
-    checkpoints.expire(checkpoint, wanted.ttl_seconds)
+    tinker.checkpoints.expire(checkpoint, wanted.ttl_seconds)
     return checkpoint.shown()
 
 
 @router.post(f"{_CHECKPOINT}/publish", status_code=204)
-def publish(who: Asker, store: StoreDep, checkpoints: CheckpointsDep, checkpoint: NamedCheckpoint) -> Response:
+def publish(who: Asker, service: ServiceDep, tinker: TinkerDep, checkpoint: NamedCheckpoint) -> Response:
     """Let every tenant sample and start from a checkpoint."""
-    checkpoints.publish(checkpoint, True)
-    store.audit(who, "publish checkpoint", checkpoint.path)
+    tinker.checkpoints.publish(checkpoint, True)
+    service.store.audit(who, "publish checkpoint", checkpoint.path)
     return Response(status_code=204)
 
 
 @router.delete(f"{_CHECKPOINT}/publish", status_code=204)
-def unpublish(who: Asker, store: StoreDep, checkpoints: CheckpointsDep, checkpoint: NamedCheckpoint) -> Response:
+def unpublish(who: Asker, service: ServiceDep, tinker: TinkerDep, checkpoint: NamedCheckpoint) -> Response:
     """Keep it to its own tenant again."""
-    checkpoints.publish(checkpoint, False)
-    store.audit(who, "unpublish checkpoint", checkpoint.path)
+    tinker.checkpoints.publish(checkpoint, False)
+    service.store.audit(who, "unpublish checkpoint", checkpoint.path)
     return Response(status_code=204)
 
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls")
-def external_urls(request: Request, who: Asker, downloads: DownloadsDep, checkpoint: NamedCheckpoint) -> dict[str, Any]:
+def external_urls(request: Request, who: Asker, tinker: TinkerDep, checkpoint: NamedCheckpoint) -> dict[str, Any]:
     """A link to each file of a checkpoint."""
     expires = time.time() + SECONDS
     urls = {
-        file: str(request.url_for("download_checkpoint", token=downloads.token(checkpoint, file, who.key_id, expires)))
+        file: str(
+            request.url_for("download_checkpoint", token=tinker.downloads.token(checkpoint, file, who.key_id, expires))
+        )
         for file in files_of(checkpoint)
     }
     return {"urls": urls, "expires": iso(expires)}
 
 
 @router.get(f"{_CHECKPOINT}/archive")
-def archive(request: Request, who: Asker, downloads: DownloadsDep, checkpoint: NamedCheckpoint) -> Response:
+def archive(request: Request, who: Asker, tinker: TinkerDep, checkpoint: NamedCheckpoint) -> Response:
     """A link to all of them in one, as packages before 0.36 ask."""
     expires = time.time() + SECONDS
-    url = request.url_for("download_checkpoint", token=downloads.token(checkpoint, ARCHIVE, who.key_id, expires))
+    url = request.url_for("download_checkpoint", token=tinker.downloads.token(checkpoint, ARCHIVE, who.key_id, expires))
     return Response(status_code=302, headers={"Location": str(url), "Expires": formatdate(expires, usegmt=True)})
 
 
 @router.get("/downloads/{token}")
-async def download_checkpoint(
-    request: Request,
-    store: StoreDep,
-    storage: StorageDep,
-    checkpoints: CheckpointsDep,
-    downloads: DownloadsDep,
-    threads: ReadThreadsDep,
-    token: str,
-) -> Response:
+async def download_checkpoint(request: Request, service: ServiceDep, tinker: TinkerDep, token: str) -> Response:
     """What a link opens. It needs no key of its own, and ends with the key under which it was made."""
-    link = downloads.open(token)
-    if await asyncio.to_thread(store.tenants.ended_keys, [link.key]):
+    link = tinker.downloads.open(token)
+    if await asyncio.to_thread(service.store.tenants.ended_keys, [link.key]):
         raise Refusal(403, "the key under which this link was made was revoked or has expired; ask for another link")
     opened_by(request, link.key)
-    job = existing(await asyncio.to_thread(store.job_by_id, link.job), "the model is gone")
-    directory = (await asyncio.to_thread(checkpoints.named, job, link.kind, link.name)).directory
+    job = existing(await asyncio.to_thread(service.store.job_by_id, link.job), "the model is gone")
+    directory = (await asyncio.to_thread(tinker.checkpoints.named, job, link.kind, link.name)).directory
     if link.file == ARCHIVE:
-        return await threads.run(
+        return await service.read_threads.run(
             job.tenant_id,
-            lambda: packed(storage.directory, lambda file: archive_into(file, directory), "application/x-tar", ARCHIVE),
+            lambda: packed(
+                service.storage.directory, lambda file: archive_into(file, directory), "application/x-tar", ARCHIVE
+            ),
         )
     return FileResponse(directory / link.file, filename=link.file)
 
 
 @router.post("/copy_weights")
-def copy_weights(
-    who: Asker, models: ModelsDep, quotas: QuotasDep, checkpoints: CheckpointsDep, wanted: CopyWeights
-) -> dict[str, Any]:
+def copy_weights(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: CopyWeights) -> dict[str, Any]:
     """A checkpoint once more, in a training run of its own that has ended."""
-    source = checkpoints.find(who, wanted.source_path)
-    session_id, number = wanted.session_id or models.new_session(who), wanted.model_seq_id or 0
-    model_id = models.model_id(who, session_id, number)
-    lora = Lora(**models.journal(source.job).description()["lora"])
-    quotas.check_storage(who.tenant_id, size_of(source.directory))  # before a model is made for it
-    models.create(who, model_id, models.bases.of(source.job.base), lora, Nothing(), {"from": wanted.source_path})
-    made = models.find(who, model_id)
+    source = tinker.checkpoints.find(who, wanted.source_path)
+    session_id, number = wanted.session_id or tinker.models.new_session(who), wanted.model_seq_id or 0
+    model_id = tinker.models.model_id(who, session_id, number)
+    lora = Lora(**tinker.models.journal(source.job).description()["lora"])
+    service.quotas.check_storage(who.tenant_id, size_of(source.directory))  # before a model is made for it
+    tinker.models.create(
+        who, model_id, tinker.models.bases.of(source.job.base), lora, Nothing(), {"from": wanted.source_path}
+    )
+    made = tinker.models.find(who, model_id)
     try:
-        with quotas.storing(who.tenant_id, size_of(source.directory), made.id):
-            return {"tinker_path": checkpoints.copy(source, made, wanted.ttl_seconds).path}
+        with service.quotas.storing(who.tenant_id, size_of(source.directory), made.id):
+            return {"tinker_path": tinker.checkpoints.copy(source, made, wanted.ttl_seconds).path}
     finally:
-        models.finish(made)
+        tinker.models.finish(made)
 
 
 @router.get("/auth/apikey/me")
@@ -241,13 +233,16 @@ for (_method, _path), _words in ELSEWHERE.items():
 
 
 @router.get("/sessions")
-def sessions(who: Asker, models: ModelsDep, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
+def sessions(who: Asker, tinker: TinkerDep, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
     """Sessions that have made a model, newest first."""
-    ids = list(dict.fromkeys(str(job.idempotency_key).partition(":")[0] for job in models.of_session(who)))
+    ids = list(dict.fromkeys(str(job.idempotency_key).partition(":")[0] for job in tinker.models.of_session(who)))
     return {"sessions": ids[offset : offset + limit]}
 
 
 @router.get("/sessions/{session_id}")
-def session(who: Asker, models: ModelsDep, session_id: str) -> dict[str, Any]:
+def session(who: Asker, tinker: TinkerDep, session_id: str) -> dict[str, Any]:
     """The models of a session."""
-    return {"training_run_ids": [job.idempotency_key for job in models.of_session(who, session_id)], "sampler_ids": []}
+    return {
+        "training_run_ids": [job.idempotency_key for job in tinker.models.of_session(who, session_id)],
+        "sampler_ids": [],
+    }

@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import Response
 
 from motet.cluster.hosts import longest_sequence
+from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal
-from motet.service.http.depends import Asker, EngineDep
 from motet.service.tinker.models import SESSION
-from motet.service.tinker.parts import FuturesDep, LeasesDep, ModelsDep, SamplersDep, new_router
+from motet.service.tinker.parts import TinkerDep, new_router
 from motet.service.tinker.requests import Anything, CreateSampling, CreateSession, Heartbeat, Sample
 from motet.service.tinker.samplers import base_part, path_part, sampler_id
 
@@ -44,24 +44,26 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/get_server_capabilities")
-def capabilities(who: Asker, models: ModelsDep) -> dict[str, Any]:
+def capabilities(who: Asker, tinker: TinkerDep) -> dict[str, Any]:
     """The bases."""
     return {
-        "supported_models": [{"model_name": name, "trainable": True, "sampleable": True} for name in models.bases.names]
+        "supported_models": [
+            {"model_name": name, "trainable": True, "sampleable": True} for name in tinker.models.bases.names
+        ]
     }
 
 
 @router.post("/create_session")
-def create_session(who: Asker, models: ModelsDep, wanted: CreateSession) -> dict[str, Any]:
+def create_session(who: Asker, tinker: TinkerDep, wanted: CreateSession) -> dict[str, Any]:
     """An id under which models are made."""
-    return {"type": "create_session", "session_id": models.new_session(who), "info_message": _HEAD}
+    return {"type": "create_session", "session_id": tinker.models.new_session(who), "info_message": _HEAD}
 
 
 @router.post("/session_heartbeat")
-def heartbeat(who: Asker, models: ModelsDep, leases: LeasesDep, wanted: Heartbeat) -> dict[str, str]:
+def heartbeat(who: Asker, tinker: TinkerDep, wanted: Heartbeat) -> dict[str, str]:
     """That a client is there. A model keeps its slot until another has a use for it, heartbeat or not."""
-    models.check_session(who, wanted.session_id)
-    leases.renew(wanted.session_id)
+    tinker.models.check_session(who, wanted.session_id)
+    tinker.leases.renew(wanted.session_id)
     return {"type": "session_heartbeat"}
 
 
@@ -72,39 +74,35 @@ def telemetry(who: Asker, wanted: Anything) -> dict[str, str]:
 
 
 @router.post("/sessions/{session_id}/finish", status_code=204)
-def finish(who: Asker, models: ModelsDep, session_id: str, wanted: Anything) -> Response:
+def finish(who: Asker, tinker: TinkerDep, session_id: str, wanted: Anything) -> Response:
     """No more will come for the models of a session."""
-    for job in models.of_session(who, session_id) if SESSION.fullmatch(session_id) else ():
-        models.finish(job)
+    for job in tinker.models.of_session(who, session_id) if SESSION.fullmatch(session_id) else ():
+        tinker.models.finish(job)
     return Response(status_code=204)
 
 
 @router.post("/create_sampling_session")
-def create_sampling_session(
-    who: Asker, models: ModelsDep, samplers: SamplersDep, wanted: CreateSampling
-) -> dict[str, Any]:
+def create_sampling_session(who: Asker, tinker: TinkerDep, wanted: CreateSampling) -> dict[str, Any]:
     """Something to sample from: the base, or a checkpoint."""
-    models.check_session(who, wanted.session_id)
-    what = base_part(models.base(wanted.base_model), models.bases)
+    tinker.models.check_session(who, wanted.session_id)
+    what = base_part(tinker.models.base(wanted.base_model), tinker.models.bases)
     if wanted.model_path is not None:
-        samplers.of_path(who, wanted.model_path)
+        tinker.samplers.of_path(who, wanted.model_path)
         what = path_part(wanted.model_path)
     name = sampler_id(wanted.session_id, wanted.sampling_session_seq_id, what)
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
 
 @router.get("/samplers/{name}")
-def sampler(who: Asker, models: ModelsDep, samplers: SamplersDep, name: str) -> dict[str, Any]:
+def sampler(who: Asker, tinker: TinkerDep, name: str) -> dict[str, Any]:
     """What a sampling session samples from."""
-    sampler = samplers.find(who, name)
+    sampler = tinker.samplers.find(who, name)
     path = {} if sampler.model_path is None else {"model_path": sampler.model_path}
     return {"sampler_id": name, "base_model": sampler.base, **path}
 
 
 @router.post("/asample")
-async def asample(
-    who: Asker, samplers: SamplersDep, futures: FuturesDep, engine: EngineDep, wanted: Sample
-) -> dict[str, Any]:
+async def asample(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Sample) -> dict[str, Any]:
     """Begin to complete a prompt."""
     length = sum(len(chunk.tokens) for chunk in wanted.prompt.chunks)
     if not length:
@@ -113,8 +111,8 @@ async def asample(
         wanted.prompt_logprobs and wanted.prompt_logprobs_last_n < length
     ):
         raise Refusal(400, "prompt_logprobs_last_n: ask for prompt_logprobs, and for fewer than the prompt has")
-    sampler = await asyncio.to_thread(samplers.of, who, wanted)
-    if (most := longest_sequence(engine, sampler.base)) and length > most:
+    sampler = await asyncio.to_thread(tinker.samplers.of, who, wanted)
+    if (most := longest_sequence(service.hosts, sampler.base)) and length > most:
         raise Refusal(400, f"prompt: it has {length} tokens; {most} are the most that this base reads")
-    name = await futures.begin(who, samplers.seeded(wanted))
+    name = await tinker.futures.begin(who, tinker.samplers.seeded(wanted))
     return {"request_id": name, "sample_sequence_ids": [f"{name}-{index}" for index in range(wanted.num_samples)]}

@@ -13,12 +13,12 @@ from fastapi.responses import JSONResponse
 from motet.errors import LimitError
 from motet.runtime.journal import Load, Nothing, OptimStep, Save
 from motet.service.database.tables import StoredJob
+from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal
-from motet.service.http.depends import ApartDep, Asker, QuotasDep, while_there
 from motet.service.http.rights import check
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
 from motet.service.tinker.models import Models
-from motet.service.tinker.parts import CheckpointsDep, FuturesDep, ModelsDep, new_router, numbered
+from motet.service.tinker.parts import TinkerDep, new_router, numbered
 from motet.service.tinker.requests import (
     CreateModel,
     LoadWeights,
@@ -41,22 +41,22 @@ def _promise(request_id: str, **more: Any) -> dict[str, Any]:
 
 
 @router.post("/create_model")
-def create_model(who: Asker, models: ModelsDep, wanted: CreateModel) -> dict[str, Any]:
+def create_model(who: Asker, tinker: TinkerDep, wanted: CreateModel) -> dict[str, Any]:
     """A new adapter."""
-    base = models.base(wanted.base_model)
-    model_id = models.model_id(who, wanted.session_id, wanted.model_seq_id)
+    base = tinker.models.base(wanted.base_model)
+    model_id = tinker.models.model_id(who, wanted.session_id, wanted.model_seq_id)
     answer = {"type": "create_model", "model_id": model_id}
     about = {"user_metadata": wanted.user_metadata}
     lora = wanted.lora_config or Lora(rank=32)
-    return _promise(models.create(who, model_id, base, lora, Nothing(answer), about), model_id=model_id)
+    return _promise(tinker.models.create(who, model_id, base, lora, Nothing(answer), about), model_id=model_id)
 
 
 @router.post("/get_info")
-def get_info(who: Asker, models: ModelsDep, wanted: OfModel) -> dict[str, Any]:
+def get_info(who: Asker, tinker: TinkerDep, wanted: OfModel) -> dict[str, Any]:
     """What a model is."""
-    job = models.find(who, wanted.model_id)
-    base = models.bases.of(job.base)
-    data = {"arch": "causal-lm", "model_name": base, "tokenizer_id": models.bases.tokenizer(base)}
+    job = tinker.models.find(who, wanted.model_id)
+    base = tinker.models.bases.of(job.base)
+    data = {"arch": "causal-lm", "model_name": base, "tokenizer_id": tinker.models.bases.tokenizer(base)}
     rank = job.spec["adapter"]["rank"]
     return {
         "type": "get_info", "model_id": wanted.model_id, "model_data": data, "is_lora": True, "lora_rank": rank,
@@ -65,15 +65,15 @@ def get_info(who: Asker, models: ModelsDep, wanted: OfModel) -> dict[str, Any]:
 
 
 @router.post("/unload_model")
-def unload_model(who: Asker, models: ModelsDep, wanted: OfModel) -> dict[str, Any]:
+def unload_model(who: Asker, tinker: TinkerDep, wanted: OfModel) -> dict[str, Any]:
     """No more will come for a model."""
-    job = models.find(who, wanted.model_id)
-    models.finish(job)
+    job = tinker.models.find(who, wanted.model_id)
+    tinker.models.finish(job)
     return _promise(f"{wanted.model_id}/0", model_id=wanted.model_id)
 
 
 @router.post("/forward_backward")
-async def forward_backward(who: Asker, models: ModelsDep, apart: ApartDep, request: Request) -> dict[str, Any]:
+async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, request: Request) -> dict[str, Any]:
     """Add a gradient, or with `forward_only` look at the loss."""
     if request.headers.get("content-type", "").partition(";")[0] != CONTENT_TYPE:
         raise Refusal(400, f"send {CONTENT_TYPE}: tinker 0.25 and newer do")
@@ -81,108 +81,100 @@ async def forward_backward(who: Asker, models: ModelsDep, apart: ApartDep, reque
     read = (
         read_gradient(body)
         if len(body) <= SMALL
-        else await while_there(request, apart.call(who.tenant_id, read_gradient, body))
+        else await while_there(request, service.apart.call(who.tenant_id, read_gradient, body))
     )
 
     def order() -> dict[str, Any]:
         asked = gradient_of(read)
-        job = models.find(who, asked.model_id)
+        job = tinker.models.find(who, asked.model_id)
         if asked.seq_id < 1:
             raise Refusal(400, f"seq_id {asked.seq_id} is not from 1 on")
-        with _refusing(models, job, asked.seq_id):
+        with _refusing(tinker.models, job, asked.seq_id):
             if asked.command is None:
                 raise WireError(asked.reason)
-        models.admit(job, asked.seq_id, asked.command)
-        return _promise(models.order(job, asked.seq_id, asked.command))
+        tinker.models.admit(job, asked.seq_id, asked.command)
+        return _promise(tinker.models.order(job, asked.seq_id, asked.command))
 
     return await asyncio.to_thread(order)
 
 
 @router.post("/optim_step")
-def optim_step(who: Asker, models: ModelsDep, wanted: Annotated[Step, Depends(numbered(Step))]) -> dict[str, Any]:
+def optim_step(who: Asker, tinker: TinkerDep, wanted: Annotated[Step, Depends(numbered(Step))]) -> dict[str, Any]:
     """Make the next version."""
     adam = wanted.adam_params
     command = OptimStep(
         adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.grad_clip_norm or None
     )
-    return _promise(models.order(models.find(who, wanted.model_id), wanted.seq_id, command))
+    return _promise(tinker.models.order(tinker.models.find(who, wanted.model_id), wanted.seq_id, command))
 
 
 @router.post("/save_weights")
 def save_weights(
-    who: Asker,
-    models: ModelsDep,
-    quotas: QuotasDep,
-    checkpoints: CheckpointsDep,
-    wanted: Annotated[SaveWeights, Depends(numbered(SaveWeights))],
+    who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Annotated[SaveWeights, Depends(numbered(SaveWeights))]
 ) -> dict[str, Any]:
     """Save weights, moments and a gradient that waits for its step, to go on from."""
-    job = models.find(who, wanted.model_id)
-    with _refusing(models, job, wanted.seq_id):
-        checkpoints.check_free(job, WEIGHTS, wanted.path, wanted.seq_id, overwrite=wanted.overwrite)
-        quotas.check_storage(who.tenant_id, 0)
+    job = tinker.models.find(who, wanted.model_id)
+    with _refusing(tinker.models, job, wanted.seq_id):
+        tinker.checkpoints.check_free(job, WEIGHTS, wanted.path, wanted.seq_id, overwrite=wanted.overwrite)
+        service.quotas.check_storage(who.tenant_id, 0)
     about = about_of(wanted.seq_id, wanted.ttl_seconds, wanted.user_metadata)
     answer = {"type": "save_weights", "path": f"tinker://{wanted.model_id}/{WEIGHTS}/{wanted.path}"}
     command = Save(f"{WEIGHTS}/{wanted.path}", True, about, answer)
-    return _promise(models.order(job, wanted.seq_id, command))
+    return _promise(tinker.models.order(job, wanted.seq_id, command))
 
 
 @router.post("/save_weights_for_sampler")
 def save_for_sampler(
     who: Asker,
-    models: ModelsDep,
-    quotas: QuotasDep,
-    checkpoints: CheckpointsDep,
+    tinker: TinkerDep,
+    service: ServiceDep,
     wanted: Annotated[SaveForSampler, Depends(numbered(SaveForSampler))],
 ) -> dict[str, Any]:
     """Save weights to sample from."""
-    job, number = models.find(who, wanted.model_id), wanted.seq_id
-    with _refusing(models, job, number):
-        quotas.check_storage(who.tenant_id, 0)
+    job, number = tinker.models.find(who, wanted.model_id), wanted.seq_id
+    with _refusing(tinker.models, job, number):
+        service.quotas.check_storage(who.tenant_id, 0)
     answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
     about = about_of(number, wanted.ttl_seconds, wanted.user_metadata)
     if wanted.path is not None:
-        with _refusing(models, job, number):
-            checkpoints.check_free(job, SAMPLER, wanted.path, number)
+        with _refusing(tinker.models, job, number):
+            tinker.checkpoints.check_free(job, SAMPLER, wanted.path, number)
         answer["path"] = f"tinker://{wanted.model_id}/{SAMPLER}/{wanted.path}"
-        return _promise(models.order(job, number, Save(f"{SAMPLER}/{wanted.path}", False, about, answer)))
+        return _promise(tinker.models.order(job, number, Save(f"{SAMPLER}/{wanted.path}", False, about, answer)))
     if wanted.sampling_session_seq_id is None:
-        models.refuse(job, number)
+        tinker.models.refuse(job, number)
         raise Refusal(400, "give path or sampling_session_seq_id")
     session, _, model = wanted.model_id.partition(":train:")
     what = "live" if wanted.kind == "inflight" else str(number)
     # by the command's own number: a client that sends it again counts its sampling session once more
     answer["sampling_session_id"] = sampler_id(session, number, f"{model}-{what}")
     command = Nothing(answer) if what == "live" else Save(f"{SAMPLER}/snapshot-{number}", False, about, answer)
-    return _promise(models.order(job, number, command))
+    return _promise(tinker.models.order(job, number, command))
 
 
 @router.post("/load_weights")
 def load_weights(
-    who: Asker,
-    models: ModelsDep,
-    checkpoints: CheckpointsDep,
-    wanted: Annotated[LoadWeights, Depends(numbered(LoadWeights))],
+    who: Asker, tinker: TinkerDep, wanted: Annotated[LoadWeights, Depends(numbered(LoadWeights))]
 ) -> dict[str, Any]:
     """Go on from a checkpoint, in a model that is there or in a new one."""
     if wanted.model_id is not None and wanted.seq_id is not None:
-        job = models.find(who, wanted.model_id)
-        with _refusing(models, job, wanted.seq_id):
-            source = checkpoints.find(who, wanted.path)
-            if (base := models.bases.of(source.job.base)) != models.bases.of(job.base):
+        job = tinker.models.find(who, wanted.model_id)
+        with _refusing(tinker.models, job, wanted.seq_id):
+            source = tinker.checkpoints.find(who, wanted.path)
+            if (base := tinker.models.bases.of(source.job.base)) != tinker.models.bases.of(job.base):
                 raise Refusal(400, f"path: {wanted.path} is of a model on another base, {base!r}")
             command = _load(source, wanted)
-        return _promise(models.order(job, wanted.seq_id, command))
+        return _promise(tinker.models.order(job, wanted.seq_id, command))
     if wanted.session_id is None or wanted.model_seq_id is None:
         raise Refusal(400, "give model_id and seq_id, or session_id and model_seq_id")
-    source = checkpoints.find(who, wanted.path)
-    base = models.bases.of(source.job.base)
-    if wanted.base_model is not None and models.base(wanted.base_model) != base:
+    source = tinker.checkpoints.find(who, wanted.path)
+    base = tinker.models.bases.of(source.job.base)
+    if wanted.base_model is not None and tinker.models.base(wanted.base_model) != base:
         raise Refusal(400, f"base_model {wanted.base_model!r} is not the base of {wanted.path}, which is {base!r}")
-    lora = Lora(**models.journal(source.job).description()["lora"])
-    model_id = models.model_id(who, wanted.session_id, wanted.model_seq_id)
+    lora = Lora(**tinker.models.journal(source.job).description()["lora"])
+    model_id = tinker.models.model_id(who, wanted.session_id, wanted.model_seq_id)
     about = {"user_metadata": wanted.user_metadata, "from": wanted.path}
-    return _promise(models.create(who, model_id, base, lora, _load(source, wanted), about), model_id=model_id)
+    return _promise(tinker.models.create(who, model_id, base, lora, _load(source, wanted), about), model_id=model_id)
 
 
 def _load(source: Checkpoint, wanted: LoadWeights) -> Load:
@@ -203,33 +195,29 @@ def _refusing(models: Models, job: StoredJob, number: int) -> Iterator[None]:
 
 @router.post("/save_weights_external")
 def save_external(
-    who: Asker,
-    models: ModelsDep,
-    quotas: QuotasDep,
-    checkpoints: CheckpointsDep,
-    wanted: Annotated[SaveExternal, Depends(numbered(SaveExternal))],
+    who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Annotated[SaveExternal, Depends(numbered(SaveExternal))]
 ) -> dict[str, Any]:
     """Save a PEFT directory to take home."""
-    job = models.find(who, wanted.model_id)
-    with _refusing(models, job, wanted.seq_id):
-        checkpoints.check_free(job, EXTERNAL, wanted.path, wanted.seq_id)
-        quotas.check_storage(who.tenant_id, 0)
+    job = tinker.models.find(who, wanted.model_id)
+    with _refusing(tinker.models, job, wanted.seq_id):
+        tinker.checkpoints.check_free(job, EXTERNAL, wanted.path, wanted.seq_id)
+        service.quotas.check_storage(who.tenant_id, 0)
     about = about_of(wanted.seq_id, wanted.ttl_seconds, None)
     answer = {"type": "save_weights_external", "path": f"tinker://{wanted.model_id}/{EXTERNAL}/{wanted.path}"}
-    return _promise(models.order(job, wanted.seq_id, Save(f"{EXTERNAL}/{wanted.path}", False, about, answer)))
+    return _promise(tinker.models.order(job, wanted.seq_id, Save(f"{EXTERNAL}/{wanted.path}", False, about, answer)))
 
 
 @router.post("/retrieve_future", response_model=None)
-async def retrieve_future(who: Asker, futures: FuturesDep, wanted: RetrieveFuture) -> Response:
+async def retrieve_future(who: Asker, tinker: TinkerDep, wanted: RetrieveFuture) -> Response:
     """Wait for an answer for a while."""
-    answer = await futures.wait(who, wanted.request_id)
+    answer = await tinker.futures.wait(who, wanted.request_id)
     return Response(answer, media_type=CONTENT_TYPE) if isinstance(answer, bytes) else JSONResponse(answer)
 
 
 @router.post("/cancel_future")
-async def cancel_future(who: Asker, futures: FuturesDep, wanted: RetrieveFuture) -> dict[str, Any]:
+async def cancel_future(who: Asker, tinker: TinkerDep, wanted: RetrieveFuture) -> dict[str, Any]:
     """End a sample or a gradient that is not done."""
-    if futures.trains(wanted.request_id):
+    if tinker.futures.trains(wanted.request_id):
         check(who, "POST", "/tinker/api/v1/forward_backward")
-    await futures.cancel(who, wanted.request_id)
+    await tinker.futures.cancel(who, wanted.request_id)
     return {}

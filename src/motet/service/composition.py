@@ -1,0 +1,132 @@
+"""What a service is made of."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from motet.apart import Apart, WorkLimits
+from motet.cluster.host import HostHandlers
+from motet.cluster.hosts import Hosts
+from motet.cluster.local_hosts import code_of, lasting
+from motet.cluster.messages import StartHost
+from motet.cluster.starts import launcher, starts_of
+from motet.native.choice import of_jobs
+from motet.runtime.identity import computed_by
+from motet.service.adapters.adapters import Adapters
+from motet.service.database.store import Store
+from motet.service.events import EventBus, EventLog
+from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads
+from motet.service.http.bodies import OpenBytes
+from motet.service.http.sign_in import SignIns
+from motet.service.jobs.erasure import Erasure
+from motet.service.jobs.fine_tuning import FineTunings
+from motet.service.jobs.handover import Handover, begun_jobs
+from motet.service.jobs.initial_adapter import InitialAdapters
+from motet.service.jobs.queue import JobQueue
+from motet.service.jobs.recorder import EventRecorder
+from motet.service.jobs.submissions import Submissions
+from motet.service.jobs.validation import Allowed
+from motet.service.request_log import RequestFiles, RequestMetrics
+from motet.service.rewards.grading import Grading
+from motet.service.rewards.scoring import Scoring
+from motet.service.secrets import Secrets
+from motet.service.settings import Settings
+from motet.service.storage import Storage
+from motet.service.tenants.ledger import Ledger
+from motet.service.tenants.quotas import QuotaEnforcer, Quotas
+from motet.service.tenants.stored import StoredBytes
+from motet.service.workers.agents import AgentWorkers
+from motet.service.workers.rewards import RewardWorkers
+from motet.tasks.reward_http import HttpRewards
+
+JOBS_AHEAD = 4
+"""Jobs of each tenant that a host prepares while its slots are taken; the others wait in the database."""
+_CHECKING, _READING = 4, 8
+"""Threads that check jobs, and that read files: one tenant has one of each at a time."""
+
+
+class Service:
+    """The parts of a service, each made of parts above it; routes read them by name."""
+
+    def __init__(self, settings: Settings, store: Store, secrets: Secrets) -> None:
+        config, http, bases = settings.config, settings.config.http, settings.bases
+        self.settings, self.store, self.secrets, self.bases = settings, store, secrets, bases
+        self.storage, self.bus = Storage(settings.directory), EventBus()
+        bases.known = store.known_bases({name: bases.place(name) for name in bases.names} if bases.several else {})
+        self.log = EventLog(store, self.bus)
+        self.adapters = Adapters(store, self.storage, bases)
+        starts = (_start(settings, self.storage, store, name) for name in settings.hosts)
+        launch = launcher(config.cluster, *settings.hosts.values()) or lasting(config, settings.directory)
+        self.hosts = Hosts(starts_of(*zip(starts, settings.hosts.values(), strict=True)), settings.directory, launch)
+        self.hosts.jobs.ahead = JOBS_AHEAD
+        self.ledger, self.stored = Ledger(store), StoredBytes(store, self.storage)
+        slots = sum(host.engine.slots for host in settings.hosts.values())
+        self.quotas = Quotas(store, self.stored, self.ledger, config.limits, slots)
+        self.enforcer = QuotaEnforcer(self.quotas, self.ledger, self.hosts)
+        self.reward_workers = RewardWorkers(store, self.bus, config.lease_seconds)
+        self.agent_workers = AgentWorkers(store, self.bus, config.lease_seconds)
+        self.grading = Grading(self.hosts, self.adapters)
+        allowed = Allowed.by(settings)
+        asking = secrets.asking(HttpRewards(allowed.addresses))
+        self.scoring = Scoring(store, asking, self.reward_workers, self.grading)
+        workers = self.reward_workers, self.agent_workers
+        self.recorder = EventRecorder(store, self.storage, self.ledger, self.stored, self.bus, workers)
+        initial = InitialAdapters(self.storage, self.adapters)
+        self.handover = Handover(
+            store, self.storage, self.log, self.recorder, initial, self.enforcer, self.hosts, bases, secrets
+        )
+        self.queue = JobQueue(
+            store, self.bus, self.adapters, initial, self.recorder.record_state, self.handover.hand_over
+        )
+        self.submissions = Submissions(
+            allowed, bases, store, self.storage, self.bus, self.adapters, self.quotas, self.enforcer, self.queue,
+            self.handover, self.hosts, secrets,
+        )  # fmt: skip
+        self.erasure = Erasure(store, self.storage, self.adapters, self.submissions)
+        self.fine_tunings = FineTunings(store, self.storage, self.adapters)
+        self.check_threads = CheckThreads(_CHECKING, http.waiting_per_tenant)
+        self.read_threads = ReadThreads(_READING, http.waiting_per_tenant)
+        limits = WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds, http.work_memory_mb)
+        self.apart, self.open_bytes = Apart(limits), OpenBytes(http)
+        self.sign_ins = SignIns(settings, store, secrets)
+        self.access = Access(store.tenants, RateLimit(config.rate), settings.open_to_all)
+        self.request_metrics, self.request_files = RequestMetrics(), RequestFiles(settings.directory)
+
+    def handlers(self) -> HostHandlers:
+        """What hosts report to."""
+
+        def rest(job_id: str, wanted: bool) -> None:
+            self.reward_workers.rest(job_id, wanted)
+            self.agent_workers.rest(job_id, wanted)
+
+        def obeyed(job_id: str) -> None:
+            self.stored.changed(job_id)
+            self.bus.publish(job_id)
+
+        return HostHandlers(
+            self.handover.open_jobs, self.recorder.record_event, self.recorder.record_usage, self.scoring.answer, rest,
+            self.ledger.count_completion, obeyed, self.agent_workers.run, self.handover.reconcile,
+        )  # fmt: skip
+
+
+def _start(settings: Settings, storage: Storage, store: Store, base: str) -> StartHost:
+    config, own = settings.config, None
+    if settings.hosts[base].engine.kernels == "auto":
+        begun = [job for job, stored in begun_jobs(store) if settings.bases.called(stored) == base]
+        own = of_jobs(computed_by(map(storage.job, begun)))
+    lasts = lasting(config, settings.directory) is not None
+    rewards = [one.target.rpartition(":")[0] for one in settings.rewards.values()]
+    return StartHost(
+        base=settings.bases.place(base),
+        serves=base,
+        run=str(storage.run),
+        engine={},
+        rollout={},
+        rewards={name: asdict(one) for name, one in settings.rewards.items()},
+        unwalled=list(config.unwalled),
+        patience_seconds=config.patience_seconds,
+        largest=config.largest(settings.hosts[base]),
+        own=own,
+        takeover_seconds=config.takeover_seconds if lasts else 0.0,
+        code=code_of(settings.bases.place(base), *rewards) if lasts else "",
+    )

@@ -1,0 +1,69 @@
+"""What a route can depend on: the service, and whoever asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
+
+from motet.service.composition import Service
+from motet.service.database.tables import StoredJob
+from motet.service.database.tenants import Principal
+from motet.service.errors import Refusal, existing
+
+Result = TypeVar("Result")
+
+
+async def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do a piece of work as long as the client waits for it; the body of its request has been read."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Refusal(408, "the client left")  # nobody reads it
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _principal(request: Request, service: ServiceDep) -> Principal:
+    return service.access.principal(request)
+
+
+Asker = Annotated[Principal, Depends(_principal)]
+"""Whose key the request brings."""
+
+
+def admin_only(who: Asker) -> Principal:
+    """The asker, who has to be an admin."""
+    if not who.admin:
+        raise Refusal(403, "this needs an admin's key")
+    return who
+
+
+Admin = Annotated[Principal, Depends(admin_only)]
+
+
+def _named_job(job: str, who: Asker, service: ServiceDep) -> StoredJob:
+    return existing(service.store.job(who, job), f"there is no job {job!r}")
+
+
+NamedJob = Annotated[StoredJob, Depends(_named_job)]
+"""The job that a path names, among the asker's."""
