@@ -94,7 +94,6 @@ def run(
             "--accept-changes", help="Resume even if the job or its code has changed, or saved files are damaged."
         ),
     ] = False,
-    tensorboard: Annotated[Path | None, typer.Option(help="Also write TensorBoard events to this directory.")] = None,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Run the hosts on the nodes of this Ray cluster; `auto` finds it."),
@@ -111,7 +110,6 @@ def run(
             directory=directory,
             sequential=sequential,
             accept_changes=accept_changes,
-            tensorboard=tensorboard,
             ray=ray,
             trust_remote_code=trust_remote_code,
         )

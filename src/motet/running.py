@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,14 @@ from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.settings import setting_of
+from motet.tracking.follow import Following, job_of_run
 from motet.types import HostNow, JobState
 from motet.workshop import Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
+
+_Observe = Callable[[Sequence[JobProgress]], None]
 
 
 def run_config(
@@ -61,10 +64,17 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
+    following = Following(config.observers, Path(config.run), notify or print)
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
         return _run_on_hosts(
-            config, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
+            config,
+            following,
+            accept_changes=accept_changes,
+            observe=observe,
+            loading=loading,
+            notify=notify,
+            watch=watch,
         )
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(rundir.opened(Path(config.run)))
@@ -87,7 +97,8 @@ def run_config(
             if started is not None:
                 started(workshop, jobs)
             interrupt = Interrupt(notify)
-            interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, observe))
+            with _followed(following, directory.path, observe) as seen:
+                interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, seen))
         finally:
             workshop.close()
         results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
@@ -96,6 +107,7 @@ def run_config(
 
 def _run_on_hosts(
     config: RunConfig,
+    following: Following,
     *,
     accept_changes: bool,
     observe: Callable[[Sequence[JobProgress]], None] | None,
@@ -125,11 +137,29 @@ def _run_on_hosts(
             if watch is not None:
                 watch(run.now)
             interrupt = Interrupt(notify)
-            interrupt.run(lambda: run.run(interrupt, observe))
+            with _followed(following, directory.path, observe) as seen:
+                interrupt.run(lambda: run.run(interrupt, seen))
             results = {job.config.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
             return RunResult(directory.path, results, _report(directory.path), tuple(notes))
     finally:
         log.removeHandler(notices)
+
+
+@contextlib.contextmanager
+def _followed(following: Following, run: Path, observe: _Observe | None) -> Iterator[_Observe | None]:
+    """Let observers follow jobs from their progress; the function to call with it, None where nobody observes."""
+    if not following:
+        yield observe
+        return
+
+    def seen(progress: Sequence[JobProgress]) -> None:
+        for one in progress:
+            following.move(job_of_run(run, one.name), one.state)
+        if observe is not None:
+            observe(progress)
+
+    with following:
+        yield seen
 
 
 def _notes(checked: Checked, jobs: Sequence[JobProgress]) -> list[str]:
@@ -240,18 +270,20 @@ def run(
     sequential: bool = False,
     accept_changes: bool = False,
     quiet: bool = False,
+    observers: Sequence[Any] = (),
 ) -> RunResult:
     """Train all jobs at once and return their adapters: `motet run` from Python.
 
     A job is a `JobConfig` or a dict of its fields; its reward may be a function object `(problem, completion) -> float`, or one
-    with TRL's signature. The run directory is `runs/<name of the script>` unless given.
+    with TRL's signature. The run directory is `runs/<name of the script>` unless given. `observers` are names of trackers, or
+    classes or functions that make an observer of a job (`motet.tracking.observing`).
 
     Raises:
         KeyboardInterrupt: Ctrl-C; everything is saved, and the same call goes on.
         ConfigError: a field is wrong.
         MotetError: nothing could start.
     """
-    config = config_of(jobs, base, engine, "motet.run", directory)
+    config = config_of(jobs, base, engine, "motet.run", directory, observers)
     start = run_config if quiet else _run_shown
     result = start(config, sequential=sequential, accept_changes=accept_changes)
     if any(job.state is JobState.PAUSED and not job.spent for job in result.jobs.values()):
@@ -265,6 +297,7 @@ def config_of(
     engine: EngineConfig | dict[str, Any] | None,
     where: str,
     directory: str | Path | None = None,
+    observers: Sequence[Any] = (),
 ) -> RunConfig:
     """What a job file would say.
 
@@ -277,6 +310,7 @@ def config_of(
         "base": base,
         "run": str(directory or f"runs/{_script_name()}"),
         "engine": engine or {},
+        "observers": list(observers),
         "jobs": [job if isinstance(job, JobConfig) else dict(job) for job in jobs],
     }
     return validate(tree, where)
