@@ -20,7 +20,7 @@ PEERS = frozenset({"commands", "cli", "__init__", "__main__"})
 # A room imports rooms of earlier lines. Rooms of one line do not know each other, except those of PEERS.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "section", "errors", "seeds", "near", "tenant_turns"}),
-    frozenset({"batch", "model_info", "wall", "checksums", "plain_yaml", "own_code"}),
+    frozenset({"batch", "model_info", "wall", "checksums", "plain_yaml", "own_code", "dialects"}),
     frozenset({"algorithms"}),
     frozenset({"config"}),
     frozenset({"protocols", "channel", "apart", "jobfile", "device", "budgets", "allocator", "mkl", "stops"}),
@@ -69,7 +69,6 @@ SERVERS = (
     "server",
     "replica",
     "fleet",
-    "dialects",
     "completion",
     "version_files",
     "server_process",

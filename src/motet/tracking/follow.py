@@ -7,6 +7,7 @@ file, so that a resumed run continues where it was. After `kill -9` an observer 
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -191,12 +192,12 @@ class Following:
             one.move(job, state)
 
     def close(self, seconds: float = _PATIENCE) -> None:
-        """Send what is left, if that takes no longer than this."""
+        """Send what is left, if that takes no longer than this; infinity waits for every observer."""
         for one in self._followers:
             one.close()
         late = time.monotonic() + seconds
         for one in self._followers:
-            one.join(max(late - time.monotonic(), 0.0))
+            one.join(None if seconds == math.inf else max(late - time.monotonic(), 0.0))
             if one.is_alive():
                 self._notify(f"{one.name} has not received all steps; the next run of this directory sends the rest")
 
@@ -212,10 +213,12 @@ def send(run_directory: Path, observers: Sequence[ObserverConfig]) -> None:
     if not jobs:
         raise RunError(f"{run_directory} has no metrics yet: give the directory of a run that has begun")
     faults = list[str]()
-    with Following(observers, run_directory, faults.append) as following:
-        for path in jobs:
-            following.move(job_of_run(run_directory, path.name), JobState.RUNNING)
-            following.move(job_of_run(run_directory, path.name), _state(path))
+    following = Following(observers, run_directory, faults.append)
+    following.start()
+    for path in jobs:
+        following.move(job_of_run(run_directory, path.name), JobState.RUNNING)
+        following.move(job_of_run(run_directory, path.name), _state(path))
+    following.close(math.inf)
     if faults:
         raise RunError(faults[0])
 

@@ -1,14 +1,6 @@
 """What an observer of steps receives and has to offer.
 
-class Printed:
-    def __init__(self, job):          # a job has begun or resumed; keyword arguments follow
-        self.job = job
-
-    def step(self, step):             # in order, each step once
-        print(self.job.name, step.number, step.metrics["reward"])
-
-    def end(self, state):             # succeeded, failed, cancelled or paused
-        print(self.job.name, state)
+The class or function is called with the `ObservedJob` when a job begins or resumes, and with `args` as keywords.
 """
 
 from __future__ import annotations

@@ -1,12 +1,17 @@
-"""The trackers that come with Motet, by name. To add one, write a class here, a line in `TRACKERS` and an extra in pyproject.toml.
+"""The trackers that come with Motet. To add one, write a class here, a line in `TRACKERS` and an extra in pyproject.toml.
 
 Each is an observer of steps (`motet.tracking.observing`) with the package that it needs.
 """
 
 from __future__ import annotations
 
+import contextvars
 import json
+import netrc
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -56,10 +61,17 @@ class Wandb:
         import wandb
 
         self._run = wandb.init(
-            **{"mode": None if _online(wandb) else "offline", **args}, project=job.project(project), group=job.run or None,
-            name=job.name, id=job.id, resume="allow", config=dict(job.config), dir=str(job.home), reinit="create_new",
+            **{"mode": _mode("WANDB", "api.wandb.ai"), **args},
+            project=job.project(project),
+            group=job.run or None,
+            name=job.name,
+            id=job.id,
+            resume="allow",
+            config=dict(job.config),
+            dir=str(job.home),
+            reinit="create_new",
             settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
-        )  # fmt: skip
+        )
 
     def step(self, step: ObservedStep) -> None:
         """Log a step."""
@@ -70,9 +82,14 @@ class Wandb:
         self._run.finish(exit_code=int(state == "failed"))
 
 
-def _online(wandb: Any) -> bool:
-    """Whether there is a key: without one `wandb.init` would ask for it on the terminal."""
-    return bool(os.environ.get("WANDB_MODE") or wandb.Api.api_key)
+def _mode(variables: str, host: str) -> str | None:
+    """`offline` where there is no key, for which the package would ask on the terminal; else its own default."""
+    if any(os.environ.get(f"{variables}_{name}") for name in ("MODE", "API_KEY")):
+        return None
+    try:
+        return None if netrc.netrc().authenticators(host) else "offline"
+    except (OSError, netrc.NetrcParseError):
+        return "offline"
 
 
 class Mlflow:
@@ -83,6 +100,7 @@ class Mlflow:
     def __init__(self, job: ObservedJob, experiment: str = "motet", uri: str = "") -> None:
         from mlflow import MlflowClient
 
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else MLflow 3 refuses directories
         self._client = MlflowClient(uri or os.environ.get("MLFLOW_TRACKING_URI") or (job.home / "mlruns").as_uri())
         name = job.project(experiment)
         found = self._client.get_experiment_by_name(name)
@@ -118,10 +136,16 @@ class Trackio:
     def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
         import trackio
 
-        self._run = trackio.init(
-            **args, project=job.project(project), group=job.run or None, name=job.label, resume="allow", embed=False,
+        self._run = contextvars.Context().run(  # in the same context it would end the run of another job
+            trackio.init,
+            **args,
+            project=job.project(project),
+            group=job.run or None,
+            name=job.label,
+            resume="allow",
+            embed=False,
             config=dict(job.config),
-        )  # fmt: skip
+        )
 
     def step(self, step: ObservedStep) -> None:
         """Log a step."""
@@ -132,10 +156,61 @@ class Trackio:
         self._run.finish()
 
 
+_SWANLAB = """
+import json, sys, swanlab
+run = swanlab.init(**json.loads(next(sys.stdin)))
+for line in sys.stdin:
+    if line == "failed\\n":
+        run.finish(state="crashed")
+        sys.exit()
+    metrics, step = json.loads(line)
+    run.log(metrics, step=step)
+run.finish()
+"""
+
+
 class Swanlab:
-    """A run of SwanLab for each job; `args` go to `swanlab.init`."""
+    """A run of SwanLab for each job; `args` go to `swanlab.init`.
+
+    SwanLab has one run in a process, so each job gets a process.
+    """
 
     package: ClassVar[str] = "swanlab"
+
+    def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", _SWANLAB],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._said, text=True, start_new_session=True,
+        )  # fmt: skip
+        begun = {"mode": _mode("SWANLAB", "swanlab.cn"), "log_dir": str(job.home / "swanlog"), **args}
+        named = {"project": job.project(project), "group": job.run or None, "name": job.name}
+        self._write(json.dumps({**begun, **named, "id": job.id, "resume": "allow", "config": dict(job.config)}))
+
+    def step(self, step: ObservedStep) -> None:
+        """Log a step."""
+        self._write(json.dumps([step.metrics, step.number]))
+
+    def end(self, state: str) -> None:
+        """Finish the run, and wait until its process has."""
+        if state == "failed":
+            self._write(state)
+        self._child.communicate()
+        if self._child.returncode:
+            raise OSError(f"its process ended with {self._child.returncode}: {self._why()}")
+
+    def _write(self, line: str) -> None:
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(f"{line}\n")
+            self._child.stdin.flush()
+        except BrokenPipeError as error:
+            self._child.wait()
+            raise OSError(f"its process ended: {self._why()}") from error
+
+    def _why(self) -> str:
+        self._said.seek(0)
+        return (self._said.read().strip().splitlines() or ["it said nothing"])[-1]
 
 
 class Parquet:
