@@ -20,7 +20,7 @@ from motet.errors import ConfigError, RunError
 from motet.jobfile import parse_jobs
 from motet.report.read import read_lines
 from motet.runtime.opening import open_job
-from motet.tracking.follow import Following, job_of_run, send
+from motet.tracking.follow import Followers, job_of_run, send
 from motet.tracking.loading import load
 from motet.tracking.observing import ObservedJob, ObservedStep, numbers
 from motet.types import JobState
@@ -90,9 +90,9 @@ def test_an_observer_follows_a_job_that_grows_stops_and_resumes(tmp_path: Path) 
     rng, got = random.Random(0), list[Any]()
     directory = write_job(tmp_path, "add", done=3, steps=9, top=0.9, state="running", every=0)
     job = job_of_run(tmp_path, "add")
-    with Following([noted(got)], tmp_path) as following:
-        following.move(job, JobState.QUEUED)
-        following.move(job, JobState.RUNNING)
+    with Followers([noted(got)], tmp_path) as followers:
+        followers.move(job, JobState.QUEUED)
+        followers.move(job, JobState.RUNNING)
         _until(lambda: len(got) == 3)
         with directory.metrics.open("ab") as file:
             file.write(b'{"step": 3, "reward"')
@@ -100,12 +100,12 @@ def test_an_observer_follows_a_job_that_grows_stops_and_resumes(tmp_path: Path) 
     got.clear()
     kept = directory.metrics.read_bytes().splitlines(keepends=True)[:2]
     directory.metrics.write_bytes(b"".join(kept))  # the next process resumes from an earlier commit
-    with Following([noted(got)], tmp_path) as following:
-        following.move(job, JobState.RUNNING)
+    with Followers([noted(got)], tmp_path) as followers:
+        followers.move(job, JobState.RUNNING)
         for step in (2, 3):
             directory.append(directory.metrics, step_line(step, 0.5, rng))
             directory.append(directory.timings, timing_line(step, 5.0, rng))
-        following.move(job, JobState.SUCCEEDED)
+        followers.move(job, JobState.SUCCEEDED)
     assert [one[1] for one in got] == [3, "succeeded"], "a step that was sent is not sent again"
 
 
@@ -119,9 +119,9 @@ def test_a_fault_is_told_once_and_stays_with_its_job(run: Path) -> None:
             super().step(step)
 
     one = ObserverConfig(name="faulty", function=Faulty, args={"into": got})
-    with Following([one], run, told.append) as following:
+    with Followers([one], run, told.append) as followers:
         for path in run.glob("*/metrics.jsonl"):
-            following.move(job_of_run(run, path.parent.name), JobState.RUNNING)
+            followers.move(job_of_run(run, path.parent.name), JobState.RUNNING)
     assert len(told) == 1
     assert "observer faulty failed and is off for job " in told[0]
     assert "OSError: no network" in told[0]
@@ -138,11 +138,11 @@ def test_nobody_waits_for_an_observer_that_hangs(run: Path) -> None:
 
     got = list[Any]()
     both = [ObserverConfig(name="hanging", function=Hanging, args={"into": got}), noted(got)]
-    following = Following(both, run, told.append)
-    following.start()
-    following.move(job_of_run(run, "add"), JobState.RUNNING)
+    followers = Followers(both, run, told.append)
+    followers.start()
+    followers.move(job_of_run(run, "add"), JobState.RUNNING)
     _until(lambda: len(got) >= 40)  # the other one has all
-    following.close(0.05)
+    followers.close(0.05)
     hangs.set()
     assert told == ["observer hanging has not received all steps; the next run of this directory sends the rest"]
 
@@ -255,8 +255,8 @@ def test_a_service_keeps_tenants_apart(tmp_path: Path) -> None:
     own.write_text(OWN.replace('"note"', '"mine"'))
     observers = [{"name": f"{own}:Mine", "args": {"note": "x"}}, "tensorboard"]
     with open_house(tmp_path / "service", observers=observers) as house:
-        following = house.part(Following)
-        following.start()
+        followers = house.part(Followers)
+        followers.start()
         jobs = {key: house.ask("POST", "/v1/jobs", key, json=tiny("one")).json()["id"] for key in ("ours", "theirs")}
         for job_id, reward in zip(jobs.values(), (0.25, 0.75), strict=True):
             directory = house.storage.job(job_id)
@@ -267,7 +267,7 @@ def test_a_service_keeps_tenants_apart(tmp_path: Path) -> None:
             directory.append(directory.timings, {"step": 0, "time": 5.0})
             house.recorder.record_event(JobStepped(job_id, line))
             house.recorder.record_event(JobChanged(job_id, JobState.PAUSED, ""))
-        following.close()
+        followers.close()
         home = tmp_path / "service" / "observers"
         for tenant, job_id, reward in zip(("us", "them"), jobs.values(), (0.25, 0.75), strict=True):
             place = home / "mine" / tenant / f"one-{job_id}"

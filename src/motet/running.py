@@ -26,7 +26,7 @@ from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.settings import setting_of
-from motet.tracking.follow import Following, job_of_run
+from motet.tracking.follow import Followers, job_of_run
 from motet.types import HostNow, JobState
 from motet.workshop import Workshop
 
@@ -64,20 +64,14 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
-    following = Following(config.observers, Path(config.run), notify or print)
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
         return _run_on_hosts(
-            config,
-            following,
-            accept_changes=accept_changes,
-            observe=observe,
-            loading=loading,
-            notify=notify,
-            watch=watch,
+            config, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
         )
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(rundir.opened(Path(config.run)))
+        seen = stack.enter_context(_followed(config, directory.path, observe, notify))
         checked = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None)
         loading()
         of_torchrun = config.cluster.launcher == "torchrun"
@@ -97,8 +91,7 @@ def run_config(
             if started is not None:
                 started(workshop, jobs)
             interrupt = Interrupt(notify)
-            with _followed(following, directory.path, observe) as seen:
-                interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, seen))
+            interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, seen))
         finally:
             workshop.close()
         results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
@@ -107,7 +100,6 @@ def run_config(
 
 def _run_on_hosts(
     config: RunConfig,
-    following: Following,
     *,
     accept_changes: bool,
     observe: Callable[[Sequence[JobProgress]], None] | None,
@@ -121,7 +113,10 @@ def _run_on_hosts(
     log, notices = logging.getLogger("motet.cluster"), NoticesTo(notify or (lambda line: None))
     log.addHandler(notices)
     try:
-        with rundir.opened(Path(config.run), "run") as directory:
+        with (
+            rundir.opened(Path(config.run), "run") as directory,
+            _followed(config, directory.path, observe, notify) as seen,
+        ):
             checked = check_before_loading(config, accept_changes=accept_changes)
             loading()
             jobs = []
@@ -137,8 +132,7 @@ def _run_on_hosts(
             if watch is not None:
                 watch(run.now)
             interrupt = Interrupt(notify)
-            with _followed(following, directory.path, observe) as seen:
-                interrupt.run(lambda: run.run(interrupt, seen))
+            interrupt.run(lambda: run.run(interrupt, seen))
             results = {job.config.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
             return RunResult(directory.path, results, _report(directory.path), tuple(notes))
     finally:
@@ -146,19 +140,25 @@ def _run_on_hosts(
 
 
 @contextlib.contextmanager
-def _followed(following: Following, run: Path, observe: _Observe | None) -> Iterator[_Observe | None]:
-    """Let observers follow jobs from their progress; the function to call with it, None where nobody observes."""
-    if not following:
+def _followed(
+    config: RunConfig, run: Path, observe: _Observe | None, notify: Callable[[str], None] | None
+) -> Iterator[_Observe | None]:
+    """Let observers follow jobs from their progress; the function to call with it, None where nobody observes.
+
+    Raises:
+        ConfigError: an observer cannot be loaded.
+    """
+    if not config.observers:
         yield observe
         return
 
     def seen(progress: Sequence[JobProgress]) -> None:
         for one in progress:
-            following.move(job_of_run(run, one.name), one.state)
+            followers.move(job_of_run(run, one.name), one.state)
         if observe is not None:
             observe(progress)
 
-    with following:
+    with Followers(config.observers, run, notify or print) as followers:
         yield seen
 
 

@@ -29,7 +29,6 @@ from motet.errors import BaseModelError, ConfigError, RunError
 from motet.launch import check_directories
 from motet.model.find import find_base
 from motet.tasks.reward_installed import install
-from motet.tracking.loading import load
 from motet.view.text import safe
 
 if TYPE_CHECKING:
@@ -77,8 +76,6 @@ def serve(
     os.umask(0o077)  # of the engine's process too, and of its workers
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Plain())
-    for one in config.observers:
-        load(one)
     installed = {name: one.model_dump() for name, one in config.rewards.items()}
     functions = install(installed, rewards) if installed or rewards else {}
     lock = _alone(directory)  # noqa: F841 - held until the process ends

@@ -72,7 +72,7 @@ from motet.service.tinker.samplers import Samplers
 from motet.service.workers.agents import AgentWorkers
 from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import HttpRewards
-from motet.tracking.follow import Following
+from motet.tracking.follow import Followers
 
 ROUTES = (
     jobs, events, adapters, files, tenants, sign_in, completions, fine_tuning, dashboard, rewards, episodes, health,
@@ -101,7 +101,7 @@ class Lifecycle:
     async def open(self) -> None:
         """Start the engine, and watch over jobs and quotas."""
         parts = self._parts
-        parts[Following].start()
+        parts[Followers].start()
         parts[Hosts].start(parts[HostHandlers])
         self._watching = asyncio.gather(parts[JobQueue].watch(), parts[QuotaEnforcer].watch(), parts[Leases].watch())
         self._watching.add_done_callback(
@@ -130,7 +130,7 @@ class Lifecycle:
         await stopping
         await parts[Grading].close()
         await asyncio.to_thread(parts[Ledger].flush)
-        await asyncio.to_thread(parts[Following].close, _OBSERVERS_SECONDS)
+        await asyncio.to_thread(parts[Followers].close, _OBSERVERS_SECONDS)
         parts[CheckThreads].close()
         parts[ReadThreads].close()
         parts[Apart].close()
@@ -211,8 +211,8 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
     agents = AgentWorkers(store, bus, config.lease_seconds)
     grading = Grading(engine, adapters)
     scoring = Scoring(store, secrets.asking(HttpRewards(allowed.addresses)), workers, grading)
-    following = Following(config.observers, settings.directory / "observers", logging.getLogger(__name__).warning)
-    recorder = EventRecorder(store, storage, ledger, stored, bus, (workers, agents), following)
+    followers = Followers(config.observers, settings.directory / "observers", logging.getLogger(__name__).warning)
+    recorder = EventRecorder(store, storage, ledger, stored, bus, (workers, agents), followers)
     initial = InitialAdapters(storage, adapters)
     handover = Handover(store, storage, log, recorder, initial, enforcer, engine, bases, secrets)
     queue = JobQueue(store, bus, adapters, initial, recorder.record_state, handover.hand_over)
@@ -247,7 +247,7 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
         models, leases, checkpoints, Downloads(), samplers, futures, watch, RequestMetrics(), RequestFiles(settings.directory),
         Erasure(store, storage, adapters, submissions),
         settings, bases, store, storage, stored, bus, log, adapters, engine, ledger, quotas, enforcer, workers, agents, grading,
-        scoring, recorder, following, handover, queue, submissions, checks, reads, apart, room, handlers,
+        scoring, recorder, followers, handover, queue, submissions, checks, reads, apart, room, handlers,
         FineTunings(store, storage, adapters), SignIns(settings, store, secrets),
         Access(store.tenants, RateLimit(config.rate), settings.open_to_all),
     )  # fmt: skip

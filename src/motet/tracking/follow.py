@@ -157,7 +157,7 @@ class Follower(threading.Thread):
             self._notify(f"{text}; jobs continue")
 
 
-class Following:
+class Followers:
     """The observers of a run or a service. Without any it does nothing."""
 
     def __init__(
@@ -174,7 +174,7 @@ class Following:
     def __bool__(self) -> bool:
         return bool(self._followers)
 
-    def __enter__(self) -> Following:
+    def __enter__(self) -> Followers:
         self.start()
         return self
 
@@ -213,12 +213,12 @@ def send(run_directory: Path, observers: Sequence[ObserverConfig]) -> None:
     if not jobs:
         raise RunError(f"{run_directory} has no metrics yet: give the directory of a run that has begun")
     faults = list[str]()
-    following = Following(observers, run_directory, faults.append)
-    following.start()
+    followers = Followers(observers, run_directory, faults.append)
+    followers.start()
     for path in jobs:
-        following.move(job_of_run(run_directory, path.name), JobState.RUNNING)
-        following.move(job_of_run(run_directory, path.name), _state(path))
-    following.close(math.inf)
+        followers.move(job_of_run(run_directory, path.name), JobState.RUNNING)
+        followers.move(job_of_run(run_directory, path.name), _state(path))
+    followers.close(math.inf)
     if faults:
         raise RunError(faults[0])
 

@@ -39,7 +39,8 @@ class ObservedJob:
     def config(self) -> Mapping[str, Any]:
         """The job's settings, without headers of requests."""
         try:
-            return _without_keys(yaml.safe_load((self.path / "job.yaml").read_text()))
+            known = _without_keys(yaml.safe_load((self.path / "job.yaml").read_text()))
+            return known if isinstance(known, dict) else {}
         except (OSError, ValueError, yaml.YAMLError):
             return {}
 

@@ -21,7 +21,7 @@ from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.stored import StoredBytes
 from motet.service.workers.attached import AttachedWorkers
-from motet.tracking.follow import Following
+from motet.tracking.follow import Followers
 from motet.tracking.observing import ObservedJob
 from motet.types import JobState
 
@@ -39,10 +39,10 @@ class EventRecorder:
         stored: StoredBytes,
         bus: EventBus,
         workers: Sequence[AttachedWorkers],
-        following: Following,
+        followers: Followers,
     ) -> None:
         self._store, self._storage, self._ledger, self._stored = store, storage, ledger, stored
-        self._bus, self._workers, self._following = bus, workers, following
+        self._bus, self._workers, self._followers = bus, workers, followers
         self._closing = False
         self.failure = ""
         """Why nothing can be written just now."""
@@ -118,13 +118,13 @@ class EventRecorder:
 
     def _observe(self, job_id: str, state: JobState) -> None:
         """Tell the operator's observers; they read the files of the job."""
-        if not self._following:
+        if not self._followers:
             return
 
         def tell() -> None:
             if (job := self._store.job_by_id(job_id)) is not None:
                 tenant, path = self._store.tenants.name_of(job.tenant_id), self._storage.job(job_id).path
-                self._following.move(ObservedJob(job_id, job.name, "", tenant, path, self._following.home), state)
+                self._followers.move(ObservedJob(job_id, job.name, "", tenant, path, self._followers.home), state)
 
         self._write(tell)
 
