@@ -69,6 +69,10 @@ tinker: $(VENV)/.installed-dev  ## make .envs/tinker… with the newest and the 
 agents: $(VENV)/.installed-dev  ## make .envs/agents, .envs/mini and .envs/verifiers with packages that agents are written on, which tests train (three minutes)
 	@$(BIN)/python -m bench.speed.envs agents mini verifiers
 
+.PHONY: unit
+unit: $(VENV)/.installed-dev  ## the tests of pure functions and of loops on the fakes: about three minutes on one core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m unit -q $(PYTEST_ARGS)
+
 .PHONY: trackers
 trackers: $(VENV)/.installed-dev  ## make .envs/trackers with W&B, MLflow, Trackio and SwanLab, which soak tests send runs to
 	@$(BIN)/python -m bench.speed.envs trackers

@@ -144,7 +144,7 @@ def test_nobody_waits_for_an_observer_that_hangs(run: Path) -> None:
     _until(lambda: len(got) >= 40)  # the other one has all
     followers.close(0.05)
     hangs.set()
-    assert told == ["observer hanging has not received all steps; the next run of this directory sends the rest"]
+    assert told[:1] == ["observer hanging has not received all steps; the next run of this directory sends the rest"]
 
 
 @pytest.mark.parametrize(

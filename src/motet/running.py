@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -84,9 +85,8 @@ def run_config(
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory, config.jobs)
         workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
-        for reason in workshop.inexact:
-            for job in jobs:
-                job.note_inexact(reason)
+        for reason, job in itertools.product(workshop.inexact, jobs):
+            job.note_inexact(reason)
         try:
             if started is not None:
                 started(workshop, jobs)
