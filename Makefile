@@ -69,13 +69,21 @@ tinker: $(VENV)/.installed-dev  ## make .envs/tinker… with the newest and the 
 agents: $(VENV)/.installed-dev  ## make .envs/agents, .envs/mini and .envs/verifiers with packages that agents are written on, which tests train (three minutes)
 	@$(BIN)/python -m bench.speed.envs agents mini verifiers
 
+.PHONY: unit
+unit: $(VENV)/.installed-dev  ## the tests of pure functions and of loops on the fakes: about three minutes on one core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m unit -q $(PYTEST_ARGS)
+
+.PHONY: trackers
+trackers: $(VENV)/.installed-dev  ## make .envs/trackers with W&B, MLflow, Trackio and SwanLab, which soak tests send runs to
+	@$(BIN)/python -m bench.speed.envs trackers
+
 .PHONY: test
 test: lint vllm tinker agents  ## lint, then every test that this machine can run, in parallel (WORKERS=3)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, ten thousand requests to a service, a thousand publishes on a real vLLM (an hour; run it again to resume)
-	@$(BIN)/python -m bench.speed.envs older locust
+	@$(BIN)/python -m bench.speed.envs older locust trackers
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(PYTEST_ARGS)
 
 .PHONY: load

@@ -28,8 +28,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from motet.config.rollout import RolloutConfig
+from motet.dialects import DIALECTS
 from motet.rollout.connection import Clocks
-from motet.rollout.dialects import DIALECTS
 from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
 from motet.rollout.node_agent import NodeAgent
 from motet.rollout.replica import Replica

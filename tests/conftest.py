@@ -47,6 +47,15 @@ TOGETHER = (
     "test_openai_engine.py",
 )
 """Files that one worker runs, so that they share a service."""
+UNIT = frozenset(
+    """
+advantages budgets chains chat conversation credit critic dataset distillation episode generation graders idle_slots in_flight
+jobfile journal learner losses meter metrics over_provision own_algorithm own_code packing pipeline placement preferences probe
+queue_turns report results resume rows rundir sampling scheduler settings shares signs slots step_batch supervised tenant_turns
+tracking versions view
+""".split()
+)
+"""Files whose tests have the mark `unit`, but for slow ones: pure functions, and loops on the fakes."""
 _forbidden_skips: set[str] = set()  # node ids, in the process that reports
 
 
@@ -134,11 +143,21 @@ def pytest_collection() -> None:
     gc.disable()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m unit` import no other files, which takes longer than the tests."""
+    name = collection_path.stem.removeprefix("test_")
+    return True if config.option.markexpr == "unit" and collection_path.is_file() and name not in UNIT else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files begin first; each is run by one worker, so that its fixtures are made once.
+    """Mark unit tests. The longest files begin first; each is run by one worker, so that its fixtures are made once.
 
     By `--dist loadfile`: under pytest 9.2 the groups of pytest-xdist 3.8 have no effect, without a word.
     """
+    for item in items:
+        slow = any(item.get_closest_marker(mark) for mark in ("soak", "slow", "smollm2", "gpu"))
+        if item.path.stem.removeprefix("test_") in UNIT and not slow:
+            item.add_marker("unit")
     items.sort(key=_place)
 
 

@@ -22,11 +22,11 @@ import numpy as np
 from motet.algorithms import Grpo
 from motet.batch import AdamW, Batch, Sample, Segment
 from motet.config import AdapterConfig
+from motet.dialects import DIALECTS
 from motet.errors import EngineError
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.protocols import RolloutEngine
 from motet.rollout.connection import Clocks
-from motet.rollout.dialects import DIALECTS
 from motet.rollout.fake import FakeEngine
 from motet.rollout.replica import Replica
 from motet.rollout.server import Demand, FileSync, ServerEngine, ServerLimits

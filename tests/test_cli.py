@@ -269,15 +269,17 @@ def test_a_home_of_nobody_is_a_file_that_is_not_there(here: Path, says: Motet, f
 
 def test_a_run_goes_on_where_tensorboard_events_cannot_be_written(here: Path, says: Motet) -> None:
     (here / "jobs.yaml").write_text(JOB_FILE)
-    (here / "events").mkdir()
-    (here / "events" / "add").touch()
-    code, out, err = says("run", "jobs.yaml", "--set", "steps=1", "--tensorboard", "events/add")
-    assert (code, err) == (2, "motet: TensorBoard events cannot be written to events/add: File exists\n")
-    assert not list(here.glob("runs/*/add")), out
-    code, out, err = says("run", "jobs.yaml", "--set", "steps=1", "--tensorboard", "events")
-    assert (code, out.count("events cannot be written ([Errno 17] File exists: 'events/add')")) == (0, 1), out + err
-    (here / "events" / "add").unlink()
-    assert says("run", "jobs.yaml", "--set", "steps=2", "--accept-changes", "--tensorboard", "events")[0] == 0
+    code, out, err = says("run", "jobs.yaml", "--set", "observers=tensorbord")
+    assert code == 2, out
+    assert "did you mean 'tensorboard'" in err
+    assert not list(here.glob("runs/*/add"))
+    (here / "events").touch()
+    observers = f"observers=[{{name: tensorboard, args: {{directory: '{here / 'events'}'}}}}]"
+    code, out, err = says("run", "jobs.yaml", "--set", "steps=1", "--set", observers)
+    assert code == 0, out + err
+    assert out.count("observer tensorboard failed and is off for job") == 1, out + err
+    (here / "events").unlink()
+    assert says("run", "jobs.yaml", "--set", "steps=2", "--accept-changes", "--set", observers)[0] == 0
     assert {path.parent.name for path in here.glob("events/*/*")} == {"add", "sort"}
 
 

@@ -1,4 +1,7 @@
-"""The page says where things are added: one of each is added so, in a copy of the package, and used. At most two files each."""
+"""The page says where things are added: one of each is added so, in a copy of the package, and used.
+
+An addition is new files and lines that are put into existing ones; it replaces no line. `FILES` says how many files each takes.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +67,80 @@ class Counting(TorchTrainer):
 """
         },
         "launch.py",
-        "    from motet.training.torch_trainer import TorchTrainer\n\n    check",
-        "    from motet.training.counting import Counting as TorchTrainer\n\n    check",
+        "    check_directories(config)\n    parking, inputs",
+        "    if config.slots == 6:\n"
+        '        return __import__("motet.training.counting", fromlist=["Counting"]).Counting(base, slots=6)\n'
+        "    check_directories(config)\n    parking, inputs",
+    ),
+    "A scheduler policy": (
+        {
+            "runtime/newest_first.py": """
+from motet.runtime.scheduler import FairScheduler
+
+class NewestFirst(FairScheduler):
+    def spend(self, job, tokens):
+        print(f"charged {job}")
+        super().spend(job, tokens)
+"""
+        },
+        "launch.py",
+        "    scheduler = FairScheduler(workshop.engine.capacity + workshop.engine.capacity // 2)\n",
+        "    scheduler = FairScheduler(workshop.engine.capacity + workshop.engine.capacity // 2)\n"
+        "    if config.slots == 6:\n"
+        '        made = __import__("motet.runtime.newest_first", fromlist=["NewestFirst"]).NewestFirst\n'
+        "        scheduler = made(scheduler.capacity)\n",
+    ),
+    "A tracker": (
+        {},
+        "tracking/trackers.py",
+        "TRACKERS: Mapping[str, Tracker] = {\n",
+        """class Printed:
+    package: ClassVar[str] = "json"
+
+    def __init__(self, job: ObservedJob) -> None:
+        self._job = job
+
+    def step(self, step: ObservedStep) -> None:
+        print(f"tracked step {step.number} of {self._job.name}")
+
+    def end(self, state: str) -> None:
+        print(f"tracked {state} of {self._job.name}")
+
+
+TRACKERS: Mapping[str, Tracker] = {
+    "printed": Printed,
+""",
+    ),
+    "A server dialect": (
+        {},
+        "dialects.py",
+        '"""The values of `rollout.engine` that name a server."""\n',
+        '"""The values of `rollout.engine` that name a server."""\n'
+        'DIALECTS = {**DIALECTS, "third": __import__("dataclasses").replace(DIALECTS["vllm"], name="Third", health_seconds=1.0)}\n',
+    ),
+    "An export format": (
+        {},
+        "commands/export.py",
+        "FORMATS: Mapping[str, Format] = {",
+        """def names(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
+    target.write_text(adapter.name)
+
+
+FORMATS: Mapping[str, Format] = {"names": Format(names, whole=False), """,
+    ),
+    "A LoRA kernel": (
+        {},
+        "model/lora_products.py",
+        "PRODUCTS: Mapping[str, Callable[[Arithmetic, torch.device, torch.dtype], LoraProducts]] = {\n",
+        """class CountedProducts(PaddedProducts):
+    def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
+        print("planned by the new kernel")
+        return super().plan(layout, lengths)
+
+
+PRODUCTS: Mapping[str, Callable[[Arithmetic, torch.device, torch.dtype], LoraProducts]] = {
+    "counted": lambda arithmetic, device, dtype: CountedProducts(dtype, arithmetic),
+""",
     ),
     "A wire protocol": (
         {
@@ -83,6 +158,18 @@ def greeting() -> dict[str, str]:
         "ROUTES = (\n",
         'ROUTES = (\n    __import__("motet.service.routes.greeting", fromlist=["router"]),\n',
     ),
+}
+FILES = {
+    "An algorithm": 2,
+    "A loop": 2,
+    "A trainer": 2,
+    "A scheduler policy": 2,
+    "A tracker": 1,
+    "A server dialect": 1,
+    "An export format": 1,
+    "A LoRA kernel": 1,
+    "A wire protocol": 2,
+    "An environment": 2,
 }
 ENVIRONMENT = (
     (
@@ -102,10 +189,18 @@ USE = """
 import sys
 from pathlib import Path
 import motet
+from motet.commands.export import write
+from motet.config import RolloutConfig
+from motet.model.arithmetic import Arithmetic
+from motet.model.load import load_base
+from motet.running import config_of, run_config
 from motet.service.app import ROUTES
 
 assert Path(motet.__file__).is_relative_to(sys.argv[1]), motet.__file__
 assert any(route.path == "/v1/greeting" for module in ROUTES for route in module.router.routes)
+assert RolloutConfig(engine="third", urls=["http://127.0.0.1:1"]).engine == "third"
+home = Path(sys.argv[1])
+assert write(home / "an-adapter", None, home / "names", "names", "auto", None).read_text() == "an-adapter"
 job = {
     "data": {"source": "toy:add", "size": 16, "holdout": 0}, "reward": {"name": "length", "args": {"target": 3}}, "steps": 1,
     "sampling": {"max_tokens": 6}, "seed": 5, "environment": "halved",
@@ -113,7 +208,9 @@ job = {
 jobs = [
     {**job, "name": kind, "algorithm": {"type": kind, "group_size": 4, "groups_per_step": 2}} for kind in ("grpo", "halved")
 ]
-run = motet.run(jobs, base="small", quiet=True, directory=Path(sys.argv[1]) / "run", engine={"samplers": 0})
+base = load_base("small", device="cpu", arithmetic=Arithmetic(products="counted"))
+config = config_of(jobs, "small", {"samplers": 0, "slots": 6, "kernels": "torch"}, "x", home / "run", ["printed"])
+run = run_config(config, base=base)
 assert all(one.state == "succeeded" for one in run.jobs.values()), run
 """
 
@@ -132,6 +229,7 @@ def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
     for file, old, new in lines:
         text = (package / file).read_text()
         assert text.count(old) == 1, (file, old)
+        assert _only_adds(text, text.replace(old, new)), (file, new)
         (package / file).write_text(text.replace(old, new))
     place = str(package.parent)
     done = subprocess.run(
@@ -139,7 +237,8 @@ def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
         env={**os.environ, "PYTHONPATH": place}, capture_output=True, text=True, check=False, cwd=place,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "counted a step of halved" in done.stdout
+    said = ("counted a step of halved", "charged halved", "tracked step 0 of halved", "planned by the new kernel")
+    assert all(one in done.stdout for one in said), done.stdout
     run = package.parent / "run"
     assert (run / "halved" / "noted").read_text() == "0"
     norms = [
@@ -151,14 +250,21 @@ def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
     assert all(one["reward"] == one["reward_parts"]["halved"] / 2 > 0 for one in rollouts)
 
 
+def _only_adds(before: str, after: str) -> bool:
+    """Whether every word of a file is still there, in its order."""
+    words = iter(re.findall(r"\w+|\S", after))
+    return all(any(word == other for other in words) for word in re.findall(r"\w+|\S", before))
+
+
 def test_the_page_names_these_files_and_no_more() -> None:
     page = (ROOT / "docs" / "extend.md").read_text().split("## How to add")[1]
     parts = {part.split("**")[1].rstrip("."): " ".join(part.split()) for part in re.split(r"\n\n(?=\*\*)", page)[1:]}
+    touched = {what: {*files, file} for what, (files, file, *_) in ADDED.items()}
+    touched["An environment"] = {file for file, *_ in ENVIRONMENT}
+    assert {what: len(files) for what, files in touched.items()} == FILES
     for what, (files, file, *_) in ADDED.items():
-        (new,) = files
-        assert f"`{Path(new).parent}/`" in parts[what], what
         assert f"`{file}" in parts[what], what
-        assert len({new, file}) == 2
-    assert len(ENVIRONMENT) == 2
+        for new in files:
+            assert f"`{Path(new).parent}/`" in parts[what], what
     for file, *_ in ENVIRONMENT:
         assert f"`{file}" in parts["An environment"], file

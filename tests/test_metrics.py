@@ -9,7 +9,7 @@ import pytest
 
 from motet.runtime.progress import JobProgress
 from motet.runtime.signs import no_signal
-from motet.tensorboard import scalars
+from motet.tracking.observing import numbers
 from motet.types import Problem
 from tests.fake_run import Setting, job, records, run_jobs
 
@@ -42,7 +42,7 @@ def test_a_step_without_signal_measures_nothing(tmp_path: Path) -> None:
     for line in flat:
         assert (line["no_signal"], line["samples"], line["tokens"], line["skipped"]) == (1.0, 0, 0, False)
         assert {field: line[field] for field in (*TRAINED, "lr")} == dict.fromkeys((*TRAINED, "lr"))
-        assert not (TRAINED | {"lr"}) & {tag for tag, _ in scalars(line)}, "no point in TensorBoard either"
+        assert not (TRAINED | {"lr"}) & {tag for tag, _ in numbers(line)}, "no point in TensorBoard either"
     assert all(line[field] is not None for line in usual for field in (*(TRAINED - {"kl_base"}), "lr"))
 
 

@@ -25,9 +25,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from motet.commands.node_agent import listen
+from motet.dialects import DIALECTS, HttpRequest
 from motet.errors import ConfigError, EngineError, ServerFault
 from motet.model.fake import FakeTokenizer
-from motet.rollout.dialects import DIALECTS, HttpRequest
 from motet.rollout.fake import FakeEngine
 from motet.rollout.served_versions import Homes
 from motet.rollout.server import ServerEngine

@@ -7,8 +7,8 @@ import asyncio
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from motet.dialects import HttpRequest
 from motet.rollout.connection import Clocks, ServerConnection
-from motet.rollout.dialects import HttpRequest
 
 IDLE = 30
 

@@ -13,9 +13,9 @@ import pytest
 import trustme
 
 from motet.config import RolloutConfig
+from motet.dialects import DIALECTS
 from motet.errors import ConfigError, ServerGone
 from motet.rollout.connection import Clocks
-from motet.rollout.dialects import DIALECTS
 from motet.rollout.replica import Replica
 from motet.servers import trust
 

@@ -296,7 +296,6 @@ def test_a_run_ends_when_budgets_are_spent(tmp_path: Path, capfd: pytest.Capture
     options = {
         "sequential": False,
         "accept_changes": False,
-        "tensorboard": None,
         "ray": None,
         "trust_remote_code": False,
     }

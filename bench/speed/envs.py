@@ -68,6 +68,7 @@ PEERS = (
     Peer("mini", (("mini-swe-agent", "mcp"),)),  # litellm imports mcp and does not ask for it
     Peer("verifiers", (("verifiers", "uv"),)),  # its own programs are started by uv
     Peer("locust", (("locust",),)),
+    Peer("trackers", (("wandb", "mlflow-skinny", "trackio", "swanlab", "pydantic", "pyyaml", "numpy", "msgspec"),)),
     Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
 )
 OLDER = tuple(

@@ -94,7 +94,6 @@ def run(
             "--accept-changes", help="Resume even if the job or its code has changed, or saved files are damaged."
         ),
     ] = False,
-    tensorboard: Annotated[Path | None, typer.Option(help="Also write TensorBoard events to this directory.")] = None,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Run the hosts on the nodes of this Ray cluster; `auto` finds it."),
@@ -111,7 +110,6 @@ def run(
             directory=directory,
             sequential=sequential,
             accept_changes=accept_changes,
-            tensorboard=tensorboard,
             ray=ray,
             trust_remote_code=trust_remote_code,
         )
@@ -201,15 +199,18 @@ def verify(
     raise typer.Exit(check_files(directory, jobs))
 
 
-@app.command(epilog="Example: motet export runs/demo/sort/versions/v25 --merge --to sort-model")
+@app.command(epilog="Example: motet export runs/demo/sort/versions/v25 --to sort-model")
 def export(
     adapter: Annotated[Path, typer.Argument(help="A PEFT LoRA directory.", show_default=False)],
     to: Annotated[Path, typer.Option(help="The directory to write.", show_default=False)],
-    merge: Annotated[bool, typer.Option("--merge", help="Add the adapter to the base's weights.")] = False,
-    split_experts: Annotated[
-        bool,
-        typer.Option("--split-experts", help="Write only the adapter, one expert at a time, as vLLM reads it."),
-    ] = False,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="`merged`: the base with the adapter added to its weights. `experts`: an adapter on experts, one expert at "
+            "a time, as vLLM reads it.",
+        ),
+    ] = "merged",
     base: Annotated[
         str | None, typer.Option(help="The base it was trained on [default: the one in its directory].")
     ] = None,
@@ -223,25 +224,10 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Write an adapter and its base as one model for `transformers`, vLLM and others.
+    """Write an adapter and its base as one model for `transformers`, vLLM and others, or the adapter in another format."""
+    from motet.commands.export import write
 
-    With --split-experts, write an adapter on experts in the form that vLLM loads.
-    """
-    from motet.commands import export as writing
-
-    if merge and split_experts:
-        raise typer.BadParameter("a merged model has no adapter to split: leave out --merge or --split-experts")
-    if not merge and not split_experts:
-        raise typer.BadParameter("PEFT already reads this directory; add --merge for a whole model, or --split-experts")
-    if split_experts and (gguf is not None or dtype != "auto"):
-        raise typer.BadParameter("--gguf and --dtype need a whole model: leave them out, or use --merge")
-    if split_experts:
-        writing.split_experts(adapter, base, to)
-        typer.echo(to)
-        return
-    converter = None if gguf is None else writing.find_converter(gguf)
-    writing.export(adapter, base, to, dtype)
-    typer.echo(to if converter is None else writing.write_gguf(to, converter))
+    typer.echo(write(adapter, base, to, form, dtype, gguf))
 
 
 def _steer(argv: list[str], word: str, url: str | None, key: str | None) -> None:

@@ -76,7 +76,8 @@ def _read_service(path: Path) -> ServiceConfig:
     bases = {
         name: one.model_copy(update={"base": _full_base(one.base, path.parent)}) for name, one in config.bases.items()
     }
-    return config.model_copy(update={"rewards": rewards, "bases": bases})
+    observers = [one.model_copy(update={"name": _resolve_code(one.name, path.parent)}) for one in config.observers]
+    return config.model_copy(update={"rewards": rewards, "bases": bases, "observers": observers})
 
 
 def _read_tree(path: Path) -> Any:
@@ -148,6 +149,8 @@ def jobs_of(
             _resolve_files(job, directory)
         if isinstance(tree.get("base"), str):
             tree["base"] = _full_base(tree["base"], directory)
+        if "observers" in tree:
+            tree["observers"] = _resolve_code(tree["observers"], directory)
     stem = Path(where).stem if directory is not None else "default"
     return validate({"run": f"runs/{stem}", **tree, "jobs": jobs}, where)
 
@@ -237,7 +240,7 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
         except ConfigError as error:
             raise ConfigError(f"--set {override!r}: quote the value if it is meant as text: {error}") from error
         top, _, rest = path.partition(".")
-        if top in ("base", "run", "engine", "rollout", "cluster"):
+        if top in ("base", "run", "engine", "rollout", "cluster", "observers"):
             set_path(tree, path, value)
         elif top == "jobs":
             chosen = [job for job in jobs if rest.startswith(f"{job.get('name')}.")]  # names may have dots

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,14 @@ from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.receipts import Materials
 from motet.runtime.settings import setting_of
+from motet.tracking.follow import Followers, job_of_run
 from motet.types import HostNow, JobState
 from motet.workshop import Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
+
+_Observe = Callable[[Sequence[JobProgress]], None]
 
 
 def run_config(
@@ -69,6 +73,7 @@ def run_config(
         )
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(rundir.opened(Path(config.run)))
+        seen = stack.enter_context(_followed(config, directory.path, observe, notify))
         checked = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None)
         loading()
         of_torchrun = config.cluster.launcher == "torchrun"
@@ -81,14 +86,13 @@ def run_config(
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory, config.jobs)
         workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
-        for reason in workshop.inexact:
-            for job in jobs:
-                job.note_inexact(reason)
+        for reason, job in itertools.product(workshop.inexact, jobs):
+            job.note_inexact(reason)
         try:
             if started is not None:
                 started(workshop, jobs)
             interrupt = Interrupt(notify)
-            interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, observe))
+            interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, seen))
         finally:
             workshop.close()
         results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
@@ -110,7 +114,10 @@ def _run_on_hosts(
     log, notices = logging.getLogger("motet.cluster"), NoticesTo(notify or (lambda line: None))
     log.addHandler(notices)
     try:
-        with rundir.opened(Path(config.run), "run") as directory:
+        with (
+            rundir.opened(Path(config.run), "run") as directory,
+            _followed(config, directory.path, observe, notify) as seen,
+        ):
             checked = check_before_loading(config, accept_changes=accept_changes)
             loading()
             jobs = []
@@ -126,11 +133,34 @@ def _run_on_hosts(
             if watch is not None:
                 watch(run.now)
             interrupt = Interrupt(notify)
-            interrupt.run(lambda: run.run(interrupt, observe))
+            interrupt.run(lambda: run.run(interrupt, seen))
             results = {job.config.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
             return RunResult(directory.path, results, _report(directory.path), tuple(notes))
     finally:
         log.removeHandler(notices)
+
+
+@contextlib.contextmanager
+def _followed(
+    config: RunConfig, run: Path, observe: _Observe | None, notify: Callable[[str], None] | None
+) -> Iterator[_Observe | None]:
+    """Let observers follow jobs from their progress; the function to call with it, None where nobody observes.
+
+    Raises:
+        ConfigError: an observer cannot be loaded.
+    """
+    if not config.observers:
+        yield observe
+        return
+
+    def seen(progress: Sequence[JobProgress]) -> None:
+        for one in progress:
+            followers.move(job_of_run(run, one.name), one.state)
+        if observe is not None:
+            observe(progress)
+
+    with Followers(config.observers, run, notify or print) as followers:
+        yield seen
 
 
 def _notes(checked: Checked, jobs: Sequence[JobProgress]) -> list[str]:
@@ -242,18 +272,20 @@ def run(
     sequential: bool = False,
     accept_changes: bool = False,
     quiet: bool = False,
+    observers: Sequence[Any] = (),
 ) -> RunResult:
     """Train all jobs at once and return their adapters: `motet run` from Python.
 
     A job is a `JobConfig` or a dict of its fields; its reward may be a function object `(problem, completion) -> float`, or one
-    with TRL's signature. The run directory is `runs/<name of the script>` unless given.
+    with TRL's signature. The run directory is `runs/<name of the script>` unless given. `observers` are names of trackers, or
+    classes or functions that make an observer of a job (`motet.tracking.observing`).
 
     Raises:
         KeyboardInterrupt: Ctrl-C; everything is saved, and the same call goes on.
         ConfigError: a field is wrong.
         MotetError: nothing could start.
     """
-    config = config_of(jobs, base, engine, "motet.run", directory)
+    config = config_of(jobs, base, engine, "motet.run", directory, observers)
     start = run_config if quiet else _run_shown
     result = start(config, sequential=sequential, accept_changes=accept_changes)
     if any(job.state is JobState.PAUSED and not job.spent for job in result.jobs.values()):
@@ -267,6 +299,7 @@ def config_of(
     engine: EngineConfig | dict[str, Any] | None,
     where: str,
     directory: str | Path | None = None,
+    observers: Sequence[Any] = (),
 ) -> RunConfig:
     """What a job file would say.
 
@@ -279,6 +312,7 @@ def config_of(
         "base": base,
         "run": str(directory or f"runs/{_script_name()}"),
         "engine": engine or {},
+        "observers": list(observers),
         "jobs": [job if isinstance(job, JobConfig) else dict(job) for job in jobs],
     }
     return validate(tree, where)

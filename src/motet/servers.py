@@ -14,10 +14,10 @@ from tempfile import gettempdir
 from motet.config import JobConfig, LaunchConfig, RolloutConfig
 from motet.config.rollout import VERSIONS_BESIDES
 from motet.config.service import Largest
+from motet.dialects import DIALECTS
 from motet.errors import ConfigError
 from motet.model_info import ModelInfo
 from motet.rollout.connection import Clocks
-from motet.rollout.dialects import DIALECTS
 from motet.rollout.in_vllm import motet_vllm
 from motet.rollout.replica import Replica
 from motet.rollout.server import Demand, ServerEngine, ServerLimits
@@ -143,6 +143,8 @@ def launched(
     part: str = "",
 ) -> list[Launched]:
     """The servers of a launch setting, each with a port and a key of its own; none is started yet."""
+    if config.engine not in COMMANDS:
+        raise ConfigError(f"rollout.launch cannot start {config.engine}: start the servers, and give their `urls`")
     servers = []
     for number in range(launch.replicas):
         key, server = secrets.token_urlsafe(24), _server(info, model, config, launch, wanted)

@@ -1,4 +1,4 @@
-"""`motet export`: a base and an adapter as one model, or an adapter in the form that a server reads."""
+"""`motet export`: the formats in which an adapter is written. To add one, write a function and a line in `FORMATS`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,25 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from motet.errors import AdapterError, BaseModelError, ConfigError
 from motet.model_info import matches_experts
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of `motet export`."""
+
+    write: Callable[[Path, str | None, Path, str], None]
+    """From an adapter, its base (None reads it from the adapter), the target, and the type of the weights."""
+    whole: bool
+    """Whether it is a whole model, which has a type and can become a .gguf file."""
+
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """What a base that sees images has besides; what is written reads them again."""
@@ -41,8 +53,8 @@ def export(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
         _copy_processors(source, draft)
 
 
-def split_experts(adapter: Path, base: str | None, target: Path) -> None:
-    """Write an adapter on experts as vLLM reads it, expert by expert.
+def split_experts(adapter: Path, base: str | None, target: Path, dtype: str = "auto") -> None:
+    """Write an adapter on experts as vLLM reads it, expert by expert. `dtype` changes nothing.
 
     Raises:
         AdapterError: it cannot be read, or has nothing on experts.
@@ -71,6 +83,30 @@ def split_experts(adapter: Path, base: str | None, target: Path) -> None:
     with drafted(target) as draft:
         save_tensors(tensors, draft / ADAPTER_WEIGHTS, {"format": "pt"})
         (draft / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+FORMATS: Mapping[str, Format] = {"merged": Format(export, whole=True), "experts": Format(split_experts, whole=False)}
+
+
+def write(adapter: Path, base: str | None, target: Path, form: str, dtype: str, gguf: str | None) -> Path:
+    """Write an adapter in a format, and with `gguf`, a path of llama.cpp's converter, as a .gguf file; returns what was made.
+
+    Raises:
+        ConfigError: there is no such format, or the other settings do not fit it.
+        AdapterError: the adapter cannot be read or does not fit the base.
+        BaseModelError: the base cannot be loaded, or the target is taken.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"--format {form}: must be one of {', '.join(FORMATS)}; PEFT reads the directory as it is")
+    if not FORMATS[form].whole and (gguf is not None or dtype != "auto"):
+        raise ConfigError(f"--gguf and --dtype need a whole model: leave them out, or use --format {_wholes()}")
+    converter = None if gguf is None else find_converter(gguf)
+    FORMATS[form].write(adapter, base, target, dtype)
+    return target if converter is None else write_gguf(target, converter)
+
+
+def _wholes() -> str:
+    return " or ".join(name for name, one in FORMATS.items() if one.whole)
 
 
 @contextlib.contextmanager

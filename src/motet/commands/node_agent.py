@@ -11,8 +11,8 @@ from pathlib import Path
 
 from motet.commands.listening import bound, url_of
 from motet.config.urls import is_loopback, parse_url
+from motet.dialects import DIALECTS
 from motet.errors import ConfigError
-from motet.rollout.dialects import DIALECTS
 from motet.servers import MEMORY
 
 
@@ -37,6 +37,8 @@ def listen(
 
     from motet.rollout.node_agent import NodeAgent, NodeServer
 
+    if engine not in DIALECTS:
+        raise ConfigError(f"--engine {engine}: must be one of {', '.join(DIALECTS)}")
     try:
         parse_url(server)
     except ValueError as error:

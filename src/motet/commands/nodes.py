@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -34,7 +34,7 @@ def node_agent(
             show_default=False,
         ),
     ] = None,
-    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="The kind of server.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="The kind of server, as in `rollout.engine`.")] = "vllm",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8430,
     directory: Annotated[

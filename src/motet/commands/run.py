@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +17,6 @@ from motet.results import RunResult
 from motet.running import run_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
-from motet.tensorboard import TensorBoardExport
 from motet.types import HostNow, JobState
 from motet.view import glyphs_of, make_view, settings_table, summary_table
 from motet.workshop import Workshop
@@ -32,7 +29,6 @@ def run_file(
     directory: Path | None,
     sequential: bool = False,
     accept_changes: bool = False,
-    tensorboard: Path | None = None,
     ray: str | None = None,
     trust_remote_code: bool = False,
 ) -> int:
@@ -51,7 +47,6 @@ def run_file(
     def observe(progress: Sequence[JobProgress]) -> None:
         last[:] = progress
         view.update(progress)
-        export()
 
     def watch(hosts: Callable[[], Sequence[HostNow]]) -> None:
         view.watch(hosts)
@@ -63,20 +58,19 @@ def run_file(
         view.watch(workshop.loads)
         view.start()
 
-    with _tensorboard(Path(config.run), tensorboard, view.print_line) as export:
-        try:
-            result = run_config(
-                config,
-                sequential=sequential,
-                accept_changes=accept_changes,
-                observe=observe,
-                loading=lambda: console.print(_loading(config)),
-                started=started,
-                notify=view.print_line,
-                watch=watch,
-            )
-        finally:
-            view.stop()
+    try:
+        result = run_config(
+            config,
+            sequential=sequential,
+            accept_changes=accept_changes,
+            observe=observe,
+            loading=lambda: console.print(_loading(config)),
+            started=started,
+            notify=view.print_line,
+            watch=watch,
+        )
+    finally:
+        view.stop()
     _print_notes(console, result.notes, printed)
     _print_tables(console, last, Path(config.run), view.seconds)
     return _farewell(console, result)
@@ -150,34 +144,3 @@ def _farewell(console: Console, result: RunResult) -> int:
     if failed:
         console.print(f"fix the cause, then run the same command to resume: {again}", soft_wrap=True, markup=False)
     return 1 if failed else 0
-
-
-@contextlib.contextmanager
-def _tensorboard(
-    run: Path, log_directory: Path | None, notify: Callable[[str], None]
-) -> Iterator[Callable[[], object]]:
-    """What writes TensorBoard events now and then; all are written at the end. Nothing without a directory."""
-    if log_directory is None:
-        yield lambda: None
-        return
-    due, failure = 0.0, ""
-
-    def write() -> None:
-        nonlocal due, failure
-        if time.monotonic() < due:
-            return
-        try:
-            export.update()
-            failure = ""
-        except OSError as error:
-            if str(error) != failure:
-                notify(f"TensorBoard events cannot be written ({error}); the run continues without them")
-            failure = str(error)
-        due = time.monotonic() + 2.0
-
-    with TensorBoardExport(run, log_directory) as export:
-        try:
-            yield write
-        finally:
-            due = 0.0
-            write()

@@ -22,6 +22,7 @@ from motet.config.job import (
     RewardConfig,
     SamplingConfig,
 )
+from motet.config.observer import ObserverConfig, Observers
 from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.section import Config, named
 
@@ -50,6 +51,8 @@ class RunConfig(HostConfig):
     """Where the processes of `engine.hosts` are."""
     jobs: list[JobConfig] = Field(min_length=1)
     """What to train, all at once."""
+    observers: Observers = []
+    """What receives every step: trackers, or [your own code](runs.md#trackers)."""
     run: str = "runs/default"
     """Directory of the run; `motet run` uses runs/<name of the job file>, `motet.run` runs/<name of the script>."""
 
@@ -92,6 +95,7 @@ __all__ = [
     "HostConfig",
     "JobConfig",
     "LaunchConfig",
+    "ObserverConfig",
     "OptimizerConfig",
     "RewardConfig",
     "RolloutConfig",

@@ -8,6 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from motet.config.engine import EngineConfig
 from motet.config.urls import parse_url
+from motet.dialects import DIALECTS
+from motet.near import close_matches
 from motet.section import Config
 
 VERSIONS_BESIDES = 2
@@ -62,8 +64,8 @@ class LaunchConfig(Config):
 class RolloutConfig(Config):
     """Where rollouts are sampled. A plain string is the engine."""
 
-    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """`embedded` samples on the device that trains. The others are servers, reached over HTTP."""
+    engine: str = "embedded"
+    """`embedded` samples on the device that trains. `vllm` and `sglang` are servers, reached over HTTP."""
     urls: list[str] = []
     """Running servers (`http://host:8000`), one for each replica. With `engine.hosts`, each host takes every N-th URL."""
     agents: list[str] = []
@@ -99,6 +101,14 @@ class RolloutConfig(Config):
     verify_tls: bool = True
     """False trusts any certificate."""
 
+    @field_validator("engine")
+    @classmethod
+    def _is_known(cls, engine: str) -> str:
+        if engine not in (known := ("embedded", *DIALECTS)):
+            near = close_matches(engine, known, n=1)
+            raise ValueError(f"must be one of {', '.join(known)}{f'; did you mean {near[0]}?' if near else ''}")
+        return engine
+
     @field_validator("urls", "agents")
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
@@ -111,7 +121,7 @@ class RolloutConfig(Config):
     @model_validator(mode="after")
     def _says_where(self) -> RolloutConfig:
         if self.engine == "embedded" and (self.urls or self.launch):
-            raise ValueError("urls and launch are for servers; set engine to vllm or sglang")
+            raise ValueError(f"urls and launch are for servers; set engine to one of {', '.join(DIALECTS)}")
         if self.engine != "embedded" and bool(self.urls) == (self.launch is not None):
             raise ValueError(
                 f"engine {self.engine} needs either `urls` of servers that run or `launch` (`launch: {{}}` will do) "

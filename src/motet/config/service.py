@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from motet.config import HostConfig
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.job import PRIORITIES
+from motet.config.observer import Observers
 from motet.config.rollout import OF_SAMPLING, VERSIONS_BESIDES, RolloutConfig, check_effect
 from motet.config.urls import check_safe_url
 from motet.section import Config, named
@@ -234,6 +235,8 @@ class ServiceConfig(Config):
     reward_hosts: list[str] | None = None
     """Hosts that the reward `http` may call: `scores.example.org`, `*.example.org`, `10.0.0.7:8000`. They may be private.
     By default all public hosts; an empty list allows none."""
+    observers: Observers = []
+    """What receives every step of all jobs: trackers, each with a project for each tenant, or your own code."""
     lease_seconds: float = Field(60.0, ge=1, le=3600)
     """Time after which the rollouts of a silent reward worker, or the episodes of a silent agent worker, go to others."""
     patience_seconds: float = Field(120.0, gt=0, le=86400)

@@ -74,8 +74,8 @@ class Arithmetic:
     """Rows of such a tile, counted from the segment's first."""
     attention: Literal["torch", "triton"] = "torch"
     """The attention backend."""
-    products: Literal["padded", "grouped"] = "padded"
-    """The backend of products with adapters."""
+    products: str = "padded"
+    """The backend of products with adapters: a name of `lora_products.PRODUCTS`."""
     graphs: bool = False
     """Whether decoding is recorded once and replayed, as a CUDA graph."""
     chunked: bool = False

@@ -25,7 +25,7 @@ from motet.model.attention import ReplayablePass, Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears
 from motet.model.lora_model import LoraModel
-from motet.model.lora_products import Grouped, LoraProducts
+from motet.model.lora_products import LoraProducts
 from motet.model.routing import SamplerRouting
 
 _log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class AdapterTable:
             raise ValueError(f"grouped products cannot be used for rank {layout.rank} in {dtype} on {device}")
         self.layout = layout
         self.slots = slots
+        self.products = products
         self._flat = torch.zeros(slots, layout.size, device=device, dtype=dtype)
         self.matrices = layout.matrices(self._flat)
         """[S, K, W] and [S, R, N] by leader, always the same memory."""
@@ -114,7 +115,7 @@ class TableRouting:
         self._order_T = order_T
         self._inverse_T = inverse_T
         self._ends_S = ends_S
-        self._product = Grouped(ends_S)
+        self._product = table.products.in_table(ends_S)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

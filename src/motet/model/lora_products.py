@@ -10,7 +10,7 @@ Legend: T packed rows, M product rows (those of the adapters, one adapter after 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
@@ -79,6 +79,13 @@ class LoraProducts(Protocol):
 
     def fits_table(self, layout: AdapterLayout) -> bool:
         """Whether adapters of a layout can be multiplied at fixed places in memory, however many rows each has."""
+        ...
+
+    def in_table(self, ends_A: Tensor) -> RowProducts:
+        """Products of adapters at fixed places. `ends_A`, int32 on the device, has the row after the last of each.
+
+        Its values change between products; only called where `fits_table` holds.
+        """
         ...
 
 
@@ -225,6 +232,10 @@ class PaddedProducts:
         """Never: padding depends on how many rows each adapter has."""
         return False
 
+    def in_table(self, ends_A: Tensor) -> RowProducts:
+        """Raises AssertionError: no layout fits."""
+        raise AssertionError("padded products fit no table")
+
 
 class GroupedProducts:
     """A `LoraProducts` for a GPU: as many rows as each adapter has, grouped, or in tiles where a layout cannot be grouped."""
@@ -270,12 +281,21 @@ class GroupedProducts:
             verdict = self._fit[id(layout)] = (layout, good)
         return verdict[1]
 
+    def in_table(self, ends_A: Tensor) -> RowProducts:
+        """Grouped."""
+        return Grouped(ends_A)
+
+
+PRODUCTS: Mapping[str, Callable[[Arithmetic, torch.device, torch.dtype], LoraProducts]] = {
+    "padded": lambda arithmetic, device, dtype: PaddedProducts(dtype, arithmetic),
+    "grouped": lambda arithmetic, device, dtype: GroupedProducts(device, dtype, arithmetic.tile),
+}
+"""The values of `Arithmetic.products`."""
+
 
 def products_backend(arithmetic: Arithmetic, device: torch.device, dtype: torch.dtype) -> LoraProducts:
     """The backend that an arithmetic names."""
-    if arithmetic.products == "padded":
-        return PaddedProducts(dtype, arithmetic)
-    return GroupedProducts(device, dtype, arithmetic.tile)
+    return PRODUCTS[arithmetic.products](arithmetic, device, dtype)
 
 
 def _alone(weights: AdapterWeights) -> dict[str, LoraMatrices]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from motet import seeds
-from motet.rollout.dialects import SEED_BITS, Ask, Piece
+from motet.dialects import SEED_BITS, Ask, Piece
 from motet.stops import Decode, certain, ending, until_stop
 from motet.types import Chunk, FinishReason, GenerateRequest
 

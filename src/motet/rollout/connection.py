@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import anyio
 import httpx2
 
+from motet.dialects import HttpRequest, Json
 from motet.errors import ServerFault, ServerGone, ServerRefused
-from motet.rollout.dialects import HttpRequest, Json
 
 Result = TypeVar("Result")
 

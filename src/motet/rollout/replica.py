@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from motet.dialects import Ask, Dialect, Facts, HttpRequest, Piece
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
 from motet.rollout.connection import Clocks, ServerConnection, detail_of
-from motet.rollout.dialects import Ask, Dialect, Facts, HttpRequest, Piece
 from motet.rollout.in_vllm.motet_vllm import EXTENSION, TESTED
 from motet.rollout.shipping import send, take_back, written
 from motet.rollout.version_server import VersionServer

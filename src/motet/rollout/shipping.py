@@ -10,9 +10,9 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+from motet.dialects import HttpRequest
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused
 from motet.rollout.connection import ServerConnection
-from motet.rollout.dialects import HttpRequest
 from motet.types import ADAPTER_FILES
 
 DIGEST = "x-content-sha256"

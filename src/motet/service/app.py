@@ -48,6 +48,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503, 507)
 }
 
+_OBSERVERS_SECONDS = 5.0
+"""Time that observers have for the rest when the service stops; they receive it after the next start."""
+
 
 class Lifecycle:
     """Starts and stops the parts that need it, in order."""
@@ -59,6 +62,7 @@ class Lifecycle:
     async def open(self) -> None:
         """Start the engine, and watch over jobs and quotas."""
         service = self._service
+        service.followers.start()
         service.hosts.start(service.handlers())
         self._watching = asyncio.gather(service.queue.watch(), service.enforcer.watch(), self._tinker.leases.watch())
         self._watching.add_done_callback(
@@ -87,6 +91,7 @@ class Lifecycle:
         await stopping
         await service.grading.close()
         await asyncio.to_thread(service.ledger.flush)
+        await asyncio.to_thread(service.followers.close, _OBSERVERS_SECONDS)
         service.check_threads.close()
         service.read_threads.close()
         service.apart.close()

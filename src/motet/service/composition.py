@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 
 from motet.apart import Apart, WorkLimits
@@ -38,6 +39,7 @@ from motet.service.tenants.stored import StoredBytes
 from motet.service.workers.agents import AgentWorkers
 from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import HttpRewards
+from motet.tracking.follow import Followers
 
 JOBS_AHEAD = 4
 """Jobs of each tenant that a host prepares while its slots are taken; the others wait in the database."""
@@ -70,7 +72,9 @@ class Service:
         asking = secrets.asking(HttpRewards(allowed.addresses))
         self.scoring = Scoring(store, asking, self.reward_workers, self.grading)
         workers = self.reward_workers, self.agent_workers
-        self.recorder = EventRecorder(store, self.storage, self.ledger, self.stored, self.bus, workers)
+        warn = logging.getLogger(__name__).warning
+        self.followers = Followers(config.observers, settings.directory / "observers", warn)
+        self.recorder = EventRecorder(store, self.storage, self.ledger, self.stored, self.bus, workers, self.followers)
         initial = InitialAdapters(self.storage, self.adapters)
         self.handover = Handover(
             store, self.storage, self.log, self.recorder, initial, self.enforcer, self.hosts, bases, secrets

@@ -1,5 +1,5 @@
-"""A cluster under a virtual clock: Motet's own placement, slots and fair shares, over hosts that only take time.
+"""Simulate a cluster under a virtual clock, with Motet's own placement, slots and fair shares.
 
-A host's completion takes as long as its tokens under the rows that there are at each moment; a step then waits for the host's
-trainer. Nothing is computed, so ten thousand jobs on a thousand hosts take minutes.
+Hosts compute nothing: they only take time. The rate of a completion depends on how many rows the host samples at that moment,
+and a step then waits for the trainer of the host. So ten thousand jobs on a thousand hosts take minutes.
 """

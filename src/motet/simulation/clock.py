@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class _Instant(selectors.DefaultSelector):
-    """Waits for nothing: the time that it is asked to wait has passed, and the system has nothing to say meanwhile."""
+    """A selector that returns at once and moves the virtual clock by the time that it should have waited."""
 
     now = 0.0
 
@@ -32,5 +32,5 @@ def under_virtual_clock(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 def now() -> float:
-    """Seconds since the beginning."""
+    """Virtual seconds since the loop was made."""
     return asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""Jobs that come, the hosts that take them, and what becomes of both."""
+"""The simulated cluster: arrival of jobs, placement, moves, deaths of hosts, and the figures that are recorded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOUR = 3600.0
 
 
 class Simulation:
-    """Jobs that come, and hosts that take them."""
+    """A simulated cluster and its jobs."""
 
     def __init__(self, config: SimulationConfig) -> None:
         self._dice = random.Random(config.seed)
@@ -61,7 +61,7 @@ class Simulation:
 
     @property
     def _busy(self) -> float:
-        """Seconds in which hosts have sampled or trained."""
+        """Seconds in which hosts sampled or trained so far, summed over hosts."""
         return sum(host.busy_seconds for host in self.hosts)
 
     def _place(self, job: SimulatedJob) -> None:
@@ -77,7 +77,7 @@ class Simulation:
             asyncio.get_running_loop().call_soon(self._fill, host)
 
     def _fill(self, host: SimulatedHost) -> None:
-        """Give free slots away, as `Pipeline` does."""
+        """Assign free slots to waiting jobs, as `Pipeline` does."""
         self._changed.discard(host)
         rules = self._rules
         running = [host.jobs[name].claim for name in host.running if name not in host.preempted]
@@ -98,14 +98,14 @@ class Simulation:
         self._look(host)
 
     def _look(self, host: SimulatedHost) -> None:
-        """Placement sees the hosts that are up."""
+        """The hosts that are up, as placement sees them."""
         if host.up:
             self._loads[host.number] = host.load
         else:
             self._loads.pop(host.number, None)
 
     async def _train(self, host: SimulatedHost, job: SimulatedJob) -> None:
-        """A job on a host: its steps, until it ends, moves or the host dies."""
+        """Run the steps of a job on a host until it ends, moves, or the host dies."""
         name = job.claim.job
         job.starts += 1
         job.first = now() if job.first is None else job.first
@@ -139,12 +139,12 @@ class Simulation:
 
     @staticmethod
     def _goes(host: SimulatedHost, name: str) -> bool:
-        """Whether a job gives its slot away after its step."""
+        """Whether a job must release its slot after this step."""
         return name in host.leaving or name in host.preempted
 
     @staticmethod
     def _stays(host: SimulatedHost, name: str) -> SimulatedHost | None:
-        """Where a job was to go, which it does now or not at all."""
+        """The host to which the job should move after this step; the request is cleared."""
         to = host.leaving.pop(name, None)
         if to is not None:
             to.coming.pop(name, None)
@@ -172,7 +172,7 @@ class Simulation:
                 self._place(job)
 
     async def _live(self, host: SimulatedHost) -> None:
-        """Look now and then whether slots go around, die at some time, and come back."""
+        """Check at intervals whether slots rotate; fail at the configured time and come back."""
         hours, dies = self._settings.hours_between_deaths, float("inf")
         while True:
             if hours is not None:
@@ -188,7 +188,7 @@ class Simulation:
             self._even_out()
 
     async def _die(self, host: SimulatedHost) -> None:
-        """Its jobs go on from their last commits elsewhere."""
+        """Requeue the jobs of a failed host from their last commits."""
         host.up, jobs = False, list(host.jobs.values())
         ending = list(host.running.values())
         for name in list(host.leaving):
@@ -220,7 +220,7 @@ class Simulation:
         return Counter(job.claim.tenant for job in self.jobs if job.arrives <= now() and job.ended is None)
 
     async def _watch(self) -> None:
-        """A point of the curve now and then, and twice as seldom when there are many."""
+        """Record points of the curve; halve their rate when there are many."""
         seconds, enough, before = 10.0, False, (0.0, 0.0, Counter[str]())
         while True:
             running = sum(len(host.running) for host in self.hosts)
@@ -235,23 +235,23 @@ class Simulation:
             await asyncio.sleep(seconds)
 
     def _enough(self, jobs: Counter[str]) -> bool:
-        """Whether every tenant has jobs for its part of all slots."""
+        """Whether every tenant has enough jobs for its share of the slots."""
         per_share = self._settings.count * self._settings.slots / sum(rule.share for rule in self._rules.values())
         return all(jobs[tenant] >= per_share * rule.share for tenant, rule in self._rules.items())
 
 
 @dataclass
 class Contended:
-    """The time in which every tenant had jobs for its part of all slots."""
+    """Sums over the time in which every tenant had enough jobs for its share of the slots."""
 
     seconds: float = 0.0
     busy: float = 0.0
-    """Seconds of all hosts in which they sampled or trained."""
+    """Seconds in which hosts sampled or trained, summed over hosts."""
     used: Counter[str] = field(default_factory=Counter)
     """Tokens trained by tenant."""
 
     def add(self, before: tuple[float, float, Counter[str]], after: tuple[float, float, Counter[str]]) -> None:
-        """Add the time between two looks: the clock, the busy seconds and the tokens at each."""
+        """Add the interval between two observations (clock, busy seconds, tokens by tenant)."""
         self.seconds += after[0] - before[0]
         self.busy += after[1] - before[1]
         self.used += after[2] - before[2]

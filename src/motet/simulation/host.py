@@ -1,4 +1,4 @@
-"""A host that only takes time, and the jobs that it runs."""
+"""Simulated hosts and their jobs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from motet.runtime.slots import Claim
 from motet.simulation.clock import now
 
 _NEARLY = 1e-6
-"""Tokens by which a clock may be wrong."""
+"""Rounding tolerance in tokens."""
 
 
 @dataclass(eq=False)
 class SimulatedJob:
-    """A job, and how far it is."""
+    """A job and its progress."""
 
     claim: Claim
     share: float
@@ -53,7 +53,7 @@ class SimulatedJob:
 
     @property
     def tokens_of_step(self) -> int:
-        """Trained on."""
+        """Tokens trained so far."""
         return self.groups * self.rows * (self.prompt + self.completion)
 
 
@@ -74,7 +74,7 @@ class SimulatedDevice:
         self._timer: asyncio.TimerHandle | None = None
 
     async def sample(self, job: str, tokens: int, rows: int) -> None:
-        """Sample so many tokens of so many completions each."""
+        """Sample `tokens` tokens of each of `rows` completions."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._go_on(job, rows)
         heapq.heappush(self._sampling, (self._tokens + tokens, next(self._order), done))
@@ -106,7 +106,7 @@ class SimulatedDevice:
         return costs.token_seconds + costs.row_seconds * max(0, self._rows.total() - 1) + costs.job_seconds * others
 
     def _go_on(self, job: str = "", rows: int = 0) -> None:
-        """Count what was sampled until now, and so many rows more from now on."""
+        """Account for the tokens sampled until now, then change the number of rows."""
         self._tokens += (now() - self._at) / self._token_seconds
         self._at = now()
         if rows:
@@ -138,18 +138,18 @@ class SimulatedDevice:
 
 @dataclass(eq=False)
 class SimulatedHost:
-    """A host: its jobs, its shares, its trainer."""
+    """A host with its jobs, fair shares and trainer."""
 
     number: int
     settings: HostsConfig
     jobs: dict[str, SimulatedJob] = field(default_factory=dict)
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     leaving: dict[str, SimulatedHost] = field(default_factory=dict)
-    """Jobs that go elsewhere after their step, and where to."""
+    """Target host of each job that moves after its step."""
     coming: dict[str, Claim] = field(default_factory=dict)
-    """Jobs that leave another host for this one."""
+    """Jobs on their way from another host."""
     preempted: set[str] = field(default_factory=set)
-    """Jobs that give their slots to another tenant's after their step."""
+    """Jobs that release their slots to other tenants after their step."""
     up: bool = True
     busy: float = 0.0
     """Seconds in which it sampled or trained."""
@@ -163,7 +163,7 @@ class SimulatedHost:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds until now in which it sampled or trained."""
+        """Seconds in which it sampled or trained so far."""
         return self.busy + (now() - self._since if self._active else 0.0)
 
     @property
@@ -173,14 +173,14 @@ class SimulatedHost:
 
     @property
     def load(self) -> HostLoad:
-        """As placement sees it."""
+        """The host as placement sees it."""
         stay = [job.claim for name, job in self.jobs.items() if name not in self.leaving]
         running = tuple(claim for claim in stay if claim.job in self.running)
         waiting = tuple(claim for claim in stay if claim.job not in self.running)
         return HostLoad(self.number, self.settings.slots, running, waiting, tuple(self.coming.values()))
 
     async def open(self) -> None:
-        """Have a job ready to sample; a host does that for one job at a time."""
+        """Prepare a job for sampling; a host prepares one job at a time."""
         async with self._opener:
             await asyncio.sleep(self.settings.costs.open_seconds)
 
@@ -203,7 +203,7 @@ class SimulatedHost:
                 self._work(-1)
 
     async def train(self, job: SimulatedJob) -> None:
-        """One step, when the trainer is free."""
+        """Train one step once the trainer is free."""
         with self.scheduler.working(job.claim.job):
             async with self._trainer:
                 self._work(+1)
@@ -214,14 +214,14 @@ class SimulatedHost:
                     self._work(-1)
 
     async def publish(self, job: SimulatedJob) -> None:
-        """Commit a step and make its version answer; a host does that for one job at a time."""
+        """Commit and publish a step; a host does this for one job at a time."""
         stepped = now()
         async with self._publisher:
             await asyncio.sleep(self.settings.costs.publish_seconds)
         job.published.append(now() - stepped)
 
     def _work(self, change: int) -> None:
-        """Count the time in which anything goes on."""
+        """Count the time in which the host samples or trains."""
         if self._active:
             self.busy += now() - self._since
         self._active, self._since = self._active + change, now()

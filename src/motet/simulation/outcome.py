@@ -1,4 +1,4 @@
-"""What a simulation showed."""
+"""The result of a simulation."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from motet.simulation.cluster import HOUR, Simulation
 
 @dataclass(frozen=True)
 class SimulationOutcome:
-    """What a simulation showed."""
+    """The result of a simulation."""
 
     hours: float
     utilisation: float
-    """The part of their time in which hosts sampled or trained."""
+    """Fraction of their time in which hosts sampled or trained."""
     arriving: float
-    """The same from the first job that came to the last one; NaN where all came at once."""
+    """`utilisation` between the arrivals of the first and the last job; NaN if all arrived at once."""
     contended: float
-    """The same while every tenant had jobs for its part of all slots; NaN where that was never so."""
+    """`utilisation` while every tenant had enough jobs for its share of the slots; NaN if that never happened."""
     wait: tuple[float, float]
-    """Seconds from coming to the first slot: median and 99 %."""
+    """Seconds from arrival to the first slot: median and 99th percentile."""
     steps_per_hour: float
     tokens_per_hour: float
     """Trained on."""
     fairness: float
-    """The most tokens per share of a tenant by the least, in the same time; 1 is fair."""
+    """Largest tokens per share of a tenant divided by the smallest, over the same time; 1 is fair."""
     publish: float
-    """Seconds from a step to its version, 99 %."""
+    """Seconds from a step to its version, 99th percentile."""
     moves: int
-    """How often a job went on elsewhere."""
+    """Moves of jobs to other hosts."""
     job_hours: float
     """Hours of a host for each job."""
     step_hours: float
     """Hours of a host for each step."""
     cost: float
     curve: Sequence[tuple[float, int, int]]
-    """Hours, jobs that have a slot, jobs that wait for one."""
+    """(hours, jobs with a slot, jobs that wait for one)."""
 
 
 def simulate(config: SimulationConfig) -> SimulationOutcome:
-    """Let the jobs of a configuration run, and look at how it went."""
+    """Simulate the jobs of a configuration."""
 
     async def run() -> tuple[Simulation, float]:
         simulation = Simulation(config)
@@ -75,5 +75,5 @@ def simulate(config: SimulationConfig) -> SimulationOutcome:
 
 
 def _part(figures: Sequence[float], part: float) -> float:
-    """The figure that so large a part is not above; 0 where there is none."""
+    """The quantile of some figures; 0 if there are none."""
     return sorted(figures)[min(len(figures) - 1, int(part * len(figures)))] if figures else 0.0

@@ -21,6 +21,8 @@ from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.stored import StoredBytes
 from motet.service.workers.attached import AttachedWorkers
+from motet.tracking.follow import Followers
+from motet.tracking.observing import ObservedJob
 from motet.types import JobState
 
 _RETRY_SECONDS = 0.5
@@ -37,9 +39,10 @@ class EventRecorder:
         stored: StoredBytes,
         bus: EventBus,
         workers: Sequence[AttachedWorkers],
+        followers: Followers,
     ) -> None:
         self._store, self._storage, self._ledger, self._stored = store, storage, ledger, stored
-        self._bus, self._workers = bus, workers
+        self._bus, self._workers, self._followers = bus, workers, followers
         self._closing = False
         self.failure = ""
         """Why nothing can be written just now."""
@@ -106,10 +109,24 @@ class EventRecorder:
         """
         if isinstance(event, JobStepped):
             self.record_step(event.job, event.line)
+            self._observe(event.job, JobState.RUNNING)
         elif isinstance(event, JobWorked):
             self._write(lambda: self._ledger.worked(event.job, event.step, event.tokens))
         elif not (self._closing and event.state in (JobState.PAUSED, JobState.QUEUED)):
             self.record_state(event.job, event.state, event.message, event.inexact, event.key)
+            self._observe(event.job, event.state)
+
+    def _observe(self, job_id: str, state: JobState) -> None:
+        """Tell the operator's observers; they read the files of the job."""
+        if not self._followers:
+            return
+
+        def tell() -> None:
+            if (job := self._store.job_by_id(job_id)) is not None:
+                tenant, path = self._store.tenants.name_of(job.tenant_id), self._storage.job(job_id).path
+                self._followers.move(ObservedJob(job_id, job.name, "", tenant, path, self._followers.home), state)
+
+        self._write(tell)
 
     def record_usage(self, usage: UsageWindow) -> None:
         """Keep who used the device."""

@@ -1,0 +1,1 @@
+"""Observers of steps: experiment trackers, and what users write themselves."""

@@ -1,0 +1,244 @@
+"""Observers follow the files of jobs, each in a thread of its own: training never waits for one.
+
+What is not sent yet waits in metrics.jsonl, so a slow observer costs no memory. How many lines of a job were sent is kept in a
+file, so that a resumed run continues where it was. After `kill -9` an observer may receive the newest steps twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from motet.config.observer import ObserverConfig
+from motet.errors import RunError
+from motet.own_code import describe
+from motet.tracking.loading import load
+from motet.tracking.observing import ObservedJob, ObservedStep, ObserverFactory, StepObserver
+from motet.types import JobState
+
+_POLL_SECONDS = 0.5
+_PIECE = 1 << 20
+"""Bytes of a log that are read at a time."""
+_PATIENCE = 30.0
+"""Seconds that a run which is over waits for an observer."""
+
+
+@dataclass
+class _Log:
+    """A file of JSON lines that is read piece by piece."""
+
+    path: Path
+    offset: int = 0
+    lines: int = 0
+
+    def read(self) -> list[Mapping[str, object]]:
+        """The next whole lines. After the file was cut back, it is read again from its start."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) < self.offset:
+                    self.offset = self.lines = 0
+                file.seek(self.offset)
+                data = file.read(_PIECE)
+                while data and b"\n" not in data and (more := file.read(_PIECE)):
+                    data += more
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        found = [json.loads(line) for line in whole.splitlines()]
+        self.lines += len(found)
+        return found
+
+
+@dataclass
+class _Followed:
+    """A job, as one observer knows it."""
+
+    job: ObservedJob
+    metrics: _Log
+    timings: _Log
+    sent: int
+    """Lines that were sent, in this process or before."""
+    times: dict[object, float] = field(default_factory=dict)
+    observer: StepObserver | None = None
+    """None before there is something to send."""
+    failed: bool = False
+
+
+class Follower(threading.Thread):
+    """Brings the steps of jobs to one observer."""
+
+    def __init__(self, name: str, make: ObserverFactory, home: Path, notify: Callable[[str], None]) -> None:
+        super().__init__(name=f"observer {name}", daemon=True)
+        self._title, self._make, self._notify = name, make, notify
+        self._places = home / ".observed" / re.sub(r"[^\w.-]+", "_", name)[-80:]
+        self._states: dict[str, tuple[ObservedJob, JobState]] = {}
+        self._followed: dict[str, _Followed] = {}
+        self._lock, self._closing, self._told = threading.Lock(), threading.Event(), False
+
+    def move(self, job: ObservedJob, state: JobState) -> None:
+        """Follow a job from now on, or let it end in another state than running."""
+        with self._lock:
+            if state is JobState.RUNNING or job.id in self._states:
+                self._states[job.id] = (job, state)
+
+    def run(self) -> None:
+        """Look at all jobs again and again; once more after `close`."""
+        while True:
+            closing = self._closing.wait(_POLL_SECONDS)
+            with self._lock:
+                states = dict(self._states)
+            for job_id, (job, state) in states.items():
+                self._look(job, state, closing=closing)
+                with self._lock:
+                    if state is not JobState.RUNNING and self._states[job_id][1] is state:
+                        del self._states[job_id]
+            if closing:
+                return
+
+    def close(self) -> None:
+        """Send the rest and end all observers."""
+        self._closing.set()
+
+    def _look(self, job: ObservedJob, state: JobState, *, closing: bool) -> None:
+        """Send what is new. A fault of the observer ends it for this job and no other."""
+        one = self._followed.get(job.id) or self._begin(job)
+        ends = closing or state is not JobState.RUNNING
+        try:
+            while not one.failed and self._send(one):
+                pass
+            if ends and one.observer is not None and not one.failed:
+                one.observer.end(JobState.PAUSED.value if state is JobState.RUNNING else state.value)
+        except (Exception, SystemExit) as error:
+            one.failed = True
+            self._tell(f"observer {self._title} failed and is off for job {job.name}: {describe(error)}")
+        if ends:
+            self._followed.pop(job.id, None)
+
+    def _begin(self, job: ObservedJob) -> _Followed:
+        try:
+            sent = int((self._places / job.id).read_text())
+        except (OSError, ValueError):
+            sent = 0
+        logs = (_Log(job.path / "metrics.jsonl"), _Log(job.path / "timings.jsonl"))
+        one = self._followed[job.id] = _Followed(job, *logs, sent)
+        return one
+
+    def _send(self, one: _Followed) -> bool:
+        """Send one piece of a log; returns whether there may be more."""
+        before = one.metrics.offset
+        lines = one.metrics.read()
+        first = one.metrics.lines - len(lines)
+        while timings := one.timings.read():  # written after the metrics of their step
+            one.times |= {line.get("step"): _seconds(line.get("time")) for line in timings}
+        for place, line in enumerate(lines, first):
+            number = line.get("step")
+            if place >= one.sent and isinstance(number, int):
+                one.observer = one.observer or self._make(one.job)
+                time_of = one.times.pop(number, None) or time.time()
+                one.observer.step(ObservedStep(number, time_of, line, one.job.path))
+        if one.metrics.lines > one.sent:
+            one.sent = one.metrics.lines
+            self._places.mkdir(parents=True, exist_ok=True)
+            draft = self._places / f"{one.job.id}.part"
+            draft.write_text(str(one.sent))
+            draft.rename(self._places / one.job.id)
+        return one.metrics.offset != before
+
+    def _tell(self, text: str) -> None:
+        if not self._told:
+            self._told = True
+            self._notify(f"{text}; jobs continue")
+
+
+class Followers:
+    """The observers of a run or a service. Without any it does nothing."""
+
+    def __init__(
+        self, observers: Sequence[ObserverConfig], home: Path, notify: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Load the observers; `home` is where they may write, `notify` receives the first fault of each.
+
+        Raises:
+            ConfigError: there is no such observer, its package is not installed, or its arguments do not fit.
+        """
+        self.home, self._notify = home, notify
+        self._followers = [Follower(one.name, load(one), home, notify) for one in observers]
+
+    def __bool__(self) -> bool:
+        return bool(self._followers)
+
+    def __enter__(self) -> Followers:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start a thread for each observer."""
+        for one in self._followers:
+            one.start()
+
+    def move(self, job: ObservedJob, state: JobState) -> None:
+        """Tell observers the state of a job. They follow it while it runs; any thread may call this, as often as it likes."""
+        for one in self._followers:
+            one.move(job, state)
+
+    def close(self, seconds: float = _PATIENCE) -> None:
+        """Send what is left, if that takes no longer than this; infinity waits for every observer."""
+        for one in self._followers:
+            one.close()
+        late = time.monotonic() + seconds
+        for one in self._followers:
+            one.join(None if seconds == math.inf else max(late - time.monotonic(), 0.0))
+            if one.is_alive():
+                self._notify(f"{one.name} has not received all steps; the next run of this directory sends the rest")
+
+
+def send(run_directory: Path, observers: Sequence[ObserverConfig]) -> None:
+    """Send the steps of a finished run that its observers have not received yet.
+
+    Raises:
+        ConfigError: an observer cannot be loaded.
+        RunError: there is no run, or an observer failed.
+    """
+    jobs = [path.parent for path in sorted(run_directory.glob("*/metrics.jsonl"))]
+    if not jobs:
+        raise RunError(f"{run_directory} has no metrics yet: give the directory of a run that has begun")
+    faults = list[str]()
+    followers = Followers(observers, run_directory, faults.append)
+    followers.start()
+    for path in jobs:
+        followers.move(job_of_run(run_directory, path.name), JobState.RUNNING)
+        followers.move(job_of_run(run_directory, path.name), _state(path))
+    followers.close(math.inf)
+    if faults:
+        raise RunError(faults[0])
+
+
+def job_of_run(run_directory: Path, name: str) -> ObservedJob:
+    """A job of a run directory."""
+    try:
+        run_id = str(json.loads((run_directory / "run.json").read_text())["run_id"])
+    except (OSError, ValueError, TypeError, KeyError):
+        run_id = run_directory.resolve().name
+    job_id = re.sub(r"[^\w-]+", "_", f"{run_id}-{name}")
+    return ObservedJob(job_id, name, run_directory.resolve().name, "", run_directory / name, run_directory)
+
+
+def _state(path: Path) -> JobState:
+    try:
+        return JobState(json.loads((path / "status.json").read_text())["state"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return JobState.PAUSED
+
+
+def _seconds(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,117 @@
+"""What an observer of steps receives and has to offer.
+
+The class or function is called with the `ObservedJob` when a job begins or resumes, and with `args` as keywords.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+_PRIVATE = frozenset({"headers"})
+"""Fields of a job that can hold keys."""
+
+
+@dataclass(frozen=True)
+class ObservedJob:
+    """A job that an observer follows."""
+
+    id: str
+    """Unique, and the same when the job resumes."""
+    name: str
+    run: str
+    """Name of the run directory; empty on a service."""
+    tenant: str
+    """Whose job it is; empty without a service."""
+    path: Path
+    """The job's directory."""
+    home: Path
+    """Where observers may keep files: the run directory, or a directory of the service."""
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The job's settings, without headers of requests."""
+        try:
+            known = _without_keys(yaml.safe_load((self.path / "job.yaml").read_text()))
+            return known if isinstance(known, dict) else {}
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+
+    @property
+    def label(self) -> str:
+        """The name, with the id on a service, where several jobs can have one name."""
+        return f"{self.name}-{self.id}" if self.tenant else self.name
+
+    def project(self, name: str) -> str:
+        """A project of this name; on a service one for each tenant."""
+        return f"{name}-{self.tenant}" if self.tenant else name
+
+    def directory(self, name: str) -> Path:
+        """A directory for files of the job, made if it is missing."""
+        place = self.home / name / self.tenant / self.label
+        place.mkdir(parents=True, exist_ok=True)
+        return place
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """A line of metrics.jsonl."""
+
+    number: int
+    time: float
+    """When the step ended, in seconds since 1970."""
+    line: Mapping[str, Any]
+    """All fields, as in metrics.jsonl."""
+    path: Path
+    """The job's directory."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The finite numbers of the line; nested fields are joined by a slash, as in `eval/reward`."""
+        return dict(numbers(self.line))
+
+    def rollouts(self) -> Iterator[dict[str, Any]]:
+        """The rollouts of the step and of its evaluation; those that are deleted already are left out."""
+        for name in (f"{self.number}.jsonl", f"eval-{self.number}.jsonl"):
+            try:
+                with (self.path / "rollouts" / name).open("rb") as lines:
+                    yield from map(json.loads, lines)
+            except FileNotFoundError:
+                continue
+
+
+class StepObserver(Protocol):
+    """Follows one job. Calls come from one thread, which waits for them; training does not."""
+
+    def step(self, step: ObservedStep) -> None:
+        """Receive a step."""
+        ...
+
+    def end(self, state: str) -> None:
+        """The job has ended in this state, or is paused; if it resumes, another observer of the same id begins."""
+        ...
+
+
+ObserverFactory = Callable[[ObservedJob], StepObserver]
+
+
+def numbers(line: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
+    """The finite numbers of a line but its step, by path."""
+    for field, value in line.items():
+        if isinstance(value, Mapping):
+            yield from numbers(value, f"{before}{field}/")
+        elif isinstance(value, int | float) and math.isfinite(value) and f"{before}{field}" != "step":
+            yield f"{before}{field}", float(value)
+
+
+def _without_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_keys(one) for key, one in value.items() if key not in _PRIVATE}
+    return [_without_keys(one) for one in value] if isinstance(value, list) else value

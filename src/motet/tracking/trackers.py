@@ -1,0 +1,259 @@
+"""The trackers that come with Motet. To add one, write a class here, a line in `TRACKERS` and an extra in pyproject.toml.
+
+Each is an observer of steps (`motet.tracking.observing`) with the package that it needs.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import netrc
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+from motet.tracking.observing import ObservedJob, ObservedStep, StepObserver
+
+
+class Tracker(Protocol):
+    """A class of observers, and the package that it imports."""
+
+    package: str
+
+    def __call__(self, job: ObservedJob, **args: Any) -> StepObserver:
+        """Begin or continue a job."""
+        ...
+
+
+class TensorBoard:
+    """Event files in `tensorboard/<job>` of the run directory, or in another `directory`."""
+
+    package: ClassVar[str] = "tensorboard"
+
+    def __init__(self, job: ObservedJob, directory: str = "tensorboard") -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(job.directory(os.path.expanduser(directory))))
+
+    def step(self, step: ObservedStep) -> None:
+        """Write an event."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in step.metrics.items()]
+        self._writer.add_event(Event(wall_time=step.time, step=step.number, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def end(self, state: str) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases for each job; `args` go to `wandb.init`."""
+
+    package: ClassVar[str] = "wandb"
+
+    def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            **{"mode": _mode("WANDB", "api.wandb.ai"), **args},
+            project=job.project(project),
+            group=job.run or None,
+            name=job.name,
+            id=job.id,
+            resume="allow",
+            config=dict(job.config),
+            dir=str(job.home),
+            reinit="create_new",
+            settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
+        )
+
+    def step(self, step: ObservedStep) -> None:
+        """Log a step."""
+        self._run.log(step.metrics, step=step.number)
+
+    def end(self, state: str) -> None:
+        """Mark the run as finished or failed."""
+        self._run.finish(exit_code=int(state == "failed"))
+
+
+def _mode(variables: str, host: str) -> str | None:
+    """`offline` where there is no key, for which the package would ask on the terminal; else its own default."""
+    if any(os.environ.get(f"{variables}_{name}") for name in ("MODE", "API_KEY")):
+        return None
+    try:
+        return None if netrc.netrc().authenticators(host) else "offline"
+    except (OSError, netrc.NetrcParseError):
+        return "offline"
+
+
+class Mlflow:
+    """A run of MLflow for each job, at `uri` or $MLFLOW_TRACKING_URI; without both in `mlruns` of the run directory."""
+
+    package: ClassVar[str] = "mlflow"
+
+    def __init__(self, job: ObservedJob, experiment: str = "motet", uri: str = "") -> None:
+        from mlflow import MlflowClient
+
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else MLflow 3 refuses directories
+        self._client = MlflowClient(uri or os.environ.get("MLFLOW_TRACKING_URI") or (job.home / "mlruns").as_uri())
+        name = job.project(experiment)
+        found = self._client.get_experiment_by_name(name)
+        place = self._client.create_experiment(name) if found is None else found.experiment_id
+        earlier = self._client.search_runs([place], f"tags.motet_job = '{job.id}'", max_results=1)
+        tags = {"mlflow.runName": job.name, "motet_job": job.id, "motet_run": job.run}
+        run = earlier[0] if earlier else self._client.create_run(place, tags=tags)
+        self._id = run.info.run_id
+        if earlier:
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            for name, value in _flat(job.config):
+                self._client.log_param(self._id, name[:250], value[:6000])
+
+    def step(self, step: ObservedStep) -> None:
+        """Log a step."""
+        from mlflow.entities import Metric
+
+        at = int(step.time * 1000)
+        self._client.log_batch(self._id, [Metric(tag, value, at, step.number) for tag, value in step.metrics.items()])
+
+    def end(self, state: str) -> None:
+        """Set the state of the run."""
+        known = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+        self._client.set_terminated(self._id, known.get(state, "SCHEDULED"))
+
+
+class Trackio:
+    """A run of Trackio for each job, on this machine; `args` go to `trackio.init`."""
+
+    package: ClassVar[str] = "trackio"
+
+    def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
+        import trackio
+
+        self._run = contextvars.Context().run(  # in the same context it would end the run of another job
+            trackio.init,
+            **args,
+            project=job.project(project),
+            group=job.run or None,
+            name=job.label,
+            resume="allow",
+            embed=False,
+            config=dict(job.config),
+        )
+
+    def step(self, step: ObservedStep) -> None:
+        """Log a step."""
+        self._run.log(step.metrics, step=step.number)
+
+    def end(self, state: str) -> None:
+        """Send what waits."""
+        self._run.finish()
+
+
+_SWANLAB = """
+import json, sys, swanlab
+run = swanlab.init(**json.loads(next(sys.stdin)))
+for line in sys.stdin:
+    if line == "failed\\n":
+        run.finish(state="crashed")
+        sys.exit()
+    metrics, step = json.loads(line)
+    run.log(metrics, step=step)
+run.finish()
+"""
+
+
+class Swanlab:
+    """A run of SwanLab for each job; `args` go to `swanlab.init`.
+
+    SwanLab has one run in a process, so each job gets a process.
+    """
+
+    package: ClassVar[str] = "swanlab"
+
+    def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", _SWANLAB],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._said, text=True, start_new_session=True,
+        )  # fmt: skip
+        begun = {"mode": _mode("SWANLAB", "swanlab.cn"), "log_dir": str(job.home / "swanlog"), **args}
+        named = {"project": job.project(project), "group": job.run or None, "name": job.name}
+        self._write(json.dumps({**begun, **named, "id": job.id, "resume": "allow", "config": dict(job.config)}))
+
+    def step(self, step: ObservedStep) -> None:
+        """Log a step."""
+        self._write(json.dumps([step.metrics, step.number]))
+
+    def end(self, state: str) -> None:
+        """Finish the run, and wait until its process has."""
+        if state == "failed":
+            self._write(state)
+        self._child.communicate()
+        if self._child.returncode:
+            raise OSError(f"its process ended with {self._child.returncode}: {self._why()}")
+
+    def _write(self, line: str) -> None:
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(f"{line}\n")
+            self._child.stdin.flush()
+        except BrokenPipeError as error:
+            self._child.wait()
+            raise OSError(f"its process ended: {self._why()}") from error
+
+    def _why(self) -> str:
+        self._said.seek(0)
+        return (self._said.read().strip().splitlines() or ["it said nothing"])[-1]
+
+
+class Parquet:
+    """The rollouts of each step as `parquet/<job>/<step>.parquet` in the run directory, or in another `directory`."""
+
+    package: ClassVar[str] = "pyarrow.parquet"
+
+    def __init__(self, job: ObservedJob, directory: str = "parquet") -> None:
+        self._place = job.directory(os.path.expanduser(directory))
+
+    def step(self, step: ObservedStep) -> None:
+        """Write a table with a row for each rollout; lists and tables of a row are JSON."""
+        import pyarrow
+        from pyarrow import parquet
+
+        rows = [{"step": step.number, **{name: _cell(value) for name, value in row.items()}} for row in step.rollouts()]
+        if rows:
+            names = dict.fromkeys(name for row in rows for name in row)
+            table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+            draft = self._place / f".{step.number}.part"
+            parquet.write_table(table, draft)
+            draft.rename(self._place / f"{step.number}.parquet")
+
+    def end(self, state: str) -> None:
+        """Nothing is open."""
+
+
+TRACKERS: Mapping[str, Tracker] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "trackio": Trackio,
+    "swanlab": Swanlab,
+    "parquet": Parquet,
+}
+
+
+def _flat(value: Any, before: str = "") -> list[tuple[str, str]]:
+    """Settings by path, as text."""
+    if isinstance(value, Mapping):
+        return [pair for key, one in value.items() for pair in _flat(one, f"{before}.{key}" if before else str(key))]
+    return [(before, str(value))]
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
