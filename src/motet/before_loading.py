@@ -170,7 +170,7 @@ def _check_devices(engine: EngineConfig) -> None:
     wanted = [device for device in engine.devices or [engine.device] if device.startswith("cuda")]
     if not wanted or engine.shard > 1:
         return
-    from motet.model.load import place_of
+    from motet.model.accelerator import place_of
 
     for device in wanted:
         place_of(device)

@@ -210,7 +210,7 @@ def _build_on_servers(
     import torch
 
     from motet import servers
-    from motet.model.checkpoint import free_memory
+    from motet.model.accelerator import free_memory
     from motet.model.lora_model import LoraModel
     from motet.rollout.server import FileSync
 
@@ -282,7 +282,7 @@ def build(
     """Engine and trainer on one base and one device; errors of sampling processes go to `log`. `elsewhere` trains instead."""
     import torch
 
-    from motet.model.checkpoint import free_memory
+    from motet.model.accelerator import free_memory
     from motet.rollout.embedded import EmbeddedEngine, SameTensors, SavedFiles
     from motet.rollout.spread import SpreadEngine
 

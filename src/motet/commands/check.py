@@ -127,7 +127,7 @@ def _print_changes(console: Console, config: RunConfig, checked: Checked) -> boo
 
 def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
     """How long a sequence can be trained in the memory that is free now."""
-    from motet.model.checkpoint import free_memory
+    from motet.model.accelerator import free_memory
     from motet.model.lora_model import LoraModel
     from motet.training.memory import pass_memory
 

@@ -84,6 +84,8 @@ def _wall() -> Table:
 def _machine() -> Table:
     import torch
 
+    from motet.model.accelerator import gpu_names
+
     table = Table(show_header=False, title="machine")
     memory = budgets.available_memory() / 2**30
     table.add_row("motet", __version__)
@@ -91,10 +93,9 @@ def _machine() -> Table:
     table.add_row("cores, free memory", f"{budgets.cores()}, {memory:.1f} GiB")
     table.add_row("processor", _processor())
     table.add_row("own CPU kernels", _kernels())
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            table.add_row(f"cuda:{index}", torch.cuda.get_device_name(index))
-    else:
+    for number, name in enumerate(gpus := gpu_names()):
+        table.add_row(f"cuda:{number}", name)
+    if not gpus:
         table.add_row("cuda", "none")
     return table
 

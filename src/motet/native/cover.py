@@ -9,8 +9,8 @@ import torch
 
 from motet.config.engine import EngineConfig, NamedKernels
 from motet.errors import BaseModelError
+from motet.model.accelerator import place_of
 from motet.model.exactness import check_exactness, packed_logits
-from motet.model.load import place_of
 from motet.model.lora import NoAdapters
 from motet.model.lora_model import LoraModel
 from motet.model.packed import PackedExperts
