@@ -60,14 +60,17 @@ def examine_cluster(address: str, directory: Path) -> int:
 
     nodes = examine_nodes(address, directory)
     console = Console()
-    table = Table("node", "motet, torch, python", "its name means", "cores", "free memory", "directory", "gloo round")
+    columns = ("node", "motet, torch, python", "its name means", "cores", "GPUs", "free memory", "directory", "project")
+    table = Table(*columns, "gloo round")
     for node in nodes:
         shared = f"{node.free_disk / 2**30:,.1f} GiB free" if node.sees else "not shared"
         gloo = node.gloo if isinstance(node.gloo, str) else f"{1000 * node.gloo:.0f} ms"
         memory = f"{node.free_memory / 2**30:.1f} GiB"
-        table.add_row(node.address, ", ".join(node.versions), node.name_means, str(node.cores), memory, shared, gloo)
+        devices, project = f"{node.gpus_of_ray} of {node.gpus}", "there" if node.project else "missing"
+        row = (node.address, ", ".join(node.versions), node.name_means, str(node.cores), devices, memory, shared)
+        table.add_row(*row, project, gloo)
     print_table(console, table)
-    wrong = faults(nodes, directory)
+    wrong = faults(nodes, directory, Path.cwd())
     for sentence in wrong:
         console.print(sentence, soft_wrap=True, markup=False)
     return 1 if wrong else 0

@@ -44,6 +44,10 @@ class NarrowLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)[..., : self.out_features]
 
 
+NEED_OWN_SAMPLING = "with adapters on experts Motet samples itself (rollout.engine: embedded)"
+"""Why a base has none where servers sample."""
+
+
 def has_experts(model: nn.Module) -> bool:
     """Whether rows choose among experts."""
     return any("experts" in path for path, _ in model.named_parameters())

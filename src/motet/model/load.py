@@ -63,8 +63,6 @@ def load_base(
         shards=shards,
         leaves=leaves,
     )
-    if shards is not None and base.info.experts:
-        base.revise(experts=(), experts_idle="a base in shards has no adapters on experts as yet")
     if n_hidden(model):
         base.revise(
             "its weights stay packed as they are stored: less memory, the same bits, slower (engine.base_format)"
