@@ -22,8 +22,8 @@ from motet.training.torch_trainer import TorchTrainer
 from tests import native_calls
 from tests import tiny_models as tiny
 from tests.quantised_files import write_mxfp4, write_nf4
+from tests.rank_groups import ADAMW, SHAPES, joining, segment
 from tests.segments import make_samples
-from tests.test_sharded import ADAMW, SHAPES, joining, segment
 
 NAMES = (*SHAPES, "values")
 
@@ -51,15 +51,15 @@ BATCHES = (
 )
 
 
+def shape_of(name: str, *, experts: bool) -> AdapterConfig:
+    targets = ["all-linear", "experts"] if experts and name != "b" else "all-linear"
+    return SHAPES.get(name, AdapterConfig(rank=4, alpha=5.0)).model_copy(update={"target_modules": targets})
+
+
 def learned(trainer: Trainer, place: Path, *, experts: bool, steps: int = 2) -> tuple[list[Any], dict[str, bytes]]:
     """Everything that a trainer says of some steps, and what it saves in mid-step: masters, heads, moments, gradients."""
     for name in NAMES:
-        shape = SHAPES.get(name, AdapterConfig(rank=4, alpha=5.0))
-        if experts and name != "b":
-            shape = shape.model_copy(update={"target_modules": ["all-linear", "experts"]})
-        elif name == "b":
-            shape = shape.model_copy(update={"target_modules": "all-linear"})
-        trainer.add_adapter(name, shape, seed=ord(name[0]), head=name == "values")
+        trainer.add_adapter(name, shape_of(name, experts=experts), seed=ord(name[0]), head=name == "values")
     said: list[Any] = []
     for _ in range(steps):
         for batch in BATCHES:
@@ -128,7 +128,7 @@ def test_copies_and_shards_give_the_bits_of_one_process(
         alone = learned(one, tmp_path / "one", experts=experts)
         assert learned(many, tmp_path / "many", experts=experts) == alone
         many.remove_adapter("values")
-        many.add_adapter("values", AdapterConfig(rank=4, alpha=5.0), seed=9, head=True)
+        many.add_adapter("values", shape_of("values", experts=experts), seed=9, head=True)
         many.load_adapter("values", tmp_path / "one" / "values", optimizer=True)
         for trainer in (one, many):
             trainer.optim_step("values", ADAMW)

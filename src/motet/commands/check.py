@@ -132,7 +132,7 @@ def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
     from motet.training.memory import pass_memory
 
     if not isinstance(base, LoraModel):
-        return "longest sequence that can be trained: not estimated for a base in shards"
+        return "longest sequence that can be trained: not estimated for several ranks"
     free, most = free_memory(base.device), base.info.max_positions
     ways = {"": (False, False), "recompute": (True, False), "offload": (True, True)}
     fits = {

@@ -44,7 +44,7 @@ def take(place: torch.device) -> str:
     """Make a device the one that this process computes on; returns the backend with which ranks on such devices talk."""
     if place.type == "cpu":
         return "gloo"
-    torch.cuda.set_device(place)
+    torch.cuda.set_device(place.index or 0)
     return "nccl"
 
 

@@ -1,4 +1,4 @@
-"""The processes that a sharded base lies over, as their parent sees them: they start together and end together.
+"""The processes that train together, as their parent sees them: they start together and end together.
 
 A rank that dies ends the group, because the others would wait for it for ever: every call from then on says so.
 """
@@ -177,7 +177,7 @@ class RankGroup:
         with contextlib.suppress(AttributeError):  # the first may end before the last has begun
             if not self._closing and self.death is None:
                 self.death = RankGone(
-                    f"rank {rank} of {self.n_ranks}, which a part of the base lies on, ended ({how}). "
+                    f"rank {rank} of {self.n_ranks} ended ({how}). "
                     "Nothing that was committed is lost: start again, and every job goes on from its last commit"
                 )
                 self.on_death(self.death)

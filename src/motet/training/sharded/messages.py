@@ -12,7 +12,7 @@ from motet.algorithms.critic import ValueLoss
 from motet.batch import AdamW, LossStats, OptimStats, Sample, Segment
 from motet.channel import ChannelMessage
 from motet.config import EngineConfig
-from motet.native.choice import Choice
+from motet.native.choice import Choice, of_machine
 from motet.types import FloatArray
 
 # --- trainer → rank -----------------------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ class Join(ChannelMessage, frozen=True):
     engine: dict[str, Any]
     """Fields of `EngineConfig`; `threads` are those of one rank."""
     own: Choice | None = None
-    """What kernels `auto` is where own kernels cover the base; by default the fastest on the rank's machine."""
+    """What kernels `auto` is on every rank where own kernels cover the base."""
     trust_remote_code: bool = False
     """Apart from `engine`, because no file may set it."""
     embedded: bool = True
@@ -39,7 +39,7 @@ class Join(ChannelMessage, frozen=True):
         """What every rank of a host is told; ranks share the cores where nothing else is set."""
         threads = engine.threads or max(1, budgets.cores() // engine.n_ranks)
         fields = engine.model_dump(mode="json") | {"threads": threads}
-        return cls(base, fields, own, engine.trust_remote_code, embedded)
+        return cls(base, fields, own or of_machine(), engine.trust_remote_code, embedded)
 
     @property
     def config(self) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""One rank of a sharded trainer: its part of the base, the adapters that it owns, and copies of the others.
+"""One rank of several: its base or part of one, the adapters that it owns, and copies of the others.
 
 A segment's gradient is made whole on one rank, as it would be alone, and kept unscaled. Its adapter's owner adds the
 segments' gradients in the order of the batch, with the additions that a trainer on one device makes: an all-reduce would add in

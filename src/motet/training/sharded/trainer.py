@@ -1,4 +1,4 @@
-"""A `Trainer` whose base lies in shards over several processes; its masters, moments and logprobs are those of one device.
+"""A `Trainer` over several processes; its masters, moments and logprobs are those of one.
 
 This side holds neither weights nor a process group: it says who does what, and the ranks
 (`motet.training.sharded.rank_trainer`) exchange gathered weights, gradients and versions among themselves. So a rank that dies
