@@ -406,7 +406,7 @@ IDLE = {
     f"engine: {{kept_kv: 0.25}}\n{VLLM}": "engine.kept_kv has no effect here: rollout.engine vllm does not read it",
     "rollout: {engine: vllm, launch: {lora_backend: csgmv}}": "rollout.launch.lora_backend has no effect here",
     "engine: {parking: /tmp}": "parking has no effect while all adapters stay on the device: set resident",
-    "engine: {shard: 2, numerics: fast}": "a base in shards is computed as `exact` has it: set numerics to exact",
+    "engine: {shard: 2, ranks: 3}": "ranks is 3 and shard 2: set ranks to a multiple of shard",
     "engine: {device: cuda, samplers: 2}": "samplers is 2 and device cuda, but sampling processes run on CPUs",
     "rollout: {engine: vllm, launch: {colocate: true}}": "colocate: there is no such field; it is rollout.launch.gpu_memory",
 }

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from motet.config import EngineConfig
-from motet.errors import BaseModelError, ConfigError
+from motet.errors import BaseModelError
 from motet.jobfile import validate
 from motet.launch import load
 from motet.model.checkpoint import BaseCheckpoint
@@ -173,11 +173,6 @@ def test_what_cannot_stay_packed_is_refused_with_what_to_do(
         write_tiny(Path(base), small_base_dir, lambda name: QUANTS.Q8_0, architecture="gemma2")
     with pytest.raises(BaseModelError, match=f"{what}.*engine.base_format: unpacked"):
         load_base(base, base_format="packed")
-
-
-def test_a_base_in_shards_is_unpacked() -> None:
-    with pytest.raises(ConfigError, match="set base_format to unpacked, or shard to 1"):
-        validate({"base": "small", "run": "r", "engine": {"shard": 2, "base_format": "packed"}, "jobs": []}, "test")
 
 
 def test_a_packed_layer_stands_for_itself() -> None:

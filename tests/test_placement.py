@@ -160,13 +160,38 @@ def test_what_hosts_do_otherwise_than_one_process_is_told() -> None:
     assert not told(local, EngineConfig(hosts=4, threads=2))
     assert not told(local, EngineConfig())
     assert not told(local, EngineConfig(hosts=4), gpus=4), "these do not compute on the processor"
-    (cpus,) = told(local, EngineConfig(shard=2), gpus=1)
-    assert cpus.startswith("a base in shards trains on CPUs alone, and this machine has 1 GPU: set engine.shard to 1")
-    assert not told(local, EngineConfig(shard=2, device="cpu"), gpus=1)
-    assert not told(local, EngineConfig(shard=2))
-    (unasked,) = told(ray, EngineConfig(hosts=2, threads=2))
-    assert unasked.startswith("engine.device is auto, and Ray is asked for no GPU: set it to cuda")
-    assert not told(ray, EngineConfig(hosts=2, threads=2, device="cuda"))
+    assert not told(local, EngineConfig(hosts=4, shard=2), gpus=8)
+    assert not told(ray, EngineConfig(hosts=2, threads=2))
+
+
+def test_gpus_that_are_left_idle_are_told() -> None:
+    def told(gpus: int, device: str = "cpu", **engine: Any) -> list[str]:
+        config = HostConfig(base="small", engine=EngineConfig(**engine), rollout=servers)
+        return budgets.idle_gpus(config, device, gpus)
+
+    servers = RolloutConfig()
+    (cpus,) = told(2, ranks=2)
+    assert cpus.startswith("the CPU trains, because torch sees no GPU, and this machine has 2 GPUs: install torch with")
+    assert not told(2, device="cuda")
+    assert not told(0)
+    servers = RolloutConfig(engine="vllm", launch=LaunchConfig())
+    config = HostConfig(base="small", engine=EngineConfig(device="cpu"), rollout=servers)
+    (served,) = budgets.idle_gpus(config, "cpu", 1)
+    assert served.startswith("servers start with settings for a CPU, and this machine has 1 GPU: name some in rollout.")
+
+
+def test_ray_gives_gpus_to_hosts_whose_device_is_auto(caplog: pytest.LogCaptureFixture) -> None:
+    start = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
+
+    def asked(gpus: list[int], **engine: Any) -> int:
+        (one,) = starts_of((start, HostConfig(base="small", engine=EngineConfig(threads=1, **engine))))
+        return cores_and_gpus(one, gpus)[1]
+
+    assert (asked([]), asked([0, 0]), asked([0, 1])) == (0, 0, 1)
+    assert (asked([1, 4], ranks=4, shard=2), asked([8], device="cpu"), asked([], device="cuda", shard=2)) == (4, 0, 2)
+    assert not caplog.records
+    assert asked([1, 2], ranks=4) == 0
+    assert "each host has 4 ranks, and no node has more than 2 GPUs" in caplog.text
 
 
 def reward(problem: Problem, completion: str) -> float:

@@ -174,5 +174,3 @@ def test_a_parked_adapter_takes_the_version_in_use_and_nothing_else(tmp_path: Pa
 def test_what_saves_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="set parking to a directory on a disk"):
         EngineConfig(resident=2, device="cpu")
-    with pytest.raises(ValueError, match="do not go together"):
-        EngineConfig(resident=2, shard=2)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +19,22 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from motet.algorithms import Grpo, Reinforce
-from motet.batch import AdamW, Batch, Segment
-from motet.config import AdapterConfig, EngineConfig, RunConfig
+from motet.batch import Batch, Segment
+from motet.config import AdapterConfig, RunConfig
 from motet.errors import AdapterError, BaseModelError, RankGone
 from motet.model.peft_io import examine
 from motet.protocols import Trainer
 from motet.running import config_of, run_config
 from motet.training.sharded.base import ShardedBase
 from motet.training.sharded.group import RankGroup
-from motet.training.sharded.messages import Join
 from motet.training.sharded.trainer import ShardedTrainer, owner, scatter
 from motet.training.torch_trainer import TorchTrainer
 from tests import tiny_models as tiny
-from tests.segments import branching_samples, make_samples
-
-ADAMW = AdamW(1e-2, eps=1e-4, clip_norm=0.5, weight_decay=0.1)
-SHAPES = {  # rank and alpha, whose quotient is no power of two: then it matters that it is multiplied within the sum
-    "a": AdapterConfig(rank=8, alpha=11.0),
-    "b": AdapterConfig(rank=8, alpha=5.0, target_modules=["o_proj", "down_proj"]),
-    "c": AdapterConfig(rank=3, alpha=32.0),
-}
-LENGTHS: Sequence[Sequence[tuple[int, int]]] = ([(5, 30), (40, 9)], [(2, 5)], [(17, 53)], [(1, 1), (9, 20)], [(30, 40)])
-
-
-def segment(name: str, place: int, **changes: Any) -> Segment:
-    samples = make_samples(LENGTHS[place], seed=10 * place + ord(name))
-    loss = Grpo(clip_low=0.1) if name == "b" else Reinforce()
-    plain = Segment(name, samples, loss, float(sum(sample.n_trainable for sample in samples)), 0.8)
-    return dataclasses.replace(plain, **changes)
-
+from tests.rank_groups import ADAMW, SHAPES, joining, segment
+from tests.segments import branching_samples
 
 BATCHES = (
     Batch((segment("a", 0), segment("b", 1), segment("a", 2), segment("c", 3), segment("a", 1), segment("b", 4))),
@@ -61,9 +44,8 @@ BATCHES = (
 
 
 @contextlib.contextmanager
-def ranks(base: str, dtype: str, n: int, *, recompute: bool = False, log: Path | None = None) -> Iterator[RankGroup]:
-    join = Join(base, dtype, tiny.BLOCK, False, 1, 8, recompute, n)
-    group = RankGroup(join, log)
+def ranks(base: str, dtype: str, shard: int, *, log: Path | None = None, **engine: Any) -> Iterator[RankGroup]:
+    group = RankGroup(joining(base, dtype, shard=shard, **engine), log)
     try:
         yield group
     finally:
@@ -242,11 +224,6 @@ def test_a_segment_that_fails_on_one_rank_leaves_all_ranks_in_step(
                 trainer.remove_adapter(name)
 
 
-def test_a_critic_is_refused_by_name(pair: tuple[TorchTrainer, ShardedTrainer]) -> None:
-    with pytest.raises(AdapterError, match=r"set engine\.shard to 1, or leave algorithm\.critic out"):
-        pair[1].add_adapter("a", SHAPES["a"], 0, head=True)
-
-
 def test_a_loss_that_has_no_name_is_refused(pair: tuple[TorchTrainer, ShardedTrainer]) -> None:
     class Mine(Reinforce):
         pass
@@ -303,7 +280,7 @@ def test_a_rank_ends_at_once_with_its_parent(tmp_path: Path) -> None:
     """Whatever it does: another process may have the job's directory by then."""
     script = (
         "import os, time; from motet.training.sharded.group import RankGroup; from motet.training.sharded.messages import *\n"
-        f"join = Join({str(tiny.directory('llama'))!r}, 'float32', {tiny.BLOCK}, False, 1, 8, False, 1)\n"
+        f"join = Join(*{(str(tiny.directory('llama')), joining('', 'float32').engine)})\n"
         "group = RankGroup(join); pipe = os.path.join(os.environ['PLACE'], 'adapter_config.json')\n"
         "os.mkfifo(pipe); group.ask({0: AddAdapter('a', {'rank': 2}, 0, 0)})\n"
         "group._ranks[0].send(SaveAdapter('a', os.environ['PLACE'], False))\n"
@@ -345,7 +322,7 @@ def test_the_rank_with_the_fewest_adapters_owns_the_next() -> None:
 # --- whole runs ---------------------------------------------------------------------------------------------------------
 
 
-def job_file(directory: Path, shard: int, steps: int = 2) -> RunConfig:
+def job_file(directory: Path, steps: int = 2, **engine: Any) -> RunConfig:
     common = {
         "data": "toy:reverse",
         "reward": "exact",
@@ -358,9 +335,7 @@ def job_file(directory: Path, shard: int, steps: int = 2) -> RunConfig:
         {"name": "one", "steps": steps, "adapter": {"rank": 8, "alpha": 12}, **common},
         {"name": "two", "steps": steps, "adapter": {"rank": 4, "alpha": 12}, **common},
     ]
-    return config_of(
-        jobs, "small", {"threads": 1, "samplers": 0, "shard": shard, "kernels": "torch"}, "test", directory
-    )
+    return config_of(jobs, "small", {"threads": 1, "samplers": 0, "kernels": "torch", **engine}, "test", directory)
 
 
 def kept(directory: Path) -> dict[str, bytes]:
@@ -370,17 +345,18 @@ def kept(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.soak
-def test_a_run_in_shards_has_the_bytes_of_one_that_is_whole(tmp_path: Path) -> None:
-    for shard in (1, 2):
-        assert run_config(job_file(tmp_path / str(shard), shard)).ok
-    whole = kept(tmp_path / "1")
+@pytest.mark.parametrize("engine", [{"shard": 2}, {"ranks": 2}, {"ranks": 2, "kernels": "auto"}])
+def test_a_run_on_ranks_has_the_bytes_of_one_process(engine: dict[str, Any], tmp_path: Path) -> None:
+    assert run_config(job_file(tmp_path / "one", **{**engine, "shard": 1, "ranks": 1})).ok
+    assert run_config(job_file(tmp_path / "many", **engine)).ok
+    whole = kept(tmp_path / "one")
     assert len(whole) >= 6
-    assert kept(tmp_path / "2") == whole
+    assert kept(tmp_path / "many") == whole
 
 
 @pytest.mark.soak
 def test_a_rank_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    assert run_config(job_file(tmp_path / "whole", 1, steps=4)).ok
+    assert run_config(job_file(tmp_path / "whole", steps=4)).ok
 
     def started(workshop: Any, jobs: Any) -> None:
         def kill() -> None:
@@ -391,14 +367,8 @@ def test_a_rank_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Path) 
         pause = threading.Event()
         threading.Thread(target=kill).start()
 
-    cut = job_file(tmp_path / "cut", 2, steps=4)
+    cut = job_file(tmp_path / "cut", shard=2, steps=4)
     with pytest.raises(RankGone, match="rank 1 of 2"):
         run_config(cut, started=started)
     assert run_config(cut).ok
     assert kept(tmp_path / "cut") == kept(tmp_path / "whole")
-
-
-def test_what_cannot_work_is_refused() -> None:
-    for fields in ({"device": "cuda"}, {"hosts": 2, "devices": ["cpu", "cuda:1"]}):
-        with pytest.raises(ValidationError, match=r"bases in shards run on CPUs alone"):
-            EngineConfig(shard=2, **fields)

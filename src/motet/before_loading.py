@@ -13,7 +13,7 @@ from typing import Any
 
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
-from motet.config import EngineConfig, JobConfig, RunConfig
+from motet.config import JobConfig, RunConfig
 from motet.config.chain import chains
 from motet.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
 from motet.launch import check_directories
@@ -132,7 +132,7 @@ def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loa
         with refusals.of():
             find_base(config.base)
         with refusals.of():
-            _check_devices(config.engine)
+            _check_devices(config)
     if here:
         with refusals.of():
             check_directories(config.engine)
@@ -165,15 +165,19 @@ def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loa
     return checked
 
 
-def _check_devices(engine: EngineConfig) -> None:
-    """Refuse a card that is not there; the CPU always is."""
-    wanted = [device for device in engine.devices or [engine.device] if device.startswith("cuda")]
-    if not wanted or engine.shard > 1:
+def _check_devices(config: RunConfig) -> None:
+    """Refuse a GPU that is not there; the CPU always is."""
+    engine = config.engine
+    others = engine.n_ranks - 1 if config.cluster.launcher == "local" else 0
+    wanted = [device for device in engine.devices or [engine.device] if device != "cpu"]
+    if not others:
+        wanted = [device for device in wanted if device != "auto"]
+    if not wanted:
         return
-    from motet.model.load import place_of
+    from motet.model.accelerator import place_of
 
     for device in wanted:
-        place_of(device)
+        place_of(device, others)
 
 
 def _check_driven(job: JobConfig) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from motet.config.engine import EngineConfig
+from motet.config import HostConfig
 
 _MOST_SAMPLERS = 7
 _SMALL_MODEL = 500_000_000
@@ -38,14 +38,19 @@ def gpus() -> int:
     return 0
 
 
-def trains_on_cpus(engine: EngineConfig, gpus: int) -> str:
-    """That a base in shards leaves the GPUs of this machine alone; empty where it does not, or was told to."""
-    if engine.shard == 1 or not gpus or "auto" not in (engine.devices or [engine.device]):
-        return ""
-    return (
-        f"a base in shards trains on CPUs alone, and this machine has {gpus} GPU{'s' if gpus > 1 else ''}: set engine.shard "
-        "to 1 to train there, or engine.device to cpu"
-    )
+def idle_gpus(config: HostConfig, device: str, gpus: int) -> list[str]:
+    """What runs on the CPU of a machine with so many GPUs, though nobody said so, and what to do; `device` is the trainer's."""
+    if not gpus or device != "cpu":
+        return []
+    have, lines = f"this machine has {gpus} GPU{'s' if gpus > 1 else ''}", []
+    if config.engine.device == "auto":
+        lines.append(
+            f"the CPU trains, because torch sees no GPU, and {have}: install torch with CUDA, or set engine.device to cpu"
+        )
+    launch = config.rollout.launch
+    if launch is not None and not launch.names_gpus:
+        lines.append(f"servers start with settings for a CPU, and {have}: name some in rollout.launch.devices")
+    return lines
 
 
 def samplers(threads: int, base_bytes: int, memory: int) -> int:

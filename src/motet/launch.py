@@ -68,7 +68,7 @@ def open_base(
     *,
     of_torchrun: bool = False,
 ) -> LoraModel | ShardedBase:
-    """Load and prove the base of a host; where it asks for shards, their processes end with `stack`. `own` as in `load`.
+    """Load and prove the base of a host; where it asks for ranks, their processes end with `stack`. `own` as in `load`.
 
     Torchrun has started those processes already where `of_torchrun` is true.
 
@@ -77,25 +77,15 @@ def open_base(
         RankGone: a process that a part of it was to lie on ended.
     """
     engine = config.engine
-    if engine.shard == 1:
+    if engine.n_ranks == 1:
         return load_for(config, own)
     from motet.training.sharded.base import ShardedBase
     from motet.training.sharded.messages import Join
     from motet.training.sharded.torchrun import rank_group
 
-    here = None
-    if config.rollout.engine == "embedded":
-        here = load(config.base, engine.model_copy(update={"device": "cpu"}))
-    join = Join(
-        base=config.base,
-        dtype=engine.dtype,
-        block_size=engine.block_size,
-        trust_remote_code=engine.trust_remote_code,
-        threads=_threads(engine),
-        slots=engine.slots,
-        recompute=engine.recompute,
-        n_ranks=engine.shard,
-    )
+    embedded = config.rollout.engine == "embedded"
+    here = load(config.base, engine, own) if embedded else None
+    join = Join.of(config.base, engine, own, embedded=embedded)
     group = rank_group(join, directory.path / "ranks.log", of_torchrun=of_torchrun)
     stack.callback(group.close)
     if here is not None:
@@ -107,7 +97,9 @@ def load_for(config: HostConfig, own: Choice | None = None) -> LoraModel:
     """`load`, for adapters that whoever samples can have."""
     base = load(config.base, config.engine, own)
     if base.info.experts and config.rollout.engine != "embedded":
-        base.revise(experts=(), experts_idle="with adapters on experts Motet samples itself (rollout.engine: embedded)")
+        from motet.model.experts import NEED_OWN_SAMPLING
+
+        base.revise(experts=(), experts_idle=NEED_OWN_SAMPLING)
     return base
 
 
@@ -137,25 +129,10 @@ def _load(base: str, config: EngineConfig, own: Choice | None) -> LoraModel:
     """
     import torch
 
-    from motet.model.load import load_base
-    from motet.native.cover import against, check_covered, chosen, hand_over
+    from motet.native.cover import load_as_configured
 
     torch.set_num_threads(_threads(config))
-    choice = chosen(config, own)
-    loaded = load_base(
-        base,
-        dtype=config.dtype,
-        device=config.device,
-        block_size=config.block_size,
-        pack=config.pack_weights,
-        numerics=config.numerics,
-        base_format=config.base_format,
-        trust_remote_code=config.trust_remote_code,
-        check=lambda model: check_covered(base, config, model),
-        leaves=lambda base: choice.kernels != "torch" and not against(base, config),
-    )
-    hand_over(loaded, config, choice)
-    return loaded
+    return load_as_configured(base, config, own)
 
 
 def assemble(
@@ -188,8 +165,7 @@ def assemble(
         assert whole is not None, "the embedded engine samples from a base of its own"
         workshop = build(whole, config.engine, needs, directory.path / "samplers.log", trainer)
     workshop.notes, workshop.ranks = list(base.info.notes), group
-    if on_cpus := budgets.trains_on_cpus(config.engine, budgets.gpus()):
-        workshop.notes.append(on_cpus)
+    workshop.notes += budgets.idle_gpus(config, base.info.device, budgets.gpus())
     if alone and isinstance(base, LoraModel) and workshop.memory is not None:
         try:
             workshop.notes += check_slots(base, config, workshop.memory, wanted)
@@ -210,7 +186,7 @@ def _build_on_servers(
     import torch
 
     from motet import servers
-    from motet.model.checkpoint import free_memory
+    from motet.model.accelerator import free_memory
     from motet.model.lora_model import LoraModel
     from motet.rollout.server import FileSync
 
@@ -264,12 +240,7 @@ def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
     from motet.training.torch_trainer import TorchTrainer
 
     check_directories(config)
-    parking, inputs = (
-        None if path is None else Path(os.path.expanduser(path)) for path in (config.parking, config.offload)
-    )
-    return TorchTrainer(
-        base, slots=config.slots, recompute=config.recompute, resident=config.resident, parking=parking, inputs=inputs
-    )
+    return TorchTrainer.of(base, config)
 
 
 def build(
@@ -282,7 +253,7 @@ def build(
     """Engine and trainer on one base and one device; errors of sampling processes go to `log`. `elsewhere` trains instead."""
     import torch
 
-    from motet.model.checkpoint import free_memory
+    from motet.model.accelerator import free_memory
     from motet.rollout.embedded import EmbeddedEngine, SameTensors, SavedFiles
     from motet.rollout.spread import SpreadEngine
 

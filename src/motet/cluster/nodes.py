@@ -22,12 +22,18 @@ class NodeFacts:
     """Whether it reads in the shared directory what the first process wrote there."""
     free_disk: int
     """Bytes in that directory."""
+    gpus: int = 0
+    """That its driver knows."""
+    gpus_of_ray: int = 0
+    """That Ray gives out there."""
+    project: bool = True
+    """Whether it has the directory that hosts run in, where they look for own code and data by relative paths."""
     gloo: float | str = "not tried"
     """Seconds of a round of gloo with all others, or why there was none."""
 
 
-def faults(nodes: Sequence[NodeFacts], directory: Path) -> list[str]:
-    """What keeps hosts from running on all nodes, and what to do."""
+def faults(nodes: Sequence[NodeFacts], directory: Path, project: Path) -> list[str]:
+    """What keeps hosts from running on all nodes, in the `project` directory, and what to do."""
     sentences = []
     if len({node.versions for node in nodes}) > 1:
         sentences.append(
@@ -37,6 +43,13 @@ def faults(nodes: Sequence[NodeFacts], directory: Path) -> list[str]:
         sentences.append(
             f"{', '.join(blind)} does not see {directory}: mount one file system under the same path everywhere"
         )
+    if bare := [node.address for node in nodes if not node.project]:
+        sentences.append(
+            f"{', '.join(bare)} has no {project}, where hosts look for own code and data: copy or mount it there, "
+            "under the same path, or run in a directory that all nodes have"
+        )
+    if idle := [node.address for node in nodes if node.gpus_of_ray < node.gpus]:
+        sentences.append(f"{', '.join(idle)} has GPUs that Ray does not give out: set --num-gpus of `ray start` there")
     if away := [node.address for node in nodes if isinstance(node.gloo, str)]:
         local = [node.address for node in nodes if node.name_means.startswith("127.")]
         hint = f" (the name of {', '.join(local)} means itself alone: set GLOO_SOCKET_IFNAME there)" if local else ""

@@ -6,6 +6,7 @@ This is the one module that imports Ray.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import platform
 import secrets
@@ -13,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,16 +32,30 @@ from motet.config.rollout import RolloutConfig
 from motet.errors import EngineError
 from motet.rollout.server_process import free_port
 
+_log = logging.getLogger(__name__)
 _LOOK_SECONDS = 60.0
 
 
-def cores_and_gpus(start: StartHost) -> tuple[int, int]:
-    """What a host, with its ranks, asks one node for."""
+def _gpus(node: Mapping[str, Any]) -> int:
+    """That Ray gives out on a node."""
+    return int(node["Resources"].get("GPU", 0))
+
+
+def cores_and_gpus(start: StartHost, gpus_of_nodes: Sequence[int] = ()) -> tuple[int, int]:
+    """What a host, with its ranks, asks one node for; where its device is `auto`, GPUs if a node has enough."""
     engine, launch = EngineConfig.model_validate(start.engine), RolloutConfig.model_validate(start.rollout).launch
-    gpus = int(engine.device.startswith("cuda"))
+    wants = engine.device.startswith("cuda")
+    if engine.device == "auto" and (most := max(gpus_of_nodes, default=0)):
+        wants = most >= engine.n_ranks
+        if not wants:
+            _log.warning(
+                "CPUs train: engine.device is auto, each host has %d ranks, and no node has more than %d GPUs; set "
+                "engine.ranks or engine.shard to at most that, or engine.device to cpu", engine.n_ranks, most
+            )  # fmt: skip
+    gpus = engine.n_ranks if wants else 0
     if launch is not None and (gpus or launch.names_gpus):  # servers see those of their host
         gpus = max(gpus, launch.tensor_parallel)
-    return engine.threads * engine.shard, gpus
+    return engine.threads * engine.n_ranks, gpus
 
 
 class RayLauncher:
@@ -64,7 +80,8 @@ class RayLauncher:
             raise EngineError(f"Ray at {self._address!r} could not start a host: {error}") from error
 
     async def _started(self, start: StartHost, log: Path) -> Engine:
-        cores, gpus = cores_and_gpus(start)
+        nodes: list[Any] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        cores, gpus = cores_and_gpus(start, [_gpus(node) for node in nodes])
         here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         process: Any = _HostProcess.options(  # type: ignore[attr-defined]
             num_cpus=cores, num_gpus=gpus, scheduling_strategy="SPREAD", max_restarts=0, max_concurrency=2
@@ -123,8 +140,12 @@ def _examined(nodes: list[dict[str, Any]], mark: Path) -> list[NodeFacts]:
     on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
     actors: list[Any] = [_Node.options(num_cpus=0, scheduling_strategy=one).remote() for one in on]  # type: ignore[attr-defined]
     try:
-        facts: list[NodeFacts] = ray.get([actor.look.remote(str(mark)) for actor in actors], timeout=_LOOK_SECONDS)
-        facts = [replace(one, address=str(node["NodeManagerAddress"])) for one, node in zip(facts, nodes, strict=True)]
+        looks = [actor.look.remote(str(mark), os.getcwd()) for actor in actors]
+        facts: list[NodeFacts] = ray.get(looks, timeout=_LOOK_SECONDS)
+        facts = [
+            replace(one, address=str(node["NodeManagerAddress"]), gpus_of_ray=_gpus(node))
+            for one, node in zip(facts, nodes, strict=True)
+        ]
         meeting = f"{facts[0].address}:{ray.get(actors[0].free_port.remote(), timeout=_LOOK_SECONDS)}"
         rounds = [actor.gloo.remote(rank, len(actors), meeting) for rank, actor in enumerate(actors)]
         gloo: list[float | str] = ray.get(rounds, timeout=2 * _LOOK_SECONDS)
@@ -138,8 +159,8 @@ def _examined(nodes: list[dict[str, Any]], mark: Path) -> list[NodeFacts]:
 class _Node:
     """A process on one node that looks around."""
 
-    def look(self, mark: str) -> NodeFacts:
-        """What there is here."""
+    def look(self, mark: str, project: str) -> NodeFacts:
+        """What there is here; `project` is where hosts will run."""
         from importlib.metadata import version
 
         from motet import budgets
@@ -149,8 +170,9 @@ class _Node:
         sees = path.is_file() and path.read_text() == path.name
         disk = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         return NodeFacts(
-            "", versions, socket.gethostbyname(name), budgets.cores(), int(budgets.available_memory()), sees, disk
-        )
+            "", versions, socket.gethostbyname(name), budgets.cores(), int(budgets.available_memory()), sees, disk,
+            gpus=budgets.gpus(), project=Path(project).is_dir(),
+        )  # fmt: skip
 
     def free_port(self) -> int:
         """A port that nothing listens on."""

@@ -70,7 +70,7 @@ def engine_of_host(
     own = {"hosts": 1, "devices": [], "device": device}
     if len(devices) == 1:
         return engine.model_copy(update=own)
-    threads = engine.threads or max(1, budgets.cores() // (len(devices) * engine.shard))
+    threads = engine.threads or max(1, budgets.cores() // (len(devices) * engine.n_ranks))
     fractions = {
         "kv_memory_fraction": engine.kv_memory_fraction / max(1, sampling.count(device)),
         "host_kv_memory_fraction": engine.host_kv_memory_fraction / max(1, len(sampling)),
@@ -128,15 +128,11 @@ def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, devices: Sequ
 
 def unlike_one_process(cluster: ClusterConfig, engines: Sequence[EngineConfig], cores: int, gpus: int) -> list[str]:
     """What hosts do otherwise than one process on this machine would, though nobody asked for it; a line for each."""
-    lines = [on_cpus for engine in engines if (on_cpus := budgets.trains_on_cpus(engine, gpus))]
+    lines = []
     for engine in engines:
-        if cluster.launcher == "ray" and engine.device == "auto" and engine.shard == 1:
-            lines.append(
-                "engine.device is auto, and Ray is asked for no GPU: set it to cuda to train on GPUs, or to cpu"
-            )
         n_hosts = sum(other.hosts for other in engines)
-        threads = max(1, cores // (n_hosts * engine.shard))
-        on_gpu = gpus > 0 and engine.shard == 1 and any(device != "cpu" for device in _devices(engine))
+        threads = max(1, cores // (n_hosts * engine.n_ranks))
+        on_gpu = gpus > 0 and any(device != "cpu" for device in _devices(engine))
         if cluster.launcher == "local" and n_hosts > 1 and not engine.threads and threads < cores and not on_gpu:
             lines.append(
                 f"each of {n_hosts} hosts computes with {threads} of {cores} threads: a job's bytes may differ from those that "
@@ -161,7 +157,7 @@ def launcher(cluster: ClusterConfig, *bases: HostConfig) -> Launch | None:
         raise ConfigError("cluster.launcher is ray, which is not installed: pip install 'motet[ray]'")
     if any(not base.engine.threads or base.engine.devices for base in bases):
         raise ConfigError(
-            "cluster.launcher is ray: set engine.threads to the cores that each host, and each rank of one in shards, asks Ray "
+            "cluster.launcher is ray: set engine.threads to the cores that each host, and each of its ranks, asks Ray "
             "for, and leave engine.devices out, because Ray chooses devices"
         )
     if any(base.rollout.launch is not None and base.rollout.launch.devices for base in bases):

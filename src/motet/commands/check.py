@@ -127,12 +127,12 @@ def _print_changes(console: Console, config: RunConfig, checked: Checked) -> boo
 
 def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
     """How long a sequence can be trained in the memory that is free now."""
-    from motet.model.checkpoint import free_memory
+    from motet.model.accelerator import free_memory
     from motet.model.lora_model import LoraModel
     from motet.training.memory import pass_memory
 
     if not isinstance(base, LoraModel):
-        return "longest sequence that can be trained: not estimated for a base in shards"
+        return "longest sequence that can be trained: not estimated for several ranks"
     free, most = free_memory(base.device), base.info.max_positions
     ways = {"": (False, False), "recompute": (True, False), "offload": (True, True)}
     fits = {

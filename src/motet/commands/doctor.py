@@ -60,14 +60,17 @@ def examine_cluster(address: str, directory: Path) -> int:
 
     nodes = examine_nodes(address, directory)
     console = Console()
-    table = Table("node", "motet, torch, python", "its name means", "cores", "free memory", "directory", "gloo round")
+    columns = ("node", "motet, torch, python", "its name means", "cores", "GPUs", "free memory", "directory", "project")
+    table = Table(*columns, "gloo round")
     for node in nodes:
         shared = f"{node.free_disk / 2**30:,.1f} GiB free" if node.sees else "not shared"
         gloo = node.gloo if isinstance(node.gloo, str) else f"{1000 * node.gloo:.0f} ms"
         memory = f"{node.free_memory / 2**30:.1f} GiB"
-        table.add_row(node.address, ", ".join(node.versions), node.name_means, str(node.cores), memory, shared, gloo)
+        devices, project = f"{node.gpus_of_ray} of {node.gpus}", "there" if node.project else "missing"
+        row = (node.address, ", ".join(node.versions), node.name_means, str(node.cores), devices, memory, shared)
+        table.add_row(*row, project, gloo)
     print_table(console, table)
-    wrong = faults(nodes, directory)
+    wrong = faults(nodes, directory, Path.cwd())
     for sentence in wrong:
         console.print(sentence, soft_wrap=True, markup=False)
     return 1 if wrong else 0
@@ -84,6 +87,8 @@ def _wall() -> Table:
 def _machine() -> Table:
     import torch
 
+    from motet.model.accelerator import gpu_names
+
     table = Table(show_header=False, title="machine")
     memory = budgets.available_memory() / 2**30
     table.add_row("motet", __version__)
@@ -91,10 +96,9 @@ def _machine() -> Table:
     table.add_row("cores, free memory", f"{budgets.cores()}, {memory:.1f} GiB")
     table.add_row("processor", _processor())
     table.add_row("own CPU kernels", _kernels())
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            table.add_row(f"cuda:{index}", torch.cuda.get_device_name(index))
-    else:
+    for number, name in enumerate(gpus := gpu_names()):
+        table.add_row(f"cuda:{number}", name)
+    if not gpus:
         table.add_row("cuda", "none")
     return table
 

@@ -108,7 +108,7 @@ def _be_the_rank_that_torchrun_wants(cluster: ClusterConfig) -> None:
         raise ConfigError(
             "cluster.launcher is torchrun: start it as torchrun --nproc-per-node N -m motet run FILE"
             if meant
-            else "torchrun has started this: set cluster.launcher to torchrun and engine.shard to its processes, or start "
+            else "torchrun has started this: set cluster.launcher to torchrun and engine.ranks to its processes, or start "
             "`motet run` without it"
         )
     if there and os.environ["RANK"] != "0":

@@ -58,10 +58,10 @@ class RunConfig(HostConfig):
 
     @model_validator(mode="after")
     def _torchrun_starts_one_host(self) -> RunConfig:
-        if self.cluster.launcher == "torchrun" and (self.engine.shard == 1 or self.engine.hosts > 1):
+        if self.cluster.launcher == "torchrun" and (self.engine.n_ranks == 1 or self.engine.hosts > 1):
             raise ValueError(
-                "cluster.launcher torchrun starts the ranks of one host in shards: set engine.shard to as many processes as it "
-                "starts, and leave engine.hosts out"
+                "cluster.launcher torchrun starts the ranks of one host: set engine.ranks (or engine.shard) to as many "
+                "processes as it starts, and leave engine.hosts out"
             )
         return self
 

@@ -79,13 +79,16 @@ class EngineConfig(Config):
     offload: str | None = None
     """With `recompute`, a directory for the inputs of layers, which otherwise stay on the device until the backward pass.
     Use a disk, or `/dev/shm` (host memory) for a GPU. The bits are those of `kernels: torch`, which it needs."""
+    ranks: int = Field(0, ge=0, le=64)
+    """Number of processes of a host that train the same jobs, a multiple of `shard`. Each has the whole base, or one of
+    `shard` parts of it, and computes a part of every batch. [Results](shards.md) are those of one process. On GPUs each takes
+    one, from `device` on. 0 takes `shard`. With the embedded engine, the host also has the whole base."""
     shard: int = Field(1, ge=1, le=64)
-    """Number of processes that share the base of a host, each with a part of every weight, for a base that is too large for
-    one. Results are those of one process with `kernels: torch`. It runs on CPUs. With the embedded engine, the host also
-    has the whole base."""
+    """Number of processes that share one copy of the base, each with a part of every weight, for a base that is too large for
+    one. Results are those of one process with `kernels: torch`."""
     hosts: int = Field(1, ge=1, le=1024)
     """Number of host processes, each with the base and a part of the jobs. Results do not depend on it. `slots`,
-    `max_rows`, `shard` and `reward_processes` apply to each host separately. On a CPU the hosts share the cores unless
+    `max_rows`, `ranks`, `shard` and `reward_processes` apply to each host separately. On a CPU the hosts share the cores unless
     `threads` is set."""
     devices: list[str] = []
     """The device of each host, such as `[cuda:0, cuda:1]`. By default all use `device`."""
@@ -106,11 +109,9 @@ class EngineConfig(Config):
     def _hosts_and_shards_fit(self) -> EngineConfig:
         if self.devices and len(self.devices) != self.hosts:
             raise ValueError(f"hosts is {self.hosts}, and devices has {len(self.devices)}: name one for each host")
-        if self.shard > 1 and self.base_format == "packed":
-            raise ValueError("a base in shards cannot stay packed yet: set base_format to unpacked, or shard to 1")
-        if self.shard > 1 and self.resident:
+        if self.n_ranks % self.shard:
             raise ValueError(
-                f"resident is {self.resident} and shard {self.shard}, which do not go together: set one of them to its default"
+                f"ranks is {self.ranks} and shard {self.shard}: set ranks to a multiple of shard, or leave it out"
             )
         if self.resident and self.parking is None and self.device == "cpu":
             raise ValueError(
@@ -119,20 +120,11 @@ class EngineConfig(Config):
         self._own_kernels_fit()
         if self.offload is not None and not self.recompute:
             raise ValueError("offload moves what recompute keeps: set recompute to true, or leave offload out")
-        if self.offload is not None and self.shard > 1:
-            raise ValueError("a base in shards has no offload yet: leave it out, or set shard to 1")
-        if self.shard > 1 and self.numerics == "fast":
-            raise ValueError("a base in shards is computed as `exact` has it: set numerics to exact, or shard to 1")
         if self.parking is not None and not self.resident:
             raise ValueError(
                 "parking has no effect while all adapters stay on the device: set resident to how many do, or parking to null"
             )
         cards = [device for device in (self.device, *self.devices) if device.startswith("cuda")]
-        if self.shard > 1 and cards:
-            raise ValueError(
-                f"shard is {self.shard} and device {cards[0]}, but bases in shards run on CPUs alone: "
-                "set device to cpu, or shard to 1"
-            )
         alone = all(device.startswith("cuda") for device in self.devices or (self.device,))
         if alone and self.samplers != "auto" and self.samplers > 0:
             raise ValueError(
@@ -140,6 +132,11 @@ class EngineConfig(Config):
                 "set samplers to auto"
             )
         return self
+
+    @property
+    def n_ranks(self) -> int:
+        """Processes that train together."""
+        return self.ranks or self.shard
 
     @property
     def without_own_kernels(self) -> str:
@@ -174,8 +171,8 @@ class ClusterConfig(Config):
 
     launcher: Literal["local", "ray", "torchrun"] = "local"
     """`local`: processes on this machine. `ray`: processes that Ray places on the nodes of a cluster (`motet[ray]`); each
-    host asks for `engine.threads` cores of one node, times `engine.shard`. `torchrun`: the ranks of one host in shards,
-    started by `torchrun … -m motet run`, as many as `engine.shard`. All nodes must see the run directory under the same
+    host asks for `engine.threads` cores of one node, times `engine.ranks`. `torchrun`: the ranks of one host,
+    started by `torchrun … -m motet run`, as many as `engine.ranks`. All nodes must see the run directory under the same
     path."""
     address: str = "auto"
     """Address of the Ray cluster, `HOST:PORT` of its head. `auto` finds the one on this machine."""

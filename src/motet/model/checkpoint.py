@@ -25,8 +25,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from motet import budgets
 from motet.errors import BaseModelError
+from motet.model.accelerator import free_memory
 from motet.model.experts import has_experts
 from motet.model.packed import BaseFormat, PackedExperts, PackedLinear, unpack
 from motet.model.packed_forms import Float8Blocks, Form, GgufBlocks, Mxfp4Blocks, Nf4Blocks
@@ -42,11 +42,6 @@ _ROOM = 3
 """A base is unpacked where memory is free for so many times its numbers: a second copy, adapters and caches come too."""
 _ROTATED: dict[str, tuple[str, ...]] = {"llama": ("q_proj", "k_proj"), "qwen2": (), "qwen3": ()}
 """GGUF architectures that can stay packed, and which of their layers have the rows of each head in ggml's order."""
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can be had on a device: of its own memory, or of main memory."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else budgets.available_memory()
 
 
 @register_quantization_config(_METHOD)

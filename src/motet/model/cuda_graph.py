@@ -10,16 +10,15 @@ rank.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from motet.model.accelerator import Recorder
 from motet.model.arithmetic import round_up
 from motet.model.attention import ReplayablePass, Span
 from motet.model.kv_cache import KVCache
@@ -35,9 +34,6 @@ _KEPT = 16
 
 _STEP = 64
 """Rows of a graph are a power of two up to here, and a multiple of it beyond."""
-
-_WARM_UP = 2
-"""Runs before a graph is captured: libraries take their workspaces at the first."""
 
 
 class AdapterTable:
@@ -168,8 +164,7 @@ class CudaGraphRunner:
         self._base, self._cache = base, cache
         self._tables: dict[int, AdapterTable] = {}
         self._graphs: dict[tuple[int, ...], _Graph] = {}
-        self._pool: Any = None
-        self._side: Any = None
+        self._recorder = Recorder(base.device)
 
     def logits(
         self, token_ids: Sequence[int], spans: Sequence[Span], adapters: Sequence[AdapterWeights | None]
@@ -254,38 +249,7 @@ class CudaGraphRunner:
 
     def _record(self, graph: _Graph) -> Callable[[], Tensor]:
         """On a GPU a graph of `_run`; elsewhere `_run` itself."""
-        if self._base.device.type != "cuda":
-            return lambda: self._run(graph)
-        return self._capture(graph)
-
-    def _capture(self, graph: _Graph) -> Callable[[], Tensor]:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._base.device):
-            before = torch.cuda.current_stream()
-            if self._side is None:
-                self._side = torch.cuda.Stream()  # one for all: libraries keep a workspace for each stream
-            if self._pool is None or not self._graphs:
-                self._pool = torch.cuda.graph_pool_handle()  # a pool ends with the last graph in it
-            self._side.wait_stream(before)
-            with torch.cuda.stream(self._side):
-                for _ in range(_WARM_UP):
-                    self._run(graph)
-            before.wait_stream(self._side)
-            try:
-                # a commit may copy an adapter from the device meanwhile, in a thread of its own
-                with torch.cuda.graph(captured, self._pool, self._side, capture_error_mode="thread_local"):
-                    logits_TV = self._run(graph)
-            except BaseException:
-                torch.cuda.set_stream(before)  # which a capture that fails does not
-                with contextlib.suppress(RuntimeError):
-                    torch._C._cuda_endAllocateToPool(before.device_index, self._pool)
-                raise
-
-        def replay() -> Tensor:
-            captured.replay()
-            return logits_TV
-
-        return replay
+        return self._recorder.capture(lambda: self._run(graph), first=not self._graphs)
 
     def _run(self, graph: _Graph) -> Tensor:
         base = self._base

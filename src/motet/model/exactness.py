@@ -88,7 +88,7 @@ def _experts_agree(base: LoraModel) -> bool:
     layout = base.adapter_layout(EXPERTS, RANK)
     flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)) * 0.1
     adapter = AdapterWeights.from_masters(layout, 1.0, flat, base.dtype)
-    return all(rows_agree(base.model, _CROWD, weights) for weights in (None, adapter))
+    return all(rows_agree(base.model, _CROWD, weights, base.shards) for weights in (None, adapter))
 
 
 @torch.no_grad()

@@ -9,9 +9,10 @@ K inputs, N outputs.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,9 @@ from torch import Tensor, nn
 from motet.model.arithmetic import ROWS, least_rows
 from motet.model.expert_lora import ExpertProjection, ExpertShare, project, room, runs_of_rows
 from motet.model.lora import AdapterWeights, ExpertRun, LoraContext, NoAdapters
+
+if TYPE_CHECKING:
+    from motet.model.shards import Shards
 
 NAME = "motet"
 """Under which the function is registered with transformers' `ExpertsInterface`."""
@@ -42,6 +46,10 @@ class NarrowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x [..., K] → [..., N]."""
         return F.linear(x, self.weight, self.bias)[..., : self.out_features]
+
+
+NEED_OWN_SAMPLING = "with adapters on experts Motet samples itself (rollout.engine: embedded)"
+"""Why a base has none where servers sample."""
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -98,7 +106,7 @@ def are_computed_here(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def rows_agree(model: nn.Module, n_rows: int, weights: AdapterWeights | None) -> bool:
+def rows_agree(model: nn.Module, n_rows: int, weights: AdapterWeights | None, shards: Shards | None = None) -> bool:
     """Whether one to five rows that choose an expert have the bits that they have among many who all choose it."""
     tried: set[tuple[torch.Size, ...]] = set()
     generator = torch.Generator().manual_seed(0)
@@ -113,8 +121,10 @@ def rows_agree(model: nn.Module, n_rows: int, weights: AdapterWeights | None) ->
         tried.add(shapes)
         width = up.shape[1] if experts.is_transposed else up.shape[2]
         rows_TD = torch.randn(n_rows, width, generator=generator).to(up.dtype)
-        whole = _on_one_expert(experts, rows_TD, weights)
-        if not all(torch.equal(_on_one_expert(experts, rows_TD[:n], weights), whole[:n]) for n in range(1, 6)):
+        with contextlib.nullcontext() if shards is None else shards.layer_gathered(module):
+            whole = _on_one_expert(experts, rows_TD, weights)
+            agree = all(torch.equal(_on_one_expert(experts, rows_TD[:n], weights), whole[:n]) for n in range(1, 6))
+        if not agree:
             return False
     return True
 

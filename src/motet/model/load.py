@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 
 from motet.allocator import without_collections
 from motet.errors import BaseModelError
+from motet.model.accelerator import add_in_full_precision, place_of
 from motet.model.arithmetic import Arithmetic, Numerics
 from motet.model.find import find_base
 from motet.model.lora_model import LoraModel, wrap
@@ -21,19 +21,6 @@ from motet.model.shards import Shards
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOKENIZERS = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 """What a directory with a tokenizer has some of."""
-
-
-def place_of(device: str) -> torch.device:
-    """What `engine.device` means on this machine.
-
-    Raises:
-        BaseModelError: there is no such device.
-    """
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
-        seen = f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
-        raise BaseModelError(f"engine.device is {device}, but torch sees {seen}; use `cpu` or `auto`")
-    return place
 
 
 @without_collections()
@@ -61,10 +48,11 @@ def load_base(
         BaseModelError: it cannot be found or loaded, or failed the proof; says why and what can be used instead.
     """
     place = place_of(device)
-    if place.type == "cuda":
-        _add_in_full_precision()
+    add_in_full_precision(place)
     model, tokenizer = _load(name, dtype, trust_remote_code, base_format, place, check)
-    model.to(place).eval().requires_grad_(False)
+    model.to(place if shards is None else "cpu").eval().requires_grad_(
+        False
+    )  # shards go to their device layer by layer
     limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
     arithmetic = Arithmetic.of(place, model.dtype, numerics) if arithmetic is None else arithmetic
     base = prove(
@@ -77,8 +65,6 @@ def load_base(
         shards=shards,
         leaves=leaves,
     )
-    if shards is not None and base.info.experts:
-        base.revise(experts=(), experts_idle="a base in shards has no adapters on experts as yet")
     if n_hidden(model):
         base.revise(
             "its weights stay packed as they are stored: less memory, the same bits, slower (engine.base_format)"
@@ -93,13 +79,6 @@ def load_base(
             "and one job would change another's results"
         )
     return base
-
-
-def _add_in_full_precision() -> None:
-    """On a GPU: parts of a sum in the product's own type, and a workspace for each stream that always is the same."""
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:

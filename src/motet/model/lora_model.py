@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from motet.errors import BaseModelError
 from motet.model import attention
+from motet.model.accelerator import processor_of
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
 from motet.model.distribution import MathKernels
@@ -368,14 +369,14 @@ def _info(
     head: FrozenWeight,
     linears: tuple[str, ...],
 ) -> ModelInfo:
-    config, on_cpu = model.config.get_text_config(), device.type == "cpu"
+    config = model.config.get_text_config()
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return ModelInfo(
         name=name,
         tokenizer=tokenizer,
         dtype=str(dtype).removeprefix("torch."),
         device=device.type,
-        processor=torch.backends.cpu.get_cpu_capability() if on_cpu else torch.cuda.get_device_name(device),
+        processor=processor_of(device),
         n_parameters=sum(parameter.numel() for parameter in model.parameters()) + n_hidden(model),
         vocab_size=head.shape[0],
         max_positions=int(config.max_position_embeddings),

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from motet.model.accelerator import capability
 from motet.model.arithmetic import LEAST_FILL, ROWS, Arithmetic, round_up
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices
 
@@ -322,9 +323,7 @@ def _shapes(layout: AdapterLayout) -> set[tuple[int, int, bool]]:
 def _tried(device: torch.device, dtype: torch.dtype, exact: bool, n_in: int, n_out: int, transposed: bool) -> bool:
     if n_in % MULTIPLE or n_out % MULTIPLE or dtype not in _TOLERANCE:
         return False
-    if device.type == "cuda" and (
-        dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in _CAPABILITIES
-    ):
+    if device.type == "cuda" and (dtype != torch.bfloat16 or capability(device) not in _CAPABILITIES):
         return False
     try:
         return _agrees(device, dtype, exact, n_in, n_out, transposed)

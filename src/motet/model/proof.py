@@ -13,7 +13,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.row_tiles import cut_mlps
 from motet.model.shards import Shards
 from motet.model.whole_vectors import Uneven, take_whole_vectors
+
+Found = TypeVar("Found")
 
 LENGTHS = (9, 22)
 _MIXERS = ("attention", "attn", "mixer", "mamba", "conv")
@@ -68,30 +70,26 @@ def prove(
             stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
     with torch.no_grad(), _refused(f"{name} does not run as Motet runs it"):
         base = wrapper()
-        base.block_size, arithmetic = block_size, arithmetic or Arithmetic()
-        try:
-            base.compute_with(arithmetic)
-            calls, watch = _first_pass(base, sequences, stock, routers)
-            if arithmetic.attention == "triton":
-                _backward_pass(base, sequences)
-        except Exception as error:  # kernels are compiled here and now, and may fail in every way
-            if arithmetic.attention == "torch":
-                raise
-            base.compute_slower(replace(arithmetic, attention="torch", graphs=False), "kernels and graphs", error)
-            calls, watch = _first_pass(base, sequences, stock, routers)
+        base.block_size, arithmetic, place = block_size, arithmetic or Arithmetic(), base.device
+        if shards is not None:  # no GPU need have room for all of it
+            base.device = model.device
+        here = arithmetic if base.device.type == place.type else Arithmetic()
+        calls, watch = _computed(base, here, lambda: _first_pass(base, sequences, stock, routers))
         watch.mark(base)
         _leave_out(base, watch)
         if shards is None:
             watch.fuse(base, base.decoder)
         else:
             shards.settle(base.model, base.decoder, functools.partial(watch.fuse, base))
-            base.shards = shards
+            base.shards, base.device = shards, place
+            moved = [logits.to(place) for logits in stock]
+            _computed(base, arithmetic, lambda: _second_pass(base, moved))
         base.compute_with(base.arithmetic)  # of the fused weights too
         _limit_to_window(base, {call.layer: call.window for call in calls})
         if not leaves(base):
             stay_with_torch(base, pack=pack)
     with _refused(f"{name} can be sampled from, but an adapter on it cannot be trained"):
-        _check_training(base, sequences[0])
+        _check_training(base, sequences[0].to(base.device))
     return base
 
 
@@ -146,6 +144,29 @@ def _first_pass(
     _check_calls(base, [call.layer for call in calls])
     _check_logits(base, packed, stock)
     return calls, watch
+
+
+def _computed(base: LoraModel, arithmetic: Arithmetic, passes: Callable[[], Found]) -> Found:
+    """What passes under an arithmetic find, or under a slower one where its kernels fail."""
+    try:
+        base.compute_with(arithmetic)
+        found = passes()
+        if arithmetic.attention == "triton":
+            _backward_pass(base, _sequences(base.model))
+    except Exception as error:  # kernels are compiled here and now, and may fail in every way
+        if arithmetic.attention == "torch":
+            raise
+        base.compute_slower(replace(arithmetic, attention="torch", graphs=False), "kernels and graphs", error)
+        return passes()
+    return found
+
+
+def _second_pass(base: LoraModel, stock: list[Tensor]) -> None:
+    """A base in shards still computes the same, on its own device; rounding there may send a row to other experts."""
+    with base.routed(NoAdapters()):
+        packed, _ = packed_logits(base, _sequences(base.model))
+    if not base.has_experts:
+        _check_logits(base, packed, stock)
 
 
 def _check_training(base: LoraModel, sequence: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ class Shards:
         """`mesh` has one dimension: the ranks."""
         self._mesh = mesh
         self._model: FSDPModule | None = None
+        self._layers: list[FSDPModule] = []
 
     def settle(self, model: nn.Module, decoder: nn.Module, fuse: Callable[[nn.Module], None]) -> None:
         """Keep this rank's part of every weight, one layer after another, so that no more than a layer is whole at a time.
@@ -36,21 +37,20 @@ class Shards:
         """
         for layer in _layers(decoder):
             fuse(layer)
-            self._shard(layer)
+            self._layers.append(self._shard(layer))
         fuse(decoder)
         self._model = self._shard(model)  # what lies outside the layers: embeddings, the last norm and the head
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside, what lies outside the layers is whole: the head is used outside the model's own forward pass."""
-        if self._model is None:
+        with contextlib.nullcontext() if self._model is None else _gathered(self._model):
             yield
-            return
-        self._model.unshard()
-        try:
-            yield
-        finally:
-            self._model.reshard()
+
+    def layer_gathered(self, inside: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Have a layer whole while a module inside it is used by itself; all ranks at once."""
+        modules = ((layer, cast("nn.Module", layer)) for layer in self._layers)
+        return _gathered(next(layer for layer, module in modules if inside in set(module.modules())))
 
     def _shard(self, module: nn.Module) -> FSDPModule:
         from torch.distributed.fsdp import FSDPModule, fully_shard  # takes a while to import
@@ -59,6 +59,15 @@ class Shards:
         sharded: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, ignored_params=numbers)
         assert isinstance(sharded, FSDPModule)
         return sharded
+
+
+@contextlib.contextmanager
+def _gathered(module: FSDPModule) -> Iterator[None]:
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
 
 
 def _layers(decoder: nn.Module) -> list[nn.Module]:

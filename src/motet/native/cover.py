@@ -9,12 +9,14 @@ import torch
 
 from motet.config.engine import EngineConfig, NamedKernels
 from motet.errors import BaseModelError
+from motet.model.accelerator import place_of
 from motet.model.exactness import check_exactness, packed_logits
-from motet.model.load import place_of
+from motet.model.load import load_base
 from motet.model.lora import NoAdapters
 from motet.model.lora_model import LoraModel
 from motet.model.packed import PackedExperts
 from motet.model.proof import LENGTHS, TOLERANCE, stay_with_torch
+from motet.model.shards import Shards
 from motet.native import library
 from motet.native.base import NativeBase
 from motet.native.choice import Choice, of_machine
@@ -70,6 +72,33 @@ def chosen(config: EngineConfig, own: Choice | None) -> Choice:
     if choice.kernels != "torch":
         library.load()
     return choice
+
+
+def load_as_configured(
+    name: str, config: EngineConfig, own: Choice | None = None, *, shards: Shards | None = None
+) -> LoraModel:
+    """Load and prove a base, computed by the kernels that a configuration asks for; `own` as in `chosen`.
+
+    Raises:
+        BaseModelError: with the reason.
+        ConfigError: own kernels are asked for and are not compiled.
+    """
+    choice = chosen(config, own)
+    loaded = load_base(
+        name,
+        dtype=config.dtype,
+        device=config.device,
+        block_size=config.block_size,
+        pack=config.pack_weights,
+        numerics=config.numerics,
+        base_format=config.base_format,
+        trust_remote_code=config.trust_remote_code,
+        shards=shards,
+        check=lambda model: check_covered(name, config, model),
+        leaves=lambda base: choice.kernels != "torch" and not against(base, config),
+    )
+    hand_over(loaded, config, choice)
+    return loaded
 
 
 def against(base: LoraModel, config: EngineConfig) -> str:

@@ -96,9 +96,15 @@ class AdapterArena:
         self.weights = self._compute_copy()
 
     def add(self, parts: dict[str, LoraMatrices]) -> None:
-        """Add the gradient of a segment, that of A without alpha / rank: it is scaled within the sum, as in a backward pass."""
+        """Add the gradient of a segment, that of A without alpha / rank: it is scaled within the sum, as in a backward pass.
+
+        Own kernels round what they scale before they add it.
+        """
         for leader, own in self.gradient_matrices.items():
-            own.a.add_(parts[leader].a, alpha=self.scaling)
+            if self._own is None:
+                own.a.add_(parts[leader].a, alpha=self.scaling)
+            else:
+                own.a.add_(parts[leader].a * self.scaling)
             for (_, sums), (_, part) in zip(own.bs, parts[leader].bs, strict=True):
                 sums.add_(part)
         self.pending = True

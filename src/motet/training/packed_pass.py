@@ -20,6 +20,7 @@ from torch import Tensor
 
 from motet.algorithms.losses import loss_and_stats
 from motet.batch import Batch, LossInputs, LossStats, Sample, Segment, Trained
+from motet.model.accelerator import wait_for
 from motet.model.attention import Prefix
 from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
@@ -97,8 +98,7 @@ class PackedPass:
         for one, head in zip(adapters, heads, strict=True):  # in the order of the segments, however they were batched
             if one.head is not None and head is not None and head.grad is not None:
                 one.head.gradient.add_(head.grad)
-        if base.device.type == "cuda":  # or whoever waits next would be charged for it
-            torch.cuda.synchronize(base.device)
+        wait_for(base.device)  # or whoever waits next would be charged for it
         return tuple(
             Trained(stats, rows.scatter(logprobs_N, segment))
             for segment, rows, (_, stats, logprobs_N) in zip(self._batch.segments, self._rows, losses, strict=True)
@@ -139,8 +139,7 @@ class PackedPass:
             except StopIteration as end:
                 result: Result = end.value
                 return result
-            if self._base.device.type == "cuda":  # or whoever waits next would be charged for it
-                torch.cuda.synchronize(self._base.device)
+            wait_for(self._base.device)  # or whoever waits next would be charged for it
             with self._base.aside(routing), torch.no_grad():
                 yield done
 

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from motet.batch import AdamW, Batch, OptimStats, Trained
-from motet.config import AdapterConfig
+from motet.config import AdapterConfig, EngineConfig
 from motet.errors import AdapterError, BaseModelError
 from motet.model.lora import AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.protocols import Pieces
-from motet.training.arena import AdapterArena
+from motet.training.arena import AdapterArena, ValueHead
 from motet.training.head import whole
 from motet.training.packed_pass import Learning, PackedPass
 from motet.training.residence import Residence
@@ -51,13 +52,30 @@ class TorchTrainer:
             BaseModelError: the base cannot recompute.
         """
         self.base = base
-        self._share_prompts, self._inputs = share_prompts, inputs
+        self._share_prompts, self.inputs = share_prompts, inputs
         self.slots = slots
         self._residence = Residence(resident, parking)
         self._arenas = self._residence.arenas
         self._shapes: dict[str, AdapterConfig] = {}
         if recompute:
             _recompute(base)
+
+    @classmethod
+    def of(cls, base: LoraModel, engine: EngineConfig) -> TorchTrainer:
+        """The trainer that a configuration asks for.
+
+        Raises:
+            BaseModelError: the base cannot recompute.
+        """
+        parking, inputs = (None if one is None else Path(one).expanduser() for one in (engine.parking, engine.offload))
+        return cls(
+            base,
+            slots=engine.slots,
+            recompute=engine.recompute,
+            resident=engine.resident,
+            parking=parking,
+            inputs=inputs,
+        )
 
     def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
         """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0; one with a `head` gives values.
@@ -93,7 +111,7 @@ class TorchTrainer:
 
     def train_in_pieces(self, batch: Batch) -> Pieces[tuple[Trained, ...]]:
         """As `forward_backward`."""
-        packed = PackedPass(self.base, batch, share=self._share_prompts, inputs=self._inputs)
+        packed = PackedPass(self.base, batch, share=self._share_prompts, inputs=self.inputs)
         with self._using(*(segment.adapter for segment in batch.segments)) as arenas:
             trained = yield from packed.train(
                 [Learning(arena.weights, arena.gradient_matrices, head=arena.head) for arena in arenas]
@@ -102,10 +120,17 @@ class TorchTrainer:
                 arena.pending = True
         return trained
 
-    def add_gradient(self, name: str, parts: dict[str, LoraMatrices]) -> None:
-        """Add what somebody else made of a segment, unscaled, as `forward_backward` adds it."""
+    def head(self, name: str) -> ValueHead | None:
+        """What makes values of hidden states; None where the adapter has none."""
+        with self._using(name) as (arena,):
+            return arena.head
+
+    def add_gradient(self, name: str, parts: dict[str, LoraMatrices], head: Tensor | None) -> None:
+        """Add what another rank made of a segment, that of A unscaled, as `forward_backward` adds it."""
         with self._using(name) as (arena,):
             arena.add(parts)
+            if arena.head is not None and head is not None:
+                arena.head.gradient.add_(head)
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""

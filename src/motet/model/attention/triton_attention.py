@@ -28,6 +28,7 @@ import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
+from motet.model.accelerator import device_of
 from motet.model.attention import triton_kernels
 from motet.model.attention.backend import LayerCall, Prefix, Span
 from motet.model.attention.triton_metadata import (
@@ -84,7 +85,7 @@ class TritonPass:
         """
         window = NO_WINDOW if call.window is None else min(call.window, NO_WINDOW)
         compiled = _KernelCall(self.metadata, call.scaling, window, call.softcap or 0.0, call.sinks_H)
-        with torch.cuda.device_of(query_THE):
+        with device_of(query_THE):
             if self.metadata.cache is not None:
                 return _through_cache(query_THE, key_TKE, value_TKE, compiled, call.layer)
             output: Tensor = _PackedAttention.apply(query_THE, key_TKE, value_TKE, compiled)  # type: ignore[no-untyped-call]
@@ -145,7 +146,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query_THE, key_TKE, value_TKE, output_THE, log_sum_TH = ctx.saved_tensors
-        with torch.cuda.device_of(grad_THE):
+        with device_of(grad_THE):
             return (*_backward(ctx.call, query_THE, key_TKE, value_TKE, output_THE, log_sum_TH, grad_THE), None)
 
 

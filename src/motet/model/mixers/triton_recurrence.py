@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
+from motet.model.accelerator import device_of
 from motet.model.mixers import triton_kernels
 from motet.model.mixers.stretches import KEPT, Wave
 
@@ -45,7 +46,7 @@ class _Recurrence(torch.autograd.Function):
         n_kept = sum(wave.counts[::KEPT]) if keep else 1
         kept = begin_SHKV.new_empty(n_kept, *begin_SHKV.shape[1:])
         output_RHV, end_SHKV = torch.empty_like(rows[1]), torch.empty_like(begin_SHKV)
-        with torch.cuda.device_of(begin_SHKV):
+        with device_of(begin_SHKV):
             triton_kernels.forward[_grid(begin_SHKV)](
                 *rows[:4], rows[-1], begin_SHKV, output_RHV, end_SHKV, kept, *wave.tables, begin_SHKV.shape[1], int(keep), KEPT,
                 **_options(begin_SHKV, delta=beta_RH is not None),
@@ -62,7 +63,7 @@ class _Recurrence(torch.autograd.Function):
         grad_reads = kept.new_empty(grid[2], n_rows, n_heads, 2, n_keys)
         grad_gates = kept.new_empty(grid[2], n_rows, n_heads, 3)
         grad_value_RHV, grad_begin_SHKV = torch.empty_like(rows[1]), torch.empty_like(grad_end_SHKV)
-        with torch.cuda.device_of(kept):
+        with device_of(kept):
             triton_kernels.backward[grid](
                 *rows[:4], rows[-1], kept, grad_RHV.contiguous(), grad_end_SHKV.contiguous(), between, grad_reads,
                 grad_value_RHV, grad_gates, grad_begin_SHKV, starts, kept_starts, lengths_S, n_heads, n_rows, KEPT,

@@ -1,4 +1,4 @@
-"""The processes that a sharded base lies over, as their parent sees them: they start together and end together.
+"""The processes that train together, as their parent sees them: they start together and end together.
 
 A rank that dies ends the group, because the others would wait for it for ever: every call from then on says so.
 """
@@ -89,23 +89,23 @@ class RankGroup:
             BaseModelError: the base cannot be used.
             RankGone: a rank ended.
         """
-        self.n_ranks = join.n_ranks
+        self.n_ranks = join.config.n_ranks
         self.on_death: Callable[[RankGone], object] = _nobody
         """Called once, in another thread, before anybody who waits is told."""
         self.death: RankGone | None = None
         self._closing = False
         self._lock = threading.Lock()
         self._files = tempfile.TemporaryDirectory(prefix="motet-ranks-")
-        links: list[Link] = [] if others is None else list(others(join.n_ranks))
-        links = [*(ChildProcess(_MODULE, log) for _ in range(join.n_ranks - len(links))), *links]
+        links: list[Link] = [] if others is None else list(others(self.n_ranks))
+        links = [*(ChildProcess(_MODULE, log) for _ in range(self.n_ranks - len(links))), *links]
         self._ranks = [_Rank(rank, link, self._ended) for rank, link in enumerate(links)]
         meeting = join.meeting or str(Path(self._files.name) / "meeting")
         try:
-            answers = self.ask({rank: replace(join, rank=rank, meeting=meeting) for rank in range(join.n_ranks)})
+            answers = self.ask({rank: replace(join, rank=rank, meeting=meeting) for rank in range(self.n_ranks)})
             self.joined = [answer for answer in answers.values() if isinstance(answer, m.Joined)]
             if len({one.fingerprint for one in self.joined}) != 1:
                 raise BaseModelError(
-                    f"the {self.n_ranks} ranks of {join.base} compute different bits; set engine.shard to 1"
+                    f"the {self.n_ranks} ranks of {join.base} compute different bits; set engine.ranks and engine.shard to 1"
                 )
         except BaseException:
             self.close()
@@ -177,7 +177,7 @@ class RankGroup:
         with contextlib.suppress(AttributeError):  # the first may end before the last has begun
             if not self._closing and self.death is None:
                 self.death = RankGone(
-                    f"rank {rank} of {self.n_ranks}, which a part of the base lies on, ended ({how}). "
+                    f"rank {rank} of {self.n_ranks} ended ({how}). "
                     "Nothing that was committed is lost: start again, and every job goes on from its last commit"
                 )
                 self.on_death(self.death)

@@ -6,29 +6,46 @@ from typing import Any
 
 import msgspec
 
+from motet import budgets
+from motet.algorithms.client import ClientLoss
+from motet.algorithms.critic import ValueLoss
 from motet.batch import AdamW, LossStats, OptimStats, Sample, Segment
 from motet.channel import ChannelMessage
+from motet.config import EngineConfig
+from motet.native.choice import Choice, of_machine
 from motet.types import FloatArray
 
 # --- trainer → rank -----------------------------------------------------------------------------------------------------
 
 
 class Join(ChannelMessage, frozen=True):
-    """The first message: the base, as `load_base` takes it, and who takes part."""
+    """The first message: the base, what computes it, and who takes part."""
 
     base: str
-    dtype: str
-    block_size: int
-    trust_remote_code: bool
-    threads: int
-    slots: int
-    recompute: bool
-    n_ranks: int
+    engine: dict[str, Any]
+    """Fields of `EngineConfig`; `threads` are those of one rank."""
+    own: Choice | None = None
+    """What kernels `auto` is on every rank where own kernels cover the base."""
+    trust_remote_code: bool = False
+    """Apart from `engine`, because no file may set it."""
+    embedded: bool = True
+    """Whether Motet samples itself, which adapters on experts need."""
     rank: int = 0
     meeting: str = ""
     """Where the ranks find each other: a file that does not exist yet, or an address that the first of them listens at."""
-    kind: str = "cpu"
-    """Of the ranks' devices."""
+
+    @classmethod
+    def of(cls, base: str, engine: EngineConfig, own: Choice | None = None, *, embedded: bool = True) -> Join:
+        """What every rank of a host is told; ranks share the cores where nothing else is set."""
+        threads = engine.threads or max(1, budgets.cores() // engine.n_ranks)
+        fields = engine.model_dump(mode="json") | {"threads": threads}
+        return cls(base, fields, own or of_machine(), engine.trust_remote_code, embedded)
+
+    @property
+    def config(self) -> EngineConfig:
+        """As the rank loads it."""
+        config = EngineConfig.model_validate(self.engine)
+        return config.model_copy(update={"trust_remote_code": self.trust_remote_code})
 
 
 class AddAdapter(ChannelMessage, frozen=True):
@@ -40,6 +57,8 @@ class AddAdapter(ChannelMessage, frozen=True):
     seed: int
     owner: int
     """The rank that has its masters, gradient and moments; every rank has the copy that is multiplied with."""
+    head: bool = False
+    """Whether it gives values."""
 
 
 class Leave(ChannelMessage, frozen=True):
@@ -52,6 +71,15 @@ class RemoveAdapter(ChannelMessage, frozen=True):
     name: str
 
 
+class RankLoss(msgspec.Struct, frozen=True):
+    """What a segment minimises: one of three kinds."""
+
+    algorithm: dict[str, Any] | None = None
+    """Fields of an algorithm that a rank finds by its name."""
+    value: ValueLoss | None = None
+    client: ClientLoss | None = None
+
+
 class RankSegment(msgspec.Struct, frozen=True):
     """A segment that a rank runs."""
 
@@ -59,20 +87,20 @@ class RankSegment(msgspec.Struct, frozen=True):
     """Among the segments of the whole batch."""
     adapter: str
     samples: tuple[Sample, ...]
-    algorithm: dict[str, Any] | None
-    """Fields of the algorithm whose loss it is; None where there is no backward pass."""
+    loss: RankLoss | None
+    """None where there is no backward pass."""
     denominator: float
     temperature: float
     share_prefixes: bool
 
     @classmethod
-    def of(cls, place: int, segment: Segment, algorithm: dict[str, Any] | None) -> RankSegment:
+    def of(cls, place: int, segment: Segment, loss: RankLoss | None) -> RankSegment:
         """A segment of a batch as its rank gets it."""
         return cls(
             place,
             segment.adapter,
             segment.samples,
-            algorithm,
+            loss,
             segment.denominator,
             segment.temperature,
             segment.share_prefixes,

@@ -19,15 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.registry import Choice
 from motet.allocator import give_back_freed_memory
-from motet.batch import Batch, Segment
+from motet.batch import Batch, Loss, Segment
 from motet.channel import Parent
 from motet.config import AdapterConfig
 from motet.errors import MotetError
-from motet.model.load import load_base
+from motet.model.accelerator import place_of, take
+from motet.model.experts import NEED_OWN_SAMPLING
 from motet.model.peft_io import examine
 from motet.model.shards import Shards, own_bytes
+from motet.native.cover import load_as_configured
 from motet.training.sharded import messages as m
 from motet.training.sharded.rank_trainer import InStep, RankTrainer
+from motet.training.torch_trainer import TorchTrainer
 
 _ALGORITHM: TypeAdapter[Algorithm] = TypeAdapter(Choice)
 _PATIENCE = timedelta(days=7)
@@ -40,33 +43,41 @@ def join(message: m.Join) -> RankTrainer:
     Raises:
         BaseModelError: the base cannot be used.
     """
-    torch.set_num_threads(message.threads)
+    engine = message.config
+    torch.set_num_threads(engine.threads)
+    place = place_of(
+        engine.device, int(os.environ.get("LOCAL_RANK", message.rank))
+    )  # torchrun says which of its node's
     distributed.init_process_group(
-        "gloo",
-        store=_store(message),
+        take(place),
+        store=_store(message, engine.n_ranks),
         rank=message.rank,
-        world_size=message.n_ranks,
+        world_size=engine.n_ranks,
         timeout=_PATIENCE,
     )
-    base = load_base(
-        message.base,
-        dtype=message.dtype,
-        device=message.kind,
-        block_size=message.block_size,
-        pack=False,
-        base_format="unpacked",
-        trust_remote_code=message.trust_remote_code,
-        shards=Shards(init_device_mesh(message.kind, (message.n_ranks,))),
-    )
-    return RankTrainer(base, slots=message.slots, recompute=message.recompute)
+    shards = None
+    if engine.shard > 1:
+        copies = init_device_mesh(
+            place.type, (engine.n_ranks // engine.shard, engine.shard), mesh_dim_names=("copy", "part")
+        )
+        shards = Shards(copies["part"])
+    # by default a base is unpacked: what memory is free might differ between ranks
+    form = "packed" if engine.base_format == "packed" else "unpacked"
+    own = engine.model_copy(update={"device": str(place), "base_format": form})
+    base = load_as_configured(message.base, own, message.own, shards=shards)
+    if base.info.experts and not message.embedded:
+        base.revise(experts=(), experts_idle=NEED_OWN_SAMPLING)
+    if base.kernels is not None:
+        base.kernels.prepare(0)
+    return RankTrainer(base, TorchTrainer.of(base, engine))
 
 
-def _store(message: m.Join) -> FileStore | TCPStore:
+def _store(message: m.Join, n_ranks: int) -> FileStore | TCPStore:
     """Where the ranks find each other. Not by `init_method`, which under torchrun means torchrun's own store."""
     host, _, port = message.meeting.rpartition(":")
     if host:
-        return TCPStore(host, int(port), message.n_ranks, is_master=message.rank == 0)
-    return FileStore(message.meeting, message.n_ranks)
+        return TCPStore(host, int(port), n_ranks, is_master=message.rank == 0)
+    return FileStore(message.meeting, n_ranks)
 
 
 def joined(trainer: RankTrainer) -> m.Joined:
@@ -89,7 +100,7 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
     match message:
         case m.AddAdapter():
             shape = AdapterConfig.model_validate(message.shape)
-            trainer.add_adapter(message.name, shape, message.seed, message.owner)
+            trainer.add_adapter(message.name, shape, message.seed, message.owner, head=message.head)
         case m.RemoveAdapter():
             trainer.remove_adapter(message.name)
         case m.Train():
@@ -126,7 +137,7 @@ def _batch(parts: tuple[m.RankSegment, ...]) -> Batch:
             Segment(
                 part.adapter,
                 part.samples,
-                None if part.algorithm is None else _ALGORITHM.validate_python(part.algorithm),
+                _loss(part.loss),
                 part.denominator,
                 part.temperature,
                 part.share_prefixes,
@@ -134,6 +145,12 @@ def _batch(parts: tuple[m.RankSegment, ...]) -> Batch:
             for part in parts
         )
     )
+
+
+def _loss(loss: m.RankLoss | None) -> Loss | None:
+    if loss is None:
+        return None
+    return loss.value or loss.client or _ALGORITHM.validate_python(loss.algorithm)
 
 
 def _refused(error: BaseException | None) -> m.RankRefused:

@@ -1,4 +1,4 @@
-"""One rank of a sharded trainer: its part of the base, the adapters that it owns, and copies of the others.
+"""One rank of several: its base or part of one, the adapters that it owns, and copies of the others.
 
 A segment's gradient is made whole on one rank, as it would be alone, and kept unscaled. Its adapter's owner adds the
 segments' gradients in the order of the batch, with the additions that a trainer on one device makes: an all-reduce would add in
@@ -21,6 +21,7 @@ from motet.config import AdapterConfig
 from motet.errors import MotetError
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
+from motet.training.arena import ValueHead
 from motet.training.head import whole
 from motet.training.packed_pass import Learning, PackedPass
 from motet.training.torch_trainer import TorchTrainer
@@ -33,30 +34,38 @@ class InStep(Exception):
 
 @dataclass(frozen=True)
 class _Gradient:
-    """Of one segment, unscaled, in the base's dtype as its products are."""
+    """Of one segment, unscaled, in the type that its products have: the base's, and fp32 by own kernels."""
 
     flat: Tensor
     matrices: dict[str, LoraMatrices]
+    head: Tensor | None
+    """That of a value head, in fp32."""
 
     @classmethod
-    def zeros(cls, layout: AdapterLayout, base: LoraModel) -> _Gradient:
-        flat = torch.zeros(layout.size, dtype=base.dtype, device=base.device)
-        return cls(flat, layout.matrices(flat))
+    def zeros(cls, layout: AdapterLayout, base: LoraModel, *, head: bool) -> _Gradient:
+        dtype = base.dtype if base.kernels is None else torch.float32
+        flat = torch.zeros(layout.size, dtype=dtype, device=base.device)
+        return cls(flat, layout.matrices(flat), _empty_head(base) if head else None)
 
 
 class RankTrainer:
     """What one rank does of a `Trainer`."""
 
-    def __init__(self, base: LoraModel, *, slots: int, recompute: bool = False) -> None:
-        """The process group is there, and the base lies in shards over it."""
+    def __init__(self, base: LoraModel, owned: TorchTrainer) -> None:
+        """The process group is there; where the base is in shards, over all ranks of it or over groups of them.
+
+        `owned` trains the adapters that this rank owns.
+        """
         self.base = base
         self.rank = distributed.get_rank()
-        self._owned = TorchTrainer(base, slots=slots, recompute=recompute)
+        self._owned = owned
         self._owners: dict[str, int] = {}
         self._copies: dict[str, AdapterWeights] = {}
         """Of the adapters that other ranks own."""
+        self._heads: dict[str, Tensor] = {}
+        """Of those among them that give values."""
 
-    def add_adapter(self, name: str, shape: AdapterConfig, seed: int, owner: int) -> None:
+    def add_adapter(self, name: str, shape: AdapterConfig, seed: int, owner: int, *, head: bool = False) -> None:
         """Make a fresh adapter; every rank draws the same numbers.
 
         Raises:
@@ -64,11 +73,14 @@ class RankTrainer:
         """
         try:
             if owner == self.rank:
-                self._owned.add_adapter(name, shape, seed)
+                self._owned.add_adapter(name, shape, seed, head=head)
             else:
                 layout, scaling = self.base.adapter_layout(shape.target_modules, shape.rank), shape.alpha / shape.rank
-                masters = initial_weights(layout, seed).to(self.base.device)
+                two = self.base.math is not None
+                masters = initial_weights(layout, seed, in_two_steps=two).to(self.base.device)
                 self._copies[name] = AdapterWeights.from_masters(layout, scaling, masters, self.base.dtype)
+                if head:
+                    self._heads[name] = _empty_head(self.base)
         except MotetError as error:  # on every rank
             raise InStep from error
         self._owners[name] = owner
@@ -79,6 +91,7 @@ class RankTrainer:
             self._owned.remove_adapter(name)
         else:
             del self._copies[name]
+            self._heads.pop(name, None)
 
     def train(self, batch: Batch, places: Sequence[int], route: Sequence[tuple[str, int]]) -> tuple[Trained, ...]:
         """Run this rank's segments, and add up the gradients of the adapters that it owns.
@@ -94,14 +107,16 @@ class RankTrainer:
         packed, fault = self._packed(batch)
         learning, gradients = [], {}
         for place, segment in zip(places, () if fault else batch.segments, strict=not fault):
-            weights = self._weights(segment.adapter)
-            gradients[place] = _Gradient.zeros(weights.layout, self.base)
-            learning.append(Learning(weights, gradients[place].matrices, unscaled=True))
+            weights, flat = self._weights(segment.adapter), self._head(segment.adapter)
+            gradients[place] = own = _Gradient.zeros(weights.layout, self.base, head=flat is not None)
+            head = None if flat is None or own.head is None else ValueHead(flat, own.head)
+            learning.append(Learning(weights, own.matrices, unscaled=True, head=head))
         trained: tuple[Trained, ...] = ()
         try:
-            trained = whole(packed.train(learning))
+            if learning or self.base.shards is not None:
+                trained = whole(packed.train(learning))
         except Exception as error:
-            if not packed.in_step:
+            if self.base.shards is not None and not packed.in_step:
                 raise
             fault = error
         self._agree(fault)
@@ -117,7 +132,12 @@ class RankTrainer:
         """
         packed, fault = self._packed(batch)
         segments = () if fault is not None else batch.segments
-        logprobs = whole(packed.score(None if base else [self._weights(segment.adapter) for segment in segments]))
+        logprobs: tuple[tuple[FloatArray, ...], ...] = ()
+        if segments or self.base.shards is not None:
+            weights = None if base else [self._weights(segment.adapter) for segment in segments]
+            flats = [] if base else [self._head(segment.adapter) for segment in segments]
+            heads = [None if flat is None else ValueHead(flat, flat) for flat in flats]  # no gradient is made
+            logprobs = whole(packed.score(weights, heads))
         self._agree(fault)
         return logprobs
 
@@ -149,6 +169,12 @@ class RankTrainer:
     def _weights(self, name: str) -> AdapterWeights:
         return self._owned.weights(name) if self._owners[name] == self.rank else self._copies[name]
 
+    def _head(self, name: str) -> Tensor | None:
+        if self._owners[name] != self.rank:
+            return self._heads.get(name)
+        head = self._owned.head(name)
+        return None if head is None else head.flat
+
     def _packed(self, batch: Batch) -> tuple[PackedPass, Exception | None]:
         """This rank's pass; one of padding where its segments cannot be laid out, and why."""
         try:
@@ -156,7 +182,7 @@ class RankTrainer:
                 highest = max(int(sample.token_ids.max(initial=0)) for sample in segment.samples)
                 if highest >= self.base.info.vocab_size:
                     raise ValueError(f"{segment.adapter!r} has token {highest} of {self.base.info.vocab_size}")
-            return PackedPass(self.base, batch, share=True), None
+            return PackedPass(self.base, batch, share=True, inputs=self._owned.inputs), None
         except Exception as error:  # a tenant's samples must not stop the ranks
             return PackedPass(self.base, Batch(()), share=False), error
 
@@ -176,18 +202,30 @@ class RankTrainer:
         owner = self._owners[name]
         if self.rank not in (owner, rank):
             return
-        gradient = gradient or _Gradient.zeros(self._weights(name).layout, self.base)
+        if gradient is None:
+            gradient = _Gradient.zeros(self._weights(name).layout, self.base, head=self._head(name) is not None)
         if rank != owner:
             carry: Callable[..., object] = distributed.send if self.rank == rank else distributed.recv
-            carry(gradient.flat.view(torch.uint8), owner if self.rank == rank else rank)
+            for part in (gradient.flat, gradient.head):
+                if part is not None:
+                    carry(part.view(torch.uint8), owner if self.rank == rank else rank)
         if self.rank == owner:
-            self._owned.add_gradient(name, gradient.matrices)
+            self._owned.add_gradient(name, gradient.matrices, gradient.head)
 
     def _hand_out(self, name: str) -> None:
         """Give every rank the owner's copy."""
         weights, owner = self._weights(name), self._owners[name]
-        flat = weights.flat if owner == self.rank else torch.empty_like(weights.flat)
+        flat = weights.flat[: weights.layout.size]  # behind it the owner has the head, in another type
+        if owner != self.rank:
+            flat = torch.empty_like(flat)
         distributed.broadcast(flat.view(torch.uint8), owner)
         if owner != self.rank:
             layout = weights.layout
             self._copies[name] = AdapterWeights(layout, weights.scaling, flat, layout.matrices(flat))
+        if (head := self._head(name)) is not None:
+            distributed.broadcast(head.view(torch.uint8), owner)
+
+
+def _empty_head(base: LoraModel) -> Tensor:
+    """As wide as the model, and a bias."""
+    return torch.zeros(base.info.hidden_size + 1, device=base.device)

@@ -43,9 +43,10 @@ def rank_group(join: m.Join, log: Path, *, of_torchrun: bool) -> RankGroup:
     if not of_torchrun:
         return RankGroup(join, log)
     started, host = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
-    if started != join.n_ranks:
+    if started != (n_ranks := join.config.n_ranks):
         raise ConfigError(
-            f"engine.shard is {join.n_ranks}, and torchrun has started {started} processes: set both to the same number"
+            f"engine.ranks (or engine.shard) is {n_ranks}, and torchrun has started {started} processes: set both to the same "
+            "number"
         )
     # not torchrun's own store: where it starts everything anew, what the ranks before said may still be in there
     with socket.create_server((host, 0)) as free:

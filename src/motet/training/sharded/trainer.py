@@ -1,4 +1,4 @@
-"""A `Trainer` whose base lies in shards over several processes; its masters, moments and logprobs are those of one device.
+"""A `Trainer` over several processes; its masters, moments and logprobs are those of one.
 
 This side holds neither weights nor a process group: it says who does what, and the ranks
 (`motet.training.sharded.rank_trainer`) exchange gathered weights, gradients and versions among themselves. So a rank that dies
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from motet.algorithms.algorithm import Algorithm
+from motet.algorithms.client import ClientLoss
+from motet.algorithms.critic import ValueLoss
 from motet.algorithms.registry import ALGORITHMS
 from motet.batch import AdamW, Batch, OptimStats, Segment, Trained
 from motet.config import AdapterConfig
@@ -30,21 +31,17 @@ class ShardedTrainer:
         self._owners: dict[str, int] = {}
 
     def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
-        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
+        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0; one with a `head` gives values.
 
         Raises:
-            AdapterError: the name is taken, no slot is free, a target module does not exist, or a head is wanted.
+            AdapterError: the name is taken, no slot is free, or a target module does not exist.
         """
-        if head:
-            raise AdapterError(
-                "a critic needs its base on one device: set engine.shard to 1, or leave algorithm.critic out"
-            )
         if name in self._owners:
             raise AdapterError(f"adapter {name!r} is there already")
         if len(self._owners) >= self.slots:
             raise AdapterError(f"all {self.slots} adapter slots are taken; raise engine.slots or wait for a job to end")
         rank = owner(self._owners.values(), self._group.n_ranks)
-        self._group.ask_all(m.AddAdapter(name, shape.model_dump(mode="json"), seed, rank))
+        self._group.ask_all(m.AddAdapter(name, shape.model_dump(mode="json"), seed, rank, head))
         self._owners[name] = rank
 
     def remove_adapter(self, name: str) -> None:
@@ -96,7 +93,7 @@ class ShardedTrainer:
         """Of each rank its segments, in the order of the batch."""
         parts: dict[int, list[m.RankSegment]] = {rank: [] for rank in range(self._group.n_ranks)}
         for place, (segment, rank) in enumerate(zip(batch.segments, ranks, strict=True)):
-            parts[rank].append(m.RankSegment.of(place, segment, _fields(segment) if learns else None))
+            parts[rank].append(m.RankSegment.of(place, segment, _loss(segment) if learns else None))
         return {rank: tuple(own) for rank, own in parts.items()}
 
     def _run(self, messages: dict[int, m.Train] | dict[int, m.Forward]) -> list[m.SegmentResult]:
@@ -106,17 +103,21 @@ class ShardedTrainer:
         return sorted(results, key=lambda one: one.place)
 
 
-def _fields(segment: Segment) -> dict[str, Any]:
-    """A loss for a rank, which makes it again from the algorithm's name and fields."""
+def _loss(segment: Segment) -> m.RankLoss:
+    """A loss for a rank, which finds an algorithm by its name."""
     loss = segment.loss
     if loss is None:
         raise ValueError(f"a segment of {segment.adapter!r} has no loss; a gradient needs one")
+    if isinstance(loss, ValueLoss):
+        return m.RankLoss(value=loss)
+    if isinstance(loss, ClientLoss):
+        return m.RankLoss(client=loss)
     if not isinstance(loss, Algorithm) or not (loss.type in ALGORITHMS or ":" in loss.type):
         raise AdapterError(
-            f"the loss of {segment.adapter!r}, a {type(loss).__name__}, cannot be handed to the processes of a sharded base; "
-            "put its class into a file and name it as `file.py:Class` in algorithm.type, or set engine.shard to 1"
+            f"the loss of {segment.adapter!r}, a {type(loss).__name__}, cannot be handed to other processes; put its class "
+            "into a file and name it as `file.py:Class` in algorithm.type, or set engine.ranks and engine.shard to 1"
         )
-    return loss.model_dump(mode="json")
+    return m.RankLoss(loss.model_dump(mode="json"))
 
 
 def scatter(lengths: Sequence[int], owners: Sequence[int], n_ranks: int) -> tuple[int, ...]:

@@ -1,0 +1,135 @@
+"""The one file that asks about a device or commands one: CPUs, and GPUs of NVIDIA and AMD (torch calls both `cuda`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet import budgets
+from motet.errors import BaseModelError
+
+Replay = Callable[[], Tensor]
+_WARM_UP = 2
+"""Runs before a graph is captured: libraries take their workspaces at the first."""
+
+
+def place_of(device: str, nth: int = 0) -> torch.device:
+    """What `engine.device` means on this machine; the `nth` GPU from there on, where it means one.
+
+    Raises:
+        BaseModelError: there is no such device, or Motet has no arithmetic for its kind.
+    """
+    kind = device.partition(":")[0]
+    if kind not in ("auto", "cpu", "cuda"):  # xpu, npu, mps and whatever else torch has
+        raise BaseModelError(
+            f"engine.device is {device}, and nothing is proved on {kind}: Motet computes on `cpu` and `cuda` alone"
+        )
+    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if kind == "auto" else device)
+    if place.type == "cpu":
+        return place
+    number = (place.index or 0) + nth
+    if number >= (count := torch.cuda.device_count()):
+        seen = f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
+        wanted = f", and rank {nth} needs cuda:{number}" if nth else ""
+        raise BaseModelError(f"engine.device is {device}{wanted}, but torch sees {seen}; use `cpu` or `auto`")
+    return torch.device("cuda", number) if nth else place
+
+
+def take(place: torch.device) -> str:
+    """Make a device the one that this process computes on; returns the backend with which ranks on such devices talk."""
+    if place.type == "cpu":
+        return "gloo"
+    torch.cuda.set_device(place.index or 0)
+    return "nccl"
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Of each GPU that torch sees."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple(torch.cuda.get_device_name(number) for number in range(count))
+
+
+def processor_of(place: torch.device) -> str:
+    """The vector instructions of a CPU, the name of a GPU."""
+    if place.type == "cpu":
+        return torch.backends.cpu.get_cpu_capability()
+    return torch.cuda.get_device_name(place)
+
+
+def capability(place: torch.device) -> int:
+    """The generation of a GPU."""
+    return torch.cuda.get_device_capability(place)[0]
+
+
+def free_memory(place: torch.device) -> int:
+    """Bytes that can be had on a device: of its own memory, or of main memory."""
+    return budgets.available_memory() if place.type == "cpu" else int(torch.cuda.mem_get_info(place)[0])
+
+
+def wait_for(place: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
+    if place.type != "cpu":
+        torch.cuda.synchronize(place)
+
+
+def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Inside, kernels are launched on the device that has the tensor."""
+    return torch.cuda.device_of(tensor)
+
+
+def add_in_full_precision(place: torch.device) -> None:
+    """On a GPU: parts of a sum in the product's own type, and a workspace for each stream that always is the same."""
+    if place.type == "cpu":
+        return
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+
+class Recorder:
+    """Captures work on a GPU as graphs, which share their memory."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._pool: Any = None
+        self._side: Any = None
+
+    def capture(self, run: Replay, *, first: bool) -> Replay:
+        """Record what `run` does, so that it is launched at once; `first` where no earlier graph is left.
+
+        Elsewhere than on a GPU there is nothing to record, and `run` is given back.
+        """
+        if self._place.type == "cpu":
+            return run
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._place):
+            before = torch.cuda.current_stream()
+            if self._side is None:
+                self._side = torch.cuda.Stream()  # one for all: libraries keep a workspace for each stream
+            if self._pool is None or first:
+                self._pool = torch.cuda.graph_pool_handle()  # a pool ends with the last graph in it
+            self._side.wait_stream(before)
+            with torch.cuda.stream(self._side):
+                for _ in range(_WARM_UP):
+                    run()
+            before.wait_stream(self._side)
+            try:
+                # a commit may copy an adapter from the device meanwhile, in a thread of its own
+                with torch.cuda.graph(captured, self._pool, self._side, capture_error_mode="thread_local"):
+                    made = run()
+            except BaseException:
+                torch.cuda.set_stream(before)  # which a capture that fails does not
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(before.device_index, self._pool)
+                raise
+
+        def replay() -> Tensor:
+            captured.replay()
+            return made
+
+        return replay
