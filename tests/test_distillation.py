@@ -49,6 +49,7 @@ def student(name: str, teacher: Path | str, **fields: Any) -> dict[str, Any]:
     return {**job, **fields}
 
 
+@pytest.mark.cell("distillation", "embedded")
 def test_a_student_comes_nearer_to_its_teacher(teacher: Path, tmp_path: Path) -> None:
     pupil = student("a", teacher, steps=36)
     pupil["algorithm"]["groups_per_step"] = 2

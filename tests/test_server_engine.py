@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from motet.chat.structure import grammar_of
 from motet.errors import EngineError
 from motet.model.fake import FakePolicy
 from motet.rollout.server import Demand, ServerEngine
@@ -216,8 +218,8 @@ def test_requests_that_cannot_be(tmp_path: Path) -> None:
             (request(seeds=()), "empty prompt or no seeds"),
             (request(prompt=(1, 97)), "outside the base's vocabulary of 97"),
             (
-                replace(request(), sampling=SamplingParams(grammar="start: /a/")),
-                "leave it out, or sample on the embedded engine",
+                replace(request(), sampling=SamplingParams(grammar=grammar_of({"type": "json_object"}, tools=True))),
+                "leave the tools or response_format out, or sample on the embedded engine",
             ),
         ):
             with pytest.raises(EngineError, match=told):
@@ -226,6 +228,33 @@ def test_requests_that_cannot_be(tmp_path: Path) -> None:
     with ProtocolServer() as server:
         drive(engine_on([server], tmp_path), test)
         assert not server.counts.asked
+
+
+@both
+def test_a_schema_is_sent_and_an_answer_that_breaks_off_begins_anew(dialect: Any, tmp_path: Path) -> None:
+    """What a server has said already is in the prompt of the next attempt, where its grammar does not look."""
+    schema = {"enum": ["yes", "no"]}
+    grammar = grammar_of({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}, tools=False)
+
+    async def test(engine: ServerEngine) -> None:
+        server.faults.token_seconds = 0.003
+        asked = long_request(None, (5,), stream=True)
+        asked = replace(asked, sampling=replace(asked.sampling, grammar=grammar))
+        running = asking(engine, asked)
+        await until(lambda: server.counts.open.total() == 1)
+        await asyncio.sleep(0.06)
+        await asyncio.to_thread(server.stop)
+        await asyncio.to_thread(server.start)
+        ((found,),) = await running
+        assert found == (await in_process(replace(asked, sampling=replace(asked.sampling, grammar=""))))[0]
+        first, *_, last = server.counts.asked
+        told = last["structured_outputs"]["json"] if dialect == "vllm" else last["sampling_params"]["json_schema"]
+        assert json.loads(told).items() >= schema.items()
+        field = "prompt" if dialect == "vllm" else "input_ids"
+        assert first[field] == last[field] == list(PROMPT)
+
+    with ProtocolServer(dialect) as server:
+        drive(engine_on([server], tmp_path), test)
 
 
 @both

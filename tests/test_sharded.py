@@ -242,6 +242,7 @@ def test_a_segment_that_fails_on_one_rank_leaves_all_ranks_in_step(
                 trainer.remove_adapter(name)
 
 
+@pytest.mark.cell("critic", "shards 2", refused="a critic needs its base on one device")
 def test_a_critic_is_refused_by_name(pair: tuple[TorchTrainer, ShardedTrainer]) -> None:
     with pytest.raises(AdapterError, match=r"set engine\.shard to 1, or leave algorithm\.critic out"):
         pair[1].add_adapter("a", SHAPES["a"], 0, head=True)
@@ -369,6 +370,7 @@ def kept(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in found}
 
 
+@pytest.mark.cell("single turn", "shards 2")
 @pytest.mark.soak
 def test_a_run_in_shards_has_the_bytes_of_one_that_is_whole(tmp_path: Path) -> None:
     for shard in (1, 2):

@@ -86,6 +86,7 @@ def job(name: str, source: str, rank: int, **fields: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.cell("single turn, publish by files", "vLLM")
 def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) -> None:
     """Two learn from their newest version alone, and one from versions that are up to two steps old."""
     sources = {
@@ -120,6 +121,7 @@ def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) 
     assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
 
 
+@pytest.mark.cell("publish by node agents", "vLLM")
 @pytest.mark.soak
 def test_versions_come_through_an_agent_and_are_found_by_name(
     small: Any, server: Launched, place: Path, tmp_path: Path
@@ -156,6 +158,7 @@ def test_versions_come_through_an_agent_and_are_found_by_name(
             client.post("/v1/unload_lora_adapter", json={"lora_name": name})
 
 
+@pytest.mark.cell("publish by tensors", "vLLM")
 def test_versions_are_fetched_into_the_memory_of_the_server(
     small: Any, server: Launched, place: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from motet.chat.structure import schema_of
 from motet.errors import ServerFault
 from motet.types import SamplingParams
 
@@ -144,6 +145,7 @@ def _vllm_generate(ask: Ask, base: str | None) -> HttpRequest:
             "return_token_ids": True,
             "skip_special_tokens": True,
             "stream": ask.stream,
+            **({"structured_outputs": {"json": schema_of(sampling.grammar)}} if sampling.grammar else {}),
         },
     )
 
@@ -215,6 +217,7 @@ def _sglang_generate(ask: Ask, base: str | None) -> HttpRequest:
                 "repetition_penalty": 1.0,
                 "skip_special_tokens": True,
                 "no_stop_trim": True,
+                **({"json_schema": schema_of(sampling.grammar)} if sampling.grammar else {}),
             },
             "return_logprob": True,
             "logprob_start_len": -1,

@@ -20,6 +20,7 @@ from pathlib import Path
 import anyio
 import numpy as np
 
+from motet.chat.structure import schema_of
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
 from motet.protocols import Trainer
 from motet.rollout.completion import Completion
@@ -37,9 +38,9 @@ _ATTEMPTS = 5
 """How often a completion is asked for when answers fail; waiting for a replica that is away does not count."""
 _BUSY = (408, 425, 429)
 """Refusals that pass."""
-_NO_GRAMMAR = (
-    "asks for an answer that keeps to a schema (response_format), which servers are not asked for; leave it out, or sample on "
-    "the embedded engine"
+_NO_CALLS = (
+    "asks for an answer that keeps to a schema or calls a tool (response_format with tools); servers keep to a schema alone: "
+    "leave the tools or response_format out, or sample on the embedded engine"
 )
 
 
@@ -250,7 +251,7 @@ class ServerEngine:
                 completion.take(piece)
                 if completion.finish is not None and piece.finish is None:
                     return  # the server does not know that this is the end
-                if request.stream and completion.finish is None:
+                if request.stream and completion.finish is None and not request.sampling.grammar:
                     chunks.put_nowait(completion.chunk())
 
     def _trouble(self, replica: Replica, adapter: AdapterRef | None, error: ServerGone | ServerRefused) -> None:
@@ -317,8 +318,8 @@ class ServerEngine:
             raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
         if n_prompt == 0 or not request.seeds:
             raise EngineError(f"{where} has an empty prompt or no seeds")
-        if request.sampling.grammar:
-            raise EngineError(f"{where} {_NO_GRAMMAR}")
+        if request.sampling.grammar and not schema_of(request.sampling.grammar):
+            raise EngineError(f"{where} {_NO_CALLS}")
         if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self._bounds.vocabulary:
             raise EngineError(f"{where} has a token id outside the base's vocabulary of {self._bounds.vocabulary}")
         limits = [replica.facts.max_positions for replica in self.fleet.replicas]
