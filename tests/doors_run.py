@@ -65,7 +65,7 @@ LIKED = [{"prompt": f"Say {i}", "chosen": f"Well, {i}.", "rejected": f"No: {i}!"
 
 def teacher(directory: Path, steps: int) -> Path:
     """An adapter that answers what `small` does not."""
-    job = {
+    job: Json = {
         "name": "teacher",
         "data": {"source": TAUGHT, "holdout": 0},
         "algorithm": {"type": "sft", "rows_per_step": 8},
@@ -88,7 +88,7 @@ def doors(place: Path, steps: int, teacher: Path | str, groups: tuple[int, int],
             "eval": {"every": 0}, **fields,
         }  # fmt: skip
 
-    exact = {"rewards": ["exact"]}
+    exact: Json = {"rewards": ["exact"]}
     agent = {"name": f"{place}/doors.py:doubts", "max_turns": 4}
     return {
         "single turn": job("toy:sort_letters", 8, **exact),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil  # type: ignore[import-untyped]
 import pytest
+import yaml
 
 from motet.config import EngineConfig, RolloutConfig
 from motet.config.rollout import check_effect
@@ -15,7 +21,10 @@ from motet.launch import load
 from motet.results import RunResult
 from motet.running import run_config
 from tests.base_servers import BaseServer, base_servers
-from tests.doors_run import Json, figures, run_of, teacher
+from tests.doors_run import FLOAT32_GAP, Json, doors, figures, run_of, teacher
+from tests.fake_run import records
+from tests.service_run import FINAL, serving
+from tests.tinker_run import run_script
 from tests.vllm_server import vllm_python
 
 GAIN = 0.02
@@ -114,28 +123,27 @@ def test_every_door_learns_on_a_vllm_that_is_killed(
         "python": vllm_python(),
         "replicas": replicas,
         "max_positions": 512,
+        "preload": str(tmp_path / "memory"),
         "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
     }
     rollout = {"engine": "vllm", "launch": launch, "publish_by": publish_by, "directory": str(tmp_path / "served")}
     killed = list[int]()
 
     def kill_one(jobs: Any) -> None:
-        if not killed and all(job.step >= 2 for job in jobs):
+        if not killed and any(job.name == "agent-local" and job.step >= 2 for job in jobs):
             killed.append(kill_server())
 
     result = run_config(run_of(tmp_path, taught, 8, rollout), base=small, observe=kill_one)
+    assert list((tmp_path / "memory").iterdir()) == [], "the copy of the base stayed"
     assert killed, "no server was killed"
     learned(result, tmp_path)
     assert not any("from files" in note for note in result.notes)
 
 
-def kill_server() -> int:
-    """The first server of this process, under its guard."""
-    guards = [
-        one
-        for one in psutil.Process().children(recursive=True)
-        if any("server_guard" in word for word in one.cmdline())
-    ]
+def kill_server(parent: Any = None) -> int:
+    """The first server below a process, under its guard."""
+    below = psutil.Process(None if parent is None else parent.pid).children(recursive=True)
+    guards = [one for one in below if any("server_guard" in word for word in one.cmdline())]
     (server,) = guards[0].children()
     server.kill()
     return int(server.pid)
@@ -155,3 +163,120 @@ def learned(result: RunResult, place: Path) -> None:
 def test_turns_are_kept_by_servers_themselves(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"engine\.kept_kv has no effect here"):
         check_effect(EngineConfig(kept_kv=0.25), RolloutConfig(engine=kind, urls=["http://one:1"]))
+
+
+# --- a service -------------------------------------------------------------------------------------------------------------
+
+
+def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer]) -> Path:
+    """What `motet serve --config` reads: two bases with a server each, or one base with two."""
+    if where == "fakes":
+        rollout = served(fakes, place)
+    else:
+        replicas = 2 if where == "two servers" else 1
+        launch = {
+            "python": vllm_python(),
+            "replicas": replicas,
+            "max_positions": 512,
+            "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+        }
+        rollout = {"engine": "vllm", "launch": launch, "directory": str(place / "served")}
+    tree: Json = {"engine": {"dtype": "float32", "threads": 1}, "lease_seconds": 60}
+    if where == "two bases":
+        tree["bases"] = {
+            name: {"base": base, "rollout": rollout} for name, base in (("small", "small"), ("twin", str(twin)))
+        }
+    else:
+        tree |= {"rollout": rollout}
+    (place / "serve.yaml").write_text(yaml.safe_dump(tree))
+    return place / "serve.yaml"
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where",
+    [
+        "fakes",
+        pytest.param("two bases", marks=pytest.mark.cell(
+            "agent worker, agent gateway, Tinker client, several bases", "vLLM"
+        )),
+        pytest.param("two servers", marks=pytest.mark.cell("agent worker, agent gateway, Tinker client", "two vLLMs")),
+    ],
+)  # fmt: skip
+def test_the_doors_of_a_service_learn_on_servers_of_which_one_is_killed(
+    where: str, small: Any, twin: Path, tmp_path: Path
+) -> None:
+    job = {
+        name: one
+        for name, one in doors(tmp_path, 6, "base", (8, 4), 32).items()
+        if name in ("agent local", "single turn")
+    }
+    worked = {**job["agent local"], "name": "worked"}
+    by_hand = {**job["agent local"], "name": "by-hand", "environment": {"name": "agent", "max_turns": 4}}
+    (tmp_path / "jobs.yaml").write_text(json.dumps({"base": "small", "jobs": [worked]}))
+    with contextlib.ExitStack() as stack:
+        fakes = stack.enter_context(base_servers(small, 2)) if where == "fakes" else []
+        config = service_file(tmp_path, where, twin, fakes)
+        base = None if where == "two bases" else "small"
+        service = stack.enter_context(serving(tmp_path / "service", "--config", str(config), base=base))
+        worker = service.motet("agent", tmp_path / "jobs.yaml", cwd=tmp_path)
+        service.submit(by_hand)
+        if where == "two bases":
+            service.submit({**job["single turn"], "name": "twins", "base": "twin"})
+        killed = False
+        while service.job("by-hand")["state"] not in FINAL:
+            episodes = service.ask("POST", "/v1/jobs/by-hand/episodes/lease", json={"worker": "me", "most": 16})[
+                "episodes"
+            ]
+            with ThreadPoolExecutor(16) as pool:
+                results = list(pool.map(lambda one: played(service.url, one), episodes))
+            if results:
+                service.ask("POST", "/v1/jobs/by-hand/episodes/results", json={"results": results})
+            if not killed and service.job("by-hand")["step"] >= 2:
+                killed = True
+                fakes[0].go() if fakes else kill_server(service.process)
+        out, _ = worker.communicate(timeout=600)
+        assert worker.returncode == 0, out
+        names = ("worked", "by-hand", *(["twins"] if where == "two bases" else []))
+        for name in names:
+            assert service.ended(name) == "succeeded", service.job(name)["message"]
+            lines = records(service.directory / "run", service.job(name)["id"])
+            before, *_, after = [line["eval"]["reward"] for line in lines if "eval" in line]
+            print(f"{name}: {before:.2f} to {after:.2f}")
+            assert after > before + GAIN, f"{name} went from {before} to {after}"
+            steps = [line for line in lines if "logprob_gap" in line]
+            assert [line["version"] for line in steps] == list(range(6))
+            assert max(line["logprob_gap"] for line in steps if line["tokens"]) < FLOAT32_GAP
+        looped = run_script(service, "first_loop")
+        print(f"Tinker: loss {looped['losses'][0]:.2f} to {looped['losses'][-1]:.2f}")
+        assert looped["losses"][-1] < looped["losses"][0]
+        for (tokens, logprobs, _), trained in zip(looped["sampled"], looped["trained"], strict=True):
+            assert logprobs == pytest.approx(trained[-len(tokens) :], abs=FLOAT32_GAP)
+
+
+def played(url: str, episode: Json) -> Json:
+    """An episode by hand: one answer, which is right or not."""
+    client = openai.OpenAI(base_url=f"{url}{episode['path']}", api_key=episode["key"], timeout=600)
+    with client:
+        said = client.chat.completions.create(model="any", messages=episode["problem"]["messages"])
+    right = episode["problem"]["answer"] in re.findall(r"\d+", said.choices[0].message.content or "")
+    return {"id": episode["id"], "reward": float(right)}
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.cell("hosts", "two vLLMs")
+def test_hosts_have_a_vllm_each_and_one_that_is_killed_costs_only_time(taught: Path, tmp_path: Path) -> None:
+    launch = {"python": vllm_python(), "max_positions": 512, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+    rollout = {"engine": "vllm", "launch": launch, "directory": str(tmp_path / "served")}
+    killed = list[int]()
+
+    def kill_one(jobs: Any) -> None:
+        if not killed and any(job.name == "agent-local" and job.step >= 2 for job in jobs):
+            killed.append(kill_server())
+
+    only = "retry structured-output critic distillation preferences"
+    learned(run_config(run_of(tmp_path, taught, 6, rollout, leave=only, hosts=2), observe=kill_one), tmp_path)
+    assert killed
+    assert {path.name for path in (tmp_path / "run").glob("*server*")} == {"host-0-server-0.log", "host-1-server-0.log"}

@@ -17,6 +17,7 @@ import pytest
 from motet.chat.structure import grammar_of
 from motet.errors import EngineError
 from motet.model.fake import FakePolicy
+from motet.rollout.fake import FakeEngine
 from motet.rollout.server import Demand, ServerEngine
 from motet.types import SamplingParams
 from tests.protocol_server import ProtocolServer, Setup
@@ -84,6 +85,26 @@ def test_scores_are_those_of_the_weights(dialect: Any, tmp_path: Path) -> None:
             found = await engine.score(PROBE, adapter)
             assert found.dtype == np.float32
             assert found.tolist() == policy.logprobs(PROBE).tolist()
+
+    trainer = trainer_of("job")
+    learn(trainer, "job")
+    with ProtocolServer(dialect) as server:
+        drive(engine_on([server], tmp_path), test)
+
+
+@both
+def test_likeliest_tokens_of_a_prompt_are_those_of_the_weights(dialect: Any, tmp_path: Path) -> None:
+    async def test(engine: ServerEngine) -> None:
+        version = await publish(engine, trainer, 1)
+        here = FakeEngine(capacity=4)
+        here.install(version, trainer.weights("job"))
+        for adapter in (None, version):
+            ids, logprobs = await engine.top_logprobs(PROBE, adapter, 5)
+            wanted_ids, wanted = await here.top_logprobs(PROBE, adapter, 5)
+            assert ids.dtype == np.int32
+            assert logprobs.dtype == np.float32
+            assert ids.tolist() == wanted_ids.tolist()
+            assert logprobs == pytest.approx(wanted, abs=1e-6)
 
     trainer = trainer_of("job")
     learn(trainer, "job")
