@@ -6,6 +6,7 @@ check(result, tmp_path / "run")
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,8 @@ WELL = """
 def well(problem, completion):
     return sum(one == other for one, other in zip("Well, ", completion)) / 6
 """
-TAUGHT = [{"prompt": f"Say {i}", "answer": f"Well, {i}."} for i in range(64)]
-LIKED = [{"prompt": f"Say {i}", "chosen": f"Well, {i}.", "rejected": f"No: {i}!"} for i in range(40)]
+TAUGHT: list[Json] = [{"prompt": f"Say {i}", "answer": f"Well, {i}."} for i in range(64)]
+LIKED: list[Json] = [{"prompt": f"Say {i}", "chosen": f"Well, {i}.", "rejected": f"No: {i}!"} for i in range(40)]
 
 
 def teacher(directory: Path, steps: int) -> Path:
@@ -75,10 +76,17 @@ def teacher(directory: Path, steps: int) -> Path:
     return Path(run.jobs["teacher"].adapter)
 
 
+def _written(file: Path, rows: list[Json]) -> str:
+    """A file, because hosts have no rows of this process."""
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(file)
+
+
 def doors(place: Path, steps: int, teacher: Path | str, groups: tuple[int, int], holdout: int) -> dict[str, Json]:
     """The job of each door. `groups`: completions of a problem, and problems of a step."""
     (place / "doors.py").write_text(CODE)
     (place / "well.py").write_text(WELL)
+    taught, liked = (_written(place / f"{name}.jsonl", rows) for name, rows in (("taught", TAUGHT), ("liked", LIKED)))
     size = {"group_size": groups[0], "groups_per_step": groups[1]}
 
     def job(source: Any, rank: int, tokens: int = 16, **fields: Any) -> Json:
@@ -101,12 +109,12 @@ def doors(place: Path, steps: int, teacher: Path | str, groups: tuple[int, int],
             algorithm={"type": "ppo", "critic": {"rank": 4, "warmup_steps": 1}, **size},
         ),
         "distillation": job(
-            TAUGHT, 8, 8, algorithm={"type": "distill", "teacher": str(teacher), **size}, optimizer={"lr": 3e-3},
-            rewards=[f"{place}/well.py:well"], data={"source": TAUGHT, "holdout": min(holdout, 8)},
+            taught, 8, 8, algorithm={"type": "distill", "teacher": str(teacher), **size}, optimizer={"lr": 3e-3},
+            rewards=[f"{place}/well.py:well"], data={"source": taught, "holdout": min(holdout, 8)},
         ),
         "preferences": job(
-            LIKED, 8, algorithm={"type": "dpo", "rows_per_step": 4, "beta": 0.3},
-            data={"source": LIKED, "holdout": min(holdout, 8)}
+            liked, 8, algorithm={"type": "dpo", "rows_per_step": 4, "beta": 0.3},
+            data={"source": liked, "holdout": min(holdout, 8)}
         ),
     }  # fmt: skip
 
