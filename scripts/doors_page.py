@@ -18,7 +18,11 @@ DOORS = (
     "publish by node agents", "several bases", "hosts",
 )  # fmt: skip
 ENGINES = ("embedded", "vLLM", "two vLLMs", "SGLang (fake)", "hosts 2", "shards 2", "Ray")
-BY_HAND = {("hosts", "vLLM"): "2026-11-23", ("publish by node agents", "vLLM"): "2026-11-22"}
+BY_HAND = {
+    ("hosts", "vLLM"): "2026-11-23",
+    **{(door, "hosts 2"): "2026-11-23" for door in ("retry", "environment", "agent local", "critic", "distillation")},
+    **{(door, "hosts 2"): "2026-11-23" for door in ("preferences", "structured output")},
+}
 """Tried once by a person, and by no test."""
 NOTHING = {
     **{(f"publish by {way}", engine): "no version travels" for way in ("files", "tensors", "node agents")
@@ -35,13 +39,13 @@ from the marks of the tests.
 - **tested**: `make test` proves it. **long proof**: `make soak` does.
 - **by hand**: a person tried it once, on that date.
 - **refused**: Motet says so at the start; the reasons are below the table.
-- **untried**: nobody has run it. It may work.
+- **untried**: nobody has run it. It may work; a test may be listed below, if it waits for its first run.
 
 vLLM is a real server of release 0.32, built for CPUs. SGLang has no build for CPUs, so a server in the tests speaks its
 protocol over a real base. No GPU has run any of it: [What has run where](evidence.md).
 
 """
-RANK = ("refused", "tested", "long proof")
+RANK = ("refused", "tested", "long proof", "untried")
 """What a cell says where several tests are of it: the first."""
 
 Cell = tuple[str, str]
@@ -112,8 +116,10 @@ def _is_cell(node: ast.AST) -> bool:
 
 
 def _proof(mark: ast.Call, test: str, *, soak: bool) -> Proof:
-    """`soak=True` in a mark is for a fixture whose parameter makes the test a long one."""
+    """`soak=True`: a parameter of a fixture makes the test a long one. `untried=True`: nobody has run the test yet."""
     named = {str(one.arg): ast.literal_eval(one.value) for one in mark.keywords}
+    if named.get("untried"):
+        return Proof("untried", test)
     reason, soak = str(named.get("refused", "")), soak or bool(named.get("soak"))
     return Proof("refused" if reason else "long proof" if soak else "tested", test, reason)
 
@@ -160,7 +166,7 @@ def _place(cell: Cell) -> tuple[int, int]:
 
 
 def _text(found: dict[Cell, Proof], cell: Cell) -> str:
-    if cell in found:
+    if cell in found and found[cell].state != "untried":
         return found[cell].state
     if cell in NOTHING:
         return "–"

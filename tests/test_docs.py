@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 import make_reference
-from doors_page import proofs
+from doors_page import doors, proofs
 from motet.errors import RewardError
 from plant_faults import FAULTS
 from tests.pages import FENCE, fences
@@ -106,6 +106,8 @@ def test_marks_of_cells_name_doors_and_engines_and_the_quickest_proof_counts(tmp
     }
     file.write_text(mark.format(', refused="why"', "", "none"))
     assert proofs(tmp_path)["retry", "vLLM"].reason == "why"
+    file.write_text(mark.format(", untried=True", soak, "later"))
+    assert "| retry | untried | untried |" in doors(tmp_path)
     file.write_text(mark.format("", "", "other").replace("vLLM", "TGI"))
     with pytest.raises(ValueError, match="'TGI'"):
         proofs(tmp_path)

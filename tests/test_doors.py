@@ -87,7 +87,7 @@ def test_every_door_learns_here(small: Any, taught: Path, tmp_path: Path) -> Non
     "engine",
     [
         pytest.param({"hosts": 2}, id="hosts", marks=pytest.mark.cell(
-            "single turn, retry, environment, agent local, structured output, critic, distillation, preferences", "hosts 2"
+            "retry, environment, agent local, structured output, critic, distillation, preferences", "hosts 2", untried=True
         )),
         pytest.param({"shard": 2}, id="shards", marks=pytest.mark.cell(
             "single turn, retry, environment, agent local, structured output, distillation, preferences", "shards 2"
@@ -107,11 +107,12 @@ def test_every_door_learns_on_several_processes(engine: Json, taught: Path, tmp_
     ("replicas", "publish_by"),
     [
         pytest.param(1, "files", id="one", marks=[
-            pytest.mark.cell("retry, environment, agent local, structured output, critic, distillation, preferences", "vLLM"),
+            pytest.mark.cell("retry, environment, agent local, structured output", "vLLM", untried=True),
+            pytest.mark.cell("critic, distillation, preferences", "vLLM", untried=True),
         ]),
         pytest.param(2, "tensors", id="two", marks=[
-            pytest.mark.cell("single turn, retry, environment, agent local, structured output", "two vLLMs"),
-            pytest.mark.cell("critic, distillation, preferences, publish by tensors", "two vLLMs"),
+            pytest.mark.cell("single turn, retry, environment, agent local, structured output", "two vLLMs", untried=True),
+            pytest.mark.cell("critic, distillation, preferences, publish by tensors", "two vLLMs", untried=True),
         ]),
     ],
 )  # fmt: skip
@@ -199,9 +200,11 @@ def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer]) -
     [
         "fakes",
         pytest.param("two bases", marks=pytest.mark.cell(
-            "agent worker, agent gateway, Tinker client, several bases", "vLLM"
+            "agent worker, agent gateway, Tinker client, several bases", "vLLM", untried=True
         )),
-        pytest.param("two servers", marks=pytest.mark.cell("agent worker, agent gateway, Tinker client", "two vLLMs")),
+        pytest.param("two servers", marks=pytest.mark.cell(
+            "agent worker, agent gateway, Tinker client", "two vLLMs", untried=True
+        )),
     ],
 )  # fmt: skip
 def test_the_doors_of_a_service_learn_on_servers_of_which_one_is_killed(
@@ -266,7 +269,7 @@ def played(url: str, episode: Json) -> Json:
 
 @pytest.mark.soak
 @pytest.mark.slow
-@pytest.mark.cell("hosts", "two vLLMs")
+@pytest.mark.cell("hosts", "two vLLMs", untried=True)
 def test_hosts_have_a_vllm_each_and_one_that_is_killed_costs_only_time(taught: Path, tmp_path: Path) -> None:
     launch = {"python": vllm_python(), "max_positions": 512, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
     rollout = {"engine": "vllm", "launch": launch, "directory": str(tmp_path / "served")}
