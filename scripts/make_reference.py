@@ -1,10 +1,10 @@
-"""Write the reference pages from what they describe: docs/configuration.md, docs/cli.md and docs/http.md.
+"""Write the pages of docs/ that are made from what they describe: configuration.md, cli.md, http.md and doors.md.
 
     python scripts/make_reference.py           # write (make docs)
     python scripts/make_reference.py --check   # fail when a page is stale
 
 Configuration comes from the pydantic models of `motet.config`, the command line from the typer app in `motet.cli`, HTTP from
-the service's OpenAPI document (`http_reference.py`).
+the service's OpenAPI document (`http_reference.py`), doors and engines from the marks of the tests (`doors_page.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from doors_page import doors
 from http_reference import http
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
@@ -219,7 +220,17 @@ def over_http() -> str:
     return NOTICE + http()
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "cli.md": command_line, "http.md": over_http}
+def doors_and_engines() -> str:
+    """The page about what the tests prove of each door on each engine."""
+    return NOTICE + doors()
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "cli.md": command_line,
+    "http.md": over_http,
+    "doors.md": doors_and_engines,
+}
 
 
 def stale_pages(docs: Path = DOCS) -> list[str]:

@@ -1,4 +1,4 @@
-"""Servers that speak vLLM's protocol in front of a real base, for whole runs in other processes.
+"""Servers that speak vLLM's or SGLang's protocol in front of a real base, for whole runs in other processes.
 
 with base_servers(load("small", EngineConfig(threads=1)), 2) as servers:
     ...  # requests to servers[0].url
@@ -43,8 +43,8 @@ _serial = itertools.count()
 class BaseServer:
     """One of them; they share an engine, not their adapters."""
 
-    def __init__(self, workshop: Workshop, base: LoraModel, port: int = 0) -> None:
-        self.port = port or free_port()
+    def __init__(self, workshop: Workshop, base: LoraModel, port: int = 0, dialect: str = "vllm") -> None:
+        self.port, self._dialect = port or free_port(), dialect
         self._home = asyncio.Event()
         self._closed = False
         self.loads: list[str] = []
@@ -70,6 +70,15 @@ class BaseServer:
             ("POST", "/v1/unload_lora_adapter"): self._unload,
             ("POST", "/v1/completions"): self._complete,
         }
+        if self._dialect == "sglang":
+            paths = {
+                ("GET", "/health"): self._health,
+                ("GET", "/v1/models"): self._models,
+                ("GET", "/server_info"): self._info_of_server,
+                ("POST", "/load_lora_adapter"): self._load,
+                ("POST", "/unload_lora_adapter"): self._unload,
+                ("POST", "/generate"): self._generate,
+            }
 
         async def answer(request: Request) -> Response:
             body = await request.json() if request.method == "POST" else {}
@@ -125,23 +134,32 @@ class BaseServer:
         await self._engine.unload_adapter(self._adapters.pop(name))
         return Response()
 
-    async def _complete(self, body: Any) -> Response:
-        if body["model"] not in ("base", *self._adapters):
-            return _refused(404, f"The model `{body['model']}` does not exist.")
-        adapter, prompt = self._adapters.get(body["model"]), np.array(body["prompt"], np.int32)
+    async def _sampled(
+        self, prompt: Any, adapter: AdapterRef | None, fields: Any, schema: str | None
+    ) -> tuple[list[int], list[float], str]:
+        """Tokens, logprobs and reason of a completion; `fields` are those that both protocols call the same."""
         sampling = SamplingParams(
-            temperature=body["temperature"],
-            max_tokens=body["max_tokens"],
-            stop=tuple(body["stop"]),
-            stop_token_ids=tuple(body["stop_token_ids"]),
+            temperature=fields["temperature"],
+            max_tokens=fields["max_tokens"],
+            stop=tuple(fields["stop"]),
+            stop_token_ids=tuple(fields["stop_token_ids"]),
+            grammar="" if schema is None else f"start: %json {schema}",
         )
         self.completions += 1
-        request = GenerateRequest(f"{next(_serial)}", "job", prompt, adapter, sampling, (body["seed"],))
+        request = GenerateRequest(f"{next(_serial)}", "job", prompt, adapter, sampling, (fields["seed"],))
         tokens, logprobs, finish = list[int](), list[float](), ""
         async for chunk in self._engine.generate(request):
             tokens += chunk.token_ids.tolist()
             logprobs += chunk.logprobs.tolist()
             finish = chunk.finish_reason.value if chunk.finish_reason else finish
+        return tokens, logprobs, finish
+
+    async def _complete(self, body: Any) -> Response:
+        if body["model"] not in ("base", *self._adapters):
+            return _refused(404, f"The model `{body['model']}` does not exist.")
+        adapter, prompt = self._adapters.get(body["model"]), np.array(body["prompt"], np.int32)
+        schema = (body.get("structured_outputs") or {}).get("json")
+        tokens, logprobs, finish = await self._sampled(prompt, adapter, body, schema)
         choice: dict[str, Any] = {
             "token_ids": tokens,
             "logprobs": {"token_logprobs": logprobs},
@@ -153,6 +171,25 @@ class BaseServer:
             pairs = zip(body["prompt"][1:], scored[1:], strict=True)
             choice["prompt_logprobs"] = [None, *({str(token): {"logprob": one}} for token, one in pairs)]
         return JSONResponse({"choices": [choice]})
+
+    async def _info_of_server(self, body: Any) -> Response:
+        return JSONResponse({"context_length": self._info.max_positions})
+
+    async def _generate(self, body: Any) -> Response:
+        name, prompt = body["lora_path"], np.array(body["input_ids"], np.int32)
+        if name is not None and name not in self._adapters:
+            return _refused(400, f"The following requested LoRA adapters are not loaded: {name}")
+        adapter, fields = self._adapters.get(name), body["sampling_params"]
+        fields = {**fields, "max_tokens": fields["max_new_tokens"], "seed": fields["sampling_seed"]}
+        tokens, logprobs, finish = await self._sampled(prompt, adapter, fields, fields.get("json_schema"))
+        told = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
+        meta: dict[str, Any] = {"output_token_logprobs": told, "finish_reason": {"type": finish}}
+        if body["logprob_start_len"] == 0:
+            scored = zip(
+                [None, *(await self._engine.score(prompt, adapter)).tolist()[1:]], prompt.tolist(), strict=True
+            )
+            meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in scored]
+        return JSONResponse({"output_ids": tokens, "meta_info": meta})
 
 
 def _refused(status: int, message: str) -> Response:
@@ -175,10 +212,10 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def base_servers(base: LoraModel, n: int) -> Iterator[list[BaseServer]]:
+def base_servers(base: LoraModel, n: int, dialect: str = "vllm") -> Iterator[list[BaseServer]]:
     """So many, while the block runs."""
     workshop = build(base, EngineConfig(samplers=0, threads=1), [Need(512, 64)])
-    servers = [BaseServer(workshop, base) for _ in range(n)]
+    servers = [BaseServer(workshop, base, dialect=dialect) for _ in range(n)]
 
     async def serve() -> None:
         await asyncio.gather(*(server.serve() for server in servers))

@@ -216,6 +216,12 @@ class Backend:
             found[-1] = found[-1]._replace(logprob=self.faults.logprobs[0])
         return found
 
+    def prompt_tops(self, ask: Ask, k: int) -> list[list[Entry]]:
+        """The k likeliest tokens of each place of the prompt but the first, best first."""
+        ref, places = ask.resolve(), ask.prompt[:-1]
+        rows = ([self.token_logprob(ref, before, token, 1.0) for token in range(VOCABULARY)] for before in places)
+        return [sorted(row, key=lambda entry: entry.rank)[:k] for row in rows]
+
     def abort(self, ids: Iterable[str]) -> None:
         """End requests; they answer with what they have."""
         for id in ids:

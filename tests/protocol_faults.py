@@ -30,6 +30,8 @@ class Setup:
     api_key: str = ""
     development: bool = False
     """vLLM: `VLLM_SERVER_DEV_MODE=1`; without it /server_info is not there."""
+    release: str = "0.32.0"
+    """vLLM: what /version says."""
     fetches: bool = False
     """vLLM: its workers have Motet's extension; without it a version's location is a directory that is not there."""
     dies: bool = True

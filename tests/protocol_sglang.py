@@ -226,6 +226,8 @@ class Sglang:
                 entries = self._backend.prompt_entries(ask)[start:]
             first = ask.prompt[start]
             meta["input_token_logprobs"] = [(None, first, None), *_triples(entries)]
+            if start == 0 and (k := call.body.get("top_logprobs_num")):
+                meta["input_top_logprobs"] = [None, *map(_triples, self._backend.prompt_tops(ask, k))]
             meta["output_token_logprobs"] = _triples(piece.entries)
             meta["output_token_logprobs_length"] = len(piece.entries)
         meta |= {"reasoning_tokens": 0, "completion_tokens": len(piece.tokens), "cached_tokens": 0, "e2e_latency": 0.1}

@@ -69,6 +69,7 @@ class Vllm:
             ("GET", "/v1/models"): Route("models", self._models),
             ("GET", "/metrics"): Route("metrics", self._metrics),
             ("GET", "/server_info"): Route("info", self._info),
+            ("GET", "/version"): Route("version", self._version),
             ("POST", "/v1/load_lora_adapter"): Route("load", self._load),
             ("POST", "/v1/unload_lora_adapter"): Route("unload", self._unload),
             ("POST", COMPLETIONS): Route("generate", self._complete),
@@ -152,6 +153,9 @@ class Vllm:
         }
         return JSONResponse({"vllm_config": {"lora_config": limits}, "vllm_env": {}})
 
+    async def _version(self, call: Call) -> Response:
+        return JSONResponse({"version": self._backend.setup.release})
+
     async def _complete(self, call: Call) -> Response:
         ask, head = self._ask(call)
         if call.body.get("stream"):
@@ -159,7 +163,12 @@ class Vllm:
         pieces = await self._backend.whole(ask)
         prompt_logprobs = None
         if call.body.get("prompt_logprobs") is not None:
-            prompt_logprobs = [None, *(_prompt_logprob(entry) for entry in self._backend.prompt_entries(ask))]
+            scored, tops = (
+                self._backend.prompt_entries(ask),
+                self._backend.prompt_tops(ask, call.body["prompt_logprobs"]),
+            )
+            pairs = zip(scored, tops, strict=True)
+            prompt_logprobs = [None, *(_prompt_logprobs([one, *top]) for one, top in pairs)]
         tokens = sum(len(piece.tokens) for piece in pieces)
         choices = [
             {
@@ -348,9 +357,13 @@ def _logprobs(entries: list[Entry]) -> dict[str, Any]:
     }
 
 
-def _prompt_logprob(entry: Entry) -> dict[str, Any]:
-    text = FakeTokenizer().decode([entry.token])
-    return {str(entry.token): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": text}}
+def _prompt_logprobs(entries: Sequence[Entry]) -> dict[str, Any]:
+    """Of the prompt's own token, and of the likeliest ones."""
+    decode = FakeTokenizer().decode
+    return {
+        str(one.token): {"logprob": one.logprob, "rank": one.rank, "decoded_token": decode([one.token])}
+        for one in entries
+    }
 
 
 def _card(name: str, root: str, parent: str | None, length: int | None) -> dict[str, Any]:

@@ -564,6 +564,7 @@ async def run(problem, base_url, api_key):
 """
 
 
+@pytest.mark.cell("agent local, structured output", "embedded")
 @pytest.mark.parametrize("share", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_job_with_an_agent_has_the_same_bytes_in_company(tmp_path, share):
     (tmp_path / "agent.py").write_text(LEARNER)

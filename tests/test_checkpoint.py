@@ -222,6 +222,14 @@ def test_rollout_logs_stay_below_their_limit(tmp_path: Path) -> None:
     assert names(directory.path / "rollouts") == {"eval-0.jsonl", "4.jsonl"}, "the newest stays, whatever the limit"
 
 
+def test_a_job_keeps_no_more_rollout_logs_than_it_may(tmp_path: Path) -> None:
+    for name, checkpoint in (("few", {"rollouts_mb": 0}), ("all", {})):
+        assert run_jobs(tmp_path / name, [job("a", checkpoint=checkpoint)]).state("a") is JobState.SUCCEEDED
+    few, every = (names(tmp_path / name / "a" / "rollouts") for name in ("few", "all"))
+    assert every == {*(f"{step}.jsonl" for step in range(4)), *(f"eval-{step}.jsonl" for step in (0, 2, 4))}
+    assert few == {"eval-0.jsonl", "eval-4.jsonl"}
+
+
 def test_what_json_has_no_word_for_is_null() -> None:
     assert (
         dump_line({"a": float("nan"), "b": [1.5, float("-inf")], "c": "ä"})

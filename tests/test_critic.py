@@ -172,6 +172,7 @@ def critic_files(directory: Path, name: str, step: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in place.iterdir()}
 
 
+@pytest.mark.cell("critic", "embedded")
 def test_a_job_with_a_critic_alone_in_company_and_in_parts(tmp_path: Path) -> None:
     other = ppo("plain", algorithm={"type": "ppo", "group_size": 2, "groups_per_step": 4})
     both = run(tmp_path / "both", ppo("a"), other)

@@ -187,6 +187,22 @@ def test_bad_rows_of_python_are_named(rows_of_python, message):
         load_dataset(DataConfig(source=rows_of_python, holdout=0))
 
 
+def test_a_subset_of_a_directory_is_read_and_one_that_is_not_there_is_told(tmp_path):
+    parts = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("easy", "hard"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{parts}---\n")
+    for name in ("easy", "hard"):
+        write(tmp_path / f"{name}.jsonl", [{"question": f"{name} {i}", "answer": i} for i in range(3)])
+
+    def questions(subset):
+        data = {"source": str(tmp_path), "subset": subset, "prompt": "question", "holdout": 0}
+        return [one.messages[-1].content for one in load_dataset(DataConfig.model_validate(data)).train]
+
+    assert questions("hard") == [f"hard {i}" for i in range(3)]
+    assert questions("easy") == [f"easy {i}" for i in range(3)]
+    with pytest.raises(DataError, match=r"subset 'harder'.*easy.*hard"):
+        questions("harder")
+
+
 def test_what_is_no_list_of_rows_is_told():
     import datasets
 

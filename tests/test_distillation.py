@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -19,6 +20,7 @@ from tests.adapter_files import run
 from tests.fake_run import job, metrics, records, run_jobs, weights
 from tests.protocol_server import ProtocolServer
 from tests.rollout_groups import group, rollout
+from tests.server_run import learn, trainer_of
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,7 @@ def student(name: str, teacher: Path | str, **fields: Any) -> dict[str, Any]:
     return {**job, **fields}
 
 
+@pytest.mark.cell("distillation", "embedded")
 def test_a_student_comes_nearer_to_its_teacher(teacher: Path, tmp_path: Path) -> None:
     pupil = student("a", teacher, steps=36)
     pupil["algorithm"]["groups_per_step"] = 2
@@ -98,6 +101,25 @@ def test_a_teacher_on_a_server_is_the_same_teacher(tmp_path: Path) -> None:
     assert [line["kl_base"] for line in lines] == pytest.approx([0.0] * 3, abs=1e-9)
     assert weights(tmp_path / "here", "a", 3) == weights(tmp_path / "there", "a", 3)
     assert done.jobs["a"].inexact == ["a server judges what is learned (algorithm.teacher)"]
+
+
+def test_a_server_may_know_its_teacher_by_a_name(tmp_path: Path) -> None:
+    """The first model that it lists is another; a name that it does not know is told."""
+    algorithm = {"type": "distill", "group_size": 2}
+    taught = trainer_of("teacher")
+    learn(taught, "teacher")
+    with ProtocolServer() as server:
+        (tmp_path / "teacher").mkdir()
+        taught.save_adapter("teacher", tmp_path / "teacher", optimizer=False)
+        loaded = {"lora_name": "teacher", "lora_path": str(tmp_path / "teacher")}
+        assert httpx2.post(f"{server.url}/v1/load_lora_adapter", json=loaded).is_success
+        for name, model in (("first", None), ("base", "fake-base"), ("adapter", "teacher"), ("none", "no-such")):
+            teacher = {**algorithm, "teacher": server.url, "teacher_model": model}
+            done = run_jobs(tmp_path / name, [job("a", algorithm=teacher, steps=2)])
+            if name == "none":
+                assert "`no-such` does not exist" in done.jobs["a"].progress.message
+    assert weights(tmp_path / "first", "a", 2) == weights(tmp_path / "base", "a", 2)
+    assert weights(tmp_path / "first", "a", 2) != weights(tmp_path / "adapter", "a", 2)
 
 
 def test_probabilities_of_a_teacher_are_targets(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 import make_reference
+from doors_page import doors, proofs
 from motet.errors import RewardError
 from plant_faults import FAULTS
 from tests.pages import FENCE, fences
@@ -86,6 +87,30 @@ def test_command_line_page_is_fresh() -> None:
 def test_page_of_routes_is_fresh() -> None:
     written = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
     assert written == make_reference.over_http(), "run `make docs`"
+
+
+def test_page_of_doors_is_fresh() -> None:
+    written = (ROOT / "docs" / "doors.md").read_text(encoding="utf-8")
+    assert written == make_reference.doors_and_engines(), "run `make docs`"
+
+
+def test_marks_of_cells_name_doors_and_engines_and_the_quickest_proof_counts(tmp_path: Path) -> None:
+    file = tmp_path / "test_one.py"
+    mark = '@pytest.mark.cell("retry, critic", "vLLM"{})\n{}def test_{}(): ...\n'
+    soak = "@pytest.mark.soak\n"
+    file.write_text(
+        mark.format("", soak, "long") + mark.format("", "", "quick") + mark.format(", soak=True", "", "own")
+    )
+    assert {cell: (one.state, one.test) for cell, one in proofs(tmp_path).items()} == {
+        (door, "vLLM"): ("tested", "test_one::test_quick") for door in ("retry", "critic")
+    }
+    file.write_text(mark.format(', refused="why"', "", "none"))
+    assert proofs(tmp_path)["retry", "vLLM"].reason == "why"
+    file.write_text(mark.format(", untried=True", soak, "later"))
+    assert "| retry | untried | untried |" in doors(tmp_path)
+    file.write_text(mark.format("", "", "other").replace("vLLM", "TGI"))
+    with pytest.raises(ValueError, match="'TGI'"):
+        proofs(tmp_path)
 
 
 def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,6 +370,7 @@ def test_what_is_no_environment_is_said(file: Path, name: str, told: str) -> Non
         played(file, name, lambda index, turn, read: "", 1)
 
 
+@pytest.mark.cell("retry", "embedded")
 def test_a_job_of_several_turns_is_the_same_in_company(file: Path, tmp_path: Path) -> None:
     """On the fakes, through the whole run; its model babbles, so that the reward is what the environment says of it."""
     environment = {"name": f"{file}:Trouble", "max_turns": 3}
@@ -402,6 +403,7 @@ class Told:
         assert ("Say" in line["opening"]) == bool(added)
 
 
+@pytest.mark.cell("environment", "embedded")
 def test_a_real_base_learns_in_one(tmp_path: Path) -> None:
     """`small` is told whether its sum is too high or too low, and learns to come near, in up to three turns."""
     (tmp_path / "sums.py").write_text("""

@@ -124,6 +124,7 @@ def metric(service: Service, name: str) -> dict[str, float]:
     return {host: float(value) for host, value in found}
 
 
+@pytest.mark.cell("single turn", "hosts 2")
 def test_a_run_goes_on_after_a_host_was_killed(tmp_path: Path, alone: dict[str, bytes]) -> None:
     ended = threading.Event()
 
@@ -167,6 +168,7 @@ def test_hosts_that_share_the_threads_say_so_and_have_the_bytes_of_one_process(
     assert [line for line in said if "each of 2 hosts computes with 1 of 2 threads" in line]
 
 
+@pytest.mark.cell("single turn, hosts", "Ray")
 @pytest.mark.soak
 @LATER
 def test_a_run_goes_on_after_a_host_and_then_the_run_itself_was_killed(

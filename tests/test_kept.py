@@ -345,6 +345,7 @@ class Guessing:
 """
 
 
+@pytest.mark.cell("kept turns", "embedded")
 def test_a_job_of_several_turns_has_the_same_bytes_and_leaves_no_block(tmp_path: Path) -> None:
     """With everything kept, with nothing, and in a cache that holds one sequence and a half."""
     (tmp_path / "guessing.py").write_text(GUESSING)

@@ -135,6 +135,7 @@ def dpo(name: str, **fields: Any) -> dict[str, Any]:
     return {**job, **fields}
 
 
+@pytest.mark.cell("preferences", "embedded")
 def test_a_real_base_learns_what_was_liked_better(tmp_path: Path) -> None:
     """Preferences and thumbs on `small`, in company, and from an adapter that is the reference; the same bytes as alone."""
     thumbs = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Mapping
@@ -13,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from motet.chat.structure import grammar_of
 from motet.errors import EngineError
 from motet.model.fake import FakePolicy
+from motet.rollout.fake import FakeEngine
 from motet.rollout.server import Demand, ServerEngine
 from motet.types import SamplingParams
 from tests.protocol_server import ProtocolServer, Setup
@@ -82,6 +85,26 @@ def test_scores_are_those_of_the_weights(dialect: Any, tmp_path: Path) -> None:
             found = await engine.score(PROBE, adapter)
             assert found.dtype == np.float32
             assert found.tolist() == policy.logprobs(PROBE).tolist()
+
+    trainer = trainer_of("job")
+    learn(trainer, "job")
+    with ProtocolServer(dialect) as server:
+        drive(engine_on([server], tmp_path), test)
+
+
+@both
+def test_likeliest_tokens_of_a_prompt_are_those_of_the_weights(dialect: Any, tmp_path: Path) -> None:
+    async def test(engine: ServerEngine) -> None:
+        version = await publish(engine, trainer, 1)
+        here = FakeEngine(capacity=4)
+        here.install(version, trainer.weights("job"))
+        for adapter in (None, version):
+            ids, logprobs = await engine.top_logprobs(PROBE, adapter, 5)
+            wanted_ids, wanted = await here.top_logprobs(PROBE, adapter, 5)
+            assert ids.dtype == np.int32
+            assert logprobs.dtype == np.float32
+            assert ids.tolist() == wanted_ids.tolist()
+            assert logprobs == pytest.approx(wanted, abs=1e-6)
 
     trainer = trainer_of("job")
     learn(trainer, "job")
@@ -216,8 +239,8 @@ def test_requests_that_cannot_be(tmp_path: Path) -> None:
             (request(seeds=()), "empty prompt or no seeds"),
             (request(prompt=(1, 97)), "outside the base's vocabulary of 97"),
             (
-                replace(request(), sampling=SamplingParams(grammar="start: /a/")),
-                "leave it out, or sample on the embedded engine",
+                replace(request(), sampling=SamplingParams(grammar=grammar_of({"type": "json_object"}, tools=True))),
+                "leave the tools or response_format out, or sample on the embedded engine",
             ),
         ):
             with pytest.raises(EngineError, match=told):
@@ -226,6 +249,33 @@ def test_requests_that_cannot_be(tmp_path: Path) -> None:
     with ProtocolServer() as server:
         drive(engine_on([server], tmp_path), test)
         assert not server.counts.asked
+
+
+@both
+def test_a_schema_is_sent_and_an_answer_that_breaks_off_begins_anew(dialect: Any, tmp_path: Path) -> None:
+    """What a server has said already is in the prompt of the next attempt, where its grammar does not look."""
+    schema = {"enum": ["yes", "no"]}
+    grammar = grammar_of({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}, tools=False)
+
+    async def test(engine: ServerEngine) -> None:
+        server.faults.token_seconds = 0.003
+        asked = long_request(None, (5,), stream=True)
+        asked = replace(asked, sampling=replace(asked.sampling, grammar=grammar))
+        running = asking(engine, asked)
+        await until(lambda: server.counts.open.total() == 1)
+        await asyncio.sleep(0.06)
+        await asyncio.to_thread(server.stop)
+        await asyncio.to_thread(server.start)
+        ((found,),) = await running
+        assert found == (await in_process(replace(asked, sampling=replace(asked.sampling, grammar=""))))[0]
+        first, *_, last = server.counts.asked
+        told = last["structured_outputs"]["json"] if dialect == "vllm" else last["sampling_params"]["json_schema"]
+        assert json.loads(told).items() >= schema.items()
+        field = "prompt" if dialect == "vllm" else "input_ids"
+        assert first[field] == last[field] == list(PROMPT)
+
+    with ProtocolServer(dialect) as server:
+        drive(engine_on([server], tmp_path), test)
 
 
 @both

@@ -97,6 +97,7 @@ def jobs_of(server: BaseServer) -> set[str]:
     return {name.partition(".")[0] for name in server.loads}
 
 
+@pytest.mark.cell("publish by files", "hosts 2")
 @pytest.mark.soak
 @HOSTS
 def test_each_host_has_servers_of_its_own(alone: dict[str, bytes], fresh: list[BaseServer], tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ async def step_of(run: FakeRun, name: str, step: int) -> None:
         await asyncio.sleep(0.001)
 
 
+@pytest.mark.cell("single turn, publish by files", "SGLang (fake)")
 @both
 def test_a_quiet_run(dialect: str, quiet: dict[str, tuple[Path, FakeRun]]) -> None:
     path, run = quiet[dialect]

@@ -141,6 +141,7 @@ def asked(service: Service, path: str, key: str, method: str = "POST", **body: A
     return answer.status_code, answer.json()
 
 
+@pytest.mark.cell("agent worker", "embedded")
 def test_a_worker_that_is_killed_loses_its_episodes_to_another_and_the_bytes_are_those_of_motet_run(
     service: Service, tmp_path: Path
 ) -> None:
@@ -243,6 +244,7 @@ def by_hand(service: Service, request: pytest.FixtureRequest) -> Iterator[str]:
     service.becomes(name, "cancelled")
 
 
+@pytest.mark.cell("agent gateway", "embedded")
 def test_whoever_speaks_http_opens_an_episode_talks_and_hands_its_reward_in_once(
     service: Service, by_hand: str
 ) -> None:

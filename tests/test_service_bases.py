@@ -143,6 +143,7 @@ def others_go_on(service: Service) -> None:
     service.refused(503, "POST", "/v1/chat/completions", json={**said, "model": "twin"})
 
 
+@pytest.mark.cell("several bases", "embedded, hosts 2")
 def test_each_job_trains_on_its_base_and_a_host_that_dies_loses_nothing(
     service: Service, story: Story, alone: dict[str, bytes], hosts: int
 ) -> None:

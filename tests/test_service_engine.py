@@ -61,6 +61,7 @@ def test_the_engine_loads_while_the_service_does(started: tuple[Service, float])
 # --- jobs -------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cell("single turn", "embedded")
 def test_a_job_runs_as_motet_run_does(service: Service, alone: dict[str, bytes]) -> None:
     service.submit(tiny("life"))
     assert service.ended("life") == "succeeded"

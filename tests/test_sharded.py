@@ -344,6 +344,7 @@ def kept(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in found}
 
 
+@pytest.mark.cell("single turn", "shards 2")
 @pytest.mark.soak
 @pytest.mark.parametrize("engine", [{"shard": 2}, {"ranks": 2}, {"ranks": 2, "kernels": "auto"}])
 def test_a_run_on_ranks_has_the_bytes_of_one_process(engine: dict[str, Any], tmp_path: Path) -> None:

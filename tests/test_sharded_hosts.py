@@ -79,6 +79,7 @@ def whereabouts(service: Service, names: list[str]) -> dict[str, int]:
     return {one["name"]: one["progress"].get("host", 0) for one in jobs if one["progress"] is not None}
 
 
+@pytest.mark.cell("hosts", "shards 2", soak=True)
 def test_jobs_have_the_bytes_of_one_process(service: Service, alone: dict[str, Path]) -> None:
     for name in NAMES[:2]:
         service.submit(job(name))

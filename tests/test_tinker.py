@@ -32,6 +32,7 @@ def scripts(tinker_service: Service) -> Scripts:
     return Scripts(zip(SCRIPTS, run_script(tinker_service, ",".join(SCRIPTS)), strict=True))
 
 
+@pytest.mark.cell("Tinker client", "embedded")
 def test_the_first_loop_learns_and_sampler_and_trainer_agree(tinker_service: Service, scripts: Scripts) -> None:
     found = scripts["first_loop"]
     assert found["rank"] == 4

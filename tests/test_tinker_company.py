@@ -85,6 +85,7 @@ def _with_kills(service: Service, who: str) -> Any:
     return client.found()
 
 
+@pytest.mark.cell("Tinker client", "hosts 2", soak=True)
 @pytest.mark.parametrize("who", few(["engine", "service", "host"], "engine"))
 def test_kill_9_changes_no_bit(
     alone: tuple[Any, dict[str, bytes]], tinker_service: Service, tmp_path: Path, who: str

@@ -121,6 +121,29 @@ def test_a_server_that_does_not_fetch_reads_files_until_it_is_started_again(tmp_
         drive(engine_of([server], tmp_path), test)
 
 
+def test_a_release_that_was_not_tried_is_told_and_given_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before anything is published; a server that is the tested release of a build of its own is told nothing of."""
+
+    async def test(engine: ServerEngine) -> None:
+        await all_up(engine)
+        (note,) = engine.fleet.notes()
+        assert note.startswith(
+            f"{new.url} is vLLM 0.99.1, and Motet is tested with 0.32.0, so it reads versions from files"
+        )
+        assert note in caplog.text
+        ref = await publish(engine, trainer, 0)
+        assert await collect(engine, request(ref)) == await in_process(request(ref), trainer)
+        fetched = {server.url: (await asyncio.to_thread(paths, server)).values() for server in (new, known)}
+        assert [path.startswith(PREFIX) for path in fetched[known.url]] == [True]
+        assert not any(path.startswith(PREFIX) for path in fetched[new.url])
+
+    trainer = trainer_of("job")
+    learn(trainer, "job")
+    tried, untried = replace(FETCHES, release="0.32.0+cpu"), replace(FETCHES, release="0.99.1+cu130")
+    with ProtocolServer("vllm", untried) as new, ProtocolServer("vllm", tried) as known:
+        drive(engine_of([new, known], tmp_path), test)
+
+
 def test_what_cannot_be_fetched_is_read_and_what_neither_way_works_is_an_error(tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         await engine.ready()

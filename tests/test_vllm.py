@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from motet.commands.export import split_experts
 from motet.config import AdapterConfig, EngineConfig, RolloutConfig, RunConfig
-from motet.errors import ProbeError
+from motet.errors import EngineError, ProbeError
 from motet.launch import load
 from motet.rollout.in_vllm.motet_vllm import PREFIX
 from motet.rollout.server import Demand, ServerEngine
@@ -28,6 +28,7 @@ from motet.servers import TOLERANCE, Launched, build_servers
 from motet.training.torch_trainer import TorchTrainer
 from motet.types import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
 from tests import tiny_models
+from tests.doors_run import FLOAT32_GAP, teacher
 from tests.fake_run import records
 from tests.node_agents import node_agent
 from tests.peft_files import export
@@ -36,8 +37,6 @@ from tests.vllm_server import launch, vllm_python, vllm_server
 
 pytestmark = pytest.mark.slow
 KEY = "MOTET_TEST_VLLM_KEY"
-FLOAT32_GAP = 5e-4
-"""Largest |trainer − sampler| logprob in float32: sums of a few hundred terms in another order, through 30 layers."""
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +85,7 @@ def job(name: str, source: str, rank: int, **fields: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.cell("single turn, publish by files", "vLLM")
 def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) -> None:
     """Two learn from their newest version alone, and one from versions that are up to two steps old."""
     sources = {
@@ -120,6 +120,7 @@ def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) 
     assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
 
 
+@pytest.mark.cell("publish by node agents", "vLLM")
 @pytest.mark.soak
 def test_versions_come_through_an_agent_and_are_found_by_name(
     small: Any, server: Launched, place: Path, tmp_path: Path
@@ -156,6 +157,7 @@ def test_versions_come_through_an_agent_and_are_found_by_name(
             client.post("/v1/unload_lora_adapter", json={"lora_name": name})
 
 
+@pytest.mark.cell("publish by tensors", "vLLM")
 def test_versions_are_fetched_into_the_memory_of_the_server(
     small: Any, server: Launched, place: Path, tmp_path: Path
 ) -> None:
@@ -223,6 +225,51 @@ def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tm
     assert 0 <= abs(first["loss"]) < FLOAT32_GAP
     assert first["kl_base"] < FLOAT32_GAP
     assert "answers 401" in result.jobs["refused"].message
+
+
+@pytest.mark.soak
+def test_a_teacher_is_known_by_its_name_and_weights_that_have_no_place_are_refused(
+    small: Any, server: Launched, tmp_path: Path
+) -> None:
+    """An adapter that the server has loaded teaches; vLLM's workers do not fetch weights of a layer that they do not adapt."""
+    taught = teacher(tmp_path / "taught", 8)
+    headers = {"Authorization": f"Bearer {server.key}"}
+    with httpx2.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
+        loaded = {"lora_name": "taught", "lora_path": str(taught)}
+        assert client.post("/v1/load_lora_adapter", json=loaded).status_code == 200
+        algorithm = {"type": "distill", "teacher": server.url, "teacher_key_env": KEY, "group_size": 4}
+        jobs = [
+            job(name, "toy:reverse", 8, algorithm={**algorithm, **model}, steps=2)
+            for name, model in (("base", {}), ("adapter", {"teacher_model": "taught"}))
+        ]
+        here = config(tmp_path, {"urls": [server.url]}, jobs).model_copy(update={"rollout": RolloutConfig()})
+        result = run_config(here, base=small)
+        assert result.ok, [one.message for one in result.jobs.values()]
+        of_base, of_adapter = (records(tmp_path / "run", name)[0]["loss"] for name in ("base", "adapter"))
+        assert abs(of_base) < FLOAT32_GAP < abs(of_adapter)
+        client.post("/v1/unload_lora_adapter", json={"lora_name": "taught"})
+
+    odd = tmp_path / "odd"
+    shutil.copytree(taught, odd)
+    tensors = load_file(odd / ADAPTER_WEIGHTS)
+    save_file(
+        {name.replace("down_proj", "odd_proj"): tensor for name, tensor in tensors.items()}, odd / ADAPTER_WEIGHTS
+    )
+
+    async def told(engine: ServerEngine) -> str:
+        await engine.ready()
+        try:
+            with pytest.raises(EngineError) as found:
+                await engine.load_adapter(AdapterRef("odd", 0), odd)
+        finally:
+            await engine.close()
+        return str(found.value)
+
+    fetches = {"urls": [server.url], "api_key_env": KEY, "publish_by": "tensors"}
+    settings = RolloutConfig(engine="vllm", directory=str(tmp_path / "served"), **fetches)
+    problem = asyncio.run(told(build_servers(small.info, settings, Demand(1, 2, 8), "odd", tmp_path)))
+    assert "the server adapts" in problem
+    assert "odd_proj" in problem
 
 
 @pytest.mark.soak

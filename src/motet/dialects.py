@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from motet.chat.structure import schema_of
 from motet.errors import ServerFault
+from motet.rollout.in_vllm.motet_vllm import TESTED
 from motet.types import SamplingParams
 
 Json = Mapping[str, Any]
@@ -77,6 +79,8 @@ class Facts:
     adapters: frozenset[str] = frozenset()
     cumulative: bool = False
     """Whether each event of a stream repeats all tokens so far."""
+    release: str = ""
+    """Its version, where it tells."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,10 @@ class Dialect:
     score: Callable[[list[int], str | None, str | None], HttpRequest]
     scores: Callable[[Json, list[int]], list[float]]
     """Logprobs [T − 1] of all tokens but the first."""
+    top: Callable[[list[int], str | None, str | None, int], HttpRequest]
+    """Asks for so many of the likeliest tokens of each place of a prompt."""
+    tops: Callable[[Json, int], list[list[tuple[int, float]]]]
+    """Their ids and logprobs, best first, of all places but the first [T − 1]."""
     load: Callable[[str, str], HttpRequest]
     unload: Callable[[str], HttpRequest]
     unknown: Callable[[int, str], bool]
@@ -114,6 +122,8 @@ class Dialect:
     missing: Callable[[int, str], bool]
     """Whether a refusal to load says that the directory is not there, or not yet."""
     settings: LimitSettings
+    tested: tuple[str, ...] = ()
+    """Releases that the tests have run."""
 
 
 # --- vLLM: /v1/completions, which every deployment has (its tokens-only endpoint is switched off by default) ---------------
@@ -144,6 +154,7 @@ def _vllm_generate(ask: Ask, base: str | None) -> HttpRequest:
             "return_token_ids": True,
             "skip_special_tokens": True,
             "stream": ask.stream,
+            **({"structured_outputs": {"json": schema_of(sampling.grammar)}} if sampling.grammar else {}),
         },
     )
 
@@ -170,6 +181,20 @@ def _vllm_scores(answer: Json, token_ids: list[int]) -> list[float]:
     return [float(entry[str(token)]["logprob"]) for entry, token in zip(positions[1:], token_ids[1:], strict=True)]
 
 
+def _vllm_top(token_ids: list[int], model: str | None, base: str | None, k: int) -> HttpRequest:
+    asked = _vllm_score(token_ids, model, base)
+    return HttpRequest(asked.path, {**(asked.body or {}), "prompt_logprobs": k})
+
+
+def _vllm_tops(answer: Json, k: int) -> list[list[tuple[int, float]]]:
+    """It tells the prompt's own token too, wherever that ranks."""
+    places = answer["choices"][0]["prompt_logprobs"][1:]
+    told = (
+        sorted((one["rank"], int(token), float(one["logprob"])) for token, one in place.items()) for place in places
+    )
+    return [[(token, logprob) for _, token, logprob in place[:k]] for place in told]
+
+
 def _vllm_facts(answers: Mapping[str, Any]) -> Facts:
     cards = answers["/v1/models"]["data"]
     bases = [card for card in cards if not card.get("parent")]
@@ -185,6 +210,7 @@ def _vllm_facts(answers: Mapping[str, Any]) -> Facts:
         max_cpu_loras=limits.get("max_cpu_loras"),
         max_rank=limits.get("max_lora_rank"),
         adapters=frozenset(str(card["id"]) for card in cards if card.get("parent")),
+        release=str((answers.get("/version") or {}).get("version") or ""),
     )
 
 
@@ -215,6 +241,7 @@ def _sglang_generate(ask: Ask, base: str | None) -> HttpRequest:
                 "repetition_penalty": 1.0,
                 "skip_special_tokens": True,
                 "no_stop_trim": True,
+                **({"json_schema": schema_of(sampling.grammar)} if sampling.grammar else {}),
             },
             "return_logprob": True,
             "logprob_start_len": -1,
@@ -247,6 +274,16 @@ def _sglang_scores(answer: Json, token_ids: list[int]) -> list[float]:
     return [float(entry[0]) for entry in entries[1:]]
 
 
+def _sglang_top(token_ids: list[int], model: str | None, base: str | None, k: int) -> HttpRequest:
+    asked = _sglang_score(token_ids, model, base)
+    return HttpRequest(asked.path, {**(asked.body or {}), "top_logprobs_num": k})
+
+
+def _sglang_tops(answer: Json, k: int) -> list[list[tuple[int, float]]]:
+    places = answer["meta_info"]["input_top_logprobs"][1:]
+    return [[(int(entry[1]), float(entry[0])) for entry in place[:k]] for place in places]
+
+
 def _sglang_facts(answers: Mapping[str, Any]) -> Facts:
     info = answers.get("/server_info") or answers.get("/get_server_info") or {}
     cards = (answers.get("/v1/models") or {}).get("data", [])
@@ -265,18 +302,21 @@ DIALECTS: Mapping[str, Dialect] = {
     "vllm": Dialect(
         name="vLLM",
         health_seconds=5.0,
-        about=("/v1/models", "/server_info?config_format=json"),
+        about=("/v1/models", "/server_info?config_format=json", "/version"),
         facts=_vllm_facts,
         generate=_vllm_generate,
         piece=_vllm_piece,
         score=_vllm_score,
         scores=_vllm_scores,
+        top=_vllm_top,
+        tops=_vllm_tops,
         load=lambda name, path: HttpRequest("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
         unload=lambda name: HttpRequest("/v1/unload_lora_adapter", {"lora_name": name}),
         unknown=lambda status, detail: status == 404,
         known=lambda status, detail: "already been loaded" in detail,
         missing=lambda status, detail: "No adapter found for" in detail,
         settings=LimitSettings("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
+        tested=TESTED,
     ),
     "sglang": Dialect(
         name="SGLang",
@@ -287,6 +327,8 @@ DIALECTS: Mapping[str, Dialect] = {
         piece=_sglang_piece,
         score=_sglang_score,
         scores=_sglang_scores,
+        top=_sglang_top,
+        tops=_sglang_tops,
         load=lambda name, path: HttpRequest(
             "/load_lora_adapter", {"lora_name": name, "lora_path": path, "pinned": False}
         ),

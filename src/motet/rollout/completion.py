@@ -56,7 +56,9 @@ class Completion:
             self._cut()
 
     def settle(self) -> None:
-        """One that broke off may be whole all the same."""
+        """One that broke off may be whole all the same. With a grammar it begins anew: a server looks at new tokens only."""
+        if self.request.sampling.grammar:
+            self.back(0)
         if self.finish is None and self._tokens:
             self.finish = ending(self._tokens, self.request.sampling)
 

@@ -50,8 +50,9 @@ class Fleet:
         return [replica for replica in self.replicas if replica.up]
 
     def notes(self) -> list[str]:
-        """Replicas that read versions from files although they should fetch them, and why."""
-        return [replica.from_files for replica in self.replicas if replica.from_files]
+        """Replicas of a release that was not tried, and those that read versions from files although they should fetch them."""
+        told = (replica.from_files or replica.untried for replica in self.replicas)
+        return [note for note in told if note]
 
     async def choose(self, order: Callable[[Replica], tuple[bool, ...]]) -> Replica:
         """The replica that is first in an order, and among such the one with the fewest outstanding tokens.

@@ -22,7 +22,7 @@ from motet.rollout.connection import Clocks, ServerConnection, detail_of
 from motet.rollout.in_vllm.motet_vllm import EXTENSION, TESTED
 from motet.rollout.shipping import send, take_back, written
 from motet.rollout.version_server import VersionServer
-from motet.types import FloatArray, IntArray, ServerLoad
+from motet.types import FloatArray, IntArray, ServerLoad, TopTokens
 
 Result = TypeVar("Result")
 
@@ -50,6 +50,8 @@ class Replica:
     """Where its workers fetch versions from, instead of reading them from a path."""
     from_files: str = ""
     """Why they do read them from a path, until it is greeted again."""
+    untried: str = ""
+    """That its release is none that the tests have run."""
     facts: Facts = field(default_factory=Facts)
     loaded: set[str] = field(default_factory=set)
     """Served names that it has, as far as this process knows."""
@@ -91,9 +93,20 @@ class Replica:
             self.facts = self.dialect.facts(answers)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerFault(f"{self.url} does not answer as {self.dialect.name} does: {error!r}") from error
-        self.loaded, self.from_files = set(self.facts.adapters), ""
+        self.loaded, self.from_files, self.untried = set(self.facts.adapters), "", self._untried()
+        if self.untried and self.versions is not None:
+            self.from_files = f"{self.untried}, so it reads versions from files and does not fetch them"
+        if said := self.from_files or self.untried:
+            _log.warning("%s", said)
         self.left = set() if self._agent is None else await written(self._agent) - self.loaded
         self.up, self.note = True, ""
+
+    def _untried(self) -> str:
+        """Why nobody knows that this release works; empty where the tests have run it, or it tells none."""
+        release, tested = self.facts.release.partition("+")[0], self.dialect.tested
+        if not release or release in tested or not tested:
+            return ""
+        return f"{self.url} is {self.dialect.name} {release}, and Motet is tested with {', '.join(tested)}"
 
     async def healthy(self) -> None:
         """Ask for its health, and for that of the agent beside it.
@@ -199,6 +212,22 @@ class Replica:
         if len(logprobs) != len(wanted) - 1 or not all(map(_is_logprob, logprobs)):
             raise ServerFault(f"{self.url} scored {len(wanted)} tokens with {logprobs}")
         return np.array([0.0, *logprobs], np.float32)
+
+    async def top_logprobs(self, token_ids: IntArray, model: str | None, k: int) -> TopTokens:
+        """The k likeliest tokens [T, k] of each place, best first, and their logprobs at temperature 1; the first place has 0.
+
+        Raises:
+            ServerRefused: it tells fewer of them.
+        """
+        request = self.dialect.top(token_ids.tolist(), model, self.facts.base, k)
+        answer = await self.server.request(request, self.clocks.request)
+        try:
+            places = self.dialect.tops(answer, k)
+            ids = np.array([[token for token, _ in place] for place in places], np.int32).reshape(len(token_ids) - 1, k)
+            logprobs = np.array([[logprob for _, logprob in place] for place in places], np.float32).reshape(ids.shape)
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+            raise ServerFault(f"{self.url} told other likeliest tokens than it was asked for: {error!r}") from error
+        return np.pad(ids, ((1, 0), (0, 0))), np.pad(logprobs, ((1, 0), (0, 0)))
 
     async def complete(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         """One completion: its tokens as they come where `ask.stream`, otherwise at once.

@@ -20,6 +20,7 @@ from pathlib import Path
 import anyio
 import numpy as np
 
+from motet.chat.structure import schema_of
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
 from motet.protocols import Trainer
 from motet.rollout.completion import Completion
@@ -37,9 +38,9 @@ _ATTEMPTS = 5
 """How often a completion is asked for when answers fail; waiting for a replica that is away does not count."""
 _BUSY = (408, 425, 429)
 """Refusals that pass."""
-_NO_GRAMMAR = (
-    "asks for an answer that keeps to a schema (response_format), which servers are not asked for; leave it out, or sample on "
-    "the embedded engine"
+_NO_CALLS = (
+    "asks for an answer that keeps to a schema or calls a tool (response_format with tools); servers keep to a schema alone: "
+    "leave the tools or response_format out, or sample on the embedded engine"
 )
 
 
@@ -145,12 +146,6 @@ class ServerEngine:
 
     # --- versions ---------------------------------------------------------------------------------------------------------
 
-    async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
-        """Servers are not asked for it."""
-        raise EngineError(
-            "an engine that is a server does not tell the likeliest tokens; sample on the embedded engine"
-        )
-
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
         """Make a version servable from a PEFT directory, which may go afterwards."""
         await self.take(ref, lambda staged: copy_adapter(source, staged))
@@ -167,7 +162,7 @@ class ServerEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
-        self._refuse(request)
+        _refuse(request, self._versions, self._bounds, self.fleet)
         opened, chunks = _Open(request), asyncio.Queue[Chunk | BaseException]()
         self._open.add(opened)
         left = len(request.seeds)
@@ -250,7 +245,7 @@ class ServerEngine:
                 completion.take(piece)
                 if completion.finish is not None and piece.finish is None:
                     return  # the server does not know that this is the end
-                if request.stream and completion.finish is None:
+                if request.stream and completion.finish is None and not request.sampling.grammar:
                     chunks.put_nowait(completion.chunk())
 
     def _trouble(self, replica: Replica, adapter: AdapterRef | None, error: ServerGone | ServerRefused) -> None:
@@ -297,6 +292,24 @@ class ServerEngine:
             self._versions.probed(adapter, token_ids, first)
         return first
 
+    async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
+        """The k likeliest tokens [T, k] of each place, best first, and their logprobs at temperature 1; one server answers."""
+        name = None if adapter is None else adapter.served_name
+        for attempt in range(_ATTEMPTS):
+            replica = await self.fleet.choose(
+                lambda one: (adapter is not None and not self._versions.near(adapter, one),)
+            )
+            try:
+                if adapter is not None:
+                    await self._versions.hand(replica, adapter)
+                return await replica.top_logprobs(token_ids, name, k)
+            except (ServerGone, ServerRefused) as error:
+                self._trouble(replica, adapter, error)
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            await asyncio.sleep(replica.clocks.retry * 2**attempt)
+        raise AssertionError
+
     async def abort(self, name: str) -> None:
         """End one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
         for opened in self._open:
@@ -310,26 +323,25 @@ class ServerEngine:
         await self._versions.close()
         await self.fleet.close()
 
-    def _refuse(self, request: GenerateRequest) -> None:
-        n_prompt, n_new = len(request.prompt_ids), request.sampling.max_tokens
-        where = f"request {request.id} of job {request.job!r}"
-        if request.adapter is not None and request.adapter not in self._versions:
-            raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
-        if n_prompt == 0 or not request.seeds:
-            raise EngineError(f"{where} has an empty prompt or no seeds")
-        if request.sampling.grammar:
-            raise EngineError(f"{where} {_NO_GRAMMAR}")
-        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self._bounds.vocabulary:
-            raise EngineError(f"{where} has a token id outside the base's vocabulary of {self._bounds.vocabulary}")
-        limits = [replica.facts.max_positions for replica in self.fleet.replicas]
-        longest = min(
-            self._bounds.max_positions, *(positions for positions in limits if positions is not None), 1 << 30
+
+def _refuse(request: GenerateRequest, versions: ServedVersions, bounds: ServerLimits, fleet: Fleet) -> None:
+    n_prompt, n_new = len(request.prompt_ids), request.sampling.max_tokens
+    where = f"request {request.id} of job {request.job!r}"
+    if request.adapter is not None and request.adapter not in versions:
+        raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
+    if n_prompt == 0 or not request.seeds:
+        raise EngineError(f"{where} has an empty prompt or no seeds")
+    if request.sampling.grammar and not schema_of(request.sampling.grammar):
+        raise EngineError(f"{where} {_NO_CALLS}")
+    if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < bounds.vocabulary:
+        raise EngineError(f"{where} has a token id outside the base's vocabulary of {bounds.vocabulary}")
+    limits = [replica.facts.max_positions for replica in fleet.replicas]
+    longest = min(bounds.max_positions, *(positions for positions in limits if positions is not None), 1 << 30)
+    if n_prompt + n_new > longest:
+        raise EngineError(
+            f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed the {longest} positions of the server; "
+            "lower sampling.max_tokens, shorten the prompt, or start the server with a longer context"
         )
-        if n_prompt + n_new > longest:
-            raise EngineError(
-                f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed the {longest} positions of the server; "
-                "lower sampling.max_tokens, shorten the prompt, or start the server with a longer context"
-            )
 
 
 def _order(opened: _Open, versions: ServedVersions, rows: int, replica: Replica) -> tuple[bool, ...]:

@@ -127,7 +127,7 @@ def _datasets(config: DataConfig) -> Iterator[Row]:
             table = datasets.load_dataset(str(saved) if saved.is_dir() else source, name=config.subset, split=split)
         yield from (dict(table[i]) for i in range(len(table)))
     except Exception as error:  # the libraries below raise dozens of kinds; all mean that the data is not there
-        if saved.is_dir():
+        if saved.is_dir() and not (config.subset and "BuilderConfig" in str(error)):
             raise DataError(_a_directory(source, saved)) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
