@@ -6,7 +6,7 @@ Without a CUDA device the kernels run in Triton's interpreter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -107,11 +107,9 @@ def test_prefilled_and_decoded_rows_equal_the_products_of_torch(block_size):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "fold", "window"), [(torch.float32, 1, None), (torch.float32, 3, 21), (torch.bfloat16, 4, None)]
-)
 @torch.inference_mode()
-def test_decoding_equals_whole_sequences_bitwise(dtype, fold, window):
+def decoded_and_whole(dtype: torch.dtype, fold: int, window: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of sequences that are read in part and then decoded, token by token, and the same rows of whole sequences."""
     states = [[each.to(DEVICE) for each in one] for one in sequences(dtype, HEADS * fold)]
     lengths = [len(one[0]) for one in states]
     packed = [torch.cat(each) for each in zip(*states, strict=True)]
@@ -120,13 +118,20 @@ def test_decoding_equals_whole_sequences_bitwise(dtype, fold, window):
     tables = shared_blocks(cache)
     spans = [Span(0, length - 3, blocks) for length, blocks in zip(lengths, tables, strict=True)]
     first = [torch.cat([one[place][:-3] for one in states]) for place in range(3)]
-    prefilled = attend(cached_metadata(spans, cache, DEVICE), first, window)
-    assert torch.equal(prefilled, torch.cat([rows[:-3] for rows in whole]))
+    yield attend(cached_metadata(spans, cache, DEVICE), first, window), torch.cat([rows[:-3] for rows in whole])
     for back in (3, 2, 1):
         spans = [Span(length - back, 1, blocks) for length, blocks in zip(lengths, tables, strict=True)]
         row = [torch.stack([one[place][-back] for one in states]) for place in range(3)]
         decoded = attend(cached_metadata(spans, cache, DEVICE), row, window)
-        assert torch.equal(decoded, torch.stack([rows[-back] for rows in whole]))
+        yield decoded, torch.stack([rows[-back] for rows in whole])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fold", "window"), [(torch.float32, 1, None), (torch.float32, 3, 21), (torch.bfloat16, 4, None)]
+)
+def test_decoding_equals_whole_sequences_bitwise(dtype, fold, window):
+    for decoded, whole in decoded_and_whole(dtype, fold, window):
+        assert torch.equal(decoded, whole)
 
 
 @torch.inference_mode()
@@ -155,9 +160,11 @@ def test_a_shared_prompt_gives_the_rows_of_whole_sequences_bitwise():
         assert torch.equal(attend(packed_metadata([len(whole[0])], DEVICE), whole)[70:], rows)
 
 
-@pytest.mark.parametrize(("window", "width"), few([(None, 16), (50, 16), (50, 136)], (50, 16), (50, 136)))
-def test_company_changes_no_bit_of_outputs_or_gradients(window, width):
-    """Before the sequences and behind them lie longer ones that hold NaN and Inf, and have a shared prompt themselves."""
+def alone_and_in_company(window: int | None, width: int = 16, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    """Outputs and gradients of some sequences alone, and the same between others.
+
+    Before and behind them are longer sequences that hold NaN and Inf, and have a shared prompt themselves.
+    """
     own = random(sum(LENGTHS), 6, 2, 2, width=width)
     others = [random(rows, 6, 2, 2, width=width, seed=rows) for rows in (3 * TILE_KEYS + 5, 20)]
     for each in others[0]:
@@ -174,11 +181,17 @@ def test_company_changes_no_bit_of_outputs_or_gradients(window, width):
     (slope,) = random(offset + sum(LENGTHS) + 20, 6, width=width, seed=1)
     found = []
     for tables, start, parts in ((alone, 0, [own]), (company, offset, [others[0], own, others[1]])):
-        states = [torch.cat(each).requires_grad_() for each in zip(*parts, strict=True)]
+        states = [torch.cat(each).to(dtype).requires_grad_() for each in zip(*parts, strict=True)]
         rows = slice(start, start + sum(LENGTHS))
         output = attend(tables, states, window)
         slopes = slope[offset:][: sum(LENGTHS)] if tables is alone else slope
-        found.append([each[rows] for each in (output, *torch.autograd.grad(output, states, slopes))])
+        found.append([each[rows] for each in (output, *torch.autograd.grad(output, states, slopes.to(dtype)))])
+    return found
+
+
+@pytest.mark.parametrize(("window", "width"), few([(None, 16), (50, 16), (50, 136)], (50, 16), (50, 136)))
+def test_company_changes_no_bit_of_outputs_or_gradients(window, width):
+    found = alone_and_in_company(window, width)
     assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
     assert all(bool(each.isfinite().all()) for each in found[0])
 
