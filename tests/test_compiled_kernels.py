@@ -27,8 +27,8 @@ ATTENTION = ("forward", "query_gradients", "key_gradients")
 
 def compiled(
     cache: Path, *words: str, module: str = "tests.launched_kernels", packages: Path | None = None
-) -> list[dict[str, Any]]:
-    """What the module prints, in a process without the interpreter."""
+) -> list[Any]:
+    """The lines of JSON that the module prints, in a process without the interpreter."""
     command = ["-m", module, *words]
     places = [str(place) for place in (packages, ROOT) if place]
     given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -76,6 +76,14 @@ def test_a_bad_kernel_is_found(tmp_path: Path) -> None:
         "shared memory",
     ):
         assert line in found, found
+
+
+def test_passes_ask_for_no_value_and_leave_no_tensor_on_the_host(tmp_path: Path) -> None:
+    """Decoding, and training to the gradients; attention by torch's products waits for the device, and is found."""
+    kernels = ["collect", "forward", "key_gradients", "query_gradients"]
+    found = compiled(tmp_path, module="tests.passes_without_values")
+    assert found[:2] == [["triton", "decode", ["forward"]], ["triton", "train", kernels]]
+    assert [(one[0], "torch.nonzero()" in one[2][0]) for one in found[2:]] == [("torch", True)] * 2
 
 
 @pytest.mark.soak
