@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -193,11 +194,9 @@ def machine() -> dict[str, str]:
 
     cards = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
     try:
-        import triton
-    except ImportError:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
         version = "none"
-    else:
-        version = str(triton.__version__)
     return {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "cards": ", ".join(cards) or "none",

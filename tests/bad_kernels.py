@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
 from tests import launched_kernels
 

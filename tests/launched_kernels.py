@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
+import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped, unused-ignore]
+from triton.compiler import ASTSource, compile  # type: ignore[import-untyped, unused-ignore]
 
 from motet.model.attention.backend import LayerCall, Prefix, Span
 from motet.model.attention.triton_attention import TritonPass
