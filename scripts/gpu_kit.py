@@ -32,8 +32,12 @@ START = """#!/bin/sh
 set -eu
 cd "$(dirname "$0")"
 test -d motet || tar -xzf motet.tar.gz
-test -x motet/.venv/bin/python || ${PYTHON:-python3} -m venv --system-site-packages motet/.venv
+PYTHON=${PYTHON:-python3}
+test -x motet/.venv/bin/python || "$PYTHON" -m venv motet/.venv
 cd motet
+# what the machine has, also where its Python is in an environment itself
+"$PYTHON" -c 'import sys; print("\\n".join(path for path in sys.path if path.endswith("-packages")))' \\
+    >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/machine.pth"
 .venv/bin/python -m pip install --quiet --no-index --find-links ../wheels --requirement ../wheels/names.txt
 MOTET_KERNELS=skip .venv/bin/python -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
 exec .venv/bin/python -m bench.gpu_day "$@"
