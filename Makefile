@@ -12,6 +12,8 @@ WORKERS ?= 3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 LOAD_ARGS ?=
+KIT_ARGS ?=
+DAY_ARGS ?=
 TRITON := triton==3.9.0
 
 # The first of these that is Python 3.11 or newer makes the environment; `make PYTHON=/path/to/python …` chooses.
@@ -120,6 +122,14 @@ gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no CUDA device here" >&2; exit 1; }
 	$(BIN)/python -m pytest -m gpu -rs $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "soak or not soak" -rs tests/test_kernels.py tests/test_recurrence_kernels.py tests/test_cuda_graph.py $(PYTEST_ARGS)
+
+.PHONY: gpu-kit
+gpu-kit: $(VENV)/.installed-dev  ## the tree and the packages for a GPU machine without a network, in build/gpu-kit (KIT_ARGS="--python 3.12")
+	$(BIN)/python scripts/gpu_kit.py $(KIT_ARGS)
+
+.PHONY: gpu-day
+gpu-day: $(VENV)/.installed-dev  ## what a card has to show, in 25 pieces of nine minutes: docs/benchmarks-gpu.md; run it again to resume (DAY_ARGS=--rehearse: on a CPU)
+	$(BIN)/python -m bench.gpu_day $(DAY_ARGS)
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev  ## write the reference pages, then build and check the website in site/ (VERSION=0.1: also public/0.1)

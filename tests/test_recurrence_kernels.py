@@ -5,10 +5,6 @@ Without a CUDA device the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -25,20 +21,6 @@ from tests import tiny_models as tiny
 DEVICE = tests.triton_on_cpu.DEVICE
 HEADS, KEYS, VALUES = 2, 24, 40
 LENGTHS, PREFIXES = [KEPT + 5, 9, 3, 1], [None, None, Prefix(0, KEPT + 1), Prefix(0, 7)]
-
-COMPILE = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from motet.model.mixers import triton_kernels
-
-sizes = dict(KEYS=128, VALUES=128, LANES=128, TILE=32, DELTA=True)
-tables = dict.fromkeys("starts kept_starts lengths".split(), "*i32")
-types = tables | dict.fromkeys("n_heads n_rows keep every".split(), "i32") | dict.fromkeys(sizes, "constexpr")
-for kernel in (triton_kernels.forward, triton_kernels.backward):
-    source = ASTSource(kernel, {name: types.get(name, "*fp32") for name in kernel.arg_names}, sizes)
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, "num_warps": 4})
-    print(kernel.__name__, ".target sm_90a" in made.asm["ptx"], "fma.rn.f32" in made.asm["ptx"])
-"""
 
 
 def rows(n: int, *, delta: bool) -> list[Tensor]:
@@ -117,13 +99,3 @@ def test_a_whole_base_is_exact() -> None:
     )
     assert base.info.exact, base.info.notes
     assert base.arithmetic.attention == "triton", base.info.notes
-
-
-def test_the_kernels_compile_for_a_hopper_card_without_fused_sums(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the interpreter does not see: types, what a loop carries."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == "forward True False backward True False".split(), done.stderr

@@ -7,24 +7,43 @@ of a GPU do not, so here every element is summed in order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+Matrix = NDArray[np.float32]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@np.errstate(all="ignore")
-def _dot_in_order(_builder: Any, left: Any, right: Any, total: Any, *_precision: Any) -> Any:
-    """Total + left · right: handles of fp32 matrices."""
-    sums = total.data.copy()
-    for column, row in zip(left.data.T, right.data, strict=True):
+def in_order(left: Matrix, right: Matrix, total: Matrix) -> Matrix:
+    """Total + left · right, summed in order."""
+    sums = total.copy()
+    for column, row in zip(left.T, right, strict=True):
         sums += column[:, None] * row
-    return type(total)(sums, total.dtype.scalar)
+    return sums
+
+
+_products: list[Callable[[Matrix, Matrix, Matrix], Matrix]] = [in_order]
+
+
+@contextlib.contextmanager
+def multiplied_by(product: Callable[[Matrix, Matrix, Matrix], Matrix]) -> Iterator[None]:
+    """Let kernels on the CPU multiply otherwise: total + left · right of fp32 matrices."""
+    _products.append(product)
+    yield
+    _products.pop()
+
+
+@np.errstate(all="ignore")
+def _dot(_builder: Any, left: Any, right: Any, total: Any, *_precision: Any) -> Any:
+    return type(total)(_products[-1](left.data, right.data, total.data), total.dtype.scalar)
 
 
 if DEVICE.type == "cpu":
@@ -33,7 +52,7 @@ if DEVICE.type == "cpu":
     from triton.runtime import interpreter  # type: ignore[import-untyped, unused-ignore]
     from triton.runtime.jit import JITFunction  # type: ignore[import-untyped, unused-ignore]
 
-    interpreter.InterpreterBuilder.create_dot = _dot_in_order
+    interpreter.InterpreterBuilder.create_dot = _dot
     for module in [module for name, module in sys.modules.items() if name.startswith("triton.language")]:
         for name, function in list(vars(module).items()):
             if isinstance(function, JITFunction):

@@ -1,7 +1,7 @@
 """Makes the peers' environments, each with pinned versions, under .envs/ (or $MOTET_BENCH_ENVS, where they are ready-made).
 
     python -m bench.speed.envs              # what is missing or out of date; a peer that cannot be installed is left out
-    python -m bench.speed.envs vllm         # this one only; `older` are the older releases of the tinker package
+    python -m bench.speed.envs vllm         # this one only; `older` are the older releases of the tinker package, and tools
 
 Pip's own settings choose where packages come from: PIP_EXTRA_INDEX_URL with the address of torch's builds for CPUs gets the
 smaller one.
@@ -76,6 +76,9 @@ OLDER = tuple(
 )
 """Releases of the tinker package that a service answers besides its newest, oldest first."""
 
+TOOLS = (Peer("triton-3.6.0", (("triton==3.6.0",),)), Peer("mmasim", (("--no-deps", "mmasim", "ninja"),)))
+"""Packages that a test puts before its own: the Triton of torch 2.11, and models of tensor cores."""
+
 
 def directory() -> Path:
     """Where the environments are."""
@@ -85,6 +88,18 @@ def directory() -> Path:
 def python_of(envs: Path, name: str) -> Path:
     """The interpreter of an environment."""
     return envs / name / "bin" / "python"
+
+
+def packages(name: str) -> Path:
+    """The packages of a tool, which is installed if it is not there.
+
+    Raises:
+        subprocess.CalledProcessError: it could not be installed.
+    """
+    (tool,) = (peer for peer in TOOLS if peer.name == name)
+    install(tool, directory())
+    (found,) = (directory() / name).glob("lib/python*/site-packages")
+    return found
 
 
 def install(peer: Peer, envs: Path) -> None:
@@ -126,8 +141,8 @@ def main() -> None:
         return
     envs = directory()
     envs.mkdir(exist_ok=True)
-    named = [*sys.argv[1:], *(peer.name for peer in (OLDER if "older" in sys.argv else ()))]
-    for peer in [peer for peer in (*PEERS, *OLDER) if peer.name in named] if named else PEERS:
+    named = [*sys.argv[1:], *(peer.name for peer in ((*OLDER, *TOOLS) if "older" in sys.argv else ()))]
+    for peer in [peer for peer in (*PEERS, *OLDER, *TOOLS) if peer.name in named] if named else PEERS:
         note = envs / f"{peer.name}.failed"
         note.unlink(missing_ok=True)
         try:

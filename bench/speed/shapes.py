@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,7 @@ def make_base(name: str, directory: Path, device: str = "cpu") -> Path:
         shutil.copy(SMALL_BASE / file, half)
     half.rename(place)
     return place
+
+
+if __name__ == "__main__":
+    print(make_base(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))

@@ -34,9 +34,13 @@ class SlotMemory:
     @classmethod
     def of(cls, base: LoraModel, targets: str | Sequence[str], rank: int, versions: int = 1) -> SlotMemory:
         """Of an adapter on these layers."""
-        size = base.adapter_layout(targets, rank).size
         copies = versions if base.kernels is None else 2 * versions + 1  # packed, and one as gradients read it
-        return cls(_TRAINED * size, copies * base.dtype.itemsize * size)
+        return cls.of_size(base.adapter_layout(targets, rank).size, copies * base.dtype.itemsize)
+
+    @classmethod
+    def of_size(cls, size: int, version_bytes: int) -> SlotMemory:
+        """Of an adapter with so many parameters, all whose versions together take so many bytes a parameter."""
+        return cls(_TRAINED * size, version_bytes * size)
 
     def fitting(self, slots: int, resident: int, device: int, host: int | None) -> int:
         """How many of so many slots there is memory for: of the device, and of the host where what is parked goes there."""

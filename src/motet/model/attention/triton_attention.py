@@ -37,7 +37,6 @@ from motet.model.attention.triton_metadata import (
     TritonMetadata,
     cached_metadata,
     packed_metadata,
-    queries_per_tile,
 )
 from motet.model.kv_cache import KVCache
 
@@ -178,25 +177,28 @@ def _row_places(*states_TKE: Tensor) -> tuple[int, ...]:
     return tuple(stride for states in states_TKE for stride in (*_units(states)[:2], 0))
 
 
-def _options(query_THE: Tensor, fold: int, softcap: float, narrow: int = 128) -> dict[str, Any]:
+def _options(query_THE: Tensor, fold: int, softcap: float, narrow: int = 128, smaller: str = "") -> dict[str, Any]:
     """What is compiled in: nothing but the model's shape and type may be part of it.
 
-    Up to `narrow` lanes of two bytes fit the registers of four warps.
+    Up to `narrow` lanes of two bytes fit the registers of four warps. Of 256 lanes they fit eight where the `smaller` side of
+    a tile (ROWS or KEYS) is half.
     """
     width = query_THE.shape[-1]
     lanes = max(16, triton.next_power_of_2(width))
+    sides = {"ROWS": TILE_ROWS, "KEYS": TILE_KEYS}
+    if lanes > 128 and smaller and fold <= sides[smaller] // 2:  # a tile holds at least one query
+        sides[smaller] //= 2
     return {
         "FOLD": fold,
-        "STEP": queries_per_tile(fold),
+        "STEP": sides["ROWS"] // fold,
         "WIDTH": width,
         "LANES": lanes,
         "UNIT": _unit(width),
         "SOFTCAP": softcap,
-        "ROWS": TILE_ROWS,
-        "KEYS": TILE_KEYS,
+        **sides,
         "WIDEN": _INTERPRETED and query_THE.dtype != torch.float32,
         "num_warps": 4 if lanes <= narrow and query_THE.element_size() == 2 else 8,
-        "num_stages": 2 if lanes * query_THE.element_size() <= 256 else 1,
+        "num_stages": 2 if sides["KEYS"] * lanes * query_THE.element_size() <= 16384 else 1,
         "enable_fp_fusion": False,
     }
 
@@ -241,13 +243,13 @@ def _backward(
     common_TH, grad_query_THE = torch.empty_like(log_sum_TH), query_THE.new_empty(query_THE.shape)
     triton_kernels.query_gradients[(len(tiles.sequence_N), n_kv)](
         *states, output_THE, grad_THE, log_sum_TH, common_TH, grad_query_THE, *metadata.sequences,
-        tiles.sequence_N, tiles.query_N, *sizes, **_options(query_THE, fold, call.softcap),
+        tiles.sequence_N, tiles.query_N, *sizes, **_options(query_THE, fold, call.softcap, smaller="KEYS"),
     )  # fmt: skip
     n_blocks = len(blocks.sequence_M)
     sums_2PKE = query_THE.new_empty(2, n_blocks * TILE_KEYS, n_kv, width, dtype=torch.float32)
     triton_kernels.key_gradients[(n_blocks, n_kv)](
         *states, grad_THE, log_sum_TH, common_TH, *sums_2PKE, *metadata.sequences,
-        blocks.sequence_M, blocks.key_M, *sizes, **_options(query_THE, fold, call.softcap, narrow=64),
+        blocks.sequence_M, blocks.key_M, *sizes, **_options(query_THE, fold, call.softcap, narrow=64, smaller="ROWS"),
     )  # fmt: skip
     grad_key_TKE, grad_value_TKE = (each.new_empty(each.shape) for each in (key_TKE, value_TKE))
     columns = n_kv * width

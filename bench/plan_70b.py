@@ -1,0 +1,169 @@
+"""A 70B base on 16 cards as a plan: memory, bytes over links, steps an hour, cost: `python -m bench.plan_70b --write`.
+
+Nothing is measured here. Memory of adapters is that of `motet.slot_memory`, time is that of `motet simulate` with costs that
+follow from the assumptions, and `docs/plan-70b.md` has both.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from bench.speed.table import markdown
+
+from motet.config.simulation import HostCosts, HostsConfig, JobsConfig, SimulationConfig
+from motet.simulation.outcome import SimulationOutcome, simulate
+from motet.slot_memory import SlotMemory
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan-70b.md"
+BEGIN, END = "<!-- plan -->\n", "<!-- end of plan -->"
+GB = 10**9
+HIDDEN, INNER, LAYERS, KV_WIDTH, VOCABULARY = 8192, 28672, 80, 1024, 128256
+"""Llama 3 70B."""
+JOBS = JobsConfig(count=1, steps=(20, 20), groups_per_step=8, group_size=8, completion_tokens=(512, 512))
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What nobody has measured with Motet; a comment becomes the line of the page."""
+
+    ranks: int = 8  # cards that train, a shard of the base on each
+    samplers: int = 8  # cards of one vLLM server with tensor parallelism
+    card_gb: float = 80.0  # GB of memory of a card
+    reserved_gb: float = 6.0  # GB for CUDA, NCCL, graphs and fragments, on each card
+    peak_tflops: float = 989.0  # TFLOP/s of bfloat16 products of a card (H100 SXM, data sheet)
+    train_utilisation: float = 0.35  # part of the peak that training reaches
+    read_gb_per_second: float = 3350.0  # GB/s of memory of a card (data sheet)
+    sample_utilisation: float = 0.5  # part of it that decoding reaches, with its exchanges
+    link_gb_per_second: float = 300.0  # GB/s that a card receives from the others (NVLink 4: 450 by the data sheet)
+    pass_tokens: int = 8192  # tokens of one training pass of a rank (`micro_batch_tokens`)
+    layers_at_once: int = 2  # gathered layers in memory: one computes, one arrives
+    layer_bytes_per_token: int = 460_000  # bytes a token of activations of one layer while its gradient is computed
+    logits_tokens: int = 1024  # tokens whose logits are in memory at a time, in float32
+    rank: int = 16  # rank of adapters, on all linear layers
+    slots: int = 32  # adapters that train at a time
+    completions: int = 256  # rows that are sampled at a time (`max_rows`)
+    row_seconds: float = 0.00006  # seconds that a further completion adds to a decoded token
+    publish_seconds: float = 3.0  # seconds to commit, transfer and load a version
+    dollars_per_card_hour: float = 2.5  # dollars an hour for a card
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows."""
+
+    adapter: int
+    """Parameters of an adapter."""
+    weights_gb: float
+    """Of the base, in bfloat16."""
+    parts_gb: dict[str, float]
+    """Memory of a rank, part by part."""
+    gathered_gb: float
+    """What a rank receives for one training pass: weights, and gradients of adapters that it owns."""
+    pass_seconds: float
+    """Of the products of one training pass."""
+    link_seconds: float
+    """Of what it receives, which comes while products are computed."""
+    outcome: SimulationOutcome
+
+    @property
+    def rank_gb(self) -> float:
+        """Memory of a rank."""
+        return sum(self.parts_gb.values())
+
+
+def plan(given: Assumptions) -> Plan:
+    """The plan that follows from these assumptions.
+
+    Raises:
+        ValueError: a rank needs more memory than a card has.
+    """
+    linears = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, KV_WIDTH)] * 2 + [(HIDDEN, INNER)] * 3
+    layer = 2 * sum(wide * narrow for wide, narrow in linears) / GB
+    ends = 2 * 2 * VOCABULARY * HIDDEN / GB  # embeddings and head
+    weights = LAYERS * layer + ends
+    adapter = LAYERS * given.rank * sum(wide + narrow for wide, narrow in linears)
+    slot = SlotMemory.of_size(adapter, version_bytes=2)
+    owned = -(-given.slots // given.ranks)
+    parts = {
+        "its shard of the base": weights / given.ranks,
+        f"{given.layers_at_once} gathered layers, embeddings and head": given.layers_at_once * layer + ends,
+        f"{owned} adapters that it owns": owned * slot.trained / GB,
+        "the version of every adapter": given.slots * slot.versions / GB,
+        "inputs of all layers (`recompute`)": 2 * given.pass_tokens * HIDDEN * LAYERS / GB,
+        "activations of one layer": given.pass_tokens * given.layer_bytes_per_token / GB,
+        "logits": 2 * 4 * given.logits_tokens * VOCABULARY / GB,
+        "reserved": given.reserved_gb,
+    }
+    if sum(parts.values()) > given.card_gb:
+        raise ValueError(f"a rank takes {sum(parts.values()):.1f} GB, a card has {given.card_gb:.0f}")
+    away = (given.ranks - 1) / given.ranks
+    segments = given.pass_tokens / (JOBS.prompt_tokens[0] + JOBS.completion_tokens[0])
+    sent = segments * 4 * adapter * away / GB  # gradients of a segment go to the adapter's owner, in float32
+    gathered = 2 * LAYERS * layer * away + sent  # weights for the forward pass, and once more for the gradients
+    # forward, again for `recompute`, and gradients of inputs: three products of two operations a parameter
+    flops = 6 * weights / 2 * GB * given.pass_tokens
+    products = flops / (given.peak_tflops * 1e12 * given.train_utilisation)
+    links = gathered / given.link_gb_per_second
+    costs = HostCosts(
+        token_seconds=weights / given.samplers / (given.read_gb_per_second * given.sample_utilisation),
+        row_seconds=given.row_seconds,
+        train_tokens_per_second=given.ranks * given.pass_tokens / max(products, links),
+        publish_seconds=given.publish_seconds,
+        own_sampler=True,
+        price_per_hour=(given.ranks + given.samplers) * given.dollars_per_card_hour,
+    )
+    jobs = JOBS.model_copy(update={"count": given.slots})
+    hosts = HostsConfig(count=1, slots=given.slots, rows=given.completions, costs=costs)
+    outcome = simulate(SimulationConfig(hosts=hosts, jobs=[jobs]))
+    return Plan(adapter, weights, parts, gathered, products, links, outcome)
+
+
+def written(given: Assumptions) -> str:
+    """The part of the page between its marks."""
+    found = plan(given)
+    lines = Path(__file__).read_text().splitlines()
+    said = {
+        line.split(":")[0].strip(): line.partition("  # ")[2] for line in lines if "  # " in line and line[:4] == "    "
+    }
+    memory = [(part, f"{size:.1f} GB") for part, size in found.parts_gb.items()]
+    memory.append(("**together**", f"**{found.rank_gb:.1f} of {given.card_gb:.0f} GB**"))
+    outcome, cards = found.outcome, given.ranks + given.samplers
+    figures = [
+        ("base, bfloat16", f"{found.weights_gb:.1f} GB"),
+        (f"an adapter of rank {given.rank}", f"{found.adapter / 1e6:.0f} M parameters"),
+        ("a rank receives, for a pass", f"{found.gathered_gb:.0f} GB, {found.link_seconds:.1f} s"),
+        (f"products of a pass of {given.pass_tokens} tokens", f"{found.pass_seconds:.1f} s"),
+        ("steps an hour, all jobs", f"{outcome.steps_per_hour:.0f}"),
+        ("tokens trained an hour", f"{outcome.tokens_per_hour / 1e6:.1f} M"),
+        (f"{given.slots} jobs of 20 steps of 64 completions of 512 tokens", f"{outcome.hours:.1f} hours"),
+        (f"cost on {cards} cards", f"${outcome.cost:.0f}, ${outcome.cost / (20 * given.slots):.2f} a step"),
+    ]
+    assumed = [(said[one.name], f"{getattr(given, one.name):,}") for one in fields(given)]
+    return "\n".join(
+        [
+            "## Memory of a rank\n",
+            markdown(("part", "size"), memory),
+            "## Time and cost\n",
+            markdown(("what", "figure"), figures),
+            "## Assumptions\n",
+            markdown(("what", "value"), assumed),
+        ]
+    )
+
+
+def main() -> None:
+    """Print the plan, or write it into the page."""
+    parser = argparse.ArgumentParser(prog="python -m bench.plan_70b")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    text = written(Assumptions())
+    if not parser.parse_args().write:
+        print(text)
+        return
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()
