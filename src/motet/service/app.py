@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
@@ -18,7 +19,8 @@ from motet.cluster.hosts import Hosts, longest_sequence
 from motet.cluster.local_hosts import code_of, lasting
 from motet.cluster.messages import StartHost
 from motet.cluster.starts import launcher, starts_of
-from motet.native.choice import of_jobs
+from motet.native.choice import of_tenants
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
@@ -249,8 +251,11 @@ def _parts(settings: Settings, store: Store, secrets: Secrets) -> Parts:
 def _start(settings: Settings, storage: Storage, store: Store, base: str) -> StartHost:
     config, own = settings.config, None
     if settings.hosts[base].engine.kernels == "auto":
-        begun = [job for job, stored in begun_jobs(store) if settings.bases.called(stored) == base]
-        own = of_jobs(computed_by(map(storage.job, begun)))
+        begun = defaultdict[str, list[JobDirectory]](list)
+        for job, tenant, stored in begun_jobs(store):
+            if settings.bases.called(stored) == base:
+                begun[tenant].append(storage.job(job))
+        own = of_tenants(map(computed_by, begun.values()))
     lasts = lasting(config, settings.directory) is not None
     rewards = [one.target.rpartition(":")[0] for one in settings.rewards.values()]
     return StartHost(
