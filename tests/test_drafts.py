@@ -227,7 +227,7 @@ def test_blocks_of_drafts_that_were_wrong_are_given_back() -> None:
     add(decoder, as_request("r", Ask(prompt=20, max_tokens=60, seeds=(5,))), None)
     while not decoder.idle:
         decoder.tick()
-        assert all(len(item.blocks) == -(-item.length // BLOCK) for item in decoder._running)
+        assert all(len(item.blocks) == -(-item.length // BLOCK) for item in decoder.rows.running)
 
 
 @pytest.mark.parametrize("common", [True, False])

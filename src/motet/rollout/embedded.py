@@ -87,7 +87,7 @@ class EmbeddedEngine:
     @property
     def capacity(self) -> int:
         """Rows of the decode batch."""
-        return self.decoder.max_rows
+        return self.decoder.rows.most
 
     def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
         """Make a version servable by its tensors.
@@ -250,7 +250,7 @@ class EmbeddedEngine:
             if self.decoder.idle:
                 self._device.turns.come((), DECODES)
                 return False
-            full = self.decoder.n_running >= self.decoder.max_rows
+            full = self.decoder.n_running >= self.decoder.rows.most
             self.decoder.tick()
         except Exception as error:  # callers wait in other threads: each is told, or it would wait for ever
             for prompt in self.decoder.fail_all():
