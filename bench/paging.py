@@ -91,7 +91,7 @@ def decode(base: LoraModel, shape: Shape, share: float, host: int) -> Decoded:
             answers += [one.token_ids.tobytes() + one.logprobs.tobytes() for one in chunks]
             histories[number] = np.concatenate([histories[number], chunks[0].token_ids])
     seconds = time.process_time() - started
-    return Decoded(seconds, tuple(answers), decoder.preemptions, decoder.prefilled_tokens, decoder.host.tokens_in)
+    return Decoded(seconds, tuple(answers), decoder.rows.preemptions, decoder.prefilled_tokens, decoder.host.tokens_in)
 
 
 def _ask(decoder: Decoder, shape: Shape, number: int, ids: IntArray) -> list[Any]:

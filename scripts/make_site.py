@@ -78,17 +78,25 @@ def write_llms(site: Path) -> None:
     (site / "llms.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
-def bring(name: str, site: Path) -> None:
+def tracked(name: str, root: Path) -> list[str]:
+    """Files below a path that git tracks: nothing else may be published."""
+    command = ["git", "ls-files", "-z", "--", name]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{done.stderr}\nbuild the site in a git checkout: only files that git tracks are published")
+    return [one for one in done.stdout.split("\0") if (root / one).is_file()]
+
+
+def bring(name: str, site: Path, root: Path = ROOT) -> None:
     """Copy a file of the repository to `files/`; a directory gets a list of its files."""
-    origin, place = ROOT / name, site / "files" / name
-    if origin.is_dir():
-        shutil.copytree(origin, place, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    for file in tracked(name, root):
+        copy = site / "files" / file
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / file, copy)
+    if (place := site / "files" / name).is_dir():
         names = "".join(f'<li><a href="{one.name}">{one.name}</a></li>' for one in sorted(place.iterdir()))
         text = f"<!doctype html><title>{place.name}</title><ul>{names}</ul>"
         (place / "index.html").write_text(text, encoding="utf-8")
-    else:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(origin, place)
 
 
 def bring_files(site: Path) -> None:
@@ -154,16 +162,24 @@ def build() -> Path:
 
 
 def publish(site: Path, version: str, to: Path) -> None:
-    """Put the site below `to` as one version, beside the others; the newest is where `to` itself leads."""
+    """Put the site below `to` as one version, beside the others; the highest is where `to` itself leads."""
     shutil.rmtree(to / version, ignore_errors=True)
     shutil.copytree(site, to / version)
     record = to / "versions.json"
     old = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
-    kept = [{**one, "aliases": []} for one in old if one["version"] != version]
-    new = {"version": version, "title": version, "aliases": ["latest"]}
-    record.write_text(json.dumps([new, *kept], indent=2), encoding="utf-8")
-    redirect = f'<!doctype html><meta http-equiv="refresh" content="0; url={version}/">'
+    numbers = sorted({version, *(str(one["version"]) for one in old)}, key=_by_number, reverse=True)
+    aliases = {numbers[0]: ["latest"]}
+    versions = [{"version": one, "title": one, "aliases": aliases.get(one, [])} for one in numbers]
+    record.write_text(json.dumps(versions, indent=2), encoding="utf-8")
+    redirect = f'<!doctype html><meta http-equiv="refresh" content="0; url={numbers[0]}/">'
     (to / "index.html").write_text(redirect, encoding="utf-8")
+
+
+def _by_number(version: str) -> list[tuple[int, bool, str]]:
+    """What orders versions: 0.10 after 0.9, and 1.0rc1 before 1.0."""
+    parts = [re.match(r"(\d*)(.*)", part) for part in version.split(".")]
+    numbers = [(int(found[1] or 0), found[2]) for found in parts if found]
+    return [(number, not rest, rest) for number, rest in numbers]
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import anthropic
 import openai
 import pytest
 
+from motet.chat.responses import ResponsesRequest
 from motet.tasks.tool_calls import SpokenText, tool_calls, without_calls
+from motet.types import Message
 from tests.house import House
 from tests.scripted_service import ROOM, Says, scripted_service
 from tests.service_run import Json
@@ -284,6 +287,30 @@ def test_an_answer_ends_with_the_room_of_the_base(claude: anthropic.Anthropic, m
     claude.messages.create(model="small", max_tokens=21_000, messages=[HI])
     (request,) = model.requests
     assert len(request.prompt_ids) + request.sampling.max_tokens == ROOM
+
+
+def test_tool_calls_that_follow_each_other_become_one_message_at_once() -> None:
+    """Thousands of them, one by one, would take time that grows with their square."""
+    calls = [{"type": "function_call", "name": f"f{number}", "arguments": "{}"} for number in range(50)]
+    items = [HI, *calls[:25], {"type": "reasoning"}, *calls[25:]]
+    request = ResponsesRequest.model_validate({"model": "small", "input": items})
+    made: list[Message] = []
+
+    def watch(frame: Any, event: str, _: object) -> None:
+        if (
+            event == "call"
+            and frame.f_code.co_name == "__init__"
+            and isinstance(one := frame.f_locals.get("self"), Message)
+        ):
+            made.append(one)
+
+    sys.setprofile(watch)
+    try:
+        messages = request.conversation().messages
+    finally:
+        sys.setprofile(None)
+    assert [(one.role, len(one.tool_calls)) for one in messages] == [("user", 0), ("assistant", 50)]
+    assert len(made) == 3, "a message for each call"
 
 
 @pytest.mark.parametrize(

@@ -47,18 +47,21 @@ def alone(ask: Ask, seed: int, dtype: str, name: str = "llama") -> Outcome:
     return outcomes(chunks, 1)[0]
 
 
-def assert_as_alone(asks: Iterable[Ask], decoder: Decoder, dtype: str, name: str = "llama") -> None:
+def assert_as_alone(asks: Iterable[Ask], decoder: Decoder, dtype: str, name: str = "llama", tenants: int = 1) -> None:
     waiting = sorted(enumerate(asks), key=lambda pair: pair[1].tick)
     running: list[tuple[Ask, list[Chunk]]] = []
     for tick in range(1000):
         while waiting and waiting[0][1].tick <= tick:
             index, ask = waiting.pop(0)
             weights = (*adapters(dtype, name), broken(dtype, name))[ask.adapter]
-            running.append((ask, add(decoder, as_request(f"r{index}", ask), weights)))
+            request = replace(
+                as_request(f"r{index}", ask), tenant=f"tenant {index % tenants}", share=1.0 + index % tenants
+            )
+            running.append((ask, add(decoder, request, weights)))
         if not waiting and decoder.idle:
             break
         decoder.tick()
-        assert decoder.n_running <= decoder.max_rows
+        assert decoder.n_running <= decoder.rows.most
     finish(decoder)
     for ask, chunks in running:
         for seed, outcome in zip(ask.seeds, outcomes(chunks, len(ask.seeds)), strict=True):
@@ -74,12 +77,20 @@ HOSTS = [0, 30_000, ROOMY]
 
 
 @settings(max_examples=25)
-@given(ASKS, st.integers(0, 10), st.integers(1, 9), st.integers(1, 80), st.sampled_from(BASES), st.sampled_from(HOSTS))
-def test_any_mix_gives_each_request_what_it_gets_alone(asks, more_blocks, max_rows, prefill, base, host):
-    """Small caches preempt, small budgets delay, others come and go, a tenant's NaN stays in it: not one bit changes."""
+@given(
+    ASKS,
+    st.integers(0, 10),
+    st.integers(1, 9),
+    st.integers(1, 80),
+    st.sampled_from(BASES),
+    st.sampled_from(HOSTS),
+    st.integers(1, 3),
+)
+def test_any_mix_gives_each_request_what_it_gets_alone(asks, more_blocks, max_rows, prefill, base, host, tenants):
+    """Small caches preempt, small budgets delay, tenants give way, one tenant's NaN stays in it: not one bit changes."""
     name, dtype = base
     decoder = make_decoder(max(ask.blocks for ask in asks) + more_blocks, max_rows, prefill, dtype, name, host)
-    assert_as_alone(asks, decoder, dtype, name)
+    assert_as_alone(asks, decoder, dtype, name, tenants)
 
 
 def test_short_ticks_beside_other_tenants_change_no_bit() -> None:
@@ -111,7 +122,7 @@ def test_preempted_equals_not_preempted(name, dtype, extra):
     asks = [Ask(19, 30, adapter=i % 3, seeds=(1, 2, 3)) for i in range(4)]
     decoder = make_decoder(asks[0].blocks + extra, dtype=dtype, name=name)
     assert_as_alone(asks, decoder, dtype, name)
-    assert decoder.preemptions > 0
+    assert decoder.rows.preemptions > 0
     assert decoder.prefills > len(asks)
 
 
@@ -124,8 +135,8 @@ def test_what_gave_way_comes_back_without_being_computed_again(name, dtype):
     assert_as_alone(asks, roomy, dtype, name)
     cache, host = roomy.cache, roomy.host
     assert (roomy.prefilled_tokens, host.tokens_in) == (prompts, host.tokens_out)
-    assert roomy.preemptions > 0
-    assert host.prefills_saved >= roomy.preemptions
+    assert roomy.rows.preemptions > 0
+    assert host.prefills_saved >= roomy.rows.preemptions
     tight = make_decoder(
         2 * asks[0].blocks, dtype=dtype, name=name, host=4 * cache.bytes_per_block + cache.states.bytes_per_slot
     )
@@ -142,8 +153,8 @@ def test_a_group_that_gives_way_leaves_its_prompt_once():
     waited = 0
     while not decoder.idle:
         decoder.tick()
-        waited = max(waited, len(decoder._preempted))
-        assert decoder.host.used <= (3 + 2 * len(decoder._preempted)) * decoder.cache.bytes_per_block
+        waited = max(waited, len(decoder.rows.preempted))
+        assert decoder.host.used <= (3 + 2 * len(decoder.rows.preempted)) * decoder.cache.bytes_per_block
     finish(decoder)
     assert waited > 2
     assert decoder.prefills == 1
@@ -178,7 +189,7 @@ def test_prompt_blocks_are_shared():
     decoder = make_decoder(3 + 12, max_rows=12)
     add(decoder, as_request("group", Ask(24, BLOCK, seeds=tuple(range(12)))), None)
     finish(decoder)
-    assert (decoder.prefills, decoder.preemptions) == (1, 0)
+    assert (decoder.prefills, decoder.rows.preemptions) == (1, 0)
 
 
 def test_every_token_has_its_version():
@@ -214,7 +225,7 @@ def test_abort_ends_one_request_and_keeps_its_tokens(ticks):
 def test_abort_of_preempted_and_waiting_completions(host):
     decoder = make_decoder(7, max_rows=2, host=host)
     chunks = [add(decoder, as_request(f"r{i}", Ask(19, 30, seeds=(1, 2))), None) for i in range(3)]
-    while not decoder.preemptions:
+    while not decoder.rows.preemptions:
         decoder.tick()
     assert (decoder.host.used > 0) == (host > 0)
     decoder.abort({"r0", "r1", "r2"})
@@ -387,12 +398,42 @@ def test_a_completion_that_comes_back_is_told_too(device):
     assert_all_are_told(device, requests, lambda _, decoder: decoder.prefills > len(requests))
 
 
+@pytest.mark.parametrize("host", [0, ROOMY])
+@pytest.mark.parametrize(
+    ("max_rows", "n_blocks", "greedy"),
+    [(4, 64, Ask(5, 90, seeds=(1, 2, 3, 4, 5, 6))), (8, 16, Ask(5, 110, seeds=(1, 2, 3)))],
+    ids=["of rows", "of cache"],
+)
+def test_a_tenant_that_has_everything_keeps_nobody_waiting(
+    max_rows: int, n_blocks: int, greedy: Ask, host: int
+) -> None:
+    """Another's two tokens come within a few ticks, again and again, and no bit of either changes."""
+    decoder = make_decoder(n_blocks, max_rows, host=host)
+    long = add(decoder, replace(as_request("long", greedy), job="long", tenant="greedy"), None)
+    decoder.tick()
+    while decoder.rows.free and decoder.cache.n_free:
+        decoder.tick()
+    chat, answers = Ask(5, 2, adapter=1), []
+    for asked in range(3):
+        answer = add(decoder, replace(as_request(f"chat {asked}", chat), job="chat", tenant="small"), adapters()[1])
+        for _ in range(12):
+            decoder.tick()
+        answers.append(answer)
+        assert answer, f"chat {asked} waits"
+        assert not long, "the other tenant has not ended"
+    finish(decoder)
+    assert decoder.rows.preemptions > 0
+    for answer in answers:
+        assert outcomes(answer, 1)[0] == alone(chat, 1, "float32")
+    for seed, outcome in zip(greedy.seeds, outcomes(long, len(greedy.seeds)), strict=True):
+        assert outcome == alone(replace(greedy, seeds=()), seed, "float32")
+
+
 def test_who_waits_for_a_row_holds_up_nobodys_calls() -> None:
-    """It is served no sooner by it: all rows are another tenant's."""
+    """It is served no sooner by it: every tenant has one row, and there are no more."""
     base, turns = tiny.base("llama"), TenantTurns()
-    decoder = Decoder(base, KVCache(64, BLOCK, CPU, slots=3), max_rows=2, prefill_tokens=64, turns=turns)
-    first = replace(as_request("long", Ask(5, 30, seeds=(1, 2))), tenant="long")
-    add(decoder, first, None)
+    decoder = Decoder(base, KVCache(64, BLOCK, CPU, slots=2), max_rows=1, prefill_tokens=64, turns=turns)
+    add(decoder, replace(as_request("long", Ask(5, 30)), tenant="long"), None)
     for _ in range(3):
         decoder.tick()
     add(decoder, replace(as_request("waits", Ask(5, 3)), tenant="waits"), None)

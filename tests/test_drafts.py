@@ -121,6 +121,24 @@ def test_nobody_elses_answers_are_guessed_from() -> None:
     assert found[0][1] > 30 > 10 > max(found[1][1], found[2][1])
 
 
+def test_what_was_drafted_is_told_beside_the_time_of_the_device() -> None:
+    base, device = tiny.base(OWN, DTYPE), Device()
+    engine = EmbeddedEngine(base, device, max_rows=4, kv_tokens=1024, prefill_tokens=64, speculates=True)
+    engine.decoder.drafts = drafts = Eager()
+    request = as_request("r", Ask(prompt=20, max_tokens=40, seeds=(5,)))
+
+    async def run() -> None:
+        for _ in range(2):
+            async for _ in engine.generate(request):
+                pass
+        await device.run(lambda: None)  # the tick that gave the last token has ended
+
+    asyncio.run(run())
+    device.close()
+    assert (device.busy.drafted, device.busy.accepted) == (drafts.drafted, drafts.accepted)
+    assert device.busy.drafted >= device.busy.accepted > 10
+
+
 def test_the_last_version_of_an_adapter_takes_its_answers_along() -> None:
     base, device = tiny.base(OWN, DTYPE), Device()
     engine = EmbeddedEngine(base, device, max_rows=4, kv_tokens=1024, prefill_tokens=64, speculates=True)
@@ -209,7 +227,7 @@ def test_blocks_of_drafts_that_were_wrong_are_given_back() -> None:
     add(decoder, as_request("r", Ask(prompt=20, max_tokens=60, seeds=(5,))), None)
     while not decoder.idle:
         decoder.tick()
-        assert all(len(item.blocks) == -(-item.length // BLOCK) for item in decoder._running)
+        assert all(len(item.blocks) == -(-item.length // BLOCK) for item in decoder.rows.running)
 
 
 @pytest.mark.parametrize("common", [True, False])

@@ -9,6 +9,7 @@ from motet.service.database.tables import StoredFile, StoredJob, Tenant, Uploade
 from motet.types import JobState
 from tests.house import open_house
 from tests.service_run import tiny
+from tests.together import at_once
 
 
 def test_an_erased_tenant_is_gone_with_all_that_it_had_once_its_jobs_have_ended(tmp_path):
@@ -52,3 +53,15 @@ def test_an_erased_tenant_is_gone_with_all_that_it_had_once_its_jobs_have_ended(
         assert b"secret-name" not in b"".join(
             path.read_bytes() for path in (tmp_path / "served" / "run").rglob("*.yaml")
         )
+
+
+def test_a_tenant_that_two_admins_erase_at_once_is_erased_once(tmp_path):
+    with open_house(tmp_path / "served") as house:
+        house.store.delete_job(house.job["id"])
+        for name in ("first", "second"):
+            made = house.ask("POST", "/v1/jobs", json=tiny(name)).json()
+            house.recorder.record_state(made["id"], JobState.CANCELLED, "")
+        found = at_once(lambda _: house.ask("DELETE", "/v1/tenants/us", "admin").status_code, 4)
+        assert set(found) <= {200, 202, 404}, found
+        assert house.ask("DELETE", "/v1/tenants/us", "admin").status_code in (200, 404)
+        assert "us" not in house.store.scalars(select(Tenant.name))

@@ -181,7 +181,7 @@ def test_nothing_waits_and_nothing_is_preempted_for_what_is_kept(base):
     assert stage.decoder.cache.n_free == 2
     then = [Turn(2, 70, answers=10)], [Turn(3, 4, seeds=(1, 2, 3))]
     assert stage.play(*then) == without.play(*then)
-    assert (stage.decoder.preemptions, without.decoder.preemptions) == (0, 0)
+    assert (stage.decoder.rows.preemptions, without.decoder.rows.preemptions) == (0, 0)
     stage.end()
 
 
@@ -189,7 +189,7 @@ def test_a_sequence_that_grows_takes_what_is_kept_before_it_preempts():
     stage = Stage(BASES[0], 12, 12)
     stage.play([Turn(0, 27)])
     stage.play([Turn(2, 22, answers=14), Turn(3, 22, answers=14)])
-    assert stage.decoder.preemptions == 0
+    assert stage.decoder.rows.preemptions == 0
     assert [one.episode for one in stage.decoder.kept._kept] == ["e2", "e3"]
     stage.end()
 

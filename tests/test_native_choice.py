@@ -17,17 +17,20 @@ from motet.cluster.messages import StartHost
 from motet.cluster.starts import starts_of
 from motet.config import EngineConfig, HostConfig
 from motet.config.service import Largest
-from motet.errors import ConfigError, RunError
+from motet.errors import BaseModelError, ConfigError, RunError
 from motet.launch import load
 from motet.native import library
 from motet.native.building import file_name
-from motet.native.choice import FASTER, Choice, kernels_of, of_jobs, of_machine
+from motet.native.choice import FASTER, Choice, kernels_of, of_jobs, of_machine, of_tenants
 from motet.native.cover import hand_over
 from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
+from motet.service.database.store import Store
+from motet.service.jobs.handover import begun_jobs
 from tests import native_calls
 from tests import tiny_models as tiny
+from tests.database import person, queued
 from tests.service_run import Service
 from tests.service_run import tiny as tiny_job
 from tests.small_runs import REWARDS, config, fingerprint, job
@@ -128,6 +131,36 @@ def test_jobs_keep_what_most_of_them_began_with() -> None:
     torch = of_jobs(["AVX512", "AVX512", OWN[0]])
     assert torch.kernels == "torch"
     assert "began with" in torch.why
+
+
+def test_each_tenant_counts_once_in_the_choice_of_a_service() -> None:
+    assert of_tenants([]) == of_tenants([[]]) == of_machine()
+    assert of_tenants([["AVX512"] * 100, [OWN[0]], [OWN[0], OWN[0], "AVX512"]]).kernels == "native"
+    assert of_tenants([["AVX512"] * 100]).kernels == "torch"
+
+
+def test_jobs_that_failed_count_as_begun_and_those_without_steps_do_not(tmp_path: Path) -> None:
+    """A failed job may be resumed, and is to have the bytes of the kernels that it began with."""
+    store = Store(f"sqlite:///{tmp_path}/db")
+    states = {"failed": 3, "paused": 3, "queued": 0, "running": 0, "succeeded": 3, "cancelled": 3}
+    tenants = [person(store, "us"), person(store, "them")]
+    for number, (state, step) in enumerate(states.items()):
+        one = queued(store, tenants[number % 2], state, {}, 9, None)
+        store.change_job(one.id, state=state, step=step)
+    names = {job.id: job.name for who in tenants for job in store.jobs(who, limit=9)}
+    found = {names[job]: tenant for job, tenant, _ in begun_jobs(store)}
+    store.close()
+    us, them = (who.tenant_id for who in tenants)
+    assert found == {"failed": us, "paused": them, "running": them}
+
+
+def test_where_jobs_began_with_own_kernels_a_base_that_they_do_not_compute_is_refused() -> None:
+    """Under torch the jobs would have other bytes."""
+    base = tiny.load("llama")
+    norm: Any = base.decoder.norm
+    norm.weight.fill_(float("nan"))
+    with pytest.raises(BaseModelError, match="differ from torch's"):
+        hand_over(base, EngineConfig(), Choice(of_machine().kernels, kept=True))
 
 
 @pytest.mark.parametrize("began", ["torch", "native"])

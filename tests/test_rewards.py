@@ -138,6 +138,19 @@ def test_rewards_from_files_and_modules(tmp_path):
             resolve(name, {})
 
 
+def test_a_file_is_loaded_once_while_its_text_stays_the_same(tmp_path):
+    """A job may name several functions of one file, which share what the file loads."""
+    path, count = tmp_path / "mine.py", tmp_path / "count"
+    text = f"with open({str(count)!r}, 'a') as log: log.write('x')\ndef a(problem, completion): return 1\nb = a\n"
+    path.write_text(text)
+    for name in ("a", "b", "a"):
+        assert resolve(f"{path}:{name}", {}).call(problem(), ["x"]) == 1
+    assert count.read_text() == "x"
+    path.write_text(text.replace("return 1", "return 2"))
+    assert resolve(f"{path}:a", {}).call(problem(), ["x"]) == 2
+    assert count.read_text() == "xx"
+
+
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [

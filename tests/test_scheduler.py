@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from dataclasses import dataclass, field
 
@@ -404,6 +405,46 @@ def test_a_tenant_that_was_away_comes_back_without_credit_and_a_job_that_trains_
         assert before.consumed / before.weight == after.consumed / after.weight
 
     asyncio.run(main())
+
+
+def test_a_tenant_counts_as_working_for_a_minute_after_it_was_charged() -> None:
+    clock = [0.0]
+    scheduler = FairScheduler(8, lambda: clock[0])
+    for name, share in (("a", 1.0), ("b", 2.0)):
+        scheduler.share(name, share)
+        scheduler.join(name, 1.0, name)
+    assert scheduler.others("a") == 0.0
+    scheduler.spend("b", 10)
+    clock[0] = 59.0
+    assert scheduler.others("a") == 2.0, "between two of its steps it asks for nothing"
+    clock[0] = 61.0
+    assert scheduler.others("a") == 0.0
+    with scheduler.working("b"):
+        clock[0] = 200.0
+        assert scheduler.others("a") == 2.0
+
+
+def test_completions_wait_for_no_other_tenant_within_its_share() -> None:
+    scheduler = FairScheduler(8)
+    scheduler.join("long", 1.0, "greedy")
+    scheduler.join("chats", 1.0, "small")
+
+    async def go() -> None:
+        async with contextlib.AsyncExitStack() as held:
+            await held.enter_async_context(scheduler.permit("long", 8))
+            for _ in range(4):
+                await asyncio.wait_for(held.enter_async_context(scheduler.permit("chats", 1, at_once=True)), 5)
+            assert scheduler.in_flight == 12
+            beyond = asyncio.create_task(held.enter_async_context(scheduler.permit("chats", 1, at_once=True)))
+            await asyncio.sleep(0)
+            assert not beyond.done(), "a tenant has more than half of the capacity before its turn"
+            beyond.cancel()
+            await asyncio.gather(beyond, return_exceptions=True)
+        assert scheduler.in_flight == 0
+        async with asyncio.timeout(5), scheduler.permit("chats", 8, at_once=True):
+            assert scheduler.in_flight == 8, "alone it has everything"
+
+    asyncio.run(go())
 
 
 def test_whoever_begins_thousands_waits_while_many_of_them_wait() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import socket
 from pathlib import Path
 
 import pytest
 
 from motet.commands.listening import bound, url_of
+from motet.commands.serve import application
 from motet.errors import ConfigError
+from motet.service.database.store import Store
+from motet.service.settings import Settings
 from tests.commands import NOBODY, Motet, says
 
 __all__ = ["says"]
@@ -25,6 +29,17 @@ def test_a_port_in_use_is_refused() -> None:
     (free,) = bound("127.0.0.1", 0)
     with free, pytest.raises(ConnectionRefusedError):
         socket.create_connection(free.getsockname())
+
+
+def test_what_a_service_is_made_of_is_not_looked_through_for_garbage(tmp_path: Path) -> None:
+    before = gc.get_freeze_count()
+    app = application(Settings("small", tmp_path / "served", open_to_all=True))
+    try:
+        assert gc.get_freeze_count() > before + 10_000
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+        app.state.parts[Store].close()
 
 
 def test_a_directory_in_use_is_refused(says: Motet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,13 +169,21 @@ def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
         Store(f"sqlite:///{tmp_path / 'motet.db'}")
 
 
-def test_a_database_of_a_newer_version_is_told(url: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("UPDATE alembic_version SET version_num = '0007'", "have the number 0007, which is unknown here"),
+        ("ALTER TABLE jobs DROP COLUMN waits", "table `jobs` has no waits"),
+        ("DROP TABLE audit", "table `audit` has no "),
+    ],
+)
+def test_a_database_of_another_release_is_told_with_what_to_do(url: str, change: str, message: str) -> None:
     Store(url).close()
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+        connection.execute(text(change))
     engine.dispose()
-    with pytest.raises(StoreError, match="9999"):
+    with pytest.raises(StoreError, match=f"{message}.*start a new service with an empty --directory"):
         Store(url)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -68,11 +69,24 @@ def test_versions_are_published_side_by_side(tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()
     (site / "index.html").write_text("<p>")
-    for version in ("0.1", "0.2", "0.2"):
+    for version in ("0.9", "0.10rc1", "0.10", "0.9"):
         make_site.publish(site, version, tmp_path / "public")
     versions = json.loads((tmp_path / "public" / "versions.json").read_text())
-    assert [(one["version"], one["aliases"]) for one in versions] == [("0.2", ["latest"]), ("0.1", [])]
-    assert "url=0.2/" in (tmp_path / "public" / "index.html").read_text()
+    listed = [(one["version"], one["aliases"]) for one in versions]
+    assert listed == [("0.10", ["latest"]), ("0.10rc1", []), ("0.9", [])], "an old version is published again"
+    assert "url=0.10/" in (tmp_path / "public" / "index.html").read_text()
+
+
+def test_a_file_that_git_does_not_track_is_not_published(tmp_path: Path) -> None:
+    root, site = tmp_path / "root", tmp_path / "site"
+    (root / "examples").mkdir(parents=True)
+    for name in ("known.py", "secret.env"):
+        (root / "examples" / name).write_text(name)
+    subprocess.run(["git", "init", "--quiet", str(root)], check=True)
+    subprocess.run(["git", "add", "examples/known.py"], cwd=root, check=True)
+    make_site.bring("examples", site, root)
+    assert {path.name for path in (site / "files" / "examples").iterdir()} == {"known.py", "index.html"}
+    assert "secret" not in (site / "files" / "examples" / "index.html").read_text()
 
 
 def test_the_navigation_has_every_page() -> None:

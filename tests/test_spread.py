@@ -756,6 +756,25 @@ def test_a_request_waits_for_a_free_row_wherever_it_comes_first() -> None:
     asyncio.run(run())
 
 
+def test_a_tenant_within_its_share_waits_for_no_row_of_another() -> None:
+    engine = places(2, rows=4)
+
+    async def run() -> None:
+        greedy = [
+            asyncio.create_task(engine._turn(dataclasses.replace(ask("a", 4), tenant="greedy"))) for _ in range(4)
+        ]
+        await asyncio.sleep(0)
+        assert [turn.done() for turn in greedy] == [True, True, False, False]
+        small = [asyncio.create_task(engine._turn(dataclasses.replace(ask("b", 3), tenant="small"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert [turn.done() for turn in small] == [True, False], "a tenant has more than half of eight rows"
+        for turn in (*greedy[2:], small[1]):
+            turn.cancel()
+        await asyncio.gather(*greedy, *small, return_exceptions=True)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("name", ["r", "j"])
 def test_who_waits_for_a_row_can_be_aborted_and_keeps_the_adapter(name: str) -> None:
     engine = places(1, rows=4)

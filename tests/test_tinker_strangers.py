@@ -273,6 +273,30 @@ def test_a_client_is_told_what_it_waits_for(house: House) -> None:
     house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
 
 
+def test_a_job_that_would_compute_gradients_again_is_resumed_while_its_tenant_has_the_tokens(tmp_path: Path) -> None:
+    """Those that are done and wait for their step are charged again when it resumes: three data of four tokens each."""
+    with open_house(tmp_path / "served") as house:
+        model, who = made(house), house.store.tenants.who(house.keys["ours"])
+        assert who is not None
+        kept = journal(house, model)
+        for number in (1, 2, 3, 4):
+            assert sent(house, request(model, number).SerializeToString()).status_code == 200
+            if number < 4:  # the last is not done: it was admitted when it came
+                kept.answer(number, Done())
+        assert kept.work_again() == 3 * 4
+        job = house.ask("GET", f"/v1/jobs/{job_of(model)}").json()["id"]
+        house.recorder.record_state(job, JobState.PAUSED, "")
+        for limit, status in ((11, 403), (20, 429)):
+            if limit == 20:
+                house.part(Ledger).count_completion(who.tenant_id, "small", 4, 5)
+                house.part(Ledger).flush()
+            house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"tokens_per_day": limit})
+            error = house.refused(status, "POST", f"/v1/jobs/{job}/resume")
+            assert "resuming this job, which computes gradients again, takes 12 tokens" in error["message"]
+        house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"tokens_per_day": 21})
+        assert house.ask("POST", f"/v1/jobs/{job}/resume").status_code == 202
+
+
 _KNOWN: list[tuple[str, Journal, dict[str, bytes]]] = []
 
 

@@ -312,9 +312,12 @@ def serve(
     ] = None,
 ) -> None:
     """Serve one or more bases to a team that submits jobs over HTTP and downloads adapters."""
-    from motet.commands.serve import serve as serve_base
+    from motet.allocator import without_collections
     from motet.errors import ConfigError
-    from motet.jobfile import load_service
+
+    with without_collections():
+        from motet.commands.serve import serve as serve_base
+        from motet.jobfile import load_service
 
     if missing := [name for name in ("fastapi", "uvicorn", "sqlalchemy", "alembic") if find_spec(name) is None]:
         raise ConfigError(f"motet serve needs {missing[0]}, which is not installed: pip install 'motet[serve]'")

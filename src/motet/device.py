@@ -39,6 +39,10 @@ class BusyTime:
     train: float = 0.0
     full: float = 0.0
     """Of these, seconds in which the decode batch or the micro-batch was full."""
+    drafted: int = 0
+    """Tokens that ticks checked as drafts."""
+    accepted: int = 0
+    """Of these, those that were right."""
     turns: float = 0.0
     """Of all calls and ticks of the device's thread, whoever they were for."""
     started: float = field(default_factory=time.monotonic)
@@ -58,6 +62,12 @@ class BusyTime:
             self.decode += seconds
             self.full += full
             self._decoded.update(parts)
+
+    def checked(self, drafted: int, accepted: int) -> None:
+        """Add drafts that were checked, and how many of them were right."""
+        with self._lock:
+            self.drafted += drafted
+            self.accepted += accepted
 
     def called(self, seconds: float, owners: Mapping[str, float]) -> None:
         """Add time of a training call to those it was for, by their parts of it; `train` and `full` are the caller's."""

@@ -15,6 +15,8 @@ from typing import Any
 from motet.errors import MotetError
 from motet.near import close_matches
 
+_LOADED: dict[tuple[str, Path], tuple[bytes, Any]] = {}
+"""Modules of files, by kind and place, each with the text that it was loaded from."""
 _HOUSE = f"{Path(__file__).parent}{os.sep}"
 
 
@@ -52,7 +54,7 @@ class OwnCode:
         return target
 
     def load_file(self, source: str) -> Any:
-        """The module that a file makes.
+        """The module that a file makes, loaded once in a process while its text stays the same.
 
         Raises:
             MotetError: it is not there, or does not load.
@@ -60,6 +62,7 @@ class OwnCode:
         path = Path(os.path.expanduser(source)).resolve()
         try:
             there = path.is_file()
+            text = path.read_bytes() if there else b""
         except OSError as error:
             raise self.error(f"{self.kind} file {source!r} cannot be read: {error.strerror}") from error
         if not there:
@@ -68,6 +71,9 @@ class OwnCode:
             raise self.error(
                 f"{self.kind} file {source!r} does not exist{hint} (looked for {path}, from where motet was started)"
             )
+        if (known := _LOADED.get((self.kind, path))) is not None and known[0] == text:
+            sys.modules[known[1].__name__] = known[1]
+            return known[1]
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # so that the file may import its neighbours
         spec = importlib.util.spec_from_file_location(f"motet_{self.kind}_{path.stem}", path)
@@ -82,6 +88,7 @@ class OwnCode:
             raise self.error(
                 f"{self.kind} file {source!r} does not load: {describe(error, str(path))}{hint}"
             ) from error
+        _LOADED[self.kind, path] = text, module
         return module
 
     def _load_module(self, source: str) -> Any:

@@ -23,7 +23,7 @@ from motet.chat.completer import (
 )
 from motet.chat.structure import grammar_of
 from motet.errors import ChatRefusal
-from motet.types import Message
+from motet.types import Message, ToolCall
 
 _IGNORED = frozenset({"reasoning", "item_reference"})
 _MOST_ITEMS = 2 * MOST_MESSAGES
@@ -50,8 +50,14 @@ class ResponsesRequest(ChatFormat):
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         check_arguments(str(item.get("arguments", "")) for item in items)
         messages = [Message("system", self.instructions)] if self.instructions else []
+        calls: list[ToolCall] = []
         for item in items:
-            _append(messages, item)
+            if item.get("type") == "function_call":
+                calls.append(call_of(str(item.get("name")), str(item.get("arguments", "{}"))))
+            elif (message := _read_item(item)) is not None:
+                _add_calls(messages, calls)
+                messages.append(message)
+        _add_calls(messages, calls)
         tools = [] if self.tool_choice == "none" else [_function(tool) for tool in self.tools or ()]
         grammar = grammar_of((self.text or {}).get("format"), tools=bool(tools))
         limits = CallLimits(self.max_output_tokens, train=self.train, grammar=grammar)
@@ -135,20 +141,26 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {key: tool[key] for key in fields if key in tool}}
 
 
-def _append(messages: list[Message], item: dict[str, Any]) -> None:
+def _add_calls(messages: list[Message], calls: list[ToolCall]) -> None:
+    """Add tool calls to the turn before them, all at once."""
+    if calls:
+        before = messages.pop() if messages and messages[-1].role == "assistant" else Message("assistant", "")
+        messages.append(Message("assistant", before.content, (*before.tool_calls, *calls)))
+        calls.clear()
+
+
+def _read_item(item: dict[str, Any]) -> Message | None:
+    """An item that is a message; None for one that the model does not read."""
     kind = item.get("type", "message")
     if kind == "message":
         if not isinstance(role := item.get("role"), str):
             raise ChatRefusal("input: a message needs a role, a text")
-        messages.append(Message("system" if role == "developer" else role, text_of(item.get("content"))))
-    elif kind == "function_call":
-        call = call_of(str(item.get("name")), str(item.get("arguments", "{}")))
-        before = messages.pop() if messages and messages[-1].role == "assistant" else Message("assistant", "")
-        messages.append(Message("assistant", before.content, (*before.tool_calls, call)))
-    elif kind == "function_call_output":
-        messages.append(Message("tool", text_of(item.get("output"))))
-    elif not (isinstance(kind, str) and kind in _IGNORED):
+        return Message("system" if role == "developer" else role, text_of(item.get("content")))
+    if kind == "function_call_output":
+        return Message("tool", text_of(item.get("output")))
+    if not (isinstance(kind, str) and kind in _IGNORED):
         raise ChatRefusal(f"input: an item of type {kind!r:.80} is not supported here")
+    return None
 
 
 def _text(text: str) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class JobStanding(msgspec.Struct, frozen=True):
 
 
 class Progress(ChannelMessage, frozen=True):
-    """How running jobs stand, by id, and seconds of the device by what it did."""
+    """How running jobs stand, by id, seconds of the device by what it did, and drafts that it checked."""
 
     jobs: dict[str, JobStanding]
     device: dict[str, float]

@@ -135,7 +135,7 @@ class Answers:
             self._scheduler.join(account, 1.0, tenant)
         self._asking[account] += 1
         try:
-            async with self._scheduler.permit(account, rows):
+            async with self._scheduler.permit(account, rows, at_once=True):
                 yield
         finally:
             self._asking[account] -= 1

@@ -302,6 +302,7 @@ class HostProcess:
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             device = {"decode": busy.decode, "train": busy.train, "turns": busy.turns}
+            device |= {"drafted": float(busy.drafted), "accepted": float(busy.accepted)}
             self._usage.look(_USAGE_SECONDS, _IDLE_SECONDS)
             jobs = {job.name: _standing(job.progress) for job in running}
             self._resting &= {job.name for job in running}

@@ -52,8 +52,19 @@ def of_machine() -> Choice:
 
 def of_jobs(processors: Iterable[str]) -> Choice:
     """What most jobs that have begun began with, by their `ModelInfo.processor`; the fastest here where there are none."""
-    counts = Counter(map(kernels_of, processors))
-    if not counts:
-        return of_machine()
-    most = max(counts, key=lambda kernels: (counts[kernels], kernels))
-    return Choice(most, _BEGAN if most == "torch" else "", kept=True)
+    return of_tenants([processors])
+
+
+def of_tenants(processors: Iterable[Iterable[str]]) -> Choice:
+    """What the jobs of most tenants began with: each tenant counts once, by most of its jobs, however many it has."""
+    votes = [most for counts in map(_counts, processors) if (most := _most(counts)) is not None]
+    most = _most(Counter(votes))
+    return of_machine() if most is None else Choice(most, _BEGAN if most == "torch" else "", kept=True)
+
+
+def _counts(processors: Iterable[str]) -> Counter[NamedKernels]:
+    return Counter(map(kernels_of, processors))
+
+
+def _most(counts: Counter[NamedKernels]) -> NamedKernels | None:
+    return max(counts, key=lambda kernels: (counts[kernels], kernels), default=None)

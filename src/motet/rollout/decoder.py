@@ -8,21 +8,22 @@ Legend: T packed rows, N sampled rows, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from motet.model.host_cache import HostCache
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
+from motet.rollout.batch_rows import BatchRows
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.drafts import Drafts, can_draft
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import ModelRunner, NewTokens
-from motet.rollout.sequences import Prompt, SampledSequence
+from motet.rollout.sequences import Prompt, SampledSequence, tenant_of
 from motet.rollout.tick_turns import TickTurns
 from motet.tenant_turns import TenantTurns
 from motet.types import FinishReason
@@ -53,34 +54,30 @@ class Decoder:
         self.blocks = BlockAllocator(cache, self.host, self.kept)
         self.runner = ModelRunner(base, cache)
         self.drafts = Drafts() if speculates and can_draft(base) else None
-        self.max_rows = max_rows
+        self.rows = BatchRows(cache, self.blocks, max_rows)
         self.prefill_tokens = prefill_tokens
         self.prefills = 0
         """Prompts prefilled so far; preempted sequences count again, unless they lay in host memory."""
         self.prefilled_tokens = 0
         """Tokens of these that were computed; those that were kept are not."""
-        self.preemptions = 0
         self.spent: Counter[str] = Counter()
         """Microseconds by job since somebody took the count away."""
         self._turns = TickTurns(turns or TenantTurns(), max_rows, prefill_tokens)
-        self._waiting: deque[Prompt] = deque()
-        self._preempted: deque[SampledSequence] = deque()
-        self._running: list[SampledSequence] = []
         self._no_blocks = False  # for the first prompt that waits
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self._waiting or self._preempted or self._running)
+        return not (self.rows.waiting or self.rows.preempted or self.rows.running)
 
     @property
     def n_running(self) -> int:
         """Sequences in the decode batch."""
-        return len(self._running)
+        return len(self.rows.running)
 
     def add(self, prompt: Prompt) -> None:
         """Queue a request; its completions are admitted in order of arrival."""
-        self._waiting.append(prompt)
+        self.rows.waiting.append(prompt)
 
     def abort(self, matches: set[str]) -> None:
         """End the open completions of these requests (ids, or names of jobs); they keep their tokens.
@@ -88,31 +85,31 @@ class Decoder:
         What was kept of these episodes is let go.
         """
         self.kept.forget(matches)
-        for prompt in [prompt for prompt in self._waiting if _named(prompt, matches)]:
-            self._waiting.remove(prompt)
+        for prompt in [prompt for prompt in self.rows.waiting if _named(prompt, matches)]:
+            self.rows.waiting.remove(prompt)
             self._release_prompt(prompt)
             for sequence in prompt.waiting:
                 self._end(sequence, FinishReason.ABORT)
             prompt.waiting.clear()
-        for sequence in [item for item in self._preempted if _named(item.prompt, matches)]:
-            self._preempted.remove(sequence)
+        for sequence in [item for item in self.rows.preempted if _named(item.prompt, matches)]:
+            self.rows.preempted.remove(sequence)
             self._end(sequence, FinishReason.ABORT)
-        for sequence in [item for item in self._running if _named(item.prompt, matches)]:
+        for sequence in [item for item in self.rows.running if _named(item.prompt, matches)]:
             self._end(sequence, FinishReason.ABORT)
-        self._running = [item for item in self._running if item.finish is None]
+        self.rows.drop_finished()
 
     def fail_all(self) -> list[Prompt]:
         """Drop everything after a fault of the device; the prompts' callers have to be told."""
-        prompts = {id(item.prompt): item.prompt for item in [*self._running, *self._preempted]}
-        prompts |= {id(prompt): prompt for prompt in self._waiting}
-        for item in [*self._running, *self._preempted]:
+        prompts = {id(item.prompt): item.prompt for item in [*self.rows.running, *self.rows.preempted]}
+        prompts |= {id(prompt): prompt for prompt in self.rows.waiting}
+        for item in [*self.rows.running, *self.rows.preempted]:
             self.blocks.give_back(item)
-        for prompt in self._waiting:
+        for prompt in self.rows.waiting:
             self._release_prompt(prompt)
         self.kept.clear()
-        self._waiting.clear()
-        self._preempted.clear()
-        self._running.clear()
+        self.rows.waiting.clear()
+        self.rows.preempted.clear()
+        self.rows.running.clear()
         return list(prompts.values())
 
     @torch.inference_mode()
@@ -121,19 +118,19 @@ class Decoder:
 
         While several tenants use the device a tick is short: it does one of the two, and only as much as takes a moment.
         """
-        self._turns.come((*self._waiting, *self._preempted, *self._running))
+        self._turns.come((*self.rows.waiting, *self.rows.preempted, *self.rows.running))
         begun, before = time.perf_counter(), self.prefilled_tokens
         fresh, read = self._admit()
         self._settle(fresh)
         self.spent += self._turns.read(begun, read, self.prefilled_tokens - before)
         if self.prefilled_tokens == before or not self._turns.company:
             begun = time.perf_counter()
-            running = self._grow_or_preempt(self._turns.chosen(self._running))
+            running = sorted(self.rows.grow(self._turns.chosen(self.rows.running)), key=_adapter_order)
             rows = _decode(self, running, self._turns.spare(len(running)))
             self._settle(running)
             self.spent += self._turns.decoded(begun, running, rows)
-        opens = not (self._no_blocks or self._preempted) and self._rows_left() > 0
-        self._turns.can_go_on((*(self._waiting if opens else ()), *self._running))
+        opens = set() if self._no_blocks or self.rows.free <= 0 else self.rows.may_begin()
+        self._turns.can_go_on((*(item for item in self.rows.waiting if tenant_of(item) in opens), *self.rows.running))
 
     def _admit(self) -> tuple[list[SampledSequence], list[tuple[Prompt, int]]]:
         """Bring in preempted sequences, then new prompts, as far as there is room; sample their first token.
@@ -141,25 +138,12 @@ class Decoder:
         Returns:
             The sequences, and how many tokens were read of each prompt.
         """
-        budget = self._turns.tokens
+        self.rows.share_out()
         inputs: list[NewTokens] = []
-        resumed: list[SampledSequence] = []
         read: list[tuple[Prompt, int]] = []
-        if self._preempted:
-            _reclaim_prompts(self._waiting, self.blocks)
-        while self._preempted and self._rows_left():
-            sequence = self._preempted[0]
-            computes = sequence.copy is None
-            if (computes and inputs and sequence.length > budget) or not self.blocks.resume(sequence):
-                break
-            if computes:
-                weights = sequence.prompt.weights
-                inputs.append(NewTokens(weights, sequence.read_ids(), 0, sequence.blocks, sequence.slot))
-                budget -= sequence.length
-                resumed.append(sequence)
-                read.append((sequence.prompt, sequence.length))
-            self._running.append(self._preempted.popleft())  # before anything can fail, so that `fail_all` finds it
-        opened = [] if self._preempted else self._open_prompts(inputs, budget)
+        resumed, budget = self._resume(inputs, self._turns.tokens)
+        read.extend((sequence.prompt, sequence.length) for sequence in resumed)
+        opened = self._open_prompts(inputs, budget)
         if inputs:
             logits_NV = self.runner.logits(inputs)
             self.prefills += len(inputs)
@@ -168,27 +152,48 @@ class Decoder:
                 read.append((prompt, len(inputs[len(resumed) + offset].token_ids)))
                 prompt.logits = logits_NV[len(resumed) + offset : len(resumed) + offset + 1].clone()
             self.runner.sample(resumed, logits_NV[: len(resumed)])
-        born = [] if self._preempted else self._fork()
+        born = self._fork()
         read.extend((item.prompt, 1) for item in born)
         return [*resumed, *born], read
 
-    def _rows_left(self) -> int:
-        return self.max_rows - len(self._running)
+    def _resume(self, inputs: list[NewTokens], budget: int) -> tuple[list[SampledSequence], int]:
+        """Bring preempted sequences back where their tenants have rows left; returns those to compute, and the budget left."""
+        resumed: list[SampledSequence] = []
+        for sequence in sorted(self.rows.preempted, key=self._turns.had):  # within a tenant the order stays
+            if self.rows.left(sequence) <= 0:
+                continue
+            computes = sequence.copy is None
+            if computes and inputs and sequence.length > budget:
+                break
+            if not self.rows.with_room(sequence, functools.partial(self.blocks.resume, sequence)):
+                break
+            if computes:
+                weights = sequence.prompt.weights
+                inputs.append(NewTokens(weights, sequence.read_ids(), 0, sequence.blocks, sequence.slot))
+                budget -= sequence.length
+                resumed.append(sequence)
+            self.rows.preempted.remove(sequence)
+            self.rows.start(sequence)  # before anything can fail, so that `fail_all` finds it
+        return resumed, budget
 
     def _open_prompts(self, inputs: list[NewTokens], budget: int) -> list[Prompt]:
         """Give blocks to prompts that will be prefilled now; room for at least one completion of each is left free."""
         opened, self._no_blocks = [], False
-        rows, reserved = self._rows_left(), 0
-        self._waiting = deque(sorted(self._waiting, key=self._turns.had))
-        due = self._turns.due((*self._running, *itertools.islice(self._waiting, 1)))
-        for prompt in self._waiting:
+        rows, reserved, taken = self.rows.free, 0, Counter[str]()
+        self.rows.waiting = deque(sorted(self.rows.waiting, key=self._turns.had))
+        may_begin = self.rows.may_begin()
+        waiting = [prompt for prompt in self.rows.waiting if tenant_of(prompt) in may_begin]
+        due = self._turns.due((*self.rows.running, *waiting[:1]))
+        for prompt in waiting:
             if rows <= 0:
                 break
-            if not (prompt.blocks or self._turns.is_due(prompt, due)):
+            left = min(rows, self.rows.left(prompt) - taken[tenant_of(prompt)])
+            if left <= 0 or not (prompt.blocks or self._turns.is_due(prompt, due)):
                 continue
             if not prompt.blocks:
-                spare = 1 if inputs or self._running else 0
-                known = self.blocks.begin(prompt, reserved + spare, budget if inputs else None)
+                spare = 1 if inputs or self.rows.running else 0
+                begin = functools.partial(self.blocks.begin, prompt, reserved + spare, budget if inputs else None)
+                known = self.rows.with_room(prompt, begin)
                 if known is None:
                     self._no_blocks = not inputs
                     break
@@ -197,7 +202,9 @@ class Decoder:
                     inputs.append(NewTokens(prompt.weights, token_ids, known, prompt.blocks, prompt.slot))
                     opened.append(prompt)
                 budget -= len(token_ids)
-            rows -= len(prompt.waiting)
+            begins = min(left, len(prompt.waiting))
+            taken[tenant_of(prompt)] += begins
+            rows -= begins
             reserved += len(prompt.waiting)
         return opened
 
@@ -205,19 +212,20 @@ class Decoder:
         """Start completions of prefilled prompts and sample their first tokens."""
         born: list[SampledSequence] = []
         logits = []
-        for prompt in [prompt for prompt in self._waiting if prompt.blocks]:
-            while prompt.waiting and prompt.blocks and self._rows_left() > 0:
+        may_begin = self.rows.may_begin()
+        for prompt in [prompt for prompt in self.rows.waiting if prompt.blocks and tenant_of(prompt) in may_begin]:
+            while prompt.waiting and prompt.blocks and self.rows.free > 0 and self.rows.left(prompt) > 0:
                 last_logits = prompt.logits
-                sequence = self.blocks.fork(prompt, alone=not self._running)
+                fork = functools.partial(self.blocks.fork, prompt, alone=not self.rows.running)
+                sequence = self.rows.with_room(prompt, fork)
                 if sequence is None:
                     break
-                self._running.append(sequence)  # before the next can fail, so that `fail_all` finds it
+                self.rows.start(sequence)  # before the next can fail, so that `fail_all` finds it
                 born.append(sequence)
                 logits.append(last_logits)
-            if prompt.waiting:
-                break
-            self._waiting.remove(prompt)
-            self._release_prompt(prompt)
+            if not prompt.waiting:
+                self.rows.waiting.remove(prompt)
+                self._release_prompt(prompt)
         if born:
             self.runner.sample(born, torch.cat(logits))
         return born
@@ -226,34 +234,6 @@ class Decoder:
         self.blocks.give_back(prompt)
         prompt.logits = None
 
-    # --- decode ------------------------------------------------------------------------------------------------------
-
-    def _grow_or_preempt(self, chosen: set[SampledSequence]) -> list[SampledSequence]:
-        """Give some running sequences a block for their next tokens, oldest first; the youngest give way."""
-        kept: list[SampledSequence] = []
-        queue = deque(self._running)
-        while queue:
-            sequence = queue.popleft()
-            if sequence not in chosen:
-                kept.append(sequence)
-                continue
-            while not (grown := self.blocks.grow(sequence)) and queue:
-                self._preempt(queue.pop())
-            if not grown:
-                _reclaim_prompts(self._waiting, self.blocks)
-                grown = self.blocks.grow(sequence)
-            if grown:
-                kept.append(sequence)
-            else:
-                self._preempt(sequence)
-        self._running = kept
-        return sorted((item for item in kept if item in chosen), key=_adapter_order)
-
-    def _preempt(self, sequence: SampledSequence) -> None:
-        self.blocks.page_out(sequence)
-        self._preempted.appendleft(sequence)
-        self.preemptions += 1
-
     def _settle(self, touched: Sequence[SampledSequence]) -> None:
         """Deliver what is due of sequences that just got a token, and take finished ones out of the batch."""
         for sequence in touched:
@@ -261,7 +241,7 @@ class Decoder:
                 self._end(sequence, sequence.finish)
             elif sequence.prompt.request.stream:
                 sequence.prompt.emit(sequence.chunk(self.runner.text))
-        self._running = [item for item in self._running if item.finish is None]
+        self.rows.drop_finished()
 
     def _end(self, sequence: SampledSequence, reason: FinishReason) -> None:
         sequence.finish = reason
@@ -271,15 +251,6 @@ class Decoder:
             self.kept.keep(sequence)
         self.blocks.give_back(sequence)
         sequence.prompt.emit(sequence.chunk(self.runner.text))
-
-
-def _reclaim_prompts(waiting: Iterable[Prompt], blocks: BlockAllocator) -> None:
-    """Take back the blocks of prompts that wait for a row; those that left no copy are prefilled again later."""
-    for prompt in waiting:
-        if prompt.blocks:
-            blocks.page_out(prompt)
-        if prompt.copy is None:
-            prompt.logits = None
 
 
 def _decode(decoder: Decoder, running: list[SampledSequence], spare: int) -> list[int]:

@@ -216,7 +216,9 @@ class Drafts:
 
     least: float = _LEAST
     drafted: int = 0
+    """Tokens that were checked."""
     accepted: int = 0
+    """Of these, those that were drawn."""
     _answers: OrderedDict[Key, deque[tuple[int, IntArray]]] = field(default_factory=OrderedDict)
     """With their seeds, by tenant, job and prompt; the one that was used least recently first."""
     _tokens: int = 0

@@ -26,6 +26,7 @@ from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter
 from motet.protocols import RolloutEngine, Trainer
 from motet.rollout.decoder import Decoder
+from motet.rollout.drafts import Drafts
 from motet.rollout.grammars import Grammars
 from motet.rollout.sequences import Prompt, SampledSequence, aborted
 from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
@@ -86,7 +87,7 @@ class EmbeddedEngine:
     @property
     def capacity(self) -> int:
         """Rows of the decode batch."""
-        return self.decoder.max_rows
+        return self.decoder.rows.most
 
     def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
         """Make a version servable by its tensors.
@@ -239,6 +240,8 @@ class EmbeddedEngine:
     def _tick(self) -> bool:
         started = time.perf_counter()
         full = False
+        drafts = self.decoder.drafts or Drafts()
+        drafted, accepted = drafts.drafted, drafts.accepted
         try:
             while self._arrivals:
                 self.decoder.add(self._arrivals.pop(0))
@@ -247,7 +250,7 @@ class EmbeddedEngine:
             if self.decoder.idle:
                 self._device.turns.come((), DECODES)
                 return False
-            full = self.decoder.n_running >= self.decoder.max_rows
+            full = self.decoder.n_running >= self.decoder.rows.most
             self.decoder.tick()
         except Exception as error:  # callers wait in other threads: each is told, or it would wait for ever
             for prompt in self.decoder.fail_all():
@@ -255,6 +258,7 @@ class EmbeddedEngine:
         spent = (time.perf_counter() - started) * self._share
         by_job, self.decoder.spent = self.decoder.spent, Counter()
         self._device.busy.decoded(spent, spent * full, by_job)
+        self._device.busy.checked(drafts.drafted - drafted, drafts.accepted - accepted)
         return not self.decoder.idle
 
 

@@ -93,6 +93,9 @@ class Busy(ChannelMessage, frozen=True):
     """Seconds with a full batch."""
     parts: dict[str, int]
     """Microseconds by job."""
+    drafted: int = 0
+    """Drafts that were checked."""
+    accepted: int = 0
 
 
 class Chunks(ChannelMessage, frozen=True):

@@ -52,6 +52,7 @@ class SamplerProcess:
         self.engine = EmbeddedEngine(self.base, self.device, **load.limits, speculates=load.speculate)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sent: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
+        self._sent_drafts = (0, 0)
         """Seconds of decoding, with a full batch, and microseconds by job, as far as the parent knows."""
 
     async def serve(self) -> None:
@@ -101,12 +102,14 @@ class SamplerProcess:
 
     def _send_busy(self) -> None:
         """Say what was done since the last time, where something was."""
-        decode, full, before = self._sent
-        seconds, sampled, _ = self.device.busy.read()
+        (decode, full, before), (drafted, accepted) = self._sent, self._sent_drafts
+        busy = self.device.busy
+        seconds, sampled, _ = busy.read()
         if seconds > decode:
-            self._sent = (seconds, self.device.busy.full, sampled)
+            self._sent, self._sent_drafts = (seconds, busy.full, sampled), (busy.drafted, busy.accepted)
             new = {name: n - before.get(name, 0) for name, n in sampled.items() if n > before.get(name, 0)}
-            self._parent.send(m.Busy(seconds - decode, self._sent[1] - full, new))
+            drafts = self._sent_drafts[0] - drafted, self._sent_drafts[1] - accepted
+            self._parent.send(m.Busy(seconds - decode, self._sent[1] - full, new, *drafts))
 
     def _install(self, message: m.Install) -> None:
         path = Path(message.file)

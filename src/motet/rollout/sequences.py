@@ -110,6 +110,11 @@ class SampledSequence:
         )
 
 
+def tenant_of(item: Prompt | SampledSequence) -> str:
+    """Whose it is."""
+    return (item if isinstance(item, Prompt) else item.prompt).request.tenant
+
+
 def aborted(index: int) -> Chunk:
     """The end of a completion that never began."""
     nothing = np.empty(0, np.int32)

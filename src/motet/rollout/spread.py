@@ -39,6 +39,8 @@ class SpreadEngine:
         """Completions under way in each place, by adapter."""
         self._rows = Counter[str]()
         """The same of all places, by tenant."""
+        self._shares: dict[str, float] = {}
+        """Of tenants with rows."""
         self._waiting: deque[_Waiting] = deque()
         self._kept: dict[str, int] = {}
         """Where each episode had its last turn, which may be kept there."""
@@ -97,11 +99,19 @@ class SpreadEngine:
     def _opened(self, sampler: int, request: GenerateRequest, completions: int) -> None:
         self._open[sampler][_adapter(request)] += completions
         self._rows[request.tenant] += completions
+        self._shares[request.tenant] = request.share
+        if not self._rows[request.tenant]:
+            del self._rows[request.tenant], self._shares[request.tenant]
 
     def _start_waiting(self) -> None:
-        """Give those who wait a place, as far as there are free rows: first those of the tenant that has the fewest."""
-        while self._waiting and self._with_free_rows():
+        """Give those who wait a place, as far as there are free rows: first those of the tenant that has the fewest.
+
+        Without a free row only those begin whose tenants stay within their shares: others' rows give way to them there.
+        """
+        while self._waiting:
             waiting = min(self._waiting, key=lambda one: self._rows[one.request.tenant] / one.request.share)
+            if not (self._with_free_rows() or self._within_share(waiting.request)):
+                return
             self._waiting.remove(waiting)
             if waiting.turn.done():
                 continue
@@ -109,6 +119,12 @@ class SpreadEngine:
             self._opened(sampler, waiting.request, len(waiting.request.seeds))
             self._kept.update(dict.fromkeys(waiting.request.episodes, sampler))
             waiting.turn.set_result(sampler)
+
+    def _within_share(self, request: GenerateRequest) -> bool:
+        shares = {one.request.tenant: one.request.share for one in self._waiting}
+        shares = self._shares | shares
+        most = len(self._samplers()) * self.here.capacity * request.share / sum(shares.values())
+        return len(shares) > 1 and self._rows[request.tenant] + len(request.seeds) <= most
 
     def _start_waiting_soon(self) -> None:
         """The same from another thread: a process has become ready."""
@@ -139,11 +155,11 @@ class SpreadEngine:
         return [sampler for sampler in self._samplers() if self._open[sampler].total() < self.here.capacity]
 
     def _choose(self, request: GenerateRequest) -> int:
-        """Of the places with a free row the one where the episode was before, or the one with the fewest open completions.
+        """The place where the episode was before, or the one with the fewest open completions; with a free row if any has.
 
         Near a tie it is one that has the adapter's weights at hand already.
         """
-        samplers = self._with_free_rows()
+        samplers = self._with_free_rows() or self._samplers()
         if (before := self._kept.get(request.episodes[0]) if request.episodes else None) in samplers:
             return before
         loads = {sampler: self._open[sampler].total() for sampler in samplers}

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from motet.device import DECODES, WAITS
-from motet.rollout.sequences import Prompt, SampledSequence
+from motet.rollout.sequences import Prompt, SampledSequence, tenant_of
 from motet.tenant_turns import Cost, Payer, TenantTurns
 
 
@@ -31,28 +31,28 @@ class TickTurns:
 
     def come(self, there: Iterable[Prompt | SampledSequence]) -> None:
         """Say who has anything to do."""
-        self._turns.come(map(_tenant, there), WAITS)
+        self._turns.come(map(tenant_of, there), WAITS)
 
     def can_go_on(self, items: Iterable[Prompt | SampledSequence]) -> None:
         """Say who could be served by the next tick; of those that are there."""
-        self._turns.come(map(_tenant, items), DECODES)
+        self._turns.come(map(tenant_of, items), DECODES)
 
     def had(self, item: Prompt | SampledSequence) -> float:
         """What orders the tenants."""
-        return self._turns.had(_tenant(item))
+        return self._turns.had(tenant_of(item))
 
     def due(self, items: Iterable[Prompt | SampledSequence]) -> set[str]:
         """The tenants of these whose turn it is."""
-        return self._turns.due(map(_tenant, items))
+        return self._turns.due(map(tenant_of, items))
 
     def is_due(self, item: Prompt, due: set[str]) -> bool:
         """Whether it is the turn of a prompt's tenant."""
-        return _tenant(item) in due
+        return tenant_of(item) in due
 
     def chosen(self, running: Sequence[SampledSequence]) -> set[SampledSequence]:
         """The sequences that get a token in this tick: of the tenants that had least, those that wait longest."""
         due = self.due(running)
-        chosen = [item for item in running if _tenant(item) in due]
+        chosen = [item for item in running if tenant_of(item) in due]
         if self.company:
             chosen.sort(key=lambda item: (self.had(item), item.tick))
             del chosen[self._decoding.most(self._rows) :]
@@ -79,10 +79,6 @@ class TickTurns:
         if running:
             self._decoding.add(sum(rows), spent)
         return self._turns.charge(spent, [(_payer(item.prompt), n) for item, n in zip(running, rows, strict=True)])
-
-
-def _tenant(item: Prompt | SampledSequence) -> str:
-    return (item if isinstance(item, Prompt) else item.prompt).request.tenant
 
 
 def _payer(prompt: Prompt) -> Payer:

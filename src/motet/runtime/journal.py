@@ -254,6 +254,12 @@ class Journal:
                 n_bytes += path.stat().st_size
         return n_bytes
 
+    def work_again(self) -> int:
+        """What a session that resumes is charged again: for gradients that are done and wait for their step (`Sample.work`)."""
+        numbers = [int(path.stem) for path in self.path.glob("*.cmd") if self.done(int(path.stem))]
+        kept = (one for number in numbers if isinstance(one := self.command(number), ForwardBackward))
+        return sum(datum.work for one in kept for datum in one.data)
+
     # --- the session's side --------------------------------------------------------------------------------------------
 
     def command(self, number: int) -> AnyCommand | None:

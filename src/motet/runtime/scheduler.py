@@ -98,9 +98,11 @@ class TenantAccount:
     """The most tokens per weight that one of its jobs had consumed when it was let in."""
     jobs: int = 0
     active: int = 0
+    """How many of its jobs ask for something."""
+    rows: int = 0
+    """Of the engine's capacity, those that it holds."""
     spent_at: float = -math.inf
     """When it was charged last."""
-    """How many of its jobs ask for something."""
     waiting: Least = field(default_factory=Least)
     """Its jobs that wait for a turn."""
 
@@ -124,8 +126,8 @@ class FairScheduler:
     the jobs of one tenant.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.capacity, self._clock = capacity, clock
         self.in_flight = 0
         self._accounts: dict[str, Account] = {}
         self._tenants: dict[str, TenantAccount] = {}
@@ -203,7 +205,7 @@ class FairScheduler:
             account.consumed += tokens
             self.used[account.tenant] += tokens / account.weight
             self._tenants[account.tenant].consumed += tokens / account.weight
-            self._tenants[account.tenant].spent_at = time.monotonic()
+            self._tenants[account.tenant].spent_at = self._clock()
 
     def payer(self, job: str) -> tuple[str, float]:
         """The tenant that a job is charged to, and its share; no tenant where the job has no account."""
@@ -212,7 +214,7 @@ class FairScheduler:
 
     def others(self, tenant: str) -> float:
         """Shares of other tenants whose jobs work or did a moment ago, divided by this one's share."""
-        since = time.monotonic() - _MOMENT
+        since = self._clock() - _MOMENT
         busy = [one for name, one in self._tenants.items() if name != tenant and (one.active or one.spent_at > since)]
         whole = sum(one.share for one in busy)
         return whole / self._share_here(tenant)
@@ -237,11 +239,22 @@ class FairScheduler:
             self._count(job, account)
 
     @contextlib.asynccontextmanager
-    async def permit(self, job: str, rows: int) -> AsyncIterator[None]:
-        """Wait for this job's turn, then hold `rows` of the engine's capacity."""
+    async def permit(self, job: str, rows: int, *, at_once: bool = False) -> AsyncIterator[None]:
+        """Wait for this job's turn, then hold `rows` of the engine's capacity.
+
+        `at_once` waits for no other tenant while this one stays within its share: the engine makes others give way to it.
+        """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         account = self._accounts[job]
         self._come_back(account)
+        if at_once and not account.waiting and self._within_share(account.tenant, rows):
+            self._let_in(account, rows)
+            self._count(job, account)
+            try:
+                yield
+            finally:
+                self._free(job, account, rows)
+            return
         account.waiting.append((rows, turn))
         self._count(job, account)
         tenant = self._tenants[account.tenant]
@@ -277,9 +290,23 @@ class FairScheduler:
             account.active = not account.idle
             self._tenants[account.tenant].active += 1 if account.active else -1
 
+    def _within_share(self, tenant: str, rows: int) -> bool:
+        """Whether a tenant holds no more than its share of the capacity with so many more rows."""
+        return self._tenants[tenant].rows + rows <= self.capacity / (1 + self.others(tenant))
+
+    def _let_in(self, account: Account, rows: int) -> None:
+        tenant = self._tenants[account.tenant]
+        tenant.level = max(tenant.level, account.had)
+        tenant.rows += rows
+        self._level = max(self._level, tenant.had)
+        account.running += 1
+        self.in_flight += rows
+
     def _free(self, job: str, account: Account, rows: int) -> None:
         account.running -= 1
         self.in_flight -= rows
+        if (tenant := self._tenants.get(account.tenant)) is not None:
+            tenant.rows = max(0, tenant.rows - rows)
         self._count(job, account)
         self._grant()
 
@@ -300,7 +327,7 @@ class FairScheduler:
         while (name := self._waiting.first(self._figure_of_tenant)) is not None:
             job = self._first_of(name)
             assert job is not None
-            account, tenant = self._accounts[job], self._tenants[name]
+            account = self._accounts[job]
             rows, turn = account.waiting[0]
             if self.in_flight and self.in_flight + rows > self.capacity:
                 return
@@ -308,8 +335,5 @@ class FairScheduler:
             if turn.cancelled():
                 self._count(job, account)
                 continue
-            tenant.level = max(tenant.level, account.had)
-            self._level = max(self._level, tenant.had)
-            account.running += 1
-            self.in_flight += rows
+            self._let_in(account, rows)
             turn.set_result(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from dataclasses import asdict
 
 from motet.apart import Apart, WorkLimits
@@ -11,7 +12,8 @@ from motet.cluster.hosts import Hosts
 from motet.cluster.local_hosts import code_of, lasting
 from motet.cluster.messages import StartHost
 from motet.cluster.starts import launcher, starts_of
-from motet.native.choice import of_jobs
+from motet.native.choice import of_tenants
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
@@ -116,8 +118,11 @@ class Service:
 def _start(settings: Settings, storage: Storage, store: Store, base: str) -> StartHost:
     config, own = settings.config, None
     if settings.hosts[base].engine.kernels == "auto":
-        begun = [job for job, stored in begun_jobs(store) if settings.bases.called(stored) == base]
-        own = of_jobs(computed_by(map(storage.job, begun)))
+        begun = defaultdict[str, list[JobDirectory]](list)
+        for job, tenant, stored in begun_jobs(store):
+            if settings.bases.called(stored) == base:
+                begun[tenant].append(storage.job(job))
+        own = of_tenants(map(computed_by, begun.values()))
     lasts = lasting(config, settings.directory) is not None
     rewards = [one.target.rpartition(":")[0] for one in settings.rewards.values()]
     return StartHost(

@@ -74,8 +74,14 @@ def lock(transaction: Session | Connection, number: int, seconds: float) -> None
     transaction.execute(text("SET LOCAL lock_timeout = DEFAULT"))
 
 
-class NewerShape(Exception):
+class UnknownShape(Exception):
     """The database has a shape that this release does not know."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}. Another release of Motet made it: serve with that release, or start a new service with an empty "
+            "--directory and --database; adapters of the old one are in its directory, run/JOB/versions"
+        )
 
 
 _MIGRATIONS = Path(__file__).with_name("migrations")
@@ -92,6 +98,20 @@ def migrate(engine: Engine, lock_seconds: float) -> None:
         known = inspect(connection).has_table("alembic_version")
         if not known or connection.scalar(text("SELECT version_num FROM alembic_version")) != newest:
             _bring_up(connection, new=not known)
+        if known:
+            _check_columns(connection)
+
+
+def _check_columns(connection: Connection) -> None:
+    """Raise for a database whose number is known and whose tables are of an earlier development."""
+    there = {
+        table: {one["name"] for one in columns}
+        for (_, table), columns in inspect(connection).get_multi_columns().items()
+    }
+    for table in Table.metadata.sorted_tables:
+        lacking = {column.name for column in table.columns} - there.get(table.name, set())
+        if lacking:
+            raise UnknownShape(f"its table `{table.name}` has no {', '.join(sorted(lacking))}")
 
 
 def _bring_up(connection: Connection, *, new: bool) -> None:
@@ -109,4 +129,5 @@ def _bring_up(connection: Connection, *, new: bool) -> None:
         else:
             command.upgrade(config, "head")
     except CommandError as error:
-        raise NewerShape(str(error)) from error
+        number = connection.scalar(text("SELECT version_num FROM alembic_version"))
+        raise UnknownShape(f"its tables have the number {number}, which is unknown here") from error

@@ -16,7 +16,7 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
 from motet.errors import StoreError
-from motet.service.database.opening import EVENTS, NewerShape, lock, migrate, open_engine, public
+from motet.service.database.opening import EVENTS, UnknownShape, lock, migrate, open_engine, public
 from motet.service.database.presence import DatabaseReplaced, Presence
 from motet.service.database.tables import (
     AuditEntry,
@@ -62,7 +62,7 @@ class Store:
         try:
             migrate(self._engine, lock_seconds)
             self.presence = Presence(self._engine)
-        except (SQLAlchemyError, NewerShape) as error:
+        except (SQLAlchemyError, UnknownShape) as error:
             self._engine.dispose()
             reason = error.orig if isinstance(error, DBAPIError) else error
             raise StoreError(f"the database {public(url)} cannot be opened: {reason}") from error

@@ -165,13 +165,13 @@ class Handover:
         return self._storage.upload(file.id, file.filename)
 
 
-def begun_jobs(store: Store) -> list[tuple[str, str | None]]:
-    """Ids of jobs that may go on and may have steps, and the name that the base of each was stored under."""
+def begun_jobs(store: Store) -> list[tuple[str, str, str | None]]:
+    """Jobs that may resume and may have steps: id, tenant, and the name that the base of each was stored under."""
     may_go_on = (*OPEN, JobState.FAILED.value)
     begun = (StoredJob.step > 0) | (StoredJob.state == JobState.RUNNING.value)
     with store.transaction() as session:
-        rows = session.execute(select(StoredJob.id, StoredJob.base).where(StoredJob.state.in_(may_go_on), begun))
-        return [(job_id, base) for job_id, base in rows]
+        chosen = select(StoredJob.id, StoredJob.tenant_id, StoredJob.base).where(StoredJob.state.in_(may_go_on), begun)
+        return [(job_id, tenant, base) for job_id, tenant, base in session.execute(chosen)]
 
 
 def in_turn(assigned: Collection[str], most: int | None) -> Select[StoredJob]:

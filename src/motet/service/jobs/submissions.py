@@ -12,6 +12,7 @@ from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Action, ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError, StoreError
+from motet.runtime.journal import Journal
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
@@ -154,6 +155,8 @@ class Submissions:
             raise StoreError(f"job {job.name!r} has {state.value}; it cannot be asked to {action}")
         if action == "resume" and state in (JobState.PAUSED, JobState.FAILED):
             self._enforcer.check_resume(job)
+            again = Journal(self._storage.job(job.id).path).work_again()
+            self._quotas.check_work(job.tenant_id, again, 0, "resuming this job, which computes gradients again,")
         job.wanted = {"pause": "pause", "resume": "run", "cancel": "cancel"}[action]
         # before anything is changed: what it names may be gone
         again = state is JobState.FAILED and not job.waits and self._handover.message(job) is not None

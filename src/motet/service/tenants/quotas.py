@@ -225,8 +225,8 @@ class Quotas:
             return UsedToday()
         return self._ledger.used_today().get(tenant_id, UsedToday())
 
-    def check_work(self, tenant_id: str, work: int, waiting: int) -> None:
-        """Let a request of so many tokens wait beside others; while none are left, they all wait for the next day."""
+    def check_work(self, tenant_id: str, work: int, waiting: int, what: str = "this request") -> None:
+        """Let `what` takes so many tokens wait beside others; while none are left, they all wait for the next day."""
         most = self.of(tenant_id).tokens_per_day
         if most is None:
             return
@@ -234,7 +234,7 @@ class Quotas:
         used = 0 if used >= most else used
         if used + waiting + work <= most:
             return
-        needs = f"tokens_per_day: this request takes {work} tokens, with each target counted"
+        needs = f"tokens_per_day: {what} takes {work} tokens, with each target counted"
         if work > most:
             raise LimitError(f"{needs}, and a day of this tenant has {most}; send fewer data at a time, or {_ASK}", 403)
         raise LimitError(
