@@ -61,6 +61,7 @@ from motet.service.tenants.stored import StoredBytes
 from motet.service.tinker.parts import PREFIX
 from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import Addresses, HttpRewards
+from motet.tracking.follow import Followers
 from motet.types import Chunk, FinishReason, JobState
 from tests.database import person, queued
 from tests.house import House, open_house
@@ -164,7 +165,8 @@ def test_an_events_id_is_never_used_again(store: Store) -> None:
 def test_a_reason_with_characters_that_no_database_keeps_is_kept_without_them(store: Store, tmp_path: Path) -> None:
     job, bus = queued(store, person(store, "us"), "sort", {}, 3, None).id, EventBus()
     storage, workers = Storage(tmp_path), [RewardWorkers(store, bus, 1.0)]
-    recorder = EventRecorder(store, storage, Ledger(store), StoredBytes(store, storage), bus, workers)
+    followers = Followers((), tmp_path)
+    recorder = EventRecorder(store, storage, Ledger(store), StoredBytes(store, storage), bus, workers, followers)
     recorder.record_state(job, JobState.FAILED, "a\0b\ud800c\u2028d")
     assert store.events(job)[-1].data["message"] == "ab?c\u2028d"
 

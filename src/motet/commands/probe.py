@@ -12,10 +12,10 @@ import numpy as np
 
 from motet import budgets
 from motet.commands.answers import say
+from motet.dialects import DIALECTS, HttpRequest
 from motet.errors import AdapterError, ServerFault, ServerRefused
 from motet.model.find import find_adapter
 from motet.rollout.connection import Clocks, ServerConnection
-from motet.rollout.dialects import DIALECTS, HttpRequest
 from motet.types import AdapterRef, FloatArray, IntArray
 
 if TYPE_CHECKING:
