@@ -193,7 +193,8 @@ class Decoder:
             if not prompt.blocks:
                 spare = 1 if inputs or self.rows.running else 0
                 begin = functools.partial(self.blocks.begin, prompt, reserved + spare, budget if inputs else None)
-                known = self.rows.with_room(prompt, begin)
+                short = bool(inputs) and len(prompt.request.prompt_ids) > budget  # of tokens in this tick, not of room
+                known = begin() if short else self.rows.with_room(prompt, begin)
                 if known is None:
                     self._no_blocks = not inputs
                     break
