@@ -39,7 +39,7 @@ def gpus() -> int:
 
 
 def idle_gpus(config: HostConfig, device: str, gpus: int) -> list[str]:
-    """What runs on the CPU of a machine with so many GPUs, though nobody said so, and what to do; `device` is the trainer's."""
+    """A note for each part that uses the CPU of a machine with GPUs although no setting says so; `device` is the trainer's."""
     if not gpus or device != "cpu":
         return []
     have, lines = f"this machine has {gpus} GPU{'s' if gpus > 1 else ''}", []
