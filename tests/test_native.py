@@ -12,7 +12,7 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from motet.algorithms.client import ClientLoss
-from motet.batch import Batch
+from motet.batch import Batch, Segment
 from motet.budgets import Need
 from motet.config import EngineConfig
 from motet.errors import AdapterError, BaseModelError, ConfigError
@@ -27,7 +27,7 @@ from motet.native.decoder import FAMILIES
 from tests import native_calls
 from tests import tiny_models as tiny
 from tests.cases import few
-from tests.segments import gradient, make_segment, make_trainer
+from tests.segments import gradient, make_samples, make_segment, make_trainer
 from tests.small_runs import REWARDS, job, metrics, run
 
 OWN = (("llama/native", "float32"), ("llama/native", "bfloat16"), ("llama/native-dpbf16", "bfloat16"))
@@ -220,11 +220,11 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused_before_it_is_made() 
 def test_a_clients_loss_has_the_same_bits_with_and_without_a_gradient() -> None:
     base = tiny.base(*OWN[0])
     loss = ClientLoss("importance_sampling", {})
-    segment = make_segment("a", loss, temperature=1.0)
+    segment = Segment("a", make_samples([(4, 60)] * 6, seed=3), loss, 1.0)
     trainer = make_trainer(base, "a")
     (trained,) = trainer.forward_backward(Batch((segment,)))
     (logprobs,) = trainer.forward(Batch((segment,)))
-    assert loss.value(segment.samples, logprobs, base.math) / segment.denominator == trained.stats.loss
+    assert loss.value(segment.samples, logprobs, base.math) == trained.stats.loss
 
 
 def test_an_overflowing_neighbour_changes_no_gradient() -> None:
