@@ -62,9 +62,9 @@ void rows() {
     show("norm", out);
     rms_norm_backward(x.data(), n, weight.data(), 1e-5f, y.data(), n, out.data(), n, false, m, n);
     show("norm back", out);
-    gate_up(Gate::silu, x.data(), n, y.data(), n, Type::f32, out.data(), n, m, n);
+    gate_up({Gate::silu, Type::f32, x.data(), y.data(), n, m, n}, Type::f32, out.data(), n);
     show("gate", out);
-    gate_up_backward(Gate::gelu_tanh, x.data(), n, y.data(), n, x.data(), n, out.data(), n, other.data(), n, m, n);
+    gate_up_backward({Gate::gelu_tanh, Type::f32, x.data(), y.data(), n, m, n}, x.data(), n, Type::f32, out.data(), other.data(), n);
     show("gate back", out);
 }
 

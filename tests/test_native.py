@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
-from motet.batch import Batch
+from motet.algorithms.client import ClientLoss
+from motet.batch import Batch, Segment
 from motet.budgets import Need
 from motet.config import EngineConfig
 from motet.errors import AdapterError, BaseModelError, ConfigError
@@ -19,12 +22,12 @@ from motet.model.attention import Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import FusedLinears, NoAdapters
 from motet.model.routing import AdapterStacks
-from motet.native.cover import compute_with
+from motet.native.cover import check_room, compute_with
 from motet.native.decoder import FAMILIES
 from tests import native_calls
 from tests import tiny_models as tiny
 from tests.cases import few
-from tests.segments import gradient, make_segment, make_trainer
+from tests.segments import gradient, make_samples, make_segment, make_trainer
 from tests.small_runs import REWARDS, job, metrics, run
 
 OWN = (("llama/native", "float32"), ("llama/native", "bfloat16"), ("llama/native-dpbf16", "bfloat16"))
@@ -194,6 +197,34 @@ def test_one_process_samples_and_trains_with_all_threads() -> None:
         assert not any(weight.back for layer in base.kernels._plan.layers[:2] for weight in layer.linears)
     finally:
         workshop.close()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_estimate_of_memory_is_near_what_a_pass_takes(recompute: bool) -> None:
+    """In a process of its own, whose memory nothing else has used."""
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.native_memory", str(int(recompute))], capture_output=True, text=True, check=True
+    )
+    taken, estimate = map(int, found.stdout.split())
+    assert 0.7 < estimate / taken < 1.4, found.stdout
+
+
+def test_a_copy_of_the_weights_that_does_not_fit_is_refused_before_it_is_made() -> None:
+    base = tiny.base("llama", "bfloat16")
+    needed = base.info.n_parameters * 2
+    check_room(base, needed)
+    with pytest.raises(BaseModelError, match=r"need a copy of the weights, .* are free; set engine\.kernels to torch"):
+        check_room(base, needed - 1)
+
+
+def test_a_clients_loss_has_the_same_bits_with_and_without_a_gradient() -> None:
+    base = tiny.base(*OWN[0])
+    loss = ClientLoss("importance_sampling", {})
+    segment = Segment("a", make_samples([(4, 60)] * 6, seed=3), loss, 1.0)
+    trainer = make_trainer(base, "a")
+    (trained,) = trainer.forward_backward(Batch((segment,)))
+    (logprobs,) = trainer.forward(Batch((segment,)))
+    assert loss.value(segment.samples, logprobs, base.math) == trained.stats.loss
 
 
 def test_an_overflowing_neighbour_changes_no_gradient() -> None:

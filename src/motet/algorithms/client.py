@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.algorithms.algorithm import Algorithm
-from motet.batch import LossInputs, Sample, TokenLosses
+from motet.batch import LossFunctions, LossInputs, Sample, TokenLosses
 from motet.errors import ConfigError
 from motet.types import FloatArray
 
@@ -118,8 +118,10 @@ class ClientLoss:
 
         return client_losses(self.name, self.settings, inputs)
 
-    def value(self, samples: Sequence[Sample], logprobs: Sequence[FloatArray]) -> float:
-        """Σ weight · token loss of samples whose targets have these logprobs ([T] or [T, K] each)."""
+    def value(
+        self, samples: Sequence[Sample], logprobs: Sequence[FloatArray], functions: LossFunctions | None
+    ) -> float:
+        """Σ weight · token loss of a segment's samples, whose targets have these logprobs ([T] or [T, K] each)."""
         from motet.algorithms.losses import value_of
 
-        return value_of(self, samples, logprobs)
+        return value_of(self, samples, logprobs, functions)

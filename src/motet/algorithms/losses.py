@@ -185,7 +185,9 @@ def client_losses(name: str, settings: Mapping[str, float], inputs: LossInputs) 
 
 
 @torch.no_grad()
-def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[FloatArray]) -> float:
+def value_of(
+    loss: Loss, samples: Sequence[Sample], logprobs: Sequence[FloatArray], functions: LossFunctions | None
+) -> float:
     """Σ weight · token loss of samples, from logprobs of their targets ([T] or [T, K] each)."""
 
     def gathered(values: Sequence[FloatArray | None]) -> Tensor:
@@ -210,8 +212,10 @@ def value_of(loss: Loss, samples: Sequence[Sample], logprobs: Sequence[FloatArra
         ),
         n_samples=len(samples),
         ratio_mask_N=gathered([sample.ratio_mask for sample in samples]),
+        functions=functions,
     )
-    return float((loss.token_losses(inputs)[0] * inputs.weights_N).double().sum())
+    weighted_N = (loss.token_losses(inputs)[0] * inputs.weights_N).double()
+    return float(weighted_N.sum()) if functions is None else functions.total(weighted_N)
 
 
 def loss_and_stats(loss: Loss, denominator: float, inputs: LossInputs) -> tuple[Tensor, LossStats]:

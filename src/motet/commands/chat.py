@@ -38,6 +38,8 @@ class Style:
 
 def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | None) -> None:
     """Talk to a base on this machine, or to an adapter on it."""
+    import torch
+
     from motet.config import EngineConfig
     from motet.device import Device
     from motet.launch import load
@@ -49,7 +51,10 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
     config = EngineConfig()
     base = load(base_name, config)
     info = base.info
-    device = Device()
+    threads = budgets.cores()
+    if base.kernels is None:
+        threads = budgets.tick_threads(threads, 0, info.n_parameters)
+    device = Device(lambda _: torch.set_num_threads(threads))
     room = int(budgets.available_memory() * config.kv_memory_fraction) // info.kv_bytes_per_token
     engine = EmbeddedEngine(
         base,

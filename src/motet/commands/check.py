@@ -135,6 +135,8 @@ def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
         return "longest sequence that can be trained: not estimated for several ranks"
     free, most = free_memory(base.device), base.info.max_positions
     ways = {"": (False, False), "recompute": (True, False), "offload": (True, True)}
+    if base.kernels is not None:  # they do not know it
+        del ways["offload"]
     fits = {
         option: min(most, pass_memory(base, recompute=recompute, offload=offload).longest(free))
         for option, (recompute, offload) in ways.items()

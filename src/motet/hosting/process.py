@@ -67,6 +67,8 @@ class HostProcess:
         self, config: HostConfig, directory: RunDirectory, start: m.StartHost, parent: Parent[m.ToHost] | ServiceLine
     ) -> None:
         """Load the base; `start` has the rewards and bounds of the service."""
+        from motet.model.lora_model import LoraModel
+
         self._config, self._parent = config, parent
         self.directory = directory
         self._opened = contextlib.ExitStack()
@@ -84,6 +86,7 @@ class HostProcess:
             shared,
             positions=info.max_positions,
             vocabulary=info.vocab_size,
+            functions=self.base.math if isinstance(self.base, LoraModel) else None,
             agents=None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes),
         )
         turns = SlotTurns("" if start.host is None else f"{start.host}")

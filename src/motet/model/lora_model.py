@@ -57,6 +57,10 @@ class Kernels(Protocol):
         """Share calls over so many threads, 0 over torch's, and take the memory now that the first backward pass would take."""
         ...
 
+    def pass_bytes(self, routing: Routing, n_rows: int, *, recompute: bool) -> int:
+        """Memory of a pass over one sequence, forth and back; nothing is computed."""
+        ...
+
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass, routing: Routing) -> Tensor:
         """Final hidden states [T, D] of packed tokens; its backward pass adds the gradients of the routing's adapters."""
         ...

@@ -53,6 +53,9 @@ from motet.native.plan import (
     room,
 )
 
+_ATTENTION_ROWS = 5
+"""Copies in fp32 of a head's keys that a thread has in attention's backward pass (csrc/attention_backward.cpp)."""
+
 # --- the base ---------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +206,12 @@ class NativeBase:
             return hidden
         return call.forward()
 
+    def pass_bytes(self, routing: Routing, n_rows: int, *, recompute: bool) -> int:
+        """See `Kernels`."""
+        rows = torch.arange(n_rows)
+        call = _OnePass(self, rows, rows, self.attention.packed([n_rows]), routing)  # type: ignore[arg-type]
+        return call.n_bytes(recompute) + self.n_threads * n_rows * _ATTENTION_ROWS * 4 * int(self._plan.head_width)
+
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
         """What the head's product gives [N, V], fp32."""
         plan = self._plan
@@ -298,6 +307,12 @@ class _OnePass:
         n_bytes = own._library.kept_bytes(ctypes.byref(own._plan), ctypes.byref(self._pass))
         spare, own.spare = own.spare, None
         return spare if spare is not None and n_bytes <= len(spare) <= 4 * n_bytes else room(n_bytes)
+
+    def n_bytes(self, recompute: bool) -> int:
+        """What a pass keeps for its backward pass, and what it needs beside."""
+        self._pass.recompute, self._pass.kept = int(recompute), 1  # it is kept somewhere
+        plan, own = ctypes.byref(self._own._plan), ctypes.byref(self._pass)
+        return self._own._library.kept_bytes(plan, own) + self._own._library.scratch_bytes(plan, own)
 
     def give_back(self, kept: Tensor) -> None:
         """Let the next pass have the memory: fresh pages would take a tenth of its time."""

@@ -10,6 +10,7 @@ import torch
 from motet.config.engine import EngineConfig, NamedKernels
 from motet.errors import BaseModelError
 from motet.model.accelerator import place_of
+from motet.model.checkpoint import free_memory
 from motet.model.exactness import check_exactness, packed_logits
 from motet.model.load import load_base
 from motet.model.lora import NoAdapters
@@ -136,6 +137,20 @@ def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
             base.revise(f"{_TORCH}: {error}")
 
 
+def check_room(base: LoraModel, free: int) -> None:
+    """Whether the copy of a base's weights that own kernels read fits in `free` bytes.
+
+    Raises:
+        BaseModelError: it does not.
+    """
+    needed = base.info.n_parameters * base.dtype.itemsize
+    if needed > free:
+        raise BaseModelError(
+            f"{base.info.name}: own kernels need a copy of the weights, {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB "
+            f"of memory are free; {_INSTEAD}, and engine.pack_weights to false"
+        )
+
+
 @torch.no_grad()
 def compute_with(base: LoraModel, kernels: NamedKernels) -> None:
     """Hand a base's passes to the kernels of a setting, and prove that they compute the same, in bits that no company changes.
@@ -150,6 +165,7 @@ def compute_with(base: LoraModel, kernels: NamedKernels) -> None:
     arithmetic = "exact" if base.dtype == torch.float32 else _ARITHMETICS[kernels]
     if reason := refusal(base):
         raise BaseModelError(f"{base.info.name}: {reason}; {_INSTEAD}")
+    check_room(base, free_memory(base.device))
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, base.info.vocab_size, (length,), generator=generator) for length in LENGTHS]
     with base.routed(NoAdapters()):

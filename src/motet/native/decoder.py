@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from decimal import Decimal, localcontext
 from typing import Any
 
 import torch
@@ -161,7 +162,9 @@ def query_scales(config: Any, positions: int) -> Tensor | None:
     if not beta:
         return None
     passed_T = torch.arange(positions) // rotary["original_max_position_embeddings"]
-    return 1 + float(beta) * torch.log(1 + passed_T)
+    with localcontext(prec=40):  # each logarithm is rounded to fp32 as exact ones are
+        logarithms = [float(Decimal(1 + passed).ln()) for passed in range(int(passed_T[-1]) + 1)]
+    return 1 + float(beta) * torch.tensor(logarithms, dtype=torch.float64).float()[passed_T]
 
 
 def rotates(attention: Any, config: Any) -> bool:

@@ -29,6 +29,7 @@ LINEARS = 4
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "kept_bytes": (c_int64, [c_void_p, c_void_p]),
+    "scratch_bytes": (c_int64, [c_void_p, c_void_p]),
     "forward": (c_char_p, [c_void_p, c_void_p]),
     "backward": (c_char_p, [c_void_p, c_void_p, c_void_p]),
     "head": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64]),
@@ -50,6 +51,7 @@ class Calls:
     packed_bytes: Callable[..., int]
     pack: Callable[..., None]
     kept_bytes: Callable[..., int]
+    scratch_bytes: Callable[..., int]
     forward: Callable[..., bytes | None]
     backward: Callable[..., bytes | None]
     head: Callable[..., bytes | None]

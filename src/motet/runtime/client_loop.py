@@ -7,9 +7,11 @@ commit and obeys again what came later.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,7 +19,7 @@ import numpy as np
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.client import ClientLoss
-from motet.batch import AdamW, LossStats, OptimStats
+from motet.batch import AdamW, LossStats, OptimStats, Segment
 from motet.checksums import sync
 from motet.errors import AdapterError, ScorerAway, StorageFull
 from motet.runtime import journal as j
@@ -28,6 +30,7 @@ from motet.runtime.learner import unheard
 from motet.runtime.metrics import trained_record
 from motet.runtime.session import FinishedStep
 from motet.runtime.steps import LearnedStep
+from motet.types import FloatArray
 
 ABOUT = "checkpoint.json"
 """What is known of a checkpoint, beside its adapter."""
@@ -185,7 +188,7 @@ class ClientLoop(Driver):
             with self.services.scheduler.working(self.job.name):
                 if command.forward_only:
                     logprobs = await self.session.forward(segments, executed)
-                    value = loss.value(samples, logprobs)
+                    value = self._value(loss, segments, logprobs)
                 else:
                     trained = await self.session.forward_backward(segments, self._executed)
                     logprobs = [values for one in trained for values in one.logprobs]
@@ -199,6 +202,14 @@ class ClientLoop(Driver):
             await asyncio.to_thread(self._journal.look, self.session.done.step, number, self._looked)
         metrics = {"loss:sum": value, "tokens:sum": float(sum(sample.n_trainable for sample in samples))}
         return j.Gradient([j.Tensor.of(values[1:]) for values in logprobs], metrics)
+
+    def _value(self, loss: ClientLoss, segments: Sequence[Segment], logprobs: Sequence[FloatArray]) -> float:
+        """The loss as a backward pass adds it up: segment by segment."""
+        rest, total = iter(logprobs), 0.0
+        for segment in segments:
+            own = list(itertools.islice(rest, len(segment.samples)))
+            total += loss.value(segment.samples, own, self.services.functions)
+        return total
 
     def _executed(self, work: int) -> None:
         """Count a part of a command; tell of it now and then, because that is written down."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from motet.batch import LossFunctions
 from motet.config import EnvironmentConfig, JobConfig
 from motet.device import Device, used_by
 from motet.errors import MotetError
@@ -107,6 +108,8 @@ class Services:
     """Of the base's longest sequence."""
     vocabulary: int = 0
     """Tokens that the base knows."""
+    functions: LossFunctions | None = None
+    """What the trainer's losses compute with; None is torch's."""
     room: StorageRoom = field(default_factory=StorageRoom)
     agents: Callable[[str, EnvironmentConfig], OwnEnvironment] | None = None
     """The agent of a job that runs elsewhere; None where there is no elsewhere."""

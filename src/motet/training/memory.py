@@ -16,6 +16,7 @@ from motet.model.attention.torch_attention import KEPT_SCORES
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.training.head import HEAD_ROWS
 
 _ROWS = 64
 """Of the pass that is looked at."""
@@ -58,6 +59,8 @@ def pass_memory(base: LoraModel, *, recompute: bool, offload: bool = False) -> P
     """Look at a pass of a few rows, forth alone; with `offload` the inputs of layers lie elsewhere."""
     arithmetic = base.arithmetic
     rows = max(_ROWS, arithmetic.rows)
+    if base.kernels is not None:
+        return _of_own_kernels(base, recompute)
     inputs = 1 if offload else int(base.model.config.get_text_config().num_hidden_layers)
     whole = _for_each_row(base, rows, recompute, inputs)
     base.arithmetic = replace(arithmetic, long_rows=0, mlp_rows=rows)
@@ -68,6 +71,30 @@ def pass_memory(base: LoraModel, *, recompute: bool, offload: bool = False) -> P
     tile = min(arithmetic.mlp_rows, arithmetic.long_rows) * max(0, whole - tiled)
     heads = int(base.model.config.get_text_config().num_attention_heads)
     return PassMemory(whole, min(whole, tiled), arithmetic.long_rows, heads, tile)
+
+
+def _of_own_kernels(base: LoraModel, recompute: bool) -> PassMemory:
+    """They say themselves what a pass takes, which grows with its rows; the head has a block of logits beside."""
+    assert base.kernels is not None
+    weights = _adapter(base)
+    few, many = (
+        base.kernels.pass_bytes(_routing(base, rows, weights), rows, recompute=recompute)
+        for rows in (base.block_size, 2 * base.block_size)
+    )
+    each = (many - few) // base.block_size
+    logits = HEAD_ROWS * base.info.vocab_size * (4 + base.dtype.itemsize)
+    own = each + 4 * _SUMS * base.info.hidden_size
+    return PassMemory(own, own, 0, 0, logits + few - each * base.block_size)
+
+
+def _adapter(base: LoraModel) -> AdapterWeights:
+    layout = base.adapter_layout("all-linear", _RANK)
+    return AdapterWeights.from_masters(layout, 1.0, torch.zeros(layout.size, device=base.device), base.dtype)
+
+
+def _routing(base: LoraModel, rows: int, weights: AdapterWeights) -> TrainerRouting:
+    gradients = weights.layout.matrices(torch.zeros(weights.layout.size, device=base.device))
+    return TrainerRouting([TrainSegment(0, rows, weights, gradients)], base.device, base.products, backward=True)
 
 
 def _for_each_row(base: LoraModel, rows: int, recompute: bool, inputs: int) -> int:
@@ -85,10 +112,8 @@ def _for_each_row(base: LoraModel, rows: int, recompute: bool, inputs: int) -> i
 
 def _kept(base: LoraModel, rows: int) -> int:
     """Bytes that a pass keeps for its backward pass, the base's weights apart."""
-    layout = base.adapter_layout("all-linear", _RANK)
-    weights = AdapterWeights.from_masters(layout, 1.0, torch.zeros(layout.size, device=base.device), base.dtype)
-    segment = TrainSegment(0, rows, weights, layout.matrices(torch.zeros(layout.size, device=base.device)))
-    routing = TrainerRouting([segment], base.device, base.products, backward=True)
+    weights = _adapter(base)
+    routing = _routing(base, rows, weights)
     weights_held = {each.untyped_storage().data_ptr() for each in (weights.flat, *base.model.parameters())}
     sizes: dict[int, int] = {}
     held: list[Tensor] = []

@@ -26,10 +26,7 @@ struct Backward {
     int64_t size() const { return width * LANES; }  // numbers of a unit
 
     V round_lanes(V x) const {
-        if (call.pool.type == Type::f32) return x;
-        bf16 half[16];
-        store_bf16(half, x);
-        return from_bf16s(half);
+        return call.pool.type == Type::f32 ? x : to_bf16_and_back(x);
     }
 
     // Numbers of keys [0, end of the span); zeros after them, whatever the pool has there.
@@ -54,8 +51,8 @@ struct Backward {
             for (int64_t e = 0; e < width; e += LANES) {
                 float* value_rows = dvalues + u * size() + e * LANES;
                 for (int64_t j = left; j < LANES; j++) store(value_rows + j * LANES, zero());
-                turn(own_keys + e * LANES, own_rows + e * LANES);
-                turn(value_rows, own_values + e * LANES);
+                turn(own_keys + e * LANES, LANES, own_rows + e * LANES, LANES);
+                turn(value_rows, LANES, own_values + e * LANES, LANES);
             }
         }
         std::memset(dvalues, 0, n_units * size() * 4);
@@ -77,12 +74,6 @@ struct Backward {
         }
     }
 
-    // The transpose of 16 × 16 numbers.
-    static void turn(const float* from, float* to) {
-        for (int64_t i = 0; i < LANES; i++)
-            for (int64_t j = 0; j < LANES; j++) to[j * LANES + i] = from[i * LANES + j];
-    }
-
     int64_t low(int64_t position) const { return call.window ? most(0, position + 1 - call.window) : 0; }
 
     // C [rows][16 · units] (+)= packed rows · a unit of B
@@ -101,15 +92,26 @@ struct Backward {
         }
     }
 
-    // Rows [k] of x in tiles for `multiply`; `stride` 1 from row to row and `ld` along k packs the transpose.
-    static void pack_tiles(const float* x, int64_t stride, int64_t ld, int64_t rows, int64_t k, float* out) {
-        const int64_t line = round_up(k, LANES);
-        for (int64_t r = 0; r < rows; r += MOST_EXACT) {
-            const int64_t n = least(MOST_EXACT, rows - r);
-            for (int64_t j = 0; j < n; j++)
-                for (int64_t i = 0; i < k; i++)
-                    out[r * line + i / LANES * n * LANES + j * LANES + i % LANES] = x[(r + j) * stride + i * ld];
-        }
+    // Where the tile for `multiply` has a line of a row.
+    static float* line_of(float* tiles, int64_t row, int64_t rows, int64_t k, int64_t i) {
+        const int64_t first = row / MOST_EXACT * MOST_EXACT, n = least(MOST_EXACT, rows - first);
+        return tiles + first * round_up(k, LANES) + i * n + (row - first) * LANES;
+    }
+
+    // Rows [k] of x for `multiply`; k is a multiple of 16.
+    static void pack_tiles(const float* x, int64_t rows, int64_t k, float* out) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < k; i += LANES) store(line_of(out, r, rows, k, i), load(x + r * k + i));
+    }
+
+    // The columns of x [k][rows], a multiple of 16 of them. What follows x is read too, and its numbers are never used.
+    static void pack_turned(const float* x, int64_t rows, int64_t k, float* out) {
+        float block[LANES * LANES];
+        for (int64_t i = 0; i < k; i += LANES)
+            for (int64_t r = 0; r < rows; r += LANES) {
+                turn(x + i * rows + r, rows, block, LANES);
+                for (int64_t j = 0; j < LANES; j++) store(line_of(out, r + j, rows, k, i), load(block + j * LANES));
+            }
     }
 
     // Tokens [first, first + count) of the span.
@@ -134,10 +136,10 @@ struct Backward {
                 store(slope + r * width + e, round_lanes(load(given + e)));
             }
         }
-        pack_tiles(q, width, 1, rows, width, q_tiles);
-        pack_tiles(slope, width, 1, rows, width, slope_tiles);
-        pack_tiles(q, 1, width, width, rows, q_turned);
-        pack_tiles(slope, 1, width, width, rows, slope_turned);
+        pack_tiles(q, rows, width, q_tiles);
+        pack_tiles(slope, rows, width, slope_tiles);
+        pack_turned(q, width, rows, q_turned);
+        pack_turned(slope, width, rows, slope_turned);
         std::memset(dq, 0, n * 4);
         for (int64_t u = low(begin) / LANES; u <= (begin + count - 1) / LANES; u++) {
             multiply(q_tiles, rows, width, keys + u * size(), weights, LANES, 1, false);
@@ -157,7 +159,7 @@ struct Backward {
                 store(weights + r * LANES, round_lanes(select(reach, weight, zero())));
                 store(dweights + r * LANES, round_lanes(select(reach, d, zero())));
             }
-            pack_tiles(dweights, LANES, 1, rows, LANES, packed);
+            pack_tiles(dweights, rows, LANES, packed);
             multiply(packed, rows, LANES, key_rows + u * size(), dq, width, width / LANES, true);
             multiply(q_turned, width, rows, dweights, dkeys + u * size(), LANES, 1, true);
             multiply(slope_turned, width, rows, weights, dvalues + u * size(), LANES, 1, true);
@@ -170,14 +172,18 @@ struct Backward {
 
     // Adds the span's sums to those of the pool, as rows of keys.
     void give() const {
-        for (int64_t key = 0; key < span.first_position + span.n_rows; key++) {
-            const int64_t block = span.blocks[key / call.pool.block];
-            const int64_t row = ((block * call.pool.n_kv + head) * call.pool.block + key % call.pool.block) * width;
-            const int64_t from = key / LANES * size() + key % LANES;
-            for (int64_t e = 0; e < width; e++) {
-                back.dk[row + e] = back.dk[row + e] + dkeys[from + e * LANES];
-                back.dv[row + e] = back.dv[row + e] + dvalues[from + e * LANES];
-            }
+        const int64_t end = span.first_position + span.n_rows;
+        float block[LANES * LANES];
+        for (int64_t key = 0; key < end; key += LANES) {
+            const int64_t block_of = span.blocks[key / call.pool.block];
+            const int64_t row = ((block_of * call.pool.n_kv + head) * call.pool.block + key % call.pool.block) * width;
+            for (int64_t e = 0; e < width; e += LANES)
+                for (int part = 0; part < 2; part++) {
+                    float* to = (part ? back.dv : back.dk) + row + e;
+                    turn((part ? dvalues : dkeys) + key * width + e * LANES, LANES, block, LANES);
+                    for (int64_t j = 0; j < least(LANES, end - key); j++)
+                        store(to + j * width, add(load(to + j * width), load(block + j * LANES)));
+                }
         }
     }
 

@@ -35,6 +35,8 @@ bool form_runs(const char* form);  // whether this processor has the instruction
 bool amx_runs();               // whether there are matrix units, and the system lets this process use them
 bool has_dpbf16();             // whether the processor multiplies in pairs itself; else `dpbf16` is computed in its order, slowly
 int64_t round_up(int64_t n, int64_t multiple);
+// Whether memory that was kept for the next call is given back: it is large, and the call needs less than a quarter.
+inline bool too_much(int64_t held, int64_t needed) { return held > (int64_t{16} << 20) && needed < held / 4; }
 
 // ---- products ---------------------------------------------------------------------------------------------------------
 
@@ -95,12 +97,16 @@ void rope(float* x, int64_t ldx, const float* cos, const float* sin, int64_t ldt
           int64_t width, int64_t rotated);
 
 enum class Gate : int32_t { silu = 0, gelu_tanh = 1 };
+struct Gates {  // x and up [m][n], rows `ld` apart
+    Gate gate;
+    Type type;
+    const void *x, *up;
+    int64_t ld, m, n;
+};
 // out = gate(x) · up
-void gate_up(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ldu, Type out_type, void* out, int64_t ldo,
-             int64_t m, int64_t n);
-// dx and dup from the gradient of out; dx may be x and dup may be up.
-void gate_up_backward(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ldu, const float* dout, int64_t ldd,
-                      float* dx, int64_t lddx, float* ddup, int64_t lddup, int64_t m, int64_t n);
+void gate_up(const Gates& gates, Type out_type, void* out, int64_t ldo);
+// dx and dup, rows `lddx` apart, from the gradient of out; they may be x and up where they have their type.
+void gate_up_backward(const Gates& gates, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx);
 
 // ---- experts ----------------------------------------------------------------------------------------------------------------
 

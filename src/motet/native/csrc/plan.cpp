@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "pool.hpp"
@@ -14,6 +15,8 @@ namespace {
 enum Linear { QKV = 0, OUT = 1, GATE_UP = 2, DOWN = 3 };
 constexpr int64_t ROWS = 16;      // rows of a part of a call on rows
 constexpr int64_t TALL = 256;     // products of so many rows are shared by rows, of fewer by columns
+constexpr int64_t TILE = 12;      // rows that such parts are a multiple of
+constexpr int64_t TALL_TILES = 12;
 constexpr int64_t DEEP = 768;     // of k at a time, a multiple of 32, where there are many rows
 constexpr int64_t STRIP = 64;     // rows of a weight that are packed at a time
 constexpr int64_t UNITS = 6;     // units of columns of a part, at least
@@ -39,12 +42,12 @@ class Carver {
     int64_t used_ = 0;
 };
 
-// Memory of a thread that grows and stays with it.
+// Memory of a thread that stays with it for the next call; much that a long pass needed goes back when a short one comes.
 class Scratch {
  public:
     ~Scratch() { std::free(memory_); }
     void* at_least(int64_t bytes) {
-        if (bytes > size_) {
+        if (bytes > size_ || too_much(size_, bytes)) {
             std::free(memory_);
             size_ = 0;
             memory_ = std::aligned_alloc(64, size_t(round_up(bytes, 64)));
@@ -58,7 +61,8 @@ class Scratch {
     void* memory_ = nullptr;
     int64_t size_ = 0;
 };
-thread_local Scratch scratch;    // of a call
+thread_local Scratch scratch;    // of a pass
+thread_local Scratch head_room;  // of a product of the head
 thread_local Scratch part_room;  // of a part of one
 thread_local Scratch turned_room;
 
@@ -101,8 +105,8 @@ struct Rows {  // of a run or a span, few enough for a part of a call
     int64_t of, first, n;
 };
 
-void cut(std::vector<Rows>& rows, int64_t of, int64_t first, int64_t n) {
-    for (int64_t done = 0; done < n; done += ROWS) rows.push_back({of, first + done, std::min(ROWS, n - done)});
+void cut(std::vector<Rows>& rows, int64_t of, int64_t first, int64_t n, int64_t step = ROWS) {
+    for (int64_t done = 0; done < n; done += step) rows.push_back({of, first + done, std::min(step, n - done)});
 }
 
 // Which rows the experts of a layer compute: a choice of a row has a place among the rows of all experts, expert by expert.
@@ -151,8 +155,9 @@ class Call {
     void *dy_typed, *ds_typed, *drouter_typed, *packed;
 
     Call(const Plan& plan, const Pass& pass) : plan(plan), pass(pass), type(type_of(plan)), arithmetic(arithmetic_of(plan)) {
+        const int64_t step = std::clamp(pass.n_rows / pass.threads / (4 * ROWS), int64_t{1}, int64_t{16}) * ROWS;
         for (int64_t r = 0; r < pass.n_runs; r++) {
-            cut(run_rows, r, pass.runs[r].first, pass.runs[r].last - pass.runs[r].first);
+            cut(run_rows, r, pass.runs[r].first, pass.runs[r].last - pass.runs[r].first, step);
             for (int64_t i = 0; i < plan.n_layers * 4; i++)
                 columns[i % 4] = std::max(columns[i % 4], pass.runs[r].adapter->linears[i].columns);
         }
@@ -166,7 +171,7 @@ class Call {
         int64_t by_experts = plan.n_experts ? rows * plan.n_chosen * expert_wide() : 0;
         int64_t pool = pass.keys ? 0 : pass.n_blocks * pass.block * keys_wide(plan);
         x = memory.take<float>(rows * plan.width);
-        y = memory.take<float>(rows * out);
+        y = memory.take<float>(backward && !pass.recompute ? 0 : rows * out);
         a = memory.take_bytes(rows * in * size);
         narrow = memory.take_bytes(rows * inner * size);
         keys = memory.take_bytes(pool * size);
@@ -175,7 +180,7 @@ class Call {
         chosen = memory.take<float>(by_experts);
         if (!backward) return;
         dx = memory.take<float>(rows * plan.width);
-        dy = memory.take<float>(rows * out);
+        dy = memory.take<float>(rows * std::max(joint(plan), plan.width));
         dy_typed = memory.take_bytes(rows * out * size);
         din = memory.take<float>(rows * in);
         ds = memory.take<float>(rows * inner);
@@ -230,6 +235,11 @@ class Call {
         });
     }
 
+    Gates gates(const Kept& kept, int64_t first, int64_t m) const {
+        const void* from = at(type, kept.gate_up, first * 2 * plan.inner);
+        return {Gate(plan.gate), type, from, at(type, from, plan.inner), 2 * plan.inner, m, plan.inner};
+    }
+
     int64_t expert_wide() const { return std::max(plan.width, plan.inner); }
     void forward_layer(int64_t layer, Kept& kept);
     void backward_layer(int64_t layer, Kept& kept, const float* x_in);
@@ -258,20 +268,19 @@ class Call {
 
 // Threads share few rows by columns, and many by rows, so that a thread's part of A stays near it.
 void shared_product(const Product& p, int64_t threads) {
-    int64_t units = (p.n + LANES - 1) / LANES;
-    int64_t tall = p.m >= TALL ? (p.m + TALL / 2 - 1) / (TALL / 2) : 1;
-    int64_t wide = tall > 1 || threads == 1 ? 1 : std::max<int64_t>(1, std::min(units / UNITS, 4 * threads));
+    const int64_t units = (p.n + LANES - 1) / LANES, tiles = (p.m + TILE - 1) / TILE;
+    const int64_t tall = p.m >= TALL ? (tiles + TALL_TILES - 1) / TALL_TILES : 1;
+    const int64_t few = tall > 1 ? (2 * threads + tall - 1) / tall : 4 * threads;  // parts of columns
+    const int64_t wide = threads == 1 ? 1 : std::max<int64_t>(1, std::min(units / UNITS, tall > 1 && few < 3 ? 1 : few));
     parallel(threads, tall * wide, [&](int64_t part) {
         FlushDenormals flush;
-        int64_t down = part / wide, across = part % wide;
+        const int64_t down = part / wide, across = part % wide;
         Product own = wide > 1 ? columns_of(p, units * across / wide, units * (across + 1) / wide) : p;
-        if (tall > 1) {
-            int64_t first = down * (TALL / 2);
-            own.a = at(p.a_type, p.a, first * p.lda);
-            own.c = own.c + first * p.ldc;
-            own.m = std::min(TALL / 2, p.m - first);
-        }
         if (tall == 1) return product(own);
+        const int64_t top = tiles * down / tall * TILE;
+        own.a = at(p.a_type, p.a, top * p.lda);
+        own.c = own.c + top * p.ldc;
+        own.m = std::min(tiles * (down + 1) / tall * TILE, p.m) - top;
         for (int64_t first = 0; first < p.k; first += DEEP) {  // the same sums, with columns that stay near
             Product some = own;
             some.a = at(p.a_type, own.a, first);
@@ -399,7 +408,7 @@ void Call::experts(const Layer& layer, Kept& kept) const {
             std::memcpy(at(type, in, i * wide), at(type, a, routed.row_at(first + i) * width), size_t(width * bytes_of(type)));
         product({in, type, wide, w[0].forward, type, width, both, 2 * inner, m, width, 2 * inner, false, arithmetic});
         typed(both, 2 * inner, at(type, kept.gate_up, first * 2 * inner), 2 * inner, m, 2 * inner);
-        gate_up(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, type, in, wide, m, inner);
+        gate_up({Gate(plan.gate), Type::f32, both, both + inner, 2 * inner, m, inner}, type, in, wide);
         product({in, type, wide, w[1].forward, type, inner, given, wide, m, inner, width, false, arithmetic});
     });
     by_rows([&](int64_t row, int64_t m) {
@@ -424,7 +433,7 @@ void Call::forward_layer(int64_t index, Kept& kept) {
     by_rows([&](int64_t row, int64_t m) {
         const float* own = y + row * 2 * inner;
         typed(own, 2 * inner, at(type, kept.gate_up, row * 2 * inner), 2 * inner, m, 2 * inner);
-        gate_up(Gate(plan.gate), own, 2 * inner, own + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
+        gate_up({Gate(plan.gate), Type::f32, own, own + inner, 2 * inner, m, inner}, type, at(type, a, row * inner), inner);
     });
     add_linear(index, DOWN, layer.norm_done, kept.of_mlp, kept.inner[DOWN]);
 }
@@ -486,11 +495,13 @@ void Call::gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, con
     });
 }
 
-// From the gradient `slope` of what a fused linear gave to one of its input `in`, in `to` (null: not wanted).
+// From the gradient `slope` of what a fused linear gave (null: `dy_typed` has it) to one of its input `in`, in `to` (null: not
+// wanted).
 void Call::linear_back(int64_t layer, int which, const float* slope, const void* in, float* inner, float* to) {
     const Weight& w = plan.layers[layer].linears[which];
     const int64_t wide = columns[which];
-    by_rows([&](int64_t row, int64_t m) { typed(slope + row * w.n, w.n, at(type, dy_typed, row * w.n), w.n, m, w.n); });
+    if (slope)
+        by_rows([&](int64_t row, int64_t m) { typed(slope + row * w.n, w.n, at(type, dy_typed, row * w.n), w.n, m, w.n); });
     if (to) product_back(w, type, dy_typed, to, pass.n_rows, arithmetic, pass.threads, packed);
     if (!wide) return;
     shared(int64_t(run_rows.size()), [&](int64_t part) {
@@ -570,26 +581,20 @@ void Call::experts_back(const Layer& layer, Kept& kept, const float* slope) cons
     const Routed routed(plan, pass.n_rows, kept.router);
     std::vector<float> dshares(routed.shares.size());
     by_experts(layer, routed, [&](const Weight* w, int64_t first, int64_t m) {
-        float *both = y + first * 2 * inner, *given = chosen + first * wide;
+        float* given = chosen + first * wide;
         void *in = at(type, chosen_typed, first * wide), *dboth = at(type, dy_typed, first * 2 * inner);
-        const void* from = at(type, kept.gate_up, first * 2 * inner);
-        if (type == Type::bf16)
-            to_f32(static_cast<const bf16*>(from), both, m * 2 * inner);
-        else
-            std::memcpy(both, from, size_t(m * 2 * inner) * 4);
+        const Gates both = gates(kept, first, m);
         for (int64_t i = 0; i < m; i++)
             typed(slope + routed.row_at(first + i) * width, width, at(type, in, i * wide), wide, 1, width);
         product({in, type, wide, w[1].back, type, width, given, wide, m, width, inner, false, arithmetic});
         float* mixed = static_cast<float*>(part_room.at_least(m * inner * 4));
-        gate_up(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, Type::f32, mixed, inner, m, inner);
+        gate_up(both, Type::f32, mixed, inner);
         for (int64_t i = 0; i < m; i++) {
             const size_t choice = size_t(routed.choice[size_t(first + i)]);
             dshares[choice] = dot(mixed + i * inner, given + i * wide, inner);
             for (int64_t e = 0; e < inner; e++) given[i * wide + e] *= routed.shares[choice];
         }
-        gate_up_backward(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, given, wide, both, 2 * inner, both + inner,
-                         2 * inner, m, inner);
-        typed(both, 2 * inner, dboth, 2 * inner, m, 2 * inner);
+        gate_up_backward(both, given, wide, type, dboth, at(type, dboth, inner), 2 * inner);
         product({dboth, type, 2 * inner, w[0].back, type, 2 * inner, given, wide, m, 2 * inner, width, false, arithmetic});
     });
     by_rows([&](int64_t first, int64_t m) {
@@ -632,23 +637,14 @@ void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
     if (layer.experts) {
         experts_back(layer, kept, dx);
     } else {
-        by_rows([&](int64_t row, int64_t m) {
-            const void* from = at(type, kept.gate_up, row * 2 * inner);
-            float* both = y + row * 2 * inner;
-            if (type == Type::bf16)
-                to_f32(static_cast<const bf16*>(from), both, m * 2 * inner);
-            else
-                std::memcpy(both, from, size_t(m * 2 * inner) * 4);
-            gate_up(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, type, at(type, a, row * inner), inner, m, inner);
-        });
+        by_rows([&](int64_t row, int64_t m) { gate_up(gates(kept, row, m), type, at(type, a, row * inner), inner); });
         linear_back(index, DOWN, slope_of_added(layer.norm_done, kept.of_mlp), a, kept.inner[DOWN], din);
         by_rows([&](int64_t row, int64_t m) {
-            float *both = y + row * 2 * inner, *slope = dy + row * 2 * inner;
-            gate_up_backward(Gate(plan.gate), both, 2 * inner, both + inner, 2 * inner, din + row * inner, inner, slope, 2 * inner,
-                             slope + inner, 2 * inner, m, inner);
+            void* slope = at(type, dy_typed, row * 2 * inner);
+            gate_up_backward(gates(kept, row, m), din + row * inner, inner, type, slope, at(type, slope, inner), 2 * inner);
         });
         norm(kept.x_mid, layer.norm_mlp, a);
-        linear_back(index, GATE_UP, dy, a, kept.inner[GATE_UP], din);
+        linear_back(index, GATE_UP, nullptr, a, kept.inner[GATE_UP], din);
     }
     through_norm(kept.x_mid, layer.norm_mlp);
     by_rows([&](int64_t row, int64_t m) { typed(kept.out + row * wide, wide, at(type, a, row * wide), wide, m, wide); });
@@ -705,15 +701,17 @@ struct Memory {
     }
 };
 
-// Carves a call's memory, and that of one layer where it is not kept.
+// Carves a call's memory, and that of one layer where it is not kept; gives the bytes too.
+std::pair<Kept, int64_t> carved(Call& call, bool backward, void* base) {
+    const bool kept_elsewhere = call.pass.kept && !call.pass.recompute;
+    Carver memory(base);
+    call.carve(memory, backward);
+    Kept one(memory, call.plan, kept_elsewhere ? 0 : call.pass.n_rows, call.columns);
+    return {one, memory.used()};
+}
+
 Kept prepare(Call& call, bool backward) {
-    auto carve = [&](void* base) {
-        Carver memory(base);
-        call.carve(memory, backward);
-        Kept kept(memory, call.plan, call.pass.n_rows, call.columns);
-        return std::make_pair(kept, memory.used());
-    };
-    return carve(scratch.at_least(carve(nullptr).second)).first;
+    return carved(call, backward, scratch.at_least(carved(call, backward, nullptr).second)).first;
 }
 
 void forward(const Plan& plan, const Pass& pass) {
@@ -764,7 +762,7 @@ const char* head_product(const Plan& plan, const float* in, int64_t rows, float*
     FlushDenormals flush;
     const Type type = type_of(plan);
     const int64_t k = back ? w.n : w.k, bytes = round_up(rows * k * bytes_of(type), 64);
-    char* typed = static_cast<char*>(scratch.at_least(bytes + (back ? back_bytes(type, w) : 0)));
+    char* typed = static_cast<char*>(head_room.at_least(bytes + (back ? back_bytes(type, w) : 0)));
     parallel(threads, rows, [&](int64_t row) {
         FlushDenormals flush_here;
         if (type == Type::bf16)
@@ -799,6 +797,11 @@ int64_t motet_kept_bytes(const Plan* plan, const Pass* pass) {
     Carver carver(nullptr);
     Memory memory(carver, Call(*plan, *pass));
     return carver.used();
+}
+
+int64_t motet_scratch_bytes(const Plan* plan, const Pass* pass) {
+    Call forth(*plan, *pass), back(*plan, *pass);
+    return std::max(carved(forth, false, nullptr).second, carved(back, true, nullptr).second);
 }
 
 const char* motet_forward(const Plan* plan, const Pass* pass) {

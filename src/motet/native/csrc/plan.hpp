@@ -86,6 +86,8 @@ struct Pass {
 #define MOTET_CALL extern "C" __attribute__((visibility("default")))
 
 MOTET_CALL int64_t motet_kept_bytes(const motet::Plan* plan, const motet::Pass* pass);
+// What the calling thread needs beside, in a backward pass as in a forward pass.
+MOTET_CALL int64_t motet_scratch_bytes(const motet::Plan* plan, const motet::Pass* pass);
 MOTET_CALL const char* motet_forward(const motet::Plan* plan, const motet::Pass* pass);
 MOTET_CALL const char* motet_backward(const motet::Plan* plan, const motet::Pass* pass, const float* slope);
 MOTET_CALL const char* motet_head(const motet::Plan* plan, const float* hidden, int64_t rows, float* logits, int64_t threads);

@@ -90,13 +90,8 @@ bool pack_copied(Type type, const void* source, int64_t stride_k, int64_t stride
     if (stride_n == 1 && type == Type::f32) {
         for (int64_t i = 0; i < k; i++) std::memcpy(out + i * LANES, whole + i * stride_k, LANES * 4);
     } else if (stride_n == 1) {
-        for (int64_t i = 0; i < k; i += 2) {
-            const bf16 *low = half + i * stride_k, *high = low + stride_k;
-            if (i + 1 < k)
-                for (int64_t j = 0; j < LANES; j++) pairs[i * 8 + j] = low[j] | static_cast<uint32_t>(high[j]) << 16;
-            else
-                for (int64_t j = 0; j < LANES; j++) pairs[i * 8 + j] = low[j];
-        }
+        for (int64_t i = 0; i + 1 < k; i += 2) pair_up(half + i * stride_k, half + (i + 1) * stride_k, pairs + i * 8);
+        for (int64_t j = 0; k % 2 && j < LANES; j++) pairs[(k - 1) * 8 + j] = half[(k - 1) * stride_k + j];
     } else if (stride_k == 1 && type == Type::f32) {
         for (int64_t i = 0; i < k; i += LANES)
             for (int64_t j = 0; j < LANES; j++)

@@ -110,9 +110,13 @@ namespace {
 // Σ f(i) over units of a row, in four chains of units, then lanes as a tree.
 template <class F>
 float sum_row(int64_t n, F&& f) {
-    V sums[4] = {zero(), zero(), zero(), zero()};
-    for (int64_t i = 0, chain = 0; i < n; i += 16, chain = (chain + 1) % 4) sums[chain] = f(i, sums[chain]);
-    return sum_lanes(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+    V a = zero(), b = zero(), c = zero(), d = zero();
+    int64_t i = 0;
+    for (; i + 48 < n; i += 64) a = f(i, a), b = f(i + 16, b), c = f(i + 32, c), d = f(i + 48, d);
+    if (i < n) a = f(i, a);
+    if (i + 16 < n) b = f(i + 16, b);
+    if (i + 32 < n) c = f(i + 32, c);
+    return sum_lanes(add(add(a, b), add(c, d)));
 }
 
 float inverse_rms(const float* x, float epsilon, int64_t n) {
@@ -123,7 +127,7 @@ float inverse_rms(const float* x, float epsilon, int64_t n) {
     return 1.0f / std::sqrt(squares / static_cast<float>(n) + epsilon);
 }
 
-void store_type(Type type, void* out, int64_t place, int64_t n, V x) {
+inline __attribute__((always_inline)) void store_type(Type type, void* out, int64_t place, int64_t n, V x) {
     if (type == Type::f32)
         store_first(static_cast<float*>(out) + place, n, x);
     else
@@ -193,40 +197,67 @@ struct Gated {
     V value, slope;
 };
 
-Gated gated(Gate gate, V x) {
-    if (gate == Gate::silu) {
+template <Gate G>
+inline __attribute__((always_inline)) Gated gated(V x) {
+    if constexpr (G == Gate::silu) {
         const V s = sigmoid(x);
         return {mul(x, s), mul(s, fma(x, sub(set1(1.0f), s), set1(1.0f)))};
+    } else {
+        const V c = set1(0.7978845608f), k = set1(0.044715f);
+        const V square = mul(x, x);
+        const V t = tanh(mul(c, mul(x, fma(k, square, set1(1.0f)))));
+        const V half = mul(set1(0.5f), add(set1(1.0f), t));
+        const V inner = mul(c, fma(set1(3.0f * 0.044715f), square, set1(1.0f)));
+        const V outer = mul(mul(set1(0.5f), x), fnma(t, t, set1(1.0f)));
+        return {mul(x, half), fma(outer, inner, half)};
     }
-    const V c = set1(0.7978845608f), k = set1(0.044715f);
-    const V square = mul(x, x);
-    const V t = tanh(mul(c, mul(x, fma(k, square, set1(1.0f)))));
-    const V half = mul(set1(0.5f), add(set1(1.0f), t));
-    const V inner = mul(c, fma(set1(3.0f * 0.044715f), square, set1(1.0f)));
-    const V outer = mul(mul(set1(0.5f), x), fnma(t, t, set1(1.0f)));
-    return {mul(x, half), fma(outer, inner, half)};
+}
+
+template <Type T>
+inline V load_type(const void* x, int64_t place, int64_t n) {
+    if constexpr (T == Type::f32) return load_first(static_cast<const float*>(x) + place, n);
+    return load_bf16_first(static_cast<const bf16*>(x) + place, n);
+}
+
+template <Gate G, Type T>
+void gate_up_of(const Gates& g, Type out_type, void* out, int64_t ldo) {
+    for (int64_t r = 0; r < g.m; r++)
+        for (int64_t i = 0; i < g.n; i += 16) {
+            const int64_t left = g.n - i, place = r * g.ld + i;
+            const V y = mul(gated<G>(load_type<T>(g.x, place, left)).value, load_type<T>(g.up, place, left));
+            store_type(out_type, out, r * ldo + i, left, y);
+        }
+}
+
+template <Gate G, Type T>
+void gate_up_backward_of(const Gates& g, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx) {
+    for (int64_t r = 0; r < g.m; r++)
+        for (int64_t i = 0; i < g.n; i += 16) {
+            const int64_t left = g.n - i, place = r * g.ld + i;
+            const Gated own = gated<G>(load_type<T>(g.x, place, left));
+            const V u = load_type<T>(g.up, place, left), d = load_first(dout + r * ldd + i, left);
+            store_type(out_type, dx, r * lddx + i, left, mul(mul(d, u), own.slope));
+            store_type(out_type, dup, r * lddx + i, left, mul(d, own.value));
+        }
 }
 
 }  // namespace
 
-void gate_up(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ldu, Type out_type, void* out, int64_t ldo,
-             int64_t m, int64_t n) {
-    for (int64_t r = 0; r < m; r++)
-        for (int64_t i = 0; i < n; i += 16) {
-            const V y = mul(gated(gate, load_first(x + r * ldx + i, n - i)).value, load_first(up + r * ldu + i, n - i));
-            store_type(out_type, out, r * ldo + i, n - i, y);
-        }
+void gate_up(const Gates& g, Type out_type, void* out, int64_t ldo) {
+    const bool whole = g.type == Type::f32;
+    if (g.gate == Gate::silu)
+        (whole ? gate_up_of<Gate::silu, Type::f32> : gate_up_of<Gate::silu, Type::bf16>)(g, out_type, out, ldo);
+    else
+        (whole ? gate_up_of<Gate::gelu_tanh, Type::f32> : gate_up_of<Gate::gelu_tanh, Type::bf16>)(g, out_type, out, ldo);
 }
 
-void gate_up_backward(Gate gate, const float* x, int64_t ldx, const float* up, int64_t ldu, const float* dout, int64_t ldd,
-                      float* dx, int64_t lddx, float* ddup, int64_t lddup, int64_t m, int64_t n) {
-    for (int64_t r = 0; r < m; r++)
-        for (int64_t i = 0; i < n; i += 16) {
-            const Gated g = gated(gate, load_first(x + r * ldx + i, n - i));
-            const V u = load_first(up + r * ldu + i, n - i), d = load_first(dout + r * ldd + i, n - i);
-            store_first(dx + r * lddx + i, n - i, mul(mul(d, u), g.slope));
-            store_first(ddup + r * lddup + i, n - i, mul(d, g.value));
-        }
+void gate_up_backward(const Gates& g, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx) {
+    const bool whole = g.type == Type::f32;
+    constexpr auto silu = gate_up_backward_of<Gate::silu, Type::f32>, gelu = gate_up_backward_of<Gate::gelu_tanh, Type::f32>;
+    constexpr auto half_silu = gate_up_backward_of<Gate::silu, Type::bf16>;
+    constexpr auto half_gelu = gate_up_backward_of<Gate::gelu_tanh, Type::bf16>;
+    const auto compute = g.gate == Gate::silu ? (whole ? silu : half_silu) : (whole ? gelu : half_gelu);
+    compute(g, dout, ldd, out_type, dx, dup, lddx);
 }
 
 // As torch.optim.AdamW with `fused`; the corrections are computed in doubles, once.

@@ -92,6 +92,46 @@ inline V odd(const bf16* pairs) {
     return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(pairs), _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
 }
 
+// Two rows of 16 numbers as 16 pairs.
+inline void pair_up(const bf16* low, const bf16* high, uint32_t* out) {
+    const __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(low)));
+    const __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)));
+    _mm512_storeu_si512(out, _mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
+}
+
+inline V to_bf16_and_back(V a) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(round_bf16(a)), 16))};
+}
+// The transpose of 16 × 16 numbers, in rows `ld` and `ldt` apart.
+inline void turn(const float* from, int64_t ld, float* to, int64_t ldt) {
+    __m512 a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(from + i * ld);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4)  // a[i + j]: numbers j, j + 4, j + 8 and j + 12 of four rows
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            const __m512d low = _mm512_castps_pd(b[i + j]), high = _mm512_castps_pd(b[i + 2 + j]);
+            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+        }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const __m512 upper = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x88), lower = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x88);
+        const __m512 upper_odd = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xdd);
+        const __m512 lower_odd = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xdd);
+        _mm512_storeu_ps(to + j * ldt, _mm512_shuffle_f32x4(upper, lower, 0x88));
+        _mm512_storeu_ps(to + (4 + j) * ldt, _mm512_shuffle_f32x4(upper_odd, lower_odd, 0x88));
+        _mm512_storeu_ps(to + (8 + j) * ldt, _mm512_shuffle_f32x4(upper, lower, 0xdd));
+        _mm512_storeu_ps(to + (12 + j) * ldt, _mm512_shuffle_f32x4(upper_odd, lower_odd, 0xdd));
+    }
+}
+
 #elif defined(MOTET_AVX2)
 
 struct V {
@@ -235,6 +275,21 @@ inline void store_bf16(bf16* p, V a) {
 inline V even(const bf16* pairs) { return each([&](int i) { return from_bf16(pairs[2 * i]); }); }
 inline V odd(const bf16* pairs) { return each([&](int i) { return from_bf16(pairs[2 * i + 1]); }); }
 
+#endif
+
+#if !defined(MOTET_AVX512)
+inline void pair_up(const bf16* low, const bf16* high, uint32_t* out) {
+    for (int i = 0; i < 16; i++) out[i] = low[i] | static_cast<uint32_t>(high[i]) << 16;
+}
+inline V to_bf16_and_back(V a) {
+    bf16 half[16];
+    store_bf16(half, a);
+    return from_bf16s(half);
+}
+inline void turn(const float* from, int64_t ld, float* to, int64_t ldt) {
+    for (int64_t i = 0; i < 16; i++)
+        for (int64_t j = 0; j < 16; j++) to[j * ldt + i] = from[i * ld + j];
+}
 #endif
 
 inline void store_bf16_first(bf16* p, int64_t n, V a) {

@@ -29,7 +29,7 @@ void product_in_two(const Product& p, int64_t k);  // for planted faults alone
 
 namespace {
 
-// Memory of this thread that grows and stays; `place` tells users of one thread apart.
+// Memory of this thread that stays for the next call (see `too_much`); `place` tells users of one thread apart.
 inline void* scratch(int place, int64_t bytes) {
     struct Held {
         void* memory[12] = {};
@@ -39,7 +39,7 @@ inline void* scratch(int place, int64_t bytes) {
         }
     };
     static thread_local Held held;
-    if (held.size[place] < bytes) {
+    if (held.size[place] < bytes || too_much(held.size[place], bytes)) {
         std::free(held.memory[place]);
         held.size[place] = (bytes + 4095) / 4096 * 4096;
         held.memory[place] = std::aligned_alloc(64, static_cast<size_t>(held.size[place]));
