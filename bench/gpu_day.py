@@ -224,7 +224,11 @@ def main(words: list[str] | None = None) -> int:
         print("\n".join(f"{piece.name:24} {piece.shows}" for piece in every))
         return 0
     written = place / "benchmarks-gpu.md" if chosen.rehearse else ROOT / "docs" / "benchmarks-gpu.md"
-    results = go(every, place, written, chosen.only, chosen.limit)
+    try:
+        results = go(every, place, written, chosen.only, chosen.limit)
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to resume", file=sys.stderr)
+        return 130
     return int(any(result.state in ("failed", "too slow") for result in results.values()))
 
 

@@ -24,8 +24,8 @@ THERE = frozenset(
 """Torch, transformers, peft and pytest with what they need in every release."""
 LEFT_OUT = frozenset(("datasets", "pyarrow", "llguidance", "mcp"))
 """Large, and no piece needs them."""
-WANTED = ("motet", "hypothesis", "sqlalchemy", "alembic", "cryptography")
-"""What tests import besides Motet."""
+WANTED = ("motet", "setuptools>=77", "hypothesis", "sqlalchemy", "alembic", "cryptography")
+"""Motet, what installs it (a new environment may bring an older one), and what tests import."""
 MOST_MB = 40
 START = """#!/bin/sh
 # Installs Motet from this folder, without a network, and runs the GPU day; run it again to resume.
@@ -71,7 +71,8 @@ def main() -> int:
     shutil.rmtree(out, ignore_errors=True)
     wheels.mkdir(parents=True)
     packages = lacking(chosen.python)
-    (wheels / "names.txt").write_text("".join(f"{name}\n" for name in packages))
+    least = {Requirement(wanted).name: wanted for wanted in WANTED}
+    (wheels / "names.txt").write_text("".join(f"{least.get(name, name)}\n" for name in packages))
     platforms = [word for tag in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64") for word in ("--platform", tag)]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
     pip += ["--only-binary", ":all:", "--python-version", chosen.python, *platforms]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from bench.speed import envs
 
-from tests.test_kernels import alone_and_in_company, decoded_and_whole
+from tests.kernel_cases import alone_and_in_company, decoded_and_whole
 from tests.triton_on_cpu import DEVICE, Matrix, in_order, multiplied_by
 
 pytestmark = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -209,7 +210,10 @@ def _processor() -> str:
 def _write(found: Run, settings: Settings) -> None:
     settings.page.parent.mkdir(parents=True, exist_ok=True)
     picture = settings.page.with_suffix(".svg")
-    picture.write_text(draw(found.results), encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is None:
+        say("no matplotlib, so no picture")
+    else:
+        picture.write_text(draw(found.results), encoding="utf-8")
     page = compose(found, picture.name, findings(settings.page))
     settings.page.write_text(page, encoding="utf-8")
     results = settings.out / "results.json"
