@@ -20,8 +20,11 @@ DOORS = (
 ENGINES = ("embedded", "vLLM", "two vLLMs", "SGLang (fake)", "hosts 2", "shards 2", "Ray")
 BY_HAND = {
     ("hosts", "vLLM"): "2026-11-23",
-    **{(door, "hosts 2"): "2026-11-23" for door in ("retry", "environment", "agent local", "critic", "distillation")},
-    **{(door, "hosts 2"): "2026-11-23" for door in ("preferences", "structured output")},
+    **{
+        (door, engine): "2026-11-23"
+        for engine in ("vLLM", "hosts 2")
+        for door in (*DOORS[1:4], "critic", "distillation", "preferences", "structured output")
+    },
 }
 """Tried once by a person, and by no test."""
 NOTHING = {

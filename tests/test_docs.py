@@ -106,8 +106,9 @@ def test_marks_of_cells_name_doors_and_engines_and_the_quickest_proof_counts(tmp
     }
     file.write_text(mark.format(', refused="why"', "", "none"))
     assert proofs(tmp_path)["retry", "vLLM"].reason == "why"
-    file.write_text(mark.format(", untried=True", soak, "later"))
-    assert "| retry | untried | untried |" in doors(tmp_path)
+    file.write_text(mark.format(", untried=True", soak, "later").replace("vLLM", "Ray"))
+    assert "0 cells are tested, 0 have a long proof" in doors(tmp_path)
+    assert "| retry | `test_one::test_later` |" in doors(tmp_path)
     file.write_text(mark.format("", "", "other").replace("vLLM", "TGI"))
     with pytest.raises(ValueError, match="'TGI'"):
         proofs(tmp_path)
