@@ -116,7 +116,8 @@ TRACKERS: Mapping[str, Tracker] = {
         "dialects.py",
         '"""The values of `rollout.engine` that name a server."""\n',
         '"""The values of `rollout.engine` that name a server."""\n'
-        'DIALECTS = {**DIALECTS, "third": __import__("dataclasses").replace(DIALECTS["vllm"], name="Third", health_seconds=1.0)}\n',
+        "from dataclasses import replace\n"
+        'DIALECTS = {**DIALECTS, "third": replace(DIALECTS["vllm"], name="Third", health_seconds=1.0)}\n',
     ),
     "An export format": (
         {},

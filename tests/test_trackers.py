@@ -31,7 +31,7 @@ def test_a_tracker_keeps_every_step_once(tmp_path: Path, tracker: str) -> None:
     if tracker in ("mlflow", "trackio"):
         assert kept.keys() == lines.keys()
         for name, rows in lines.items():
-            rewards = {str(row["step"]): row["reward"] for row in rows if "reward" in row}
+            rewards = {str(row["step"]): row["reward"] for row in rows if row.get("reward") is not None}
             assert {step: value for step, value in kept[name].items() if value is not None} == pytest.approx(rewards)
     else:
         assert len(kept) == len(lines)

@@ -153,9 +153,13 @@ def _followed(
         yield observe
         return
 
+    states = dict[str, JobState]()
+
     def seen(progress: Sequence[JobProgress]) -> None:
         for one in progress:
-            followers.move(job_of_run(run, one.name), one.state)
+            if states.get(one.name) is not one.state:
+                states[one.name] = one.state
+                followers.move(job_of_run(run, one.name), one.state)
         if observe is not None:
             observe(progress)
 

@@ -114,7 +114,7 @@ class Follower(threading.Thread):
             while not one.failed and self._send(one):
                 pass
             if ends and one.observer is not None and not one.failed:
-                one.observer.end(JobState.PAUSED.value if state is JobState.RUNNING else state.value)
+                one.observer.end(state.value if state.final else JobState.PAUSED.value)
         except (Exception, SystemExit) as error:
             one.failed = True
             self._tell(f"observer {self._title} failed and is off for job {job.name}: {describe(error)}")
@@ -139,10 +139,10 @@ class Follower(threading.Thread):
             one.times |= {line.get("step"): _seconds(line.get("time")) for line in timings}
         for place, line in enumerate(lines, first):
             number = line.get("step")
+            ended = one.times.pop(number, None) or time.time()
             if place >= one.sent and isinstance(number, int):
                 one.observer = one.observer or self._make(one.job)
-                time_of = one.times.pop(number, None) or time.time()
-                one.observer.step(ObservedStep(number, time_of, line, one.job.path))
+                one.observer.step(ObservedStep(number, ended, line, one.job.path))
         if one.metrics.lines > one.sent:
             one.sent = one.metrics.lines
             self._places.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,8 @@ class Tracker(Protocol):
 
     package: str
 
-    def __call__(self, job: ObservedJob, **args: Any) -> StepObserver:
-        """Begin or continue a job."""
+    def __call__(self, *job: Any, **args: Any) -> StepObserver:
+        """Begin or continue a job, given as the one positional argument."""
         ...
 
 
