@@ -9,8 +9,7 @@ import torch
 
 from motet.config.engine import EngineConfig, NamedKernels
 from motet.errors import BaseModelError
-from motet.model.accelerator import place_of
-from motet.model.checkpoint import free_memory
+from motet.model.accelerator import free_memory, place_of
 from motet.model.exactness import check_exactness, packed_logits
 from motet.model.load import load_base
 from motet.model.lora import NoAdapters
