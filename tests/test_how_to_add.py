@@ -67,10 +67,10 @@ class Counting(TorchTrainer):
 """
         },
         "launch.py",
-        "    check_directories(config)\n    parking, inputs",
+        "    check_directories(config)\n    return TorchTrainer.of(base, config)",
         "    if config.slots == 6:\n"
         '        return __import__("motet.training.counting", fromlist=["Counting"]).Counting(base, slots=6)\n'
-        "    check_directories(config)\n    parking, inputs",
+        "    check_directories(config)\n    return TorchTrainer.of(base, config)",
     ),
     "A scheduler policy": (
         {

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from motet.config import EngineConfig, RolloutConfig
 from motet.device import Device
+from motet.dialects import DIALECTS
 from motet.errors import ConfigError, EngineError
 from motet.model.fake import FakeTokenizer
 from motet.rollout.in_vllm import motet_vllm
@@ -119,6 +120,11 @@ def test_a_server_that_does_not_fetch_reads_files_until_it_is_started_again(tmp_
     learn(trainer, "job")
     with ProtocolServer("vllm", Setup(api_key=KEY)) as server:
         drive(engine_of([server], tmp_path), test)
+
+
+def test_both_lists_of_releases_that_were_tried_are_one() -> None:
+    """The file inside vLLM imports nothing of Motet."""
+    assert DIALECTS["vllm"].tested == TESTED
 
 
 def test_a_release_that_was_not_tried_is_told_and_given_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from motet.chat.structure import schema_of
 from motet.errors import ServerFault
-from motet.rollout.in_vllm.motet_vllm import TESTED
-from motet.types import SamplingParams
+from motet.types import SamplingParams, schema_of
 
 Json = Mapping[str, Any]
 SEED_BITS = 63
@@ -316,7 +314,7 @@ DIALECTS: Mapping[str, Dialect] = {
         known=lambda status, detail: "already been loaded" in detail,
         missing=lambda status, detail: "No adapter found for" in detail,
         settings=LimitSettings("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
-        tested=TESTED,
+        tested=("0.32.0",),  # as `rollout.in_vllm.motet_vllm.TESTED`
     ),
     "sglang": Dialect(
         name="SGLang",

@@ -17,7 +17,9 @@ from motet.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.model_info import ModelInfo
 from motet.runtime.job import Job
 from motet.runtime.learning_rate import auto_learning_rate
+from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
+from motet.runtime.receipts import Materials
 from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
 from motet.tasks.chat import Chat, stop_token_ids
@@ -246,3 +248,19 @@ def identity(job: Job, info: ModelInfo, config: HostConfig, known: Mapping[str, 
         "seed": job.seed,
         **known,
     }
+
+
+def open_prepared(
+    job: Job,
+    info: ModelInfo,
+    config: HostConfig,
+    known: Mapping[str, Any],
+    *,
+    accept_changes: bool = False,
+    accept_damage: bool = False,
+) -> None:
+    """Open the directory of a job that was prepared; see `open_job`. `known` is what `of_config` says of the job."""
+    described = identity(job, info, config, known)
+    job.directory.materials = Materials(described, info.name, job.data)
+    for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_damage):
+        job.note_inexact(why)

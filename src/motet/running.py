@@ -16,17 +16,15 @@ from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.errors import RunError
 from motet.launch import assemble, open_base, services
 from motet.model_info import ModelInfo
-from motet.preparing import identity, left_out, prepare_all
+from motet.preparing import left_out, open_prepared, prepare_all
 from motet.results import JobResult, RunResult
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
-from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
-from motet.runtime.receipts import Materials
 from motet.runtime.settings import setting_of
 from motet.tracking.follow import Followers, job_of_run
 from motet.types import HostNow, JobState
@@ -179,10 +177,7 @@ def _notes(checked: Checked, jobs: Sequence[JobProgress]) -> list[str]:
 def _open(job: Job, info: ModelInfo, config: RunConfig, checked: Checked, *, accept_changes: bool) -> None:
     known = checked.identities[job.name]
     job.progress.setting = setting_of(known)
-    described = identity(job, info, config, known)
-    job.directory.materials = Materials(described, info.name, job.data)
-    for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_changes):
-        job.note_inexact(why)
+    open_prepared(job, info, config, known, accept_changes=accept_changes, accept_damage=accept_changes)
     _take_up(job.directory, job.progress)
 
 

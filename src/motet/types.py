@@ -167,6 +167,15 @@ class SamplingParams:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
+JSON_GRAMMAR = "start: %json "
+"""How a grammar begins that is a JSON schema and nothing else."""
+
+
+def schema_of(grammar: str) -> str:
+    """The JSON schema that is the whole of a grammar; empty where an answer may call tools instead."""
+    return grammar.removeprefix(JSON_GRAMMAR) if grammar.startswith(JSON_GRAMMAR) else ""
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """One prompt, to be completed once per seed."""

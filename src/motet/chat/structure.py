@@ -8,10 +8,10 @@ from typing import Any
 
 from motet.apart import Apart, TooMuchError
 from motet.errors import ChatRefusal
+from motet.types import JSON_GRAMMAR
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write JSON, so that no answer is spent on spaces."""
-_JSON = "start: %json "
 _LONGEST = 16_000
 """What a schema costs for each token grows faster than its length."""
 _MEMORY_MB = 128
@@ -49,13 +49,10 @@ def grammar_of(asked: Any, *, tools: bool) -> str:
     if len(answer) > _LONGEST:
         raise ChatRefusal(f"response_format: the schema has {len(answer)} characters; {_LONGEST} are the most")
     return (
-        f'start: answer | CALL\nanswer: %json {answer}\nCALL: "<tool_call>" /(.|\\n)*/' if tools else f"{_JSON}{answer}"
+        f'start: answer | CALL\nanswer: %json {answer}\nCALL: "<tool_call>" /(.|\\n)*/'
+        if tools
+        else f"{JSON_GRAMMAR}{answer}"
     )
-
-
-def schema_of(grammar: str) -> str:
-    """The JSON schema that is the whole of a grammar; empty where an answer may call tools instead."""
-    return grammar.removeprefix(_JSON) if grammar.startswith(_JSON) else ""
 
 
 async def check_grammar(grammar: str, apart: Apart, key: str) -> None:

@@ -25,15 +25,13 @@ from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports
 from motet.hosting.scores import AskedOfService
 from motet.launch import assemble, open_base, services
-from motet.preparing import Sources, identity, prepare
+from motet.preparing import Sources, open_prepared, prepare
 from motet.protocols import RolloutEngine
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
-from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
-from motet.runtime.receipts import Materials
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
 from motet.tasks.reward_elsewhere import ELSEWHERE
@@ -67,8 +65,6 @@ class HostProcess:
         self, config: HostConfig, directory: RunDirectory, start: m.StartHost, parent: Parent[m.ToHost] | ServiceLine
     ) -> None:
         """Load the base; `start` has the rewards and bounds of the service."""
-        from motet.model.lora_model import LoraModel
-
         self._config, self._parent = config, parent
         self.directory = directory
         self._opened = contextlib.ExitStack()
@@ -86,7 +82,7 @@ class HostProcess:
             shared,
             positions=info.max_positions,
             vocabulary=info.vocab_size,
-            functions=self.base.math if isinstance(self.base, LoraModel) else None,
+            functions=self.base.math,
             agents=None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes),
         )
         turns = SlotTurns("" if start.host is None else f"{start.host}")
@@ -253,10 +249,8 @@ class HostProcess:
         job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, sources)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         installed = {name: str(one["target"]) for name, one in start.rewards.items()}
-        described = identity(job, info, self._config, of_config(job.config, installed))
-        job.directory.materials = Materials(described, info.name, job.data)
-        otherwise = open_job(job.directory, described, **accepts)
-        for why in (*otherwise, *self.workshop.inexact):
+        open_prepared(job, info, self._config, of_config(job.config, installed), **accepts)
+        for why in self.workshop.inexact:
             job.note_inexact(why)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
@@ -304,8 +298,8 @@ class HostProcess:
             away = self._servers.look() if start.host is not None else ""  # of several: others go on
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
-            device = {"decode": busy.decode, "train": busy.train, "turns": busy.turns}
-            device |= {"drafted": float(busy.drafted), "accepted": float(busy.accepted)}
+            times = {"decode": busy.decode, "train": busy.train, "turns": busy.turns}
+            device = {**times, "drafted": float(busy.drafted), "accepted": float(busy.accepted)}
             self._usage.look(_USAGE_SECONDS, _IDLE_SECONDS)
             jobs = {job.name: _standing(job.progress) for job in running}
             self._resting &= {job.name for job in running}

@@ -20,7 +20,6 @@ from pathlib import Path
 import anyio
 import numpy as np
 
-from motet.chat.structure import schema_of
 from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
 from motet.protocols import Trainer
 from motet.rollout.completion import Completion
@@ -30,7 +29,17 @@ from motet.rollout.served_versions import ServedVersions, copy_adapter
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
 from motet.stops import Decode
-from motet.types import AdapterRef, Chunk, FinishReason, FloatArray, GenerateRequest, IntArray, ServerLoad, TopTokens
+from motet.types import (
+    AdapterRef,
+    Chunk,
+    FinishReason,
+    FloatArray,
+    GenerateRequest,
+    IntArray,
+    ServerLoad,
+    TopTokens,
+    schema_of,
+)
 
 _log = logging.getLogger(__name__)
 

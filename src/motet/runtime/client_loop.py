@@ -19,7 +19,7 @@ import numpy as np
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.client import ClientLoss
-from motet.batch import AdamW, LossStats, OptimStats, Segment
+from motet.batch import AdamW, LossFunctions, LossStats, OptimStats, Segment
 from motet.checksums import sync
 from motet.errors import AdapterError, ScorerAway, StorageFull
 from motet.runtime import journal as j
@@ -188,7 +188,7 @@ class ClientLoop(Driver):
             with self.services.scheduler.working(self.job.name):
                 if command.forward_only:
                     logprobs = await self.session.forward(segments, executed)
-                    value = self._value(loss, segments, logprobs)
+                    value = _value(loss, segments, logprobs, self.services.functions)
                 else:
                     trained = await self.session.forward_backward(segments, self._executed)
                     logprobs = [values for one in trained for values in one.logprobs]
@@ -202,14 +202,6 @@ class ClientLoop(Driver):
             await asyncio.to_thread(self._journal.look, self.session.done.step, number, self._looked)
         metrics = {"loss:sum": value, "tokens:sum": float(sum(sample.n_trainable for sample in samples))}
         return j.Gradient([j.Tensor.of(values[1:]) for values in logprobs], metrics)
-
-    def _value(self, loss: ClientLoss, segments: Sequence[Segment], logprobs: Sequence[FloatArray]) -> float:
-        """The loss as a backward pass adds it up: segment by segment."""
-        rest, total = iter(logprobs), 0.0
-        for segment in segments:
-            own = list(itertools.islice(rest, len(segment.samples)))
-            total += loss.value(segment.samples, own, self.services.functions)
-        return total
 
     def _executed(self, work: int) -> None:
         """Count a part of a command; tell of it now and then, because that is written down."""
@@ -316,3 +308,13 @@ def _prune(directory: Path) -> None:
     unnamed.sort(key=lambda path: int(path.name.removeprefix("snapshot-")))
     for path in unnamed[:-SNAPSHOTS]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _value(
+    loss: ClientLoss, segments: Sequence[Segment], logprobs: Sequence[FloatArray], functions: LossFunctions | None
+) -> float:
+    """The loss as a backward pass adds it up: segment by segment."""
+    rest, total = iter(logprobs), 0.0
+    for segment in segments:
+        total += loss.value(segment.samples, list(itertools.islice(rest, len(segment.samples))), functions)
+    return total

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from motet.batch import LossFunctions
 from motet.config import AdapterConfig
 from motet.model.load import load_tokenizer
 from motet.model.lora_model import LoraModel
@@ -39,6 +40,11 @@ class ShardedBase:
         facts = group.joined[0].facts
         info = replace(base.info, experts=tuple(facts["experts"]), experts_idle=facts["experts_idle"])
         return cls(_with_memory_note(info, group), group, base)
+
+    @property
+    def math(self) -> LossFunctions | None:
+        """Of the base in this process."""
+        return None if self.here is None else self.here.math
 
     def examine(self, directory: Path) -> AdapterConfig:
         """As `motet.model.peft_io.examine`; where the base is not here, a rank looks.
