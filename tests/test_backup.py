@@ -16,7 +16,7 @@ import pytest
 from motet.checksums import hash_of, sums_of
 from motet.errors import RunError
 from motet.runtime.checkpoint import Committed, JobDirectory
-from motet.runtime.opening import open_job
+from motet.runtime.opening import damages, open_job
 from motet.service.backup import MANIFEST, Copied, _copy, back_up, restore
 from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
@@ -148,6 +148,7 @@ def test_commits_that_are_cleared_away_meanwhile_do_not_spoil_a_copy(tmp_path):
             assert {path.name for path in state.iterdir()} == {*NAMES, "state.json"}
             assert newest.step in there.versions()
             assert hash_of(there.metrics, newest.metrics_bytes).hexdigest() == newest.sums["metrics.jsonl"]
+            assert damages(there) == []
     finally:
         over.set()
         thread.join()

@@ -17,7 +17,7 @@ from tests.service_run import Service, tiny
 pytestmark = pytest.mark.soak
 
 KILLS = 100
-STEPS = 400
+STEPS = 1000
 SLOWEST = 900.0
 """Seconds that the jobs may take after the last kill."""
 

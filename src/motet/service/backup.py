@@ -152,17 +152,31 @@ def _copy_job(job: Path, draft: Path, copied: Copied) -> None:
             if other.name not in ("state", "versions") and not _left_out(other):
                 _copy(other, place / other.name, draft, copied)
         with contextlib.suppress(RunError):
-            if not JobDirectory(job).steps() or _is_whole(JobDirectory(place)):
+            if not JobDirectory(job).steps() or _settle(JobDirectory(place), draft, copied):
                 copied.jobs += 1
                 return
         _drop(place, draft, copied)
     raise RunError(f"{job} changes faster than it can be copied, or is damaged: motet verify says more")
 
 
-def _is_whole(copy: JobDirectory) -> bool:
-    """Whether the newest commit is there, with the versions that it names."""
+def _settle(copy: JobDirectory, draft: Path, copied: Copied) -> bool:
+    """Drop what the job has cleared away since it was copied; gives whether all is there that must be."""
     committed = copy.newest()
-    return committed is not None and {committed.step, committed.best_version} - {None} <= set(copy.versions())
+    try:
+        listed = copy.manifest.read()[-1:]
+    except ValueError:
+        return False
+    if committed is None:
+        return False
+    states = {int(number) for one in listed for number in one.state}
+    versions = {int(number) for one in listed for number in one.versions}
+    states.add(committed.step)
+    versions |= {committed.step, committed.best_version} - {None}
+    for number in set(copy.steps()) - states if listed else ():
+        _drop(copy.path / "state" / str(number), draft, copied)
+    for number in set(copy.versions()) - versions - set(copy.steps()) if listed else ():
+        _drop(copy.version(number), draft, copied)
+    return states <= set(copy.steps()) and versions <= set(copy.versions())
 
 
 def _drop(place: Path, draft: Path, copied: Copied) -> None:
