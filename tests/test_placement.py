@@ -21,7 +21,9 @@ from motet.cluster.starts import devices_of_servers, engine_of_host, launcher, s
 from motet.config import ClusterConfig, EngineConfig, HostConfig, LaunchConfig, RolloutConfig
 from motet.config.service import ANY_SIZE
 from motet.errors import ConfigError
+from motet.native.choice import Choice
 from motet.runtime.slots import Claim, Rule
+from motet.training.sharded.messages import Join
 from motet.types import Problem
 
 TENANTS = ("", "ann", "ben")
@@ -191,7 +193,23 @@ def test_ray_gives_gpus_to_hosts_whose_device_is_auto(caplog: pytest.LogCaptureF
     assert (asked([1, 4], ranks=4, shard=2), asked([8], device="cpu"), asked([], device="cuda", shard=2)) == (4, 0, 2)
     assert not caplog.records
     assert asked([1, 2], ranks=4) == 0
-    assert "each host has 4 ranks, and no node has more than 2 GPUs" in caplog.text
+    assert "CPUs train host 0: engine.device is auto, each host has 4 ranks, and no GPUs are left for it" in caplog.text
+    several = starts_of((start, HostConfig(base="small", engine=EngineConfig(threads=1, hosts=3, ranks=2))))
+    assert [cores_and_gpus(one, [2, 3])[1] for one in several] == [2, 2, 0], "the third would wait for ever"
+
+
+def test_no_host_of_several_changes_its_kernels_alone() -> None:
+    start = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE, own=Choice("native"))
+    for hosts, kept in ((1, False), (2, True)):
+        engine = EngineConfig(threads=1, hosts=hosts)
+        assert {one.own.kept for one in starts_of((start, HostConfig(base="small", engine=engine)))} == {kept}
+    assert Join.of("small", EngineConfig(ranks=2), Choice("native")).own == Choice("native", kept=True)
+
+
+def test_ranks_share_the_cores_and_commits_say_so() -> None:
+    assert Join.of("small", EngineConfig(ranks=2)).config.threads == budgets.threads_of(EngineConfig(ranks=2))
+    assert budgets.threads_of(EngineConfig(ranks=2)) == max(1, budgets.cores() // 2)
+    assert budgets.threads_of(EngineConfig(ranks=2, threads=3)) == 3
 
 
 def reward(problem: Problem, completion: str) -> float:

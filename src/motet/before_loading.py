@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
@@ -178,6 +179,14 @@ def _check_devices(config: RunConfig) -> None:
 
     for device in wanted:
         place_of(device, others)
+    several = engine.devices or [engine.device] * engine.hosts
+    firsts = sorted(place.index or 0 for one in several if (place := place_of(one)).type != "cpu") if others else []
+    if any(after - before < engine.n_ranks for before, after in itertools.pairwise(firsts)):
+        apart = ", ".join(f"cuda:{number * engine.n_ranks}" for number in range(engine.hosts))
+        raise ConfigError(
+            f"engine.devices: each host's {engine.n_ranks} ranks take that many GPUs, from its device on, and they overlap; "
+            f"set it to [{apart}]"
+        )
 
 
 def _check_driven(job: JobConfig) -> None:

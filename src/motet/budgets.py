@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from motet.config import HostConfig
+from motet.config import EngineConfig, HostConfig
 
 _MOST_SAMPLERS = 7
 _SMALL_MODEL = 500_000_000
@@ -29,6 +29,11 @@ def cores() -> int:
     if threads.isdigit() and int(threads) > 0:
         return int(threads)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of(engine: EngineConfig) -> int:
+    """Threads of one process that computes; ranks share the cores where nothing else is set."""
+    return engine.threads or max(1, cores() // engine.n_ranks)
 
 
 def gpus() -> int:

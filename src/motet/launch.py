@@ -131,7 +131,7 @@ def _load(base: str, config: EngineConfig, own: Choice | None) -> LoraModel:
 
     from motet.native.cover import load_as_configured
 
-    torch.set_num_threads(_threads(config))
+    torch.set_num_threads(budgets.threads_of(config))
     return load_as_configured(base, config, own)
 
 
@@ -192,7 +192,7 @@ def _build_on_servers(
 
     def turn(training: bool) -> None:
         if base.info.device == "cpu":
-            torch.set_num_threads(_threads(config.engine))
+            torch.set_num_threads(budgets.threads_of(config.engine))
 
     demand = servers.demand(wanted, config.engine.slots)
     engine = servers.build_servers(base.info, config.rollout, demand, directory.run_id, directory.path, directory.part)
@@ -259,7 +259,7 @@ def build(
 
     base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
     n_samplers = _samplers(base, config)
-    rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), _threads(config)
+    rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), budgets.threads_of(config)
     if base.kernels is not None:
         base.kernels.prepare(0 if n_samplers else threads)
     free = free_memory(base.device)
@@ -320,7 +320,7 @@ def _samplers(base: LoraModel, config: EngineConfig) -> int:
     if config.samplers != "auto":
         return config.samplers
     weights = info.n_parameters * info.element_bytes
-    return budgets.samplers(_threads(config), weights, budgets.available_memory())
+    return budgets.samplers(budgets.threads_of(config), weights, budgets.available_memory())
 
 
 def _start_samplers(
@@ -345,10 +345,6 @@ def _start_samplers(
     return [SamplerLink(message, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]
 
 
-def _threads(config: EngineConfig) -> int:
-    return config.threads or budgets.cores()
-
-
 def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | None = None) -> Services:
     """What the jobs of a run share; rewards at HTTP addresses may be anywhere, unless `rewards` says otherwise."""
     config = workshop.config
@@ -365,5 +361,5 @@ def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | 
         probe_tolerance=workshop.probe_tolerance,
         keep_versions=workshop.keep_versions,
         engine_suffix=f"{directory.run_id}.{directory.attempt}",
-        threads=_threads(config),
+        threads=budgets.threads_of(config),
     )

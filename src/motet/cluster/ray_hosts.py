@@ -46,11 +46,11 @@ def cores_and_gpus(start: StartHost, gpus_of_nodes: Sequence[int] = ()) -> tuple
     engine, launch = EngineConfig.model_validate(start.engine), RolloutConfig.model_validate(start.rollout).launch
     wants = engine.device.startswith("cuda")
     if engine.device == "auto" and (most := max(gpus_of_nodes, default=0)):
-        wants = most >= engine.n_ranks
+        wants = sum(n // engine.n_ranks for n in gpus_of_nodes) > (start.host or 0)
         if not wants:
             _log.warning(
-                "CPUs train: engine.device is auto, each host has %d ranks, and no node has more than %d GPUs; set "
-                "engine.ranks or engine.shard to at most that, or engine.device to cpu", engine.n_ranks, most
+                "CPUs train host %d: engine.device is auto, each host has %d ranks, and no GPUs are left for it (the largest "
+                "node has %d); start fewer hosts or ranks, or set engine.device to cpu", start.host or 0, engine.n_ranks, most
             )  # fmt: skip
     gpus = engine.n_ranks if wants else 0
     if launch is not None and (gpus or launch.names_gpus):  # servers see those of their host

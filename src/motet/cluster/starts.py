@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections import Counter
@@ -43,6 +44,9 @@ def starts_of(*bases: tuple[StartHost, HostConfig]) -> list[StartHost]:
                     engine=own.model_dump(mode="json"),
                     rollout=servers.model_dump(mode="json"),
                     host=len(made) if len(devices) > 1 else None,
+                    own=start.own
+                    if start.own is None or len(devices) == 1
+                    else dataclasses.replace(start.own, kept=True),
                 )
             )
     return made

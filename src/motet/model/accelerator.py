@@ -36,7 +36,10 @@ def place_of(device: str, nth: int = 0) -> torch.device:
     if number >= (count := torch.cuda.device_count()):
         seen = f"{count or 'no'} CUDA device{'s' if count > 1 else ''}"
         wanted = f", and rank {nth} needs cuda:{number}" if nth else ""
-        raise BaseModelError(f"engine.device is {device}{wanted}, but torch sees {seen}; use `cpu` or `auto`")
+        instead = (
+            "set engine.ranks and engine.shard to fewer, or engine.device to cpu" if nth else "use `cpu` or `auto`"
+        )
+        raise BaseModelError(f"engine.device is {device}{wanted}, but torch sees {seen}; {instead}")
     return torch.device("cuda", number) if nth else place
 
 

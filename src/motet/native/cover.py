@@ -132,19 +132,23 @@ def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
                 raise
             base.kernels = None
             base.read_keys_in_blocks(base.block_size)
-            stay_with_torch(base, pack=config.pack_weights)
+            stay_with_torch(base, pack=config.pack_weights and not isinstance(error, NoRoom | MemoryError))
             base.revise(f"{_TORCH}: {error}")
+
+
+class NoRoom(BaseModelError):
+    """A second copy of the weights does not fit."""
 
 
 def check_room(base: LoraModel, free: int) -> None:
     """Whether the copy of a base's weights that own kernels read fits in `free` bytes.
 
     Raises:
-        BaseModelError: it does not.
+        NoRoom: it does not.
     """
     needed = base.info.n_parameters * base.dtype.itemsize
     if needed > free:
-        raise BaseModelError(
+        raise NoRoom(
             f"{base.info.name}: own kernels need a copy of the weights, {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB "
             f"of memory are free; {_INSTEAD}, and engine.pack_weights to false"
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from motet.batch import LossFunctions
 from motet.config import AdapterConfig
+from motet.errors import BaseModelError
 from motet.model.load import load_tokenizer
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import examine
@@ -36,8 +37,16 @@ class ShardedBase:
 
     @classmethod
     def beside(cls, base: LoraModel, group: RankGroup) -> ShardedBase:
-        """A base that lies here too; its ranks say what can be trained."""
+        """A base that lies here too; its ranks say what can be trained.
+
+        Raises:
+            BaseModelError: they compute other bits.
+        """
         facts = group.joined[0].facts
+        if facts["device"] == base.info.device and group.joined[0].fingerprint != base.fingerprint():
+            raise BaseModelError(
+                f"the ranks of {base.info.name} compute other bits than the process that samples; set engine.kernels to torch"
+            )
         info = replace(base.info, experts=tuple(facts["experts"]), experts_idle=facts["experts_idle"])
         return cls(_with_memory_note(info, group), group, base)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -31,15 +32,17 @@ class Join(ChannelMessage, frozen=True):
     embedded: bool = True
     """Whether Motet samples itself, which adapters on experts need."""
     rank: int = 0
+    of_torchrun: bool = False
+    """Whether torchrun has started the ranks, and says which of its node's each is."""
     meeting: str = ""
     """Where the ranks find each other: a file that does not exist yet, or an address that the first of them listens at."""
 
     @classmethod
     def of(cls, base: str, engine: EngineConfig, own: Choice | None = None, *, embedded: bool = True) -> Join:
-        """What every rank of a host is told; ranks share the cores where nothing else is set."""
-        threads = engine.threads or max(1, budgets.cores() // engine.n_ranks)
-        fields = engine.model_dump(mode="json") | {"threads": threads}
-        return cls(base, fields, own or of_machine(), engine.trust_remote_code, embedded)
+        """What every rank of a host is told. None changes its kernels alone, as where memory is short."""
+        fields = engine.model_dump(mode="json") | {"threads": budgets.threads_of(engine)}
+        choice = dataclasses.replace(own or of_machine(), kept=True)
+        return cls(base, fields, choice, engine.trust_remote_code, embedded)
 
     @property
     def config(self) -> EngineConfig:

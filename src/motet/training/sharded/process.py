@@ -45,9 +45,7 @@ def join(message: m.Join) -> RankTrainer:
     """
     engine = message.config
     torch.set_num_threads(engine.threads)
-    place = place_of(
-        engine.device, int(os.environ.get("LOCAL_RANK", message.rank))
-    )  # torchrun says which of its node's
+    place = place_of(engine.device, int(os.environ["LOCAL_RANK"]) if message.of_torchrun else message.rank)
     distributed.init_process_group(
         take(place),
         store=_store(message, engine.n_ranks),

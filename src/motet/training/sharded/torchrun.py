@@ -51,7 +51,7 @@ def rank_group(join: m.Join, log: Path, *, of_torchrun: bool) -> RankGroup:
     # not torchrun's own store: where it starts everything anew, what the ranks before said may still be in there
     with socket.create_server((host, 0)) as free:
         meeting = f"{host}:{free.getsockname()[1]}"
-    return RankGroup(replace(join, meeting=meeting), log, _connected)
+    return RankGroup(replace(join, meeting=meeting, of_torchrun=True), log, _connected)
 
 
 def _connected(n_ranks: int) -> list[Connected]:
