@@ -210,7 +210,7 @@ def test_all_hosts_get_one_choice() -> None:
         "small", "runs", {}, {}, {}, [], patience_seconds=1.0, largest=Largest(4, 0), own=Choice("torch", "why")
     )
     made = starts_of((start, HostConfig(base="small", engine=EngineConfig(hosts=2, threads=1))))
-    assert [decode(encode(one), StartHost).own for one in made] == [start.own, start.own]
+    assert [decode(encode(one), StartHost).own for one in made] == [Choice("torch", "why", kept=True)] * 2
 
 
 def test_a_host_whose_kernels_are_not_compiled_refuses(tmp_path: Path) -> None:

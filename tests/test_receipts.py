@@ -18,11 +18,15 @@ from typer.testing import CliRunner
 from motet.cli import app
 from motet.commands.replay import Range
 from motet.commands.verify import verify
+from motet.config import JobConfig
 from motet.errors import ConfigError, RunError
 from motet.jobfile import load_jobs
 from motet.model.find import SMALL_BASE
 from motet.running import run_config
-from motet.runtime.receipts import dependencies_of, subjects_of, version_before
+from motet.runtime.identity import of_config
+from motet.runtime.receipts import Materials, dependencies_of, subjects_of, version_before
+from motet.tasks.dataset import load_dataset
+from motet.types import ADAPTER_FILES
 
 STEPS = 4
 Capsys = pytest.CaptureFixture[str]
@@ -90,6 +94,18 @@ def test_a_receipt_names_the_versions_files_and_what_made_them(trained: Path) ->
     assert {"data/train", "data/holdout", "code/rewards.py", "code/words.py", "motet"} <= made_of.keys()
     assert made_of["rollouts/3.jsonl"] == sha256(trained / "run/words/rollouts/3.jsonl")
     assert newest["predicate"]["buildDefinition"]["externalParameters"]["optimizer"]["lr"] == 0.01
+
+
+def test_a_receipt_holds_no_argument_of_code_and_no_query_of_an_address() -> None:
+    job = JobConfig.model_validate({
+        "name": "a", "data": "toy:add", "environment": {"name": "e.py:E", "args": {"env": {"TOKEN": "secret-1"}}},
+        "rewards": [{"name": "http://127.0.0.1/score?key=secret-2"}, {"name": "e.py:r", "args": {"api_key": "secret-3"}}],
+    })  # fmt: skip
+    made, other = (Materials({**of_config(one), "kernels": "k"}, "small", load_dataset(job.data)) for one in (job, job))
+    text = made.receipt(0, dict.fromkeys(ADAPTER_FILES, "0" * 64), None, (), ()).decode()
+    assert "secret" not in text
+    assert text.count("sha256:") == 3
+    assert text == other.receipt(0, dict.fromkeys(ADAPTER_FILES, "0" * 64), None, (), ()).decode()
 
 
 def test_receipts_are_a_chain_from_the_first_version(trained: Path) -> None:
@@ -230,7 +246,7 @@ def test_steps_are_derived_again_with_the_same_bytes(steps: str, told: str, proj
     ("edit", "parted", "fact"),
     [
         (edit_text("rewards.py", "/ 8", "/ 9"), "in step 3, in its rollouts: row 0, field reward: was", "code/rewards.py"),
-        (edit_field("optimizer.lr", 0.02), "in step 3, .* metrics.jsonl field lr: was 0.01, is 0.02", "optimizer.lr"),
+        (edit_field("optimizer.lr", 0.02), "in step 3, in metrics.jsonl: field lr: was 0.01, is 0.02", "optimizer.lr"),
     ],
 )  # fmt: skip
 def test_where_a_replay_parts_is_told(edit: Callable[[Path], None], parted: str, fact: str, project: Path) -> None:
@@ -265,10 +281,46 @@ def test_a_fork_with_a_change_says_from_which_step_on(project: Path) -> None:
     assert version_before(chain) == (2, sha256(project / "run/words/receipts/v2.json"))
 
 
+def test_a_fork_of_a_job_whose_rollouts_were_deleted_opens(project: Path) -> None:
+    for path in (project / "run/words/rollouts").glob("[0-2].jsonl"):
+        path.unlink()
+    code, output = motet("replay", project / "jobs.yaml", "words@4")
+    assert (code, "version 4: the same" in output) == (0, True), output
+
+
+def test_a_replay_compares_what_was_committed_now_and_then(project: Path) -> None:
+    config = load_jobs(project / "jobs.yaml", ["checkpoint.every=2"])
+    run_config(config.model_copy(update={"run": str(project / "seldom")}))
+    write_jobs(project, job())
+    seldom = ("--set", f"run={project / 'seldom'}", "--set", "checkpoint.every=2")
+    with pytest.raises(
+        RunError, match="version 3 of words has no receipt to compare with; it has those of versions 0, 2, 4"
+    ):
+        motet("replay", project / "jobs.yaml", "words@3", *seldom)
+    code, output = motet("replay", project / "jobs.yaml", "words@0..4", *seldom)
+    assert code == 0, output
+
+
+def test_a_fork_of_a_job_of_a_sweep_takes_overrides(project: Path) -> None:
+    swept = job() | {"sweep": {"optimizer.lr": [0.01, 0.02]}, "steps": 1}
+    write_jobs(project, swept)
+    config = load_jobs(project / "jobs.yaml")
+    run_config(config.model_copy(update={"run": str(project / "run2")}))
+    name, text = config.jobs[0].name, (project / "jobs.yaml").read_text()
+    (project / "jobs.yaml").write_text(text.replace(str(project / "run"), str(project / "run2")))
+    code, output = motet("fork", project / "jobs.yaml", f"{name}@1", project / "new", "--set", "optimizer.lr=0.005")
+    assert code == 0, output
+    assert load_jobs(project / "new/jobs.yaml").jobs[0].optimizer.lr == 0.005
+    with pytest.raises(ConfigError, match="letters, digits"):
+        motet("fork", project / "jobs.yaml", f"{name}@1", project / "other", "--name", "../x")
+    assert not (project / "other").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (("replay", "words@9"), "has done 4 steps: there is no version 9"),
+        (("replay", "words@4.."), "has no step: words has done 4"),
         (("replay", "words@1..3"), "keeps no commit of step 1 to begin at"),
         (("replay", "word"), "there is no job 'word'; did you mean 'words'?"),
         (("fork", "words", "new"), "must name one step, such as words@8"),

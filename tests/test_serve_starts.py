@@ -12,7 +12,6 @@ import pytest
 from motet.commands.listening import bound, url_of
 from motet.commands.serve import application
 from motet.errors import ConfigError
-from motet.service.database.store import Store
 from motet.service.settings import Settings
 from tests.commands import NOBODY, Motet, says
 
@@ -39,7 +38,7 @@ def test_what_a_service_is_made_of_is_not_looked_through_for_garbage(tmp_path: P
         assert gc.isenabled()
     finally:
         gc.unfreeze()
-        app.state.parts[Store].close()
+        app.state.service.store.close()
 
 
 def test_a_directory_in_use_is_refused(says: Motet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_whoever_interrupts_torchrun_has_what_was_done_saved(tmp_path: Path, alo
     [
         ({}, False, "start it as torchrun"),
         ({"cluster": {}}, True, "set cluster.launcher to torchrun"),
-        ({"engine": ENGINE}, False, "set engine.shard to as many processes"),
+        ({"engine": ENGINE}, False, "set engine.ranks (or engine.shard) to as many processes"),
         ({"engine": {**ENGINE, "shard": 3}}, True, "torchrun has started 1 processes"),
     ],
 )

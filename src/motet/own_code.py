@@ -81,7 +81,10 @@ class OwnCode:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         try:
-            spec.loader.exec_module(module)
+            code = compile(
+                text, str(path), "exec", dont_inherit=True
+            )  # kept bytecode knows the file's time to a second only
+            exec(code, vars(module))  # noqa: S102
         except (Exception, SystemExit) as error:
             missing = isinstance(error, ModuleNotFoundError)
             hint = f"; install what has it beside Motet, for {sys.executable}" if missing else ""

@@ -18,13 +18,14 @@ from motet.commands.answers import say
 from motet.config import JobConfig, RunConfig
 from motet.config.chain import chains
 from motet.errors import ConfigError, RunError
-from motet.jobfile import load_jobs
+from motet.jobfile import jobs_of, load_jobs
 from motet.near import close_matches
 from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork, nearest_commit
 from motet.runtime.progress import JobProgress
 from motet.runtime.receipts import dependencies_of, differences, read_receipt, subjects_of
+from motet.types import JobState
 
 _MOST = 200
 """Characters of a value that are shown."""
@@ -74,8 +75,16 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
     last = newest.step if wanted.last is None else wanted.last
     if not 0 < last <= newest.step:
         raise ConfigError(f"{job.name} has done {newest.step} steps: there is no version {last} to derive again")
+    if not (original.receipts / f"v{last}.json").is_file():
+        known = sorted(int(path.stem[1:]) for path in original.receipts.glob("v*.json"))
+        raise RunError(
+            f"version {last} of {job.name} has no receipt to compare with; it has those of versions "
+            f"{', '.join(map(str, known)) or 'none: an earlier Motet trained it'}"
+        )
     nearest = nearest_commit(original, last - 1) or 0
     first = nearest if wanted.first is None and wanted.last is not None else wanted.first or 0
+    if first >= last:
+        raise ConfigError(f"{text!r} has no step: {job.name} has done {newest.step}")
     if first and first not in original.steps():
         raise RunError(
             f"{original.path} keeps no commit of step {first} to begin at; begin at 0, or at one of "
@@ -91,7 +100,11 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
             fork(original, first, again.path)
         versions = f"version {last}" if last == first + 1 else f"versions {first + 1} to {last}"
         say(f"deriving {versions} of {job.name} again …")
-        seconds = _train(config.model_copy(update={"run": str(run), "jobs": [job]}), last)
+        each = job.checkpoint.model_copy(
+            update={"every": 1}
+        )  # commits change no bit, and every receipt has its version
+        alone = {"run": str(run), "jobs": [job.model_copy(update={"checkpoint": each})], "observers": []}
+        seconds = _train(config.model_copy(update=alone), last)
         parted = list(_partings(original, again, first, last))
         for line in _other_facts(original, again, last):
             say(f"  {line}")
@@ -131,7 +144,9 @@ def _train(config: RunConfig, last: int) -> float:
     try:
         result = run_config(config, observe=observe)
         done = next(iter(result.jobs.values()))
-        if done.message and not done.state.value == "succeeded":
+        if done.state is JobState.PAUSED:
+            raise RunError("stopped before the last step, so nothing was compared")
+        if done.state is not JobState.SUCCEEDED:
             raise RunError(f"the job {done.state.value}: {done.message}")
     except _Reached:
         pass
@@ -161,16 +176,16 @@ def _partings(original: JobDirectory, again: JobDirectory, first: int, last: int
     for step in range(first, last):
         name = f"{step}.jsonl"
         if name in old and old[name] != new.get(name):
-            yield f"they part in step {step}, in its rollouts: {_first_row(original, again, step)}"
+            yield f"the runs first differ in step {step}, in its rollouts: {_first_row(original, again, step)}"
             return
         if (changed := _first_difference(lines[0].get(step, {}), lines[1].get(step, {}))) is not None:
-            yield f"they part in step {step}, in what it was trained to: metrics.jsonl {changed}"
+            yield f"the runs first differ in step {step}, in metrics.jsonl: {changed}"
             return
         receipts = [job.receipts / f"v{step + 1}.json" for job in (original, again)]
         if receipts[0].is_file():
             before, now = (subjects_of(read_receipt(path)) for path in receipts)
             for file in (file for file in before if before[file] != now.get(file)):
-                yield f"they part in step {step}, in version {step + 1}: {file} has another sha256"
+                yield f"the runs first differ in step {step}: {file} of version {step + 1} has another sha256"
                 return
 
 
@@ -188,7 +203,7 @@ def _sums(job: JobDirectory, last: int) -> Mapping[str, str]:
 
 def _first_row(original: JobDirectory, again: JobDirectory, step: int) -> str:
     if step not in original.sampled():
-        return f"which ones is not known, as {original.path / 'rollouts' / f'{step}.jsonl'} is not kept"
+        return f"{original.path / 'rollouts' / f'{step}.jsonl'} was deleted, so the row is unknown"
     rows = zip_longest(original.each_rollout(step), again.each_rollout(step))
     for number, (old, new) in enumerate(rows):
         if (changed := _first_difference(old or {}, new or {})) is not None:
@@ -213,12 +228,13 @@ def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequ
     wanted, config = Range.of(text), load_jobs(path)
     if wanted.last is None or wanted.first is not None:
         raise ConfigError(f"{text!r} must name one step, such as {wanted.job}@8")
-    own = next((job for job in config.jobs if job.name == wanted.job), None) or _job_of(config, wanted.job)
+    own = _job_of(config, wanted.job)
     original = JobDirectory(Path(config.run) / own.name)
-    changed = load_jobs(path, overrides)
-    job = next(one for one in changed.jobs if one.name == own.name)
-    job = job.model_copy(update={"name": name or own.name, "seed": own.effective_seed})
-    new = changed.model_copy(update={"run": str(run), "jobs": [job]})
+    tree = config.model_copy(update={"run": str(run), "jobs": [own]}).model_dump(mode="json", exclude_unset=True)
+    (fields,) = tree["jobs"]
+    fields |= {"name": name or own.name, "seed": own.effective_seed}
+    new = jobs_of({**tree, "run": str(run)}, str(path), overrides)
+    (job,) = new.jobs
     run.mkdir(parents=True, exist_ok=True)
     fork(original, wanted.last, run / job.name)
     tree = new.model_dump(mode="json", exclude_unset=True)

@@ -303,6 +303,8 @@ class JobConfig(Config):
     def _something_is_learned(self) -> JobConfig:
         if self.data.source == OF_CLIENT and not isinstance(self.algorithm, ClientDriven):
             raise ValueError("data.source: is missing; name a file, or a generated source such as `toy:add`")
+        if self.data.source == OF_CLIENT and self.data.eval_source is not None:
+            raise ValueError("data.eval_source: a client evaluates itself; leave it out")
         if isinstance(self.algorithm, RowAlgorithm):
             if self.rewards:
                 raise ValueError(

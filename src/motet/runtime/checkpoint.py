@@ -251,7 +251,7 @@ class JobDirectory:
         self._owner.check()  # it may have taken long, and whoever takes a job up removes what is not finished
         own = sums_of(draft)
         if self.materials is not None:
-            own[RECEIPT] = _write_receipt(self, draft, committed, {**own, self.metrics.name: sums[self.metrics.name]})
+            own[RECEIPT] = _write_receipt(self, draft, committed, own)
         committed = dataclasses.replace(committed, **lengths, sums={**own, **sums}, after=self.manifest.head)
         replace_file(draft / "state.json", sealed(asdict(committed)))
         sync(draft)
@@ -273,18 +273,18 @@ class JobDirectory:
 
     def link_version(self, step: int) -> None:
         """Make versions/v<step> from the committed files: links, or copies on a file system that has none."""
-        final = self.version(step)
+        final, sums = self.version(step), self.committed(step).sums
+        if RECEIPT in sums and not (receipt := self.receipts / f"v{step}.json").exists():
+            self.receipts.mkdir(exist_ok=True)
+            link(self.path / "state" / str(step) / RECEIPT, receipt)
+            sync(self.receipts)
         if final.exists():
             return
         draft = final.with_name(f".tmp-v{step}")
         draft.mkdir()
-        sums = self.committed(step).sums
         names = [name for name in (*ADAPTER_FILES, RECEIPT) if name in sums]
         for name in names:
             link(self.path / "state" / str(step) / name, draft / name)
-        if RECEIPT in sums:
-            self.receipts.mkdir(exist_ok=True)
-            link(draft / RECEIPT, self.receipts / f"v{step}.json")
         replace_file(draft / SUMS, sealed({name: sums[name] for name in names}))
         sync(draft)
         draft.rename(final)
@@ -339,7 +339,8 @@ class JobDirectory:
 def _write_receipt(job: JobDirectory, draft: Path, done: Committed, sums: Mapping[str, str]) -> str:
     """Write the receipt of a commit under way; gives its sum."""
     before = job.newest() or Committed()
-    rollouts = _lines(job.checksums, job.checksums.stat().st_size, before.checksums_bytes)
+    lines = _lines(job.checksums, job.checksums.stat().st_size, before.checksums_bytes)
+    rollouts = [line for line in lines if not line["file"].startswith(_before(evals=True))]
     known = (before.step, before.sums[RECEIPT]) if RECEIPT in before.sums else None
     assert job.materials is not None
     receipt = job.materials.receipt(done.step, sums, known, rollouts, done.inexact)

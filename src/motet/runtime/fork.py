@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from motet.checksums import link, replace_file, sealed, sync, unsealed
 from motet.errors import RunError
-from motet.runtime.checkpoint import FORKED, JobDirectory
+from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 
 
 def nearest_commit(job: JobDirectory, step: int) -> int | None:
@@ -41,15 +43,13 @@ def fork(job: JobDirectory, step: int, new: Path) -> JobDirectory:
     for number in range(step + 1):
         if (path := job.receipts / f"v{number}.json").is_file():
             link(path, draft / "receipts" / path.name)
-    for path in job.logs:
-        with path.open("rb") as file:
-            replace_file(draft / path.name, file.read(done.length(path)))
     for path in (job.path / "rollouts").glob("*.jsonl"):
         match = re.fullmatch(r"(eval-)?(\d+)", path.stem)
         if match and (int(match[2]) <= done.evaluated if match[1] else int(match[2]) < step):
             link(path, draft / "rollouts" / path.name)
+    changed = _copy_logs(job, done, draft)
     state = draft / "state" / str(step) / "state.json"
-    replace_file(state, sealed({**unsealed(state.read_bytes()), "after": ""}))  # it has no manifest yet
+    replace_file(state, sealed({**unsealed(state.read_bytes()), **changed, "after": ""}))  # it has no manifest yet
     replace_file(draft / "job.yaml", (job.path / "job.yaml").read_bytes())
     replace_file(draft / FORKED, json.dumps({"from": str(job.path.resolve()), "step": step}).encode())
     if new.exists():
@@ -57,6 +57,20 @@ def fork(job: JobDirectory, step: int, new: Path) -> JobDirectory:
     draft.rename(new)
     sync(new.parent)
     return JobDirectory(new)
+
+
+def _copy_logs(job: JobDirectory, done: Committed, draft: Path) -> dict[str, Any]:
+    """Copy what a commit covers of the logs; gives what the new commit says of them. Rollouts that are gone are not listed."""
+    lengths, sums = dict[str, int](), dict(done.sums)
+    for path in job.logs:
+        with path.open("rb") as file:
+            lines = file.read(done.length(path)).splitlines(keepends=True)
+        if path == job.checksums:
+            lines = [line for line in lines if (draft / "rollouts" / json.loads(line)["file"]).is_file()]
+        data = b"".join(lines)
+        replace_file(draft / path.name, data)
+        lengths[f"{path.stem}_bytes"], sums[path.name] = len(data), hashlib.sha256(data).hexdigest()
+    return {**lengths, "sums": sums}
 
 
 def _link_all(there: Path, here: Path) -> None:

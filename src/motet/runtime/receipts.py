@@ -24,7 +24,9 @@ from typing import Any
 from motet.checksums import Damage, hash_of
 from motet.errors import BaseModelError, RunError
 from motet.model.find import find_base
+from motet.runtime.source_sums import SHOWN
 from motet.tasks.dataset import Dataset
+from motet.tasks.plain_json import as_json
 from motet.tasks.problems import Problems
 from motet.types import ADAPTER_FILES
 
@@ -44,7 +46,7 @@ class Materials:
 
     def __init__(self, identity: Mapping[str, Any], base: str, data: Dataset) -> None:
         """`identity` is what job.yaml says, `base` what the base was loaded as."""
-        self._identity = dict(identity)
+        self._identity = {**identity, "job": _settings(identity["job"])}
         self._base = base
         self._data = data
 
@@ -60,9 +62,9 @@ class Materials:
 
         Args:
             step: steps done; also the version's number.
-            sums: sha256 of the commit's files and of the part of metrics.jsonl that counts.
+            sums: sha256 of the commit's files.
             before: number of the version before and sha256 of its receipt.
-            rollouts: `file` and `sha256` of what was sampled and evaluated since then.
+            rollouts: `file` and `sha256` of what was trained on since then.
             inexact: why the bytes may depend on more than what the receipt names.
         """
         chain = [] if before is None else [_material(f"version v{before[0]}", "sha256", before[1])]
@@ -115,6 +117,27 @@ class Materials:
             *(_material(f"code/{name}", SOURCE, _code_sum(entry)) for name, entry in self._identity["code"].items()),
             _material("motet", "sha256", _motet_sum()),
         ]
+
+
+def _settings(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that bytes depend on, with short sums of what may be secret or long: arguments of code, queries of addresses."""
+    hidden = dict(job)
+    if job["optimizer"]["schedule"] == "constant":
+        del hidden["steps"]  # no step depends on how many follow
+    hidden["environment"] = _hidden(job["environment"])
+    hidden["rewards"] = [_hidden(reward) for reward in job["rewards"]]
+    return hidden
+
+
+def _hidden(section: Mapping[str, Any]) -> dict[str, Any]:
+    name, query, secret = str(section["name"]).partition("?")
+    args = {key: _short_sum(value) for key, value in section["args"].items()}
+    return {**section, "name": f"{name}?{_short_sum(secret)}" if query else name, "args": args}
+
+
+def _short_sum(value: Any) -> str:
+    text = json.dumps(as_json(value), sort_keys=True)
+    return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:SHOWN]}"
 
 
 def _material(name: str, kind: str, digest: str) -> dict[str, Any]:
@@ -191,6 +214,8 @@ def read_receipt(path: Path) -> dict[str, Any]:
         statement: dict[str, Any] = json.loads(path.read_bytes())
         subjects_of(statement)
         dependencies_of(statement)
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunError(f"{path} is no receipt that Motet wrote ({error})") from error
     return statement

@@ -133,7 +133,7 @@ def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobC
     _check_sizes(config)
     _check_texts(config.data)
     _check_room(config, allowed.largest.get(base, ANY_SIZE))
-    given = () if config.data.source == OF_CLIENT else (config.data.source, config.data.eval_source)
+    given = (None if config.data.source == OF_CLIENT else config.data.source, config.data.eval_source)
     for source in filter(None, given):
         uploaded = source.startswith("file-")
         on_hub = (
