@@ -201,8 +201,8 @@ def test_ray_gives_gpus_to_hosts_whose_device_is_auto(caplog: pytest.LogCaptureF
 def test_no_host_of_several_changes_its_kernels_alone() -> None:
     start = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE, own=Choice("native"))
     for hosts, kept in ((1, False), (2, True)):
-        engine = EngineConfig(threads=1, hosts=hosts)
-        assert {one.own.kept for one in starts_of((start, HostConfig(base="small", engine=engine)))} == {kept}
+        made = starts_of((start, HostConfig(base="small", engine=EngineConfig(threads=1, hosts=hosts))))
+        assert [one.own for one in made] == [Choice("native", kept=kept)] * hosts
     assert Join.of("small", EngineConfig(ranks=2), Choice("native")).own == Choice("native", kept=True)
 
 

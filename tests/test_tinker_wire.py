@@ -198,6 +198,8 @@ def test_a_job_that_waits_for_a_client_is_not_submitted(house: House) -> None:
 def test_a_model_has_no_rows_and_every_other_job_needs_some(house: House) -> None:
     spec = house.ask("GET", f"/v1/jobs/{job_of(made(house))}").json()["spec"]
     assert spec["data"]["source"] == OF_CLIENT
+    elsewhere = {"name": "mine", "data": {"source": OF_CLIENT, "eval_source": "/etc/hosts"}, "algorithm": "client"}
+    assert "data.eval_source: a client evaluates" in house.refused(400, "POST", "/v1/jobs", json=elsewhere)["message"]
     job = {"name": "mine", "data": OF_CLIENT, "reward": "exact"}
     assert "data.source: is missing" in house.refused(400, "POST", "/v1/jobs", json=job)["message"]
 

@@ -171,7 +171,7 @@ def _settle(copy: JobDirectory, draft: Path, copied: Copied) -> bool:
     states = {int(number) for one in listed for number in one.state}
     versions = {int(number) for one in listed for number in one.versions}
     states.add(committed.step)
-    versions |= {committed.step, committed.best_version} - {None}
+    versions |= {committed.step, *([] if committed.best_version is None else [committed.best_version])}
     for number in set(copy.steps()) - states if listed else ():
         _drop(copy.path / "state" / str(number), draft, copied)
     for number in set(copy.versions()) - versions - set(copy.steps()) if listed else ():
