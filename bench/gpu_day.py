@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.speed.page import paragraph
 from bench.speed.programs import OFFLINE
-from bench.speed.table import markdown
+from bench.speed.table import cost_text, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 540.0
@@ -38,13 +38,24 @@ SKIPPED = 77
 TESTS = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--durations", "3")
 TWO_RANKS = """
 import subprocess, sys, torch
+from pathlib import Path
+device, place = sys.argv[1], Path(sys.argv[2])
 cards = torch.cuda.device_count()
-if sys.argv[1] == "cuda" and cards < 2:
+if device == "cuda" and cards < 2:
     print(f"{cards} card: two are needed")
     sys.exit(77)
-devices = "[cuda:0, cuda:1]" if sys.argv[1] == "cuda" else "[cpu, cpu]"
-options = ["--set", "engine.hosts=2", "--set", f"engine.devices={devices}", "--set", "steps=4", "--run", sys.argv[2]]
-sys.exit(subprocess.call([sys.executable, "-m", "motet", "run", "examples/demo.yaml", *options]))
+learned = []
+for setting in ("engine.ranks=2", "engine.shard=2"):
+    words = ["examples/demo.yaml", "--run", str(place / setting)]
+    for given in (setting, f"engine.device={device}", "engine.kernels=torch", "steps=4"):
+        words += ["--set", given]
+    if code := subprocess.call([sys.executable, "-m", "motet", "run", *words]):
+        sys.exit(code)
+    files = (place / setting).glob("*/versions/v4/adapter_model.safetensors")
+    learned.append({file.parts[-4]: file.read_bytes() for file in files})
+same = len(learned[0]) == 4 and learned[0] == learned[1]
+print("copies and shards:", "the same adapters" if same else "different adapters")
+sys.exit(not same)
 """
 
 
@@ -115,7 +126,13 @@ def pieces(device: str, shapes: Sequence[str], place: Path) -> list[Piece]:
         ):
             name = f"{row}-{shape}"
             found.append(Piece(name, shown, (*bench, "--shape", shape, "--only", name), rows=True))
-    found.append(Piece("two-ranks", "two hosts, a card each", ("-c", TWO_RANKS, device, str(place / "two-ranks"))))
+    found.append(
+        Piece(
+            "two-ranks",
+            "a job on two cards: a whole base on each, and a shard",
+            ("-c", TWO_RANKS, device, str(place / "two-ranks")),
+        )
+    )
     return found
 
 
@@ -169,9 +186,8 @@ def page(every: Sequence[Piece], results: dict[str, Result], machine: dict[str, 
         why = "" if result.state == "passed" else result.said
         lines.append((f"`{piece.name}`", piece.shows, result.state, f"{result.seconds:.0f} s", why))
         for row in result.rows:
-            ratio = "–" if row["ratio"] is None else f"{row['ratio']:.3g}"
-            spread = "" if row["low"] is None else f"{row['low']:.3g} to {row['high']:.3g}"
-            measured.append((row["work"], row["against"], row["compare"], ratio, spread, row["reason"] or ""))
+            value, spread = figures(row)
+            measured.append((row["work"], row["against"], row["compare"], value, spread, row["reason"] or ""))
     passed = sum(result.state == "passed" for result in results.values())
     parts = [
         "<!-- Written by `make gpu-day`. -->\n\n# Motet on a GPU\n",
@@ -185,6 +201,16 @@ def page(every: Sequence[Piece], results: dict[str, Result], machine: dict[str, 
         markdown(("what", "which"), list(machine.items())),
     ]
     return "\n".join(parts)
+
+
+def figures(row: dict[str, Any]) -> tuple[str, str]:
+    """Value and spread of a row: a ratio, or a figure in its unit."""
+
+    def said(value: float) -> str:
+        return cost_text(value, row["unit"]) if row["compare"] == "value" else f"{value:.3g}×"
+
+    value = "–" if row["ratio"] is None else said(row["ratio"])
+    return value, "" if row["low"] is None else f"{said(row['low'])} to {said(row['high'])}"
 
 
 def machine() -> dict[str, str]:

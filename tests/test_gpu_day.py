@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench.gpu_day import LIMIT, Piece, go, main, pieces
+from bench.gpu_day import LIMIT, Piece, Result, go, main, page, pieces
+from bench.speed.measure import Measured
+from bench.speed.page import Run, record
+from bench.speed.ratios import Ratio
+from bench.speed.rows import Row
 
 import gpu_kit
 
@@ -41,6 +45,28 @@ def test_a_day_has_25_pieces_of_nine_minutes(tmp_path: Path, capsys: pytest.Capt
     assert (len({piece.name for piece in every}), LIMIT) == (25, 540.0)
     assert main(["--list", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("\n") == 25
+
+
+def test_figures_have_units(tmp_path: Path) -> None:
+    """A figure alone has its own; all others are ratios."""
+    steps = Measured(Row("grpo", "a step", "", "value", "Motet", unit="s a step"), Ratio(1.5, 1.4, 1.6))
+    train = Measured(Row("train", "gradients", "", "value", "Motet"), Ratio(0.002, 0.001, 0.004))
+    exact = Measured(Row("exact", "decode", "fast", "cost", "Motet", "fast"), Ratio(1.234, 1.2, 1.3))
+    none = Measured(Row("none", "decode", "fast", "cost", "Motet", "fast"), None, "no card")
+    rows = record(Run("", True, [], [steps, train, exact, none], {}))["rows"]
+    every = [Piece("one", "something", (), rows=True)]
+    text = page(every, {"one": Result("one", "passed", 1.0, "", rows)}, {})
+    assert "| value | 1.50 s a step | 1.40 s a step to 1.60 s a step |" in text
+    assert "| value | 500 tokens/s | 1,000 tokens/s to 250 tokens/s |" in text
+    assert "| cost | 1.23× | 1.2× to 1.3× |" in text
+    assert "| cost | – |  | no card |" in text
+
+
+@pytest.mark.soak
+def test_copies_and_shards_on_two_ranks_learn_the_same(tmp_path: Path) -> None:
+    ranks = next(piece for piece in pieces("cpu", [], tmp_path) if piece.name == "two-ranks")
+    result = go([ranks], tmp_path, tmp_path / "page.md")["two-ranks"]
+    assert (result.state, result.said) == ("passed", "copies and shards: the same adapters")
 
 
 def test_every_row_of_the_bench_that_a_piece_names_exists() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from bench.plan_70b import BEGIN, END, PAGE, Assumptions, plan, written
+from bench.plan_70b import BEGIN, END, PAGE, Assumptions, busiest, plan, written
+from hypothesis import given
+from hypothesis import strategies as st
+
+from motet.training.sharded.trainer import scatter
 
 
 def test_the_page_is_what_the_assumptions_give() -> None:
@@ -25,3 +29,27 @@ def test_a_slower_link_or_fewer_cards_have_their_price() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="a card has 80"):
         plan(replace(Assumptions(), slots=64))
+
+
+def test_segments_have_the_samples_of_a_group_or_more() -> None:
+    """Eight completions of 512 tokens share a prompt of 128."""
+    assert busiest(Assumptions()) == (1, 4224)
+    assert busiest(replace(Assumptions(), segment_tokens=2112)) == (3, 3 * 1664)
+    assert busiest(replace(Assumptions(), segment_tokens=1024)) == (7, 7 * 640)  # a sample each, with its prompt
+
+
+def test_a_rank_keeps_a_gradient_of_each_segment_in_the_type_of_the_base() -> None:
+    usual, many = plan(Assumptions()), plan(replace(Assumptions(), segment_tokens=1024, slots=8))
+    size, part = 2 * usual.adapter / 1e9, "gradients of segments under way"
+    assert usual.parts_gb[part] == pytest.approx(2 * size)  # its own, and one that arrives
+    assert many.parts_gb[part] == pytest.approx(8 * size)
+    weights = 2 * 7 / 8 * (usual.weights_gb - 4 * 128256 * 8192 / 1e9)
+    assert usual.gathered_gb == pytest.approx(weights + size * 7 / 8)
+
+
+@given(st.lists(st.integers(1, 4224), min_size=1, max_size=60))
+def test_no_rank_has_more_than_two_ninths_of_a_pass_however_long_segments_are(lengths: list[int]) -> None:
+    while sum(lengths) > Assumptions().train_tokens:
+        lengths.pop()
+    ranks = scatter(lengths, [0] * len(lengths), 8)
+    assert max(sum(n for n, rank in zip(lengths, ranks, strict=True) if rank == one) for one in range(8)) <= 7_509

@@ -87,7 +87,7 @@ def stored(kind: str, place: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.cell("critic", "shards 2")
+@pytest.mark.cell("critic", "shards 2", soak=True)
 @pytest.mark.parametrize(
     ("kind", "dtype", "engine"),
     [

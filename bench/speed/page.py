@@ -127,6 +127,7 @@ def record(run: Run) -> dict[str, Any]:
             "work": item.row.work,
             "against": item.row.against,
             "compare": item.row.compare,
+            "unit": item.row.unit,
             "ratio": None if item.ratio is None else plain(item.ratio.middle),
             "low": None if item.ratio is None else plain(item.ratio.low),
             "high": None if item.ratio is None else plain(item.ratio.high),
