@@ -19,6 +19,7 @@ from motet.config import ObserverConfig
 from motet.errors import ConfigError, RunError
 from motet.jobfile import parse_jobs
 from motet.report.read import read_lines
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import open_job
 from motet.tracking.follow import Followers, job_of_run, send
 from motet.tracking.loading import load
@@ -276,4 +277,29 @@ def test_a_service_keeps_tenants_apart(tmp_path: Path) -> None:
             assert events(home / "tensorboard" / tenant / f"one-{job_id}")["reward"] == [(0, reward, 5.0)]
         job = ObservedJob(jobs["ours"], "one", "", "us", house.storage.job(jobs["ours"]).path, home)
         assert job.project("motet") == "motet-us"
-        assert job.config["job"] == {"rewards": [{"name": "http", "args": {}}]}
+        assert job.config["job"] == {"rewards": [{"name": "http", "args": {"headers": None}}]}
+
+
+def test_settings_that_observers_receive_hold_no_keys(tmp_path: Path) -> None:
+    url = "https://me:secret@scores.example/v1/score?key=secret#secret"
+    settings = {
+        "environment": {"name": "mcp", "args": {"command": ["npx"], "env": {"GITHUB_TOKEN": "secret"}}},
+        "rewards": [
+            {"name": "http", "args": {"url": url}},
+            {"name": "own.py:f", "args": {"api_key": "secret", "k": 3}},
+        ],
+        "data": {"source": url, "size": 16},
+        "steps": 3,
+    }
+    open_job(JobDirectory(tmp_path), {"job": settings})
+    job = ObservedJob("1", "a", "", "", tmp_path, tmp_path)
+    assert job.config["job"] == {
+        "environment": {"name": "mcp", "args": {"command": None, "env": None}},
+        "rewards": [
+            {"name": "http", "args": {"url": None}},
+            {"name": "own.py:f", "args": {"api_key": None, "k": None}},
+        ],
+        "data": {"source": "https://scores.example/v1/score", "size": 16},
+        "steps": 3,
+    }
+    assert "secret" not in str(job.config)
