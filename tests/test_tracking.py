@@ -174,6 +174,13 @@ def test_two_observers_of_one_name_are_refused() -> None:
         parse_jobs(text)
 
 
+def test_jobs_of_similar_names_have_ids_of_their_own(tmp_path: Path) -> None:
+    names = ["a.1", "a=1", "a_1", "a-1"]
+    ids = [job_of_run(tmp_path, name).id for name in names]
+    assert len(set(ids)) == len(names)
+    assert ids == [job_of_run(tmp_path, name).id for name in names]
+
+
 def test_steps_of_no_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no metrics"):
         send(tmp_path, TENSORBOARD)

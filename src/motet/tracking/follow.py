@@ -6,6 +6,7 @@ file, so that a resumed run continues where it was. After `kill -9` an observer 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -229,7 +230,9 @@ def job_of_run(run_directory: Path, name: str) -> ObservedJob:
         run_id = str(json.loads((run_directory / "run.json").read_text())["run_id"])
     except (OSError, ValueError, TypeError, KeyError):
         run_id = run_directory.resolve().name
-    job_id = re.sub(r"[^\w-]+", "_", f"{run_id}-{name}")
+    job_id = re.sub(r"[^\w-]+", "_", whole := f"{run_id}-{name}")
+    if job_id != whole:  # else `a.1` and `a=1` were one job
+        job_id += f"-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
     return ObservedJob(job_id, name, run_directory.resolve().name, "", run_directory / name, run_directory)
 
 
