@@ -66,6 +66,8 @@ class _Followed:
     timings: _Log
     sent: int
     """Lines that were sent, in this process or before."""
+    ended: str
+    """The state that an observer was told at the end of these lines; empty if none was."""
     times: dict[object, float] = field(default_factory=dict)
     observer: StepObserver | None = None
     """None before there is something to send."""
@@ -84,10 +86,9 @@ class Follower(threading.Thread):
         self._lock, self._closing, self._told = threading.Lock(), threading.Event(), False
 
     def move(self, job: ObservedJob, state: JobState) -> None:
-        """Follow a job from now on, or let it end in another state than running."""
+        """Follow a job while it runs; in any other state, send what is left and end its observer."""
         with self._lock:
-            if state is JobState.RUNNING or job.id in self._states:
-                self._states[job.id] = (job, state)
+            self._states[job.id] = (job, state)
 
     def run(self) -> None:
         """Look at all jobs again and again; once more after `close`."""
@@ -114,8 +115,8 @@ class Follower(threading.Thread):
         try:
             while not one.failed and self._send(one):
                 pass
-            if ends and one.observer is not None and not one.failed:
-                one.observer.end(state.value if state.final else JobState.PAUSED.value)
+            if ends and not one.failed:
+                self._end(one, state)
         except (Exception, SystemExit) as error:
             one.failed = True
             self._tell(f"observer {self._title} failed and is off for job {job.name}: {describe(error)}")
@@ -124,12 +125,30 @@ class Follower(threading.Thread):
 
     def _begin(self, job: ObservedJob) -> _Followed:
         try:
-            sent = int((self._places / job.id).read_text())
+            count, _, ended = (self._places / job.id).read_text().partition(" ")
+            sent = int(count)
         except (OSError, ValueError):
-            sent = 0
+            sent, ended = 0, ""
         logs = (_Log(job.path / "metrics.jsonl"), _Log(job.path / "timings.jsonl"))
-        one = self._followed[job.id] = _Followed(job, *logs, sent)
+        one = self._followed[job.id] = _Followed(job, *logs, sent, ended)
         return one
+
+    def _end(self, one: _Followed, state: JobState) -> None:
+        """End the observer; where it is gone, another is made if it was told no end, or another one."""
+        ended = state.value if state.final else JobState.PAUSED.value
+        if state.final and one.sent and one.ended != ended:
+            one.observer = one.observer or self._make(one.job)
+        if one.observer is not None:
+            one.observer.end(ended)
+            self._keep(one, one.sent, ended)
+
+    def _keep(self, one: _Followed, sent: int, ended: str = "") -> None:
+        """Note for the next process how far an observer is."""
+        one.sent, one.ended = sent, ended
+        self._places.mkdir(parents=True, exist_ok=True)
+        draft = self._places / f"{one.job.id}.part"
+        draft.write_text(f"{sent} {ended}")
+        draft.rename(self._places / one.job.id)
 
     def _send(self, one: _Followed) -> bool:
         """Send one piece of a log; returns whether there may be more."""
@@ -145,11 +164,7 @@ class Follower(threading.Thread):
                 one.observer = one.observer or self._make(one.job)
                 one.observer.step(ObservedStep(number, ended, line, one.job.path))
         if one.metrics.lines > one.sent:
-            one.sent = one.metrics.lines
-            self._places.mkdir(parents=True, exist_ok=True)
-            draft = self._places / f"{one.job.id}.part"
-            draft.write_text(str(one.sent))
-            draft.rename(self._places / one.job.id)
+            self._keep(one, one.metrics.lines)
         return one.metrics.offset != before
 
     def _tell(self, text: str) -> None:
@@ -188,7 +203,7 @@ class Followers:
             one.start()
 
     def move(self, job: ObservedJob, state: JobState) -> None:
-        """Tell observers the state of a job. They follow it while it runs; any thread may call this, as often as it likes."""
+        """Tell observers the state of a job. Each is made when there is something new to send; any thread may call this."""
         for one in self._followers:
             one.move(job, state)
 
