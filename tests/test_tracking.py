@@ -21,6 +21,7 @@ from motet.jobfile import parse_jobs
 from motet.report.read import read_lines
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import open_job
+from motet.service.jobs.recorder import EventRecorder
 from motet.tracking.follow import Followers, job_of_run, send
 from motet.tracking.loading import load
 from motet.tracking.observing import ObservedJob, ObservedStep, numbers
@@ -308,16 +309,29 @@ def test_a_service_keeps_tenants_apart(tmp_path: Path) -> None:
             directory.append(directory.timings, {"step": 0, "time": 5.0})
             house.recorder.record_event(JobStepped(job_id, line))
             house.recorder.record_event(JobChanged(job_id, JobState.PAUSED, ""))
+        house.recorder.record_state(jobs["ours"], JobState.CANCELLED, "")  # by its owner, while no host has it
         followers.close()
         home = tmp_path / "service" / "observers"
-        for tenant, job_id, reward in zip(("us", "them"), jobs.values(), (0.25, 0.75), strict=True):
+        ends = "cancelled", "paused"
+        for tenant, job_id, reward, end in zip(("us", "them"), jobs.values(), (0.25, 0.75), ends, strict=True):
             place = home / "mine" / tenant / f"one-{job_id}"
             assert json.loads((place / "steps").read_text()) == ["x", 0, reward, reward]
-            assert (place / "end").read_text() == "paused"
+            assert (place / "end").read_text() == end
             assert events(home / "tensorboard" / tenant / f"one-{job_id}")["reward"] == [(0, reward, 5.0)]
         job = ObservedJob(jobs["ours"], "one", "", "us", house.storage.job(jobs["ours"]).path, home)
         assert job.project("motet") == "motet-us"
         assert job.config["job"] == {"rewards": [{"name": "http", "args": {"headers": None}}]}
+
+
+def test_a_service_sends_at_its_start_what_observers_missed(tmp_path: Path) -> None:
+    got = list[Any]()
+    with open_house(tmp_path / "service") as house:
+        directory, service = house.storage.job(house.job["id"]), house.service
+        directory.append(directory.metrics, {"step": 0, "reward": 0.5})
+        with Followers([noted(got)], tmp_path / "observers") as followers:
+            parts = house.store, house.storage, service.ledger, service.stored, service.bus, ()
+            EventRecorder(*parts, followers).observe_ended()
+    assert [one[1] for one in got] == [0, "succeeded"]
 
 
 def test_settings_that_observers_receive_hold_no_keys(tmp_path: Path) -> None:
