@@ -334,6 +334,59 @@ def test_a_service_sends_at_its_start_what_observers_missed(tmp_path: Path) -> N
     assert [one[1] for one in got] == [0, "succeeded"]
 
 
+def _written(home: Path) -> set[str]:
+    return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+
+
+def test_what_observers_keep_goes_with_the_job_and_the_tenant(tmp_path: Path) -> None:
+    with open_house(tmp_path / "service", observers=["tensorboard", "parquet"]) as house:
+        house.part(Followers).start()
+        home, names = tmp_path / "service" / "observers", (("us", "one"), ("us", "two"), ("them", "one"))
+        jobs = dict[tuple[str, str], str]()
+        for tenant, name in names:
+            key = {"us": "ours", "them": "theirs"}[tenant]
+            job_id = jobs[tenant, name] = house.ask("POST", "/v1/jobs", key, json=tiny(name)).json()["id"]
+            directory = house.storage.job(job_id)
+            open_job(directory, {})
+            directory.write_rollouts("0", [{"purpose": "train", "reward": 0.5, "text": "a prompt"}])
+            directory.append(directory.metrics, {"step": 0, "reward": 0.5})
+            house.recorder.record_state(job_id, JobState.SUCCEEDED, "")
+            job = ObservedJob(job_id, name, "", tenant, directory.path, home)
+            for place in (job.shared("wandb") / "wandb" / f"run-1-{job_id}", job.shared("mlruns") / name):
+                place.mkdir(parents=True)
+                (place / "note").write_text(name)
+        house.part(Followers).close()
+        before = _written(home)
+        gone = {path for path in before if jobs["us", "one"] in path}
+        assert {path.split("/")[0] for path in gone} == {".observed", "tensorboard", "parquet", "wandb"}
+        assert house.ask("DELETE", f"/v1/jobs/{jobs['us', 'one']}").status_code == 204
+        assert _written(home) == before - gone
+        assert house.ask("DELETE", "/v1/tenants/us", "admin").json()["erased"]
+        theirs = {path for path in before if "/them/" in path or jobs["them", "one"] in path}
+        assert _written(home) == theirs
+        assert not list(home.glob("*/us"))
+        assert len(theirs) == 6
+
+
+def test_an_observer_that_is_at_work_leaves_nothing_of_a_deleted_job(tmp_path: Path) -> None:
+    works, deleted = threading.Event(), threading.Event()
+
+    class Late(Noted):
+        def step(self, step: ObservedStep) -> None:
+            works.set()
+            deleted.wait()
+            (self.job.directory("late") / "note").write_text("a prompt")
+
+    path = write_job(tmp_path / "run", "add", done=1, steps=2, top=0.9, state="failed", every=0).path
+    job = ObservedJob("job-1", "add", "", "us", path, tmp_path / "observers")
+    with Followers([ObserverConfig(name="late", function=Late, args={"into": []})], job.home) as followers:
+        followers.move(job, JobState.FAILED)
+        works.wait()
+        followers.delete(job)
+        deleted.set()
+    assert _written(job.home) == set()
+
+
 def test_settings_that_observers_receive_hold_no_keys(tmp_path: Path) -> None:
     url = "https://me:secret@scores.example/v1/score?key=secret#secret"
     settings = {

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -83,12 +84,19 @@ class Follower(threading.Thread):
         self._places = home / ".observed" / re.sub(r"[^\w.-]+", "_", name)[-80:]
         self._states: dict[str, tuple[ObservedJob, JobState]] = {}
         self._followed: dict[str, _Followed] = {}
+        self._deleted: set[str] = set()
         self._lock, self._closing, self._told = threading.Lock(), threading.Event(), False
 
     def move(self, job: ObservedJob, state: JobState) -> None:
         """Follow a job while it runs; in any other state, send what is left and end its observer."""
         with self._lock:
             self._states[job.id] = (job, state)
+
+    def delete(self, job_id: str) -> None:
+        """Remove a job's files also after the look that may be under way."""
+        with self._lock:
+            if job_id in self._states:
+                self._deleted.add(job_id)
 
     def run(self) -> None:
         """Look at all jobs again and again; once more after `close`."""
@@ -101,6 +109,10 @@ class Follower(threading.Thread):
                 with self._lock:
                     if state is not JobState.RUNNING and self._states[job_id][1] is state:
                         del self._states[job_id]
+                    deleted = job_id in self._deleted and job_id not in self._states
+                    self._deleted -= {job_id} if deleted else set()
+                if deleted:
+                    remove(job)
             if closing:
                 return
 
@@ -207,6 +219,12 @@ class Followers:
         for one in self._followers:
             one.move(job, state)
 
+    def delete(self, job: ObservedJob) -> None:
+        """Remove the files of a job of a service that has ended."""
+        for one in self._followers:
+            one.delete(job.id)
+        remove(job)
+
     def close(self, seconds: float = _PATIENCE) -> None:
         """Send what is left, if that takes no longer than this; infinity waits for every observer."""
         for one in self._followers:
@@ -216,6 +234,27 @@ class Followers:
             one.join(None if seconds == math.inf else max(late - time.monotonic(), 0.0))
             if one.is_alive():
                 self._notify(f"{one.name} has not received all steps; the next run of this directory sends the rest")
+
+
+def remove(job: ObservedJob) -> None:
+    """Remove what observers have written about a job of a service below its home."""
+    for place in _places_of(job.home, job.tenant):
+        for found in (*place.glob(f"*-{job.id}"), *place.glob(f"wandb/*-{job.id}")):
+            shutil.rmtree(found, ignore_errors=True)
+    for progress in (job.home / ".observed").glob(f"*/{job.id}"):
+        progress.unlink(missing_ok=True)
+
+
+def remove_tenant(home: Path, tenant: str) -> None:
+    """Remove what observers have written below a service's `home` about all jobs of a tenant."""
+    for place in _places_of(home, tenant):
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _places_of(home: Path, tenant: str) -> list[Path]:
+    """The directories of a tenant, one for each kind of files."""
+    kinds = [one for one in home.iterdir() if one.name != ".observed"] if tenant and home.is_dir() else []
+    return [one / tenant for one in kinds if (one / tenant).is_dir()]
 
 
 def send(run_directory: Path, observers: Sequence[ObserverConfig]) -> None:

@@ -55,9 +55,13 @@ class ObservedJob:
 
     def directory(self, name: str) -> Path:
         """A directory for files of the job, made if it is missing."""
-        place = self.home / name / self.tenant / self.label
+        place = self.shared(name) / self.label
         place.mkdir(parents=True, exist_ok=True)
         return place
+
+    def shared(self, name: str) -> Path:
+        """A directory for files of all jobs of the run, or of the tenant; it may be missing."""
+        return self.home / name / self.tenant
 
 
 @dataclass(frozen=True)

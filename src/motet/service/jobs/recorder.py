@@ -131,8 +131,15 @@ class EventRecorder:
         self._write(tell)
 
     def _move(self, job: StoredJob, state: JobState) -> None:
+        self._followers.move(self._observed(job), state)
+
+    def _observed(self, job: StoredJob) -> ObservedJob:
         tenant, path = self._store.tenants.name_of(job.tenant_id), self._storage.job(job.id).path
-        self._followers.move(ObservedJob(job.id, job.name, "", tenant, path, self._followers.home), state)
+        return ObservedJob(job.id, job.name, "", tenant, path, self._followers.home)
+
+    def delete_observed(self, job: StoredJob) -> None:
+        """Remove what observers have written about a job that has ended."""
+        self._followers.delete(self._observed(job))
 
     def observe_ended(self) -> None:
         """Let observers receive what they missed of the jobs that ended last."""
