@@ -85,10 +85,12 @@ class Tenants:
 
     def close(self, tenant_id: str) -> None:
         """End the tenant's keys, and let nobody sign in to it until an admin makes a key of it."""
-        with self._transaction() as session:
+        # another may close it at the same time
+        with contextlib.suppress(IntegrityError), self._transaction() as session:
             name = session.scalars(select(Tenant.name).where(Tenant.id == tenant_id)).one_or_none()
             if name is not None and session.get(ClosedTenant, digest(name)) is None:
                 session.add(ClosedTenant(digest=digest(name)))
+        with self._transaction() as session:
             session.execute(update(Key).where(Key.tenant_id == tenant_id, Key.revoked.is_(None)).values(revoked=now()))
 
     def _check_open(self, session: Session, tenant: str) -> None:
