@@ -19,7 +19,9 @@ from motet.config import ObserverConfig
 from motet.errors import ConfigError, RunError
 from motet.jobfile import parse_jobs
 from motet.report.read import read_lines
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import open_job
+from motet.service.jobs.recorder import EventRecorder
 from motet.tracking.follow import Followers, job_of_run, send
 from motet.tracking.loading import load
 from motet.tracking.observing import ObservedJob, ObservedStep, numbers
@@ -93,7 +95,7 @@ def test_an_observer_follows_a_job_that_grows_stops_and_resumes(tmp_path: Path) 
     with Followers([noted(got)], tmp_path) as followers:
         followers.move(job, JobState.QUEUED)
         followers.move(job, JobState.RUNNING)
-        _until(lambda: len(got) == 3)
+        _until(lambda: len(got) >= 3)
         with directory.metrics.open("ab") as file:
             file.write(b'{"step": 3, "reward"')
     assert [one[1] for one in got] == [0, 1, 2, "paused"], "half a line is no step"
@@ -107,6 +109,32 @@ def test_an_observer_follows_a_job_that_grows_stops_and_resumes(tmp_path: Path) 
             directory.append(directory.timings, timing_line(step, 5.0, rng))
         followers.move(job, JobState.SUCCEEDED)
     assert [one[1] for one in got] == [3, "succeeded"], "a step that was sent is not sent again"
+
+
+def test_a_job_that_ended_while_its_observer_was_away_is_sent_later(tmp_path: Path) -> None:
+    got, away = list[Any](), True
+    write_job(tmp_path, "add", done=2, steps=2, top=0.9, state="succeeded", every=0)
+    job = job_of_run(tmp_path, "add")
+
+    class Away(Noted):
+        def step(self, step: ObservedStep) -> None:
+            if away:
+                raise OSError("no network")
+            super().step(step)
+
+    def look(*states: JobState) -> list[Any]:
+        got.clear()
+        one = ObserverConfig(name="away", function=Away, args={"into": got})
+        for state in states:
+            with Followers([one], tmp_path) as followers:
+                followers.move(job, state)
+        return [one[1] for one in got]
+
+    assert look(JobState.RUNNING) == []
+    away = False
+    assert look(JobState.QUEUED, JobState.PAUSED) == [0, 1, "paused"]
+    assert look(JobState.SUCCEEDED) == ["succeeded"], "a paused job that has ended"
+    assert look(JobState.SUCCEEDED, JobState.PAUSED) == [], "nothing is new"
 
 
 def test_a_fault_is_told_once_and_stays_with_its_job(run: Path) -> None:
@@ -171,6 +199,13 @@ def test_two_observers_of_one_name_are_refused() -> None:
     text = "base: small\nobservers: [parquet, parquet]\njobs: [{name: a, data: 'toy:add', reward: exact}]\n"
     with pytest.raises(ConfigError, match="two observers have the name 'parquet'; keep one"):
         parse_jobs(text)
+
+
+def test_jobs_of_similar_names_have_ids_of_their_own(tmp_path: Path) -> None:
+    names = ["a.1", "a=1", "a_1", "a-1"]
+    ids = [job_of_run(tmp_path, name).id for name in names]
+    assert len(set(ids)) == len(names)
+    assert ids == [job_of_run(tmp_path, name).id for name in names]
 
 
 def test_steps_of_no_run_are_refused(tmp_path: Path) -> None:
@@ -244,6 +279,13 @@ def test_a_run_has_observers_from_python_and_from_a_file(
     assert json.loads(rows[0]["reward_parts"]) == {"length": rows[0]["reward"]}
 
 
+def test_a_run_that_ended_before_is_sent_by_the_next_one(tmp_path: Path) -> None:
+    got, jobs = list[Any](), [{**JOB, "name": "a", "steps": 1}]
+    for observers in ([], [lambda job: Noted(job, got)], [lambda job: Noted(job, got)]):
+        assert motet.run(jobs, directory=tmp_path / "run", engine={"samplers": 0}, quiet=True, observers=observers).ok
+    assert [one[1] for one in got] == [0, "succeeded"]
+
+
 def _until(holds: Any) -> None:
     wait = threading.Event()
     while not holds():
@@ -267,13 +309,104 @@ def test_a_service_keeps_tenants_apart(tmp_path: Path) -> None:
             directory.append(directory.timings, {"step": 0, "time": 5.0})
             house.recorder.record_event(JobStepped(job_id, line))
             house.recorder.record_event(JobChanged(job_id, JobState.PAUSED, ""))
+        house.recorder.record_state(jobs["ours"], JobState.CANCELLED, "")  # by its owner, while no host has it
         followers.close()
         home = tmp_path / "service" / "observers"
-        for tenant, job_id, reward in zip(("us", "them"), jobs.values(), (0.25, 0.75), strict=True):
+        ends = "cancelled", "paused"
+        for tenant, job_id, reward, end in zip(("us", "them"), jobs.values(), (0.25, 0.75), ends, strict=True):
             place = home / "mine" / tenant / f"one-{job_id}"
             assert json.loads((place / "steps").read_text()) == ["x", 0, reward, reward]
-            assert (place / "end").read_text() == "paused"
+            assert (place / "end").read_text() == end
             assert events(home / "tensorboard" / tenant / f"one-{job_id}")["reward"] == [(0, reward, 5.0)]
         job = ObservedJob(jobs["ours"], "one", "", "us", house.storage.job(jobs["ours"]).path, home)
         assert job.project("motet") == "motet-us"
-        assert job.config["job"] == {"rewards": [{"name": "http", "args": {}}]}
+        assert job.config["job"] == {"rewards": [{"name": "http", "args": {"headers": None}}]}
+
+
+def test_a_service_sends_at_its_start_what_observers_missed(tmp_path: Path) -> None:
+    got = list[Any]()
+    with open_house(tmp_path / "service") as house:
+        directory, service = house.storage.job(house.job["id"]), house.service
+        directory.append(directory.metrics, {"step": 0, "reward": 0.5})
+        with Followers([noted(got)], tmp_path / "observers") as followers:
+            parts = house.store, house.storage, service.ledger, service.stored, service.bus, ()
+            EventRecorder(*parts, followers).observe_ended()
+    assert [one[1] for one in got] == [0, "succeeded"]
+
+
+def _written(home: Path) -> set[str]:
+    return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+
+
+def test_what_observers_keep_goes_with_the_job_and_the_tenant(tmp_path: Path) -> None:
+    with open_house(tmp_path / "service", observers=["tensorboard", "parquet"]) as house:
+        house.part(Followers).start()
+        home, names = tmp_path / "service" / "observers", (("us", "one"), ("us", "two"), ("them", "one"))
+        jobs = dict[tuple[str, str], str]()
+        for tenant, name in names:
+            key = {"us": "ours", "them": "theirs"}[tenant]
+            job_id = jobs[tenant, name] = house.ask("POST", "/v1/jobs", key, json=tiny(name)).json()["id"]
+            directory = house.storage.job(job_id)
+            open_job(directory, {})
+            directory.write_rollouts("0", [{"purpose": "train", "reward": 0.5, "text": "a prompt"}])
+            directory.append(directory.metrics, {"step": 0, "reward": 0.5})
+            house.recorder.record_state(job_id, JobState.SUCCEEDED, "")
+            job = ObservedJob(job_id, name, "", tenant, directory.path, home)
+            for place in (job.shared("wandb") / "wandb" / f"run-1-{job_id}", job.shared("mlruns") / name):
+                place.mkdir(parents=True)
+                (place / "note").write_text(name)
+        house.part(Followers).close()
+        before = _written(home)
+        gone = {path for path in before if jobs["us", "one"] in path}
+        assert {path.split("/")[0] for path in gone} == {".observed", "tensorboard", "parquet", "wandb"}
+        assert house.ask("DELETE", f"/v1/jobs/{jobs['us', 'one']}").status_code == 204
+        assert _written(home) == before - gone
+        assert house.ask("DELETE", "/v1/tenants/us", "admin").json()["erased"]
+        theirs = {path for path in before if "/them/" in path or jobs["them", "one"] in path}
+        assert _written(home) == theirs
+        assert not list(home.glob("*/us"))
+        assert len(theirs) == 6
+
+
+def test_an_observer_that_is_at_work_leaves_nothing_of_a_deleted_job(tmp_path: Path) -> None:
+    works, deleted = threading.Event(), threading.Event()
+
+    class Late(Noted):
+        def step(self, step: ObservedStep) -> None:
+            works.set()
+            deleted.wait()
+            (self.job.directory("late") / "note").write_text("a prompt")
+
+    path = write_job(tmp_path / "run", "add", done=1, steps=2, top=0.9, state="failed", every=0).path
+    job = ObservedJob("job-1", "add", "", "us", path, tmp_path / "observers")
+    with Followers([ObserverConfig(name="late", function=Late, args={"into": []})], job.home) as followers:
+        followers.move(job, JobState.FAILED)
+        works.wait()
+        followers.delete(job)
+        deleted.set()
+    assert _written(job.home) == set()
+
+
+def test_settings_that_observers_receive_hold_no_keys(tmp_path: Path) -> None:
+    url = "https://me:secret@scores.example/v1/score?key=secret#secret"
+    settings = {
+        "environment": {"name": "mcp", "args": {"command": ["npx"], "env": {"GITHUB_TOKEN": "secret"}}},
+        "rewards": [
+            {"name": "http", "args": {"url": url}},
+            {"name": "own.py:f", "args": {"api_key": "secret", "k": 3}},
+        ],
+        "data": {"source": url, "size": 16},
+        "steps": 3,
+    }
+    open_job(JobDirectory(tmp_path), {"job": settings})
+    job = ObservedJob("1", "a", "", "", tmp_path, tmp_path)
+    assert job.config["job"] == {
+        "environment": {"name": "mcp", "args": {"command": None, "env": None}},
+        "rewards": [
+            {"name": "http", "args": {"url": None}},
+            {"name": "own.py:f", "args": {"api_key": None, "k": None}},
+        ],
+        "data": {"source": "https://scores.example/v1/score", "size": 16},
+        "steps": 3,
+    }
+    assert "secret" not in str(job.config)

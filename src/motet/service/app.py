@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 
 from motet.cluster.hosts import longest_sequence
 from motet.service.composition import Service
-from motet.service.database.store import Store
+from motet.service.database.store import AWAY, Store
 from motet.service.errors import error_body, handle_errors
 from motet.service.http.auth import asker
 from motet.service.http.bodies import MOST_DIGITS, Bodies
@@ -63,6 +63,8 @@ class Lifecycle:
         """Start the engine, and watch over jobs and quotas."""
         service = self._service
         service.followers.start()
+        with contextlib.suppress(*AWAY):  # the next start sends it
+            service.recorder.observe_ended()
         service.hosts.start(service.handlers())
         self._watching = asyncio.gather(service.queue.watch(), service.enforcer.watch(), self._tinker.leases.watch())
         self._watching.add_done_callback(

@@ -86,9 +86,9 @@ class Service:
         )
         self.submissions = Submissions(
             allowed, bases, store, self.storage, self.bus, self.adapters, self.quotas, self.enforcer, self.queue,
-            self.handover, self.hosts, secrets,
+            self.handover, self.hosts, secrets, self.recorder,
         )  # fmt: skip
-        self.erasure = Erasure(store, self.storage, self.adapters, self.submissions)
+        self.erasure = Erasure(store, self.storage, self.adapters, self.submissions, self.followers.home)
         self.fine_tunings = FineTunings(store, self.storage, self.adapters)
         self.check_threads = CheckThreads(_CHECKING, http.waiting_per_tenant)
         self.read_threads = ReadThreads(_READING, http.waiting_per_tenant)

@@ -6,9 +6,11 @@ file, so that a resumed run continues where it was. After `kill -9` an observer 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +67,8 @@ class _Followed:
     timings: _Log
     sent: int
     """Lines that were sent, in this process or before."""
+    ended: str
+    """The state that an observer was told at the end of these lines; empty if none was."""
     times: dict[object, float] = field(default_factory=dict)
     observer: StepObserver | None = None
     """None before there is something to send."""
@@ -80,13 +84,19 @@ class Follower(threading.Thread):
         self._places = home / ".observed" / re.sub(r"[^\w.-]+", "_", name)[-80:]
         self._states: dict[str, tuple[ObservedJob, JobState]] = {}
         self._followed: dict[str, _Followed] = {}
+        self._deleted: set[str] = set()
         self._lock, self._closing, self._told = threading.Lock(), threading.Event(), False
 
     def move(self, job: ObservedJob, state: JobState) -> None:
-        """Follow a job from now on, or let it end in another state than running."""
+        """Follow a job while it runs; in any other state, send what is left and end its observer."""
         with self._lock:
-            if state is JobState.RUNNING or job.id in self._states:
-                self._states[job.id] = (job, state)
+            self._states[job.id] = (job, state)
+
+    def delete(self, job_id: str) -> None:
+        """Remove a job's files also after the look that may be under way."""
+        with self._lock:
+            if job_id in self._states:
+                self._deleted.add(job_id)
 
     def run(self) -> None:
         """Look at all jobs again and again; once more after `close`."""
@@ -99,6 +109,10 @@ class Follower(threading.Thread):
                 with self._lock:
                     if state is not JobState.RUNNING and self._states[job_id][1] is state:
                         del self._states[job_id]
+                    deleted = job_id in self._deleted and job_id not in self._states
+                    self._deleted -= {job_id} if deleted else set()
+                if deleted:
+                    remove(job)
             if closing:
                 return
 
@@ -113,8 +127,8 @@ class Follower(threading.Thread):
         try:
             while not one.failed and self._send(one):
                 pass
-            if ends and one.observer is not None and not one.failed:
-                one.observer.end(state.value if state.final else JobState.PAUSED.value)
+            if ends and not one.failed:
+                self._end(one, state)
         except (Exception, SystemExit) as error:
             one.failed = True
             self._tell(f"observer {self._title} failed and is off for job {job.name}: {describe(error)}")
@@ -123,12 +137,30 @@ class Follower(threading.Thread):
 
     def _begin(self, job: ObservedJob) -> _Followed:
         try:
-            sent = int((self._places / job.id).read_text())
+            count, _, ended = (self._places / job.id).read_text().partition(" ")
+            sent = int(count)
         except (OSError, ValueError):
-            sent = 0
+            sent, ended = 0, ""
         logs = (_Log(job.path / "metrics.jsonl"), _Log(job.path / "timings.jsonl"))
-        one = self._followed[job.id] = _Followed(job, *logs, sent)
+        one = self._followed[job.id] = _Followed(job, *logs, sent, ended)
         return one
+
+    def _end(self, one: _Followed, state: JobState) -> None:
+        """End the observer; where it is gone, another is made if it was told no end, or another one."""
+        ended = state.value if state.final else JobState.PAUSED.value
+        if state.final and one.sent and one.ended != ended:
+            one.observer = one.observer or self._make(one.job)
+        if one.observer is not None:
+            one.observer.end(ended)
+            self._keep(one, one.sent, ended)
+
+    def _keep(self, one: _Followed, sent: int, ended: str = "") -> None:
+        """Note for the next process how far an observer is."""
+        one.sent, one.ended = sent, ended
+        self._places.mkdir(parents=True, exist_ok=True)
+        draft = self._places / f"{one.job.id}.part"
+        draft.write_text(f"{sent} {ended}")
+        draft.rename(self._places / one.job.id)
 
     def _send(self, one: _Followed) -> bool:
         """Send one piece of a log; returns whether there may be more."""
@@ -144,11 +176,7 @@ class Follower(threading.Thread):
                 one.observer = one.observer or self._make(one.job)
                 one.observer.step(ObservedStep(number, ended, line, one.job.path))
         if one.metrics.lines > one.sent:
-            one.sent = one.metrics.lines
-            self._places.mkdir(parents=True, exist_ok=True)
-            draft = self._places / f"{one.job.id}.part"
-            draft.write_text(str(one.sent))
-            draft.rename(self._places / one.job.id)
+            self._keep(one, one.metrics.lines)
         return one.metrics.offset != before
 
     def _tell(self, text: str) -> None:
@@ -187,9 +215,15 @@ class Followers:
             one.start()
 
     def move(self, job: ObservedJob, state: JobState) -> None:
-        """Tell observers the state of a job. They follow it while it runs; any thread may call this, as often as it likes."""
+        """Tell observers the state of a job. Each is made when there is something new to send; any thread may call this."""
         for one in self._followers:
             one.move(job, state)
+
+    def delete(self, job: ObservedJob) -> None:
+        """Remove the files of a job of a service that has ended."""
+        for one in self._followers:
+            one.delete(job.id)
+        remove(job)
 
     def close(self, seconds: float = _PATIENCE) -> None:
         """Send what is left, if that takes no longer than this; infinity waits for every observer."""
@@ -200,6 +234,27 @@ class Followers:
             one.join(None if seconds == math.inf else max(late - time.monotonic(), 0.0))
             if one.is_alive():
                 self._notify(f"{one.name} has not received all steps; the next run of this directory sends the rest")
+
+
+def remove(job: ObservedJob) -> None:
+    """Remove what observers have written about a job of a service below its home."""
+    for place in _places_of(job.home, job.tenant):
+        for found in (*place.glob(f"*-{job.id}"), *place.glob(f"wandb/*-{job.id}")):
+            shutil.rmtree(found, ignore_errors=True)
+    for progress in (job.home / ".observed").glob(f"*/{job.id}"):
+        progress.unlink(missing_ok=True)
+
+
+def remove_tenant(home: Path, tenant: str) -> None:
+    """Remove what observers have written below a service's `home` about all jobs of a tenant."""
+    for place in _places_of(home, tenant):
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _places_of(home: Path, tenant: str) -> list[Path]:
+    """The directories of a tenant, one for each kind of files."""
+    kinds = [one for one in home.iterdir() if one.name != ".observed"] if tenant and home.is_dir() else []
+    return [one / tenant for one in kinds if (one / tenant).is_dir()]
 
 
 def send(run_directory: Path, observers: Sequence[ObserverConfig]) -> None:
@@ -229,7 +284,9 @@ def job_of_run(run_directory: Path, name: str) -> ObservedJob:
         run_id = str(json.loads((run_directory / "run.json").read_text())["run_id"])
     except (OSError, ValueError, TypeError, KeyError):
         run_id = run_directory.resolve().name
-    job_id = re.sub(r"[^\w-]+", "_", f"{run_id}-{name}")
+    job_id = re.sub(r"[^\w-]+", "_", whole := f"{run_id}-{name}")
+    if job_id != whole:  # else `a.1` and `a=1` were one job
+        job_id += f"-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
     return ObservedJob(job_id, name, run_directory.resolve().name, "", run_directory / name, run_directory)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +16,7 @@ from typing import Any, Protocol
 
 import yaml
 
-_PRIVATE = frozenset({"headers"})
-"""Fields of a job that can hold keys."""
+_URL = re.compile(r"^(\w[\w+.-]*://)(?:[^/?#]*@)?([^?#]*).*$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ObservedJob:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The job's settings, without headers of requests."""
+        """The job's settings. Arguments of rewards and environments have no values, and URLs no query: both can hold keys."""
         try:
             known = _without_keys(yaml.safe_load((self.path / "job.yaml").read_text()))
             return known if isinstance(known, dict) else {}
@@ -55,9 +55,13 @@ class ObservedJob:
 
     def directory(self, name: str) -> Path:
         """A directory for files of the job, made if it is missing."""
-        place = self.home / name / self.tenant / self.label
+        place = self.shared(name) / self.label
         place.mkdir(parents=True, exist_ok=True)
         return place
+
+    def shared(self, name: str) -> Path:
+        """A directory for files of all jobs of the run, or of the tenant; it may be missing."""
+        return self.home / name / self.tenant
 
 
 @dataclass(frozen=True)
@@ -113,5 +117,11 @@ def numbers(line: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, fl
 
 def _without_keys(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_keys(one) for key, one in value.items() if key not in _PRIVATE}
-    return [_without_keys(one) for one in value] if isinstance(value, list) else value
+        return {key: _names(one) if key == "args" else _without_keys(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_keys(one) for one in value]
+    return _URL.sub(r"\1\2", value) if isinstance(value, str) else value
+
+
+def _names(args: Any) -> Any:
+    return dict.fromkeys(args) if isinstance(args, dict) else None

@@ -60,6 +60,8 @@ class Wandb:
     def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
         import wandb
 
+        place = job.shared("wandb") if job.tenant else job.home  # the package adds a `wandb`
+        place.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             **{"mode": _mode("WANDB", "api.wandb.ai"), **args},
             project=job.project(project),
@@ -68,7 +70,7 @@ class Wandb:
             id=job.id,
             resume="allow",
             config=dict(job.config),
-            dir=str(job.home),
+            dir=str(place),
             reinit="create_new",
             settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
         )
@@ -101,7 +103,7 @@ class Mlflow:
         from mlflow import MlflowClient
 
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else MLflow 3 refuses directories
-        self._client = MlflowClient(uri or os.environ.get("MLFLOW_TRACKING_URI") or (job.home / "mlruns").as_uri())
+        self._client = MlflowClient(uri or os.environ.get("MLFLOW_TRACKING_URI") or job.shared("mlruns").as_uri())
         name = job.project(experiment)
         found = self._client.get_experiment_by_name(name)
         place = self._client.create_experiment(name) if found is None else found.experiment_id
@@ -183,7 +185,7 @@ class Swanlab:
             [sys.executable, "-c", _SWANLAB],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._said, text=True, start_new_session=True,
         )  # fmt: skip
-        begun = {"mode": _mode("SWANLAB", "swanlab.cn"), "log_dir": str(job.home / "swanlog"), **args}
+        begun = {"mode": _mode("SWANLAB", "swanlab.cn"), "log_dir": str(job.shared("swanlog")), **args}
         named = {"project": job.project(project), "group": job.run or None, "name": job.name}
         self._write(json.dumps({**begun, **named, "id": job.id, "resume": "allow", "config": dict(job.config)}))
 

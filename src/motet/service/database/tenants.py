@@ -85,10 +85,8 @@ class Tenants:
 
     def close(self, tenant_id: str) -> None:
         """End the tenant's keys, and let nobody sign in to it until an admin makes a key of it."""
-        with (
-            contextlib.suppress(IntegrityError),
-            self._transaction() as session,
-        ):  # another may close it at the same time
+        # another may close it at the same time
+        with contextlib.suppress(IntegrityError), self._transaction() as session:
             name = session.scalars(select(Tenant.name).where(Tenant.id == tenant_id)).one_or_none()
             if name is not None and session.get(ClosedTenant, digest(name)) is None:
                 session.add(ClosedTenant(digest=digest(name)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from pathlib import Path
 
 from sqlalchemy import delete, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -23,14 +24,19 @@ from motet.service.database.tables import (
 )
 from motet.service.jobs.submissions import Submissions
 from motet.service.storage import Storage
+from motet.tracking.follow import remove_tenant
 from motet.types import JobState
 
 
 class Erasure:
     """Erases tenants in steps that can be repeated: after a crash, or while jobs finish, ask again."""
 
-    def __init__(self, store: Store, storage: Storage, adapters: Adapters, submissions: Submissions) -> None:
+    def __init__(
+        self, store: Store, storage: Storage, adapters: Adapters, submissions: Submissions, observers: Path
+    ) -> None:
+        """`observers` is where observers may write."""
         self._store, self._storage, self._adapters, self._submissions = store, storage, adapters, submissions
+        self._observers = observers
 
     def erase(self, tenant_id: str) -> int:
         """Close the tenant and end its jobs; once they have ended, delete everything. Gives how many have not ended.
@@ -54,6 +60,7 @@ class Erasure:
             self._storage.upload(file.id, file.filename).unlink(missing_ok=True)
             self._store.delete_file(file.id)
         shutil.rmtree(self._storage.samples(tenant_id), ignore_errors=True)
+        remove_tenant(self._observers, self._store.tenants.name_of(tenant_id))
         try:
             with self._store.transaction() as session:
                 session.execute(update(Usage).where(Usage.tenant_id == tenant_id).values(job_name=""))

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from motet.cluster.messages import JobChanged, JobStepped, JobWorked, UsageWindow
 from motet.runtime.journal import Journal
 from motet.runtime.progress import figure_of
 from motet.service.database.store import AWAY, Store
-from motet.service.database.tables import now
+from motet.service.database.tables import StoredJob, now
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
@@ -26,6 +27,8 @@ from motet.tracking.observing import ObservedJob
 from motet.types import JobState
 
 _RETRY_SECONDS = 0.5
+_MOST_ENDED = 200
+"""Ended jobs that observers look at when the service starts."""
 
 
 class EventRecorder:
@@ -97,6 +100,7 @@ class EventRecorder:
                 Journal(self._storage.job(job_id).path).end(outcomes=state is JobState.SUCCEEDED)
         self._stored.changed(job_id)
         self._bus.publish(job_id, ANY_JOB)
+        self._observe(job_id, state)
         if state.final:
             self._bus.publish(WAITING_JOBS)
             for workers in self._workers:
@@ -114,7 +118,6 @@ class EventRecorder:
             self._write(lambda: self._ledger.worked(event.job, event.step, event.tokens))
         elif not (self._closing and event.state in (JobState.PAUSED, JobState.QUEUED)):
             self.record_state(event.job, event.state, event.message, event.inexact, event.key)
-            self._observe(event.job, event.state)
 
     def _observe(self, job_id: str, state: JobState) -> None:
         """Tell the operator's observers; they read the files of the job."""
@@ -123,10 +126,27 @@ class EventRecorder:
 
         def tell() -> None:
             if (job := self._store.job_by_id(job_id)) is not None:
-                tenant, path = self._store.tenants.name_of(job.tenant_id), self._storage.job(job_id).path
-                self._followers.move(ObservedJob(job_id, job.name, "", tenant, path, self._followers.home), state)
+                self._move(job, state)
 
         self._write(tell)
+
+    def _move(self, job: StoredJob, state: JobState) -> None:
+        self._followers.move(self._observed(job), state)
+
+    def _observed(self, job: StoredJob) -> ObservedJob:
+        tenant, path = self._store.tenants.name_of(job.tenant_id), self._storage.job(job.id).path
+        return ObservedJob(job.id, job.name, "", tenant, path, self._followers.home)
+
+    def delete_observed(self, job: StoredJob) -> None:
+        """Remove what observers have written about a job that has ended."""
+        self._followers.delete(self._observed(job))
+
+    def observe_ended(self) -> None:
+        """Let observers receive what they missed of the jobs that ended last."""
+        if self._followers:
+            ended = select(StoredJob).where(StoredJob.ended.is_not(None)).order_by(StoredJob.ended.desc())
+            for job in self._store.scalars(ended.limit(_MOST_ENDED)):
+                self._move(job, JobState(job.state))
 
     def record_usage(self, usage: UsageWindow) -> None:
         """Keep who used the device."""

@@ -21,6 +21,7 @@ from motet.service.database.tenants import Principal
 from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import AT_ONCE, JobQueue, Planned, Sibling, StartCondition
+from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.validation import Allowed, validated
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
@@ -59,12 +60,14 @@ class Submissions:
         handover: Handover,
         engine: Hosts,
         secrets: Secrets,
+        recorder: EventRecorder,
     ) -> None:
         """`allowed` is what jobs may use."""
         self._allowed, self._bases = allowed, bases
         self._store, self._storage, self._bus, self._adapters = store, storage, bus, adapters
         self._quotas, self._enforcer, self._queue = quotas, enforcer, queue
         self._handover, self._engine, self._secrets = handover, engine, secrets
+        self._recorder = recorder
         self._changing = threading.Lock()
 
     def check(self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None = None) -> list[Planned]:
@@ -201,5 +204,6 @@ class Submissions:
         self._engine.send(ForgetJob(job.id))
         self._adapters.forget_shares(job.id)
         self._storage.job(job.id).delete()  # first: after a crash the job is there to be deleted again
+        self._recorder.delete_observed(job)
         self._store.delete_job(job.id)
         self._quotas.stored.forget(job.id)
