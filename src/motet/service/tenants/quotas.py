@@ -225,8 +225,8 @@ class Quotas:
             return UsedToday()
         return self._ledger.used_today().get(tenant_id, UsedToday())
 
-    def check_work(self, tenant_id: str, work: int, waiting: int, what: str = "this request") -> None:
-        """Let `what` takes so many tokens wait beside others; while none are left, they all wait for the next day."""
+    def check_work(self, tenant_id: str, work: int, waiting: int, what: str = "") -> None:
+        """Let a request (or `what`) of so many tokens wait beside others; while none are left, all wait for the next day."""
         most = self.of(tenant_id).tokens_per_day
         if most is None:
             return
@@ -234,11 +234,12 @@ class Quotas:
         used = 0 if used >= most else used
         if used + waiting + work <= most:
             return
-        needs = f"tokens_per_day: {what} takes {work} tokens, with each target counted"
+        needs = f"tokens_per_day: {what or 'this request'} takes {work} tokens, with each target counted"
+        less = "" if what else "send fewer data at a time, or "
         if work > most:
-            raise LimitError(f"{needs}, and a day of this tenant has {most}; send fewer data at a time, or {_ASK}", 403)
+            raise LimitError(f"{needs}, and a day of this tenant has {most}; {less}{_ASK}", 403)
         raise LimitError(
-            f"{needs}; {used} of {most} are used and {waiting} are promised to requests that wait. Send fewer data, wait until "
+            f"{needs}; {used} of {most} are used and {waiting} are promised to requests that wait; {less}wait until "
             f"00:00 UTC, or {_ASK} --tokens-per-day",
             429,
             _until_tomorrow(),
