@@ -443,3 +443,80 @@ def test_who_waits_for_a_row_holds_up_nobodys_calls() -> None:
     turns.charge(2.0, [(Payer("other", "long"), 1.0)])
     decoder.tick()
     assert turns.ahead("caller", DECODES) <= 0
+
+
+class Busy:
+    """A tenant that asks for more rows than there are, however many requests end; each has its blocks from the start."""
+
+    def __init__(self, decoder: Decoder, ask: Ask = Ask(2 * BLOCK + 1, 7), name: str = "busy") -> None:  # noqa: B008
+        self.decoder, self.ask, self.name, self.chunks = decoder, ask, name, list[list[Chunk]]()
+
+    @property
+    def ended(self) -> int:
+        return sum(bool(chunks) for chunks in self.chunks)
+
+    def come(self) -> None:
+        while len(self.chunks) < self.ended + self.decoder.rows.most:
+            request = replace(as_request(f"{self.name} {len(self.chunks)}", self.ask), job=self.name, tenant=self.name)
+            self.chunks.append(add(self.decoder, request, None))
+
+    def tick(self) -> None:
+        self.come()
+        self.decoder.tick()
+
+
+@pytest.mark.parametrize("host", [0, ROOMY])
+@pytest.mark.parametrize("seeds", [(1,), (1, 2, 3)])
+def test_a_prompt_that_needs_most_of_the_cache_makes_nobody_give_way_in_vain(seeds: tuple[int, ...], host: int) -> None:
+    """Its tenant's part is 10 of 20 blocks, it needs 15: it waits until others have ended, and then begins and ends."""
+    decoder, ask = make_decoder(20, 7, host=host), Ask(14 * BLOCK, 6, seeds=seeds)
+    busy = Busy(decoder)
+    for _ in range(3):
+        busy.tick()
+    assert decoder.n_running == 6
+    for asked in range(3):
+        preempted, ended, ticks = decoder.rows.preemptions, busy.ended, 0
+        large = add(decoder, replace(as_request(f"large {asked}", ask), tenant="large"), None)
+        while len(large) < len(seeds) and ticks < 1000:
+            busy.tick()
+            ticks += 1
+        assert decoder.rows.preemptions - preempted <= (10 * len(seeds) if asked or len(seeds) > 1 else 0)
+        for seed, outcome in zip(seeds, outcomes(large, len(seeds)), strict=True):
+            assert outcome == alone(replace(ask, seeds=()), seed, "float32")
+        while busy.ended == ended and ticks < 1000:
+            busy.tick()
+            ticks += 1
+        assert busy.ended > ended, "the other tenant is served"
+    finish(decoder)
+    assert {len(outcomes(chunks, 1)[0][0]) for chunks in busy.chunks} == {7}
+
+
+@pytest.mark.parametrize("host", [0, ROOMY])
+def test_a_long_sequence_that_gave_way_comes_back_and_ends(host: int) -> None:
+    """It had more than its tenant's part while nobody else was there; the others are served at once, and it is later."""
+    decoder, ask = make_decoder(20, 7, host=host), Ask(14 * BLOCK, 5 * BLOCK)
+    large = add(decoder, replace(as_request("large", ask), tenant="large"), None)
+    decoder.tick()
+    busy, ticks = Busy(decoder), 0
+    while not large and ticks < 1000:
+        busy.tick()
+        ticks += 1
+    assert decoder.rows.preemptions <= 1 + 6, "it gave way once, and as it grew others did"
+    assert busy.ended > 0
+    assert outcomes(large, 1)[0] == alone(ask, 1, "float32")
+    finish(decoder)
+
+
+@pytest.mark.parametrize("host", [0, ROOMY])
+def test_tenants_whose_sequences_do_not_divide_their_parts_do_not_take_turns_to_give_way(host: int) -> None:
+    """Of 20 blocks one has 5 for each sequence, and one 3: two of one and three of the other fit, and nobody's fourth."""
+    decoder = make_decoder(20, 7, host=host)
+    fives, threes = Busy(decoder, Ask(4 * BLOCK + 1, 7), "fives"), Busy(decoder, name="threes")
+    ticks = 0
+    while min(fives.ended, threes.ended) < 8 and ticks < 1000:
+        fives.come()
+        threes.tick()
+        ticks += 1
+    assert min(fives.ended, threes.ended) >= 8
+    assert decoder.rows.preemptions <= 8
+    finish(decoder)

@@ -29,6 +29,8 @@ class BatchRows:
         self._shares: Mapping[str, float] = {}
         self._had: Counter[str] = Counter()
         self._can_give: list[SampledSequence] = []
+        self._large: Prompt | SampledSequence | None = None
+        """It needs more than its tenant's part of the cache: until it begins nobody else does, and it does not give way."""
 
     @property
     def free(self) -> int:
@@ -48,68 +50,107 @@ class BatchRows:
         whole = sum(shares.values())
         self._had, self._shares = had, {tenant: share / whole for tenant, share in shares.items()}
         self._limits = row_limits(wanted, had, self._shares, self.most)
-        for sequence in reversed(self.running) if any(n > self._limits[tenant] for tenant, n in had.items()) else ():
-            if self.left(sequence) < 0:
-                self._give_way(sequence)
+        if any(n > self._limits[tenant] for tenant, n in had.items()):
+            youngest = self.running[::-1]
+            for sequence in sorted(youngest, key=lambda item: item is self._large):
+                if self.left(sequence) < 0:
+                    self._give_way(sequence)
+        large, there = self._large, (*self.running, *self.preempted, *self.waiting)
+        if large is not None and (large not in there or (self._large_waits and self.left(large) <= 0)):
+            self._large = None
         self._can_give = list(self.running)  # what starts in this tick is part of a prefill
 
     def left(self, item: Prompt | SampledSequence) -> int:
         """Rows that the tenant of this may still take."""
         return self._limits[tenant_of(item)] - self._had[tenant_of(item)]
 
+    @property
+    def _large_waits(self) -> bool:
+        return self._large is not None and self._large not in self.running
+
     def start(self, sequence: SampledSequence) -> None:
         """Give a sequence a row."""
+        if sequence.prompt is self._large:
+            self._large = sequence
         self.running.append(sequence)
         self._had[tenant_of(sequence)] += 1
 
     def drop_finished(self) -> None:
         """Take back the rows of sequences that have ended."""
+        if isinstance(self._large, SampledSequence) and self._large.finish is not None:
+            self._large = None
         self.running = [item for item in self.running if item.finish is None]
         self._had = Counter(map(tenant_of, self.running))
 
     def may_begin(self) -> set[str]:
         """Tenants whose prompts may begin. What gave way comes first, except before a tenant with little of the cache."""
         names = {tenant_of(item) for item in self.waiting if self.left(item) > 0}
+        if self._large is not None and self._large_waits:
+            return names & {tenant_of(self._large)} if isinstance(self._large, Prompt) else set()
         stuck = {tenant_of(item) for item in self.preempted if self.left(item) > 0}
         return (names - stuck) & self._with_little() if stuck else names
 
-    def with_room(self, item: Prompt | SampledSequence, take: Callable[[], Taken]) -> Taken:
-        """Take blocks for a prompt or sequence; where there are too few, again after each thing that gives way to it."""
-        while (taken := take()) is None or taken is False:
-            if not self._gives_way_to(item):
+    def may_resume(self, sequence: SampledSequence) -> bool:
+        """Whether a preempted sequence may have a row and blocks."""
+        return self.left(sequence) > 0 and (sequence is self._large or not self._large_waits)
+
+    def with_room(self, item: Prompt | SampledSequence, take: Callable[[], Taken], more: int = 0) -> Taken:
+        """Take blocks for a prompt or sequence, beside which so many `more` have to be free.
+
+        Where there are too few, again after each thing that gives way to it. Nothing does if all of it were too little.
+        """
+        taken = take()
+        if taken is not None and taken is not False:
+            return taken
+        giving = self._giving(item, more)
+        if not self._blocks.suffices(item, more, giving):
+            return taken
+        for one in giving:
+            if isinstance(one, Prompt):
+                self._reclaim(one)
+            else:
+                self._can_give.remove(one)
+                self._give_way(one)
+            taken = take()
+            if taken is not None and taken is not False:
                 break
         return taken
 
-    def _gives_way_to(self, item: Prompt | SampledSequence) -> bool:
-        """Whether anything did: a prompt that cannot begin now, or the youngest row of a tenant with much of the cache."""
-        may_begin = self.may_begin()
-        for prompt in self.waiting:
-            if (
-                prompt is not item
-                and prompt.logits is not None
-                and prompt.blocks
-                and tenant_of(prompt) not in may_begin
-            ):
-                self._reclaim(prompt)
-                return True
-        if len(self._limits) > 1 and tenant_of(item) in (little := self._with_little()):
-            for sequence in reversed(self._can_give):
-                if tenant_of(sequence) not in little:
-                    self._can_give.remove(sequence)
-                    self._give_way(sequence)
-                    return True
-        return False
+    def _giving(self, item: Prompt | SampledSequence, more: int) -> list[Prompt | SampledSequence]:
+        """What may give way, in order: prompts that cannot begin now; then the youngest rows of tenants with much, and prompts.
+
+        These do if the item's tenant stays in its part: otherwise the item would give way in turn. One that needs more than
+        the part becomes the large one, if there is none.
+        """
+        may_begin, held = self.may_begin(), self._held()
+        prompts = [one for one in self.waiting if one is not item and one.logits is not None and one.blocks]
+        giving: list[Prompt | SampledSequence] = [one for one in prompts if tenant_of(one) not in may_begin]
+        for one in giving:
+            held[tenant_of(one)] -= Counter(one.blocks)
+        tenant, needs = tenant_of(item), more + (1 if item.blocks else self._blocks.needs(item))
+        if len(self._limits) > 1 and self._large is None and needs > self._part(tenant) > len(held[tenant]):
+            self._large = item
+        if len(self._limits) > 1 and (item is self._large or len(held[tenant]) + needs <= self._part(tenant)):
+            rest: list[Prompt | SampledSequence] = [one for one in prompts if tenant_of(one) in may_begin]
+            for one in [*reversed(self._can_give), *rest]:
+                name = tenant_of(one)
+                if name != tenant and one is not self._large and len(held[name]) > self._part(name):
+                    held[name] -= Counter(one.blocks)
+                    giving.append(one)
+        return giving
 
     def grow(self, chosen: set[SampledSequence]) -> list[SampledSequence]:
         """Give some running sequences a block for their next tokens, oldest first; the youngest give way.
 
-        Those of tenants with little of the cache come before others.
+        What is large comes first, and those of tenants with little of the cache before others.
         """
         kept: set[SampledSequence] = set()
         queue = deque(self.running)
         if len(self._limits) > 1 and self._cache.n_free < len(chosen):
             little = self._with_little()
-            queue = deque(sorted(self.running, key=lambda item: tenant_of(item) not in little))
+            queue = deque(
+                sorted(self.running, key=lambda item: (item is not self._large, tenant_of(item) not in little))
+            )
         while queue:
             sequence = queue.popleft()
             if sequence not in chosen:
@@ -130,12 +171,18 @@ class BatchRows:
 
     def _with_little(self) -> set[str]:
         """Tenants that have less than their part of the cache."""
-        blocks: dict[str, set[int]] = {tenant: set() for tenant in self._shares}
-        for sequence in self.running:
-            blocks[tenant_of(sequence)].update(sequence.blocks)
-        for prompt in self.waiting:
-            blocks[tenant_of(prompt)].update(prompt.blocks)
-        return {name for name, held in blocks.items() if len(held) < self._shares[name] * self._cache.n_blocks}
+        return {name for name, blocks in self._held().items() if len(blocks) < self._part(name)}
+
+    def _held(self) -> dict[str, Counter[int]]:
+        """Blocks of each tenant, by how many of its rows and prompts have them."""
+        held = {tenant: Counter[int]() for tenant in self._shares}
+        everything: list[Prompt | SampledSequence] = [*self.running, *self.waiting]
+        for item in everything:
+            held[tenant_of(item)].update(item.blocks)
+        return held
+
+    def _part(self, tenant: str) -> float:
+        return self._shares[tenant] * self._cache.n_blocks
 
     def _reclaim(self, prompt: Prompt) -> None:
         """Take back the blocks of a prompt that waits for a row; without a copy it is prefilled again later."""

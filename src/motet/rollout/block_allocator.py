@@ -5,6 +5,8 @@ What is kept between turns gives way to all of it. What host memory has no room 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from motet.model.host_cache import HostCache, HostCopy
 from motet.model.kv_cache import KVCache
 from motet.rollout.kept import KeptSequence, KeptSequences
@@ -75,6 +77,27 @@ class BlockAllocator:
         sequence.blocks = self._cache.take(n_blocks)  # as in `begin`
         sequence.slot = self._cache.states.take()
         return True
+
+    def needs(self, item: Prompt | SampledSequence) -> int:
+        """Blocks of all its tokens."""
+        return self._blocks_of(item.length if isinstance(item, SampledSequence) else len(item.request.prompt_ids))
+
+    def suffices(self, item: Prompt | SampledSequence, more: int, giving: Iterable[Prompt | SampledSequence]) -> bool:
+        """Whether there are blocks for a prompt, its next completion or a preempted sequence, and `more`, without others."""
+        n_blocks, present, copy = self.needs(item), list[int](), item.copy
+        if item.blocks:
+            n_blocks = 1
+        elif isinstance(item, SampledSequence):
+            known = item.length - 1
+        elif copy is not None:
+            known = len(item.request.prompt_ids)
+        else:
+            kept, known = self._kept.find(item)
+            if kept is not None:
+                copy, present = kept.copy, kept.blocks[: known // self._cache.block_size]
+        if copy is not None:
+            present = self._host.present(copy, known)
+        return n_blocks + more - len(present) <= self._kept.most_free((one.blocks for one in giving), present)
 
     def grow(self, sequence: SampledSequence) -> bool:
         """See that a running sequence has a block for its next token; False where none is free."""

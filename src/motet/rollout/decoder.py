@@ -160,7 +160,7 @@ class Decoder:
         """Bring preempted sequences back where their tenants have rows left; returns those to compute, and the budget left."""
         resumed: list[SampledSequence] = []
         for sequence in sorted(self.rows.preempted, key=self._turns.had):  # within a tenant the order stays
-            if self.rows.left(sequence) <= 0:
+            if not self.rows.may_resume(sequence):
                 continue
             computes = sequence.copy is None
             if computes and inputs and sequence.length > budget:
@@ -191,10 +191,10 @@ class Decoder:
             if left <= 0 or not (prompt.blocks or self._turns.is_due(prompt, due)):
                 continue
             if not prompt.blocks:
-                spare = 1 if inputs or self.rows.running else 0
-                begin = functools.partial(self.blocks.begin, prompt, reserved + spare, budget if inputs else None)
+                more = reserved + bool(inputs or self.rows.running)
+                begin = functools.partial(self.blocks.begin, prompt, more, budget if inputs else None)
                 short = bool(inputs) and len(prompt.request.prompt_ids) > budget  # of tokens in this tick, not of room
-                known = begin() if short else self.rows.with_room(prompt, begin)
+                known = begin() if short else self.rows.with_room(prompt, begin, more)
                 if known is None:
                     self._no_blocks = not inputs
                     break

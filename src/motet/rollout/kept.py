@@ -8,6 +8,7 @@ block or a slot comes first: what was used least recently moves to host memory, 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,13 +91,23 @@ class KeptSequences:
         """
         if self._free(n_blocks, n_slots):
             return True
-        if n_blocks > self._cache.n_free + self._only_here(but):
+        if n_blocks > self.most_free(but=() if but is None else but.blocks):
             return False
         for one in [one for one in self._kept if one is not but and one.copy is None]:
             self._page_out(one)
             if self._free(n_blocks, n_slots):
                 return True
         return False
+
+    def most_free(self, giving: Iterable[Iterable[int]] = (), but: Collection[int] = ()) -> int:
+        """Blocks that would be free if nothing was kept and these owners had none; `but` stay."""
+        held = self._held.copy()
+        for blocks in giving:
+            held.update(blocks)
+        stay = set(but)
+        return self._cache.n_free + sum(
+            self._cache.references(block) == count for block, count in held.items() if block not in stay
+        )
 
     def _free(self, n_blocks: int, n_slots: int) -> bool:
         return n_blocks <= self._cache.n_free and n_slots <= self._cache.states.n_free
@@ -115,11 +126,6 @@ class KeptSequences:
         """Let go of everything."""
         for one in list(self._kept):
             self._drop(one)
-
-    def _only_here(self, but: KeptSequence | None) -> int:
-        """Blocks that would be free without any kept sequence but this one."""
-        needed = set() if but is None else set(but.blocks)
-        return sum(self._cache.references(block) == count for block, count in self._held.items() if block not in needed)
 
     def _page_out(self, one: KeptSequence) -> None:
         """Move a sequence to host memory, or let go of it."""
