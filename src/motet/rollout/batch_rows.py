@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from motet.model.kv_cache import KVCache
@@ -126,16 +126,17 @@ class BatchRows:
         prompts = [one for one in self.waiting if one is not item and one.logits is not None and one.blocks]
         giving: list[Prompt | SampledSequence] = [one for one in prompts if tenant_of(one) not in may_begin]
         for one in giving:
-            held[tenant_of(one)] -= Counter(one.blocks)
-        tenant, needs = tenant_of(item), more + (1 if item.blocks else self._blocks.needs(item))
-        if len(self._limits) > 1 and self._large is None and needs > self._part(tenant) > len(held[tenant]):
+            _drop(held[tenant_of(one)], one.blocks)
+        tenant, needs = tenant_of(item), 1 if item.blocks else self._blocks.needs(item)
+        part = self._part(tenant)
+        if len(self._limits) > 1 and self._large is None and needs + 1 > part > len(held[tenant]):
             self._large = item
-        if len(self._limits) > 1 and (item is self._large or len(held[tenant]) + needs <= self._part(tenant)):
+        if len(self._limits) > 1 and (item is self._large or len(held[tenant]) + needs + more <= part):
             rest: list[Prompt | SampledSequence] = [one for one in prompts if tenant_of(one) in may_begin]
             for one in [*reversed(self._can_give), *rest]:
                 name = tenant_of(one)
                 if name != tenant and one is not self._large and len(held[name]) > self._part(name):
-                    held[name] -= Counter(one.blocks)
+                    _drop(held[name], one.blocks)
                     giving.append(one)
         return giving
 
@@ -200,6 +201,13 @@ class BatchRows:
         self._blocks.page_out(sequence)
         self.preempted.appendleft(sequence)
         self.preemptions += 1
+
+
+def _drop(held: Counter[int], blocks: Iterable[int]) -> None:
+    for block in blocks:
+        held[block] -= 1
+        if not held[block]:
+            del held[block]
 
 
 def row_limits(
