@@ -168,10 +168,14 @@ def test_a_number_that_a_deleted_file_gave_to_another_links_nothing(tmp_path):
     assert (places[0] / "second").read_text() == "two"
 
 
+BUSY = 300
+"""Steps of a job that a backup meets in the middle."""
+
+
 @pytest.mark.soak
 def test_a_copy_of_a_busy_service_ends_its_jobs_with_the_same_bytes(tmp_path):
     with serving(tmp_path / "served") as service:
-        service.submit(tiny("sort", steps=12))
+        service.submit(tiny("sort", steps=BUSY))
         service.reaches("sort", 4)
         subprocess.run(
             [sys.executable, "-m", "motet", "backup", str(tmp_path / "copy"), "--directory", str(service.directory)],
@@ -184,8 +188,10 @@ def test_a_copy_of_a_busy_service_ends_its_jobs_with_the_same_bytes(tmp_path):
         [sys.executable, "-m", "motet", "restore", str(tmp_path / "copy"), "--directory", str(again)], check=True
     )
     shutil.copy(tmp_path / "served" / "secret.key", again)
-    assert JobDirectory(next((again / "run").glob("job-*"))).steps()[-1] < 12
+    assert JobDirectory(next((again / "run").glob("job-*"))).steps()[-1] < BUSY
     with serving(again) as service:
         assert service.ended("sort") == "succeeded", service.job("sort")["message"]
         assert service.weights("sort") == weights
-        assert sorted(set(steps := service.steps("sort"))) == steps == list(range(13)), "the last line is an evaluation"
+        assert sorted(set(steps := service.steps("sort"))) == steps == list(range(BUSY + 1)), (
+            "the last line is an evaluation"
+        )
