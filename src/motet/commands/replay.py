@@ -22,9 +22,10 @@ from motet.jobfile import jobs_of, load_jobs
 from motet.near import close_matches
 from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.fork import fork, nearest_commit
+from motet.runtime.fork import fork
+from motet.runtime.opening import rollout_sums
 from motet.runtime.progress import JobProgress
-from motet.runtime.receipts import dependencies_of, differences, read_receipt, subjects_of
+from motet.runtime.receipts import changed_materials, differences, materials_of, read_receipt, subjects_of
 from motet.types import JobState
 
 _MOST = 200
@@ -81,7 +82,7 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
             f"version {last} of {job.name} has no receipt to compare with; it has those of versions "
             f"{', '.join(map(str, known)) or 'none: an earlier Motet trained it'}"
         )
-    nearest = nearest_commit(original, last - 1) or 0
+    nearest = max((step for step in original.steps() if step < last), default=0)
     first = nearest if wanted.first is None and wanted.last is not None else wanted.first or 0
     if first >= last:
         raise ConfigError(f"{text!r} has no step: {job.name} has done {newest.step}")
@@ -100,9 +101,8 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
             fork(original, first, again.path)
         versions = f"version {last}" if last == first + 1 else f"versions {first + 1} to {last}"
         say(f"deriving {versions} of {job.name} again …")
-        each = job.checkpoint.model_copy(
-            update={"every": 1}
-        )  # commits change no bit, and every receipt has its version
+        # commits change no bit, and with one a step every receipt of the original has its version here
+        each = job.checkpoint.model_copy(update={"every": 1})
         alone = {"run": str(run), "jobs": [job.model_copy(update={"checkpoint": each})], "observers": []}
         seconds = _train(config.model_copy(update=alone), last)
         parted = list(_partings(original, again, first, last))
@@ -159,10 +159,7 @@ def _other_facts(original: JobDirectory, again: JobDirectory, last: int) -> Iter
     if not all(path.is_file() for path in paths):
         return
     old, new = map(read_receipt, paths)
-    before, now = ({k: v for k, v in dependencies_of(one).items() if "/" in k or k == "motet"} for one in (old, new))
-    for name in [*before, *(name for name in now if name not in before)]:
-        if not name.startswith("rollouts/") and before.get(name) != now.get(name):
-            yield f"{name} is not what it was"
+    yield from changed_materials(materials_of(old), materials_of(new))
     for part in ("externalParameters", "internalParameters"):
         pair = (one["predicate"]["buildDefinition"][part] for one in (old, new))
         yield from (line for line in differences(*pair) if not line.startswith(("inexact:", "computed_before")))
@@ -171,14 +168,13 @@ def _other_facts(original: JobDirectory, again: JobDirectory, last: int) -> Iter
 
 def _partings(original: JobDirectory, again: JobDirectory, first: int, last: int) -> Iterator[str]:
     """Where two trainings of a job part first, in words; nothing where they do not."""
-    old, new = (_sums(job, last) for job in (original, again))
-    lines = [{int(one["step"]): one for one in job.read_metrics(_newest(job))} for job in (original, again)]
+    (old, lines), (new, lines_again) = map(_recorded, (original, again))
     for step in range(first, last):
         name = f"{step}.jsonl"
         if name in old and old[name] != new.get(name):
             yield f"the runs first differ in step {step}, in its rollouts: {_first_row(original, again, step)}"
             return
-        if (changed := _first_difference(lines[0].get(step, {}), lines[1].get(step, {}))) is not None:
+        if (changed := _first_difference(lines.get(step, {}), lines_again.get(step, {}))) is not None:
             yield f"the runs first differ in step {step}, in metrics.jsonl: {changed}"
             return
         receipts = [job.receipts / f"v{step + 1}.json" for job in (original, again)]
@@ -189,16 +185,12 @@ def _partings(original: JobDirectory, again: JobDirectory, first: int, last: int
                 return
 
 
-def _newest(job: JobDirectory) -> Any:
+def _recorded(job: JobDirectory) -> tuple[Mapping[str, str], Mapping[int, Mapping[str, Any]]]:
+    """sha256 of each file of rollouts, and the metrics of each step; evaluations, which a pause adds, are left out."""
     done = job.newest()
     assert done is not None
-    return done
-
-
-def _sums(job: JobDirectory, last: int) -> Mapping[str, str]:
-    """sha256 of the rollouts of each step before `last`, by file."""
-    lines = map(json.loads, job.checksums.read_bytes().splitlines())
-    return {one["file"]: one["sha256"] for one in lines if not one["file"].startswith("eval-")}
+    lines = ({name: value for name, value in line.items() if name != "eval"} for line in job.read_metrics(done))
+    return rollout_sums(job, done), {int(line["step"]): line for line in lines}
 
 
 def _first_row(original: JobDirectory, again: JobDirectory, step: int) -> str:
@@ -233,12 +225,12 @@ def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequ
     tree = config.model_copy(update={"run": str(run), "jobs": [own]}).model_dump(mode="json", exclude_unset=True)
     (fields,) = tree["jobs"]
     fields |= {"name": name or own.name, "seed": own.effective_seed}
-    new = jobs_of({**tree, "run": str(run)}, str(path), overrides)
+    new = jobs_of(tree, str(path), overrides)
     (job,) = new.jobs
     run.mkdir(parents=True, exist_ok=True)
     fork(original, wanted.last, run / job.name)
     tree = new.model_dump(mode="json", exclude_unset=True)
     file = run / "jobs.yaml"
-    replace_file(file, yaml.safe_dump({**tree, "run": str(run)}, sort_keys=False, allow_unicode=True).encode())
+    replace_file(file, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode())
     file.chmod(0o600)  # a reward's arguments may be secret
     say(f"{job.name} begins at step {wanted.last} of {original.path}; train it: motet run {file}")

@@ -14,11 +14,6 @@ from motet.errors import RunError
 from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 
 
-def nearest_commit(job: JobDirectory, step: int) -> int | None:
-    """The newest kept commit that is not after a step; None where there is none."""
-    return max((one for one in job.steps() if one <= step), default=None)
-
-
 def fork(job: JobDirectory, step: int, new: Path) -> JobDirectory:
     """Copy what a job was at a commit to a new directory; it opens as any job that was changed with approval.
 

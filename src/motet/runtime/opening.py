@@ -275,7 +275,7 @@ def _late_damage(directory: JobDirectory, committed: Committed) -> Iterator[Dama
         if path.is_file() and (more := path.stat().st_size - length) > 0:
             cut = f"cut it to its first {length} bytes, which --accept-changes does too"
             yield Damage(path, f"has {more} bytes after those that were saved", cut)
-    known = _rollout_sums(directory, committed)
+    known = rollout_sums(directory, committed)
     for path in sorted((directory.path / "rollouts").glob("*.jsonl")):
         if path.name not in known and path.stem.removeprefix("eval-").isdecimal():
             yield Damage(path, "was added", _REMOVE)
@@ -312,7 +312,7 @@ def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
 
 def _rollout_damage(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
     """The oldest go when there are too many, all but the first evaluation; one that is missing after another is damage."""
-    sums = _rollout_sums(directory, committed)
+    sums = rollout_sums(directory, committed)
     folder: Path = directory.path / "rollouts"
     there = [name for name in sums if (folder / name).is_file()]
     oldest = next((name for name in there if name != "eval-0.jsonl"), None)
@@ -322,7 +322,8 @@ def _rollout_damage(directory: JobDirectory, committed: Committed) -> Iterator[D
     yield from compare(folder, {name: sums[name] for name in dict.fromkeys(kept)}, _GO_ON)
 
 
-def _rollout_sums(directory: JobDirectory, committed: Committed) -> dict[str, str]:
+def rollout_sums(directory: JobDirectory, committed: Committed) -> dict[str, str]:
+    """sha256 of each file of rollouts that a commit covers, by name, in the order in which they were written."""
     lines = directory.checksums.read_bytes()[: committed.checksums_bytes].splitlines()
     return {entry["file"]: entry["sha256"] for entry in map(json.loads, lines)}
 

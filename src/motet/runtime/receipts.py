@@ -92,12 +92,11 @@ class Materials:
 
     def changes(self, receipt: Mapping[str, Any], without: str | None = None) -> Iterator[str]:
         """What a receipt names that is not the same here, a line each; `without` leaves names with this beginning out."""
-        before = dependencies_of(receipt)
-        now = {one["name"]: next(iter(one["digest"].values())) for one in self.dependencies}
-        for name in [*before, *(name for name in now if name not in before)]:
-            own = not name.startswith(("rollouts/", "version "))
-            if own and not (without and name.startswith(without)) and before.get(name) != now.get(name):
-                yield f"{name} is not what it was"
+        before, now = (
+            materials_of(receipt),
+            {one["name"]: next(iter(one["digest"].values())) for one in self.dependencies},
+        )
+        yield from (line for line in changed_materials(before, now) if not (without and line.startswith(without)))
         built = receipt["predicate"]["buildDefinition"]
         yield from differences(
             {**built["externalParameters"], "version": None}, {**self._identity["job"], "version": None}
@@ -187,7 +186,7 @@ def _builder() -> dict[str, str]:
 def _motet_sum() -> str:
     """Of the Python and C++ sources of this package."""
     root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
-    for path in sorted(path for suffix in ("py", "cpp", "h") for path in root.rglob(f"*.{suffix}")):
+    for path in sorted(path for suffix in ("py", "cpp", "hpp") for path in root.rglob(f"*.{suffix}")):
         digest.update(f"{path.relative_to(root)}\0{hash_of(path).hexdigest()}\n".encode())
     return digest.hexdigest()
 
@@ -230,6 +229,19 @@ def dependencies_of(statement: Mapping[str, Any]) -> dict[str, str]:
     """Digests of what the version was made of, by name."""
     listed = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
     return {str(one["name"]): str(next(iter(one["digest"].values()))) for one in listed}
+
+
+def materials_of(statement: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of base, data and code, by name: of what is the same for all versions of a job."""
+    found = dependencies_of(statement)
+    return {name: digest for name, digest in found.items() if not name.startswith(("rollouts/", "version "))}
+
+
+def changed_materials(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """Where these differ, a line each."""
+    for name in [*before, *(name for name in now if name not in before)]:
+        if before.get(name) != now.get(name):
+            yield f"{name} is not what it was"
 
 
 def version_before(statement: Mapping[str, Any]) -> tuple[int, str] | None:
