@@ -137,9 +137,9 @@ def test_every_door_learns_on_a_vllm_that_is_killed(
             killed.append(kill_server())
 
     result = run_config(run_of(tmp_path, taught, 8, rollout), base=small, observe=kill_one)
+    learned(result, tmp_path)
     assert list((tmp_path / "memory").iterdir()) == [], "the copy of the base stayed"
     assert killed, "no server was killed"
-    learned(result, tmp_path)
     assert not any("from files" in note for note in result.notes)
 
 

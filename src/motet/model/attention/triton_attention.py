@@ -180,7 +180,7 @@ def _row_places(*states_TKE: Tensor) -> tuple[int, ...]:
 def _options(query_THE: Tensor, fold: int, softcap: float, narrow: int = 128, smaller: str = "") -> dict[str, Any]:
     """What is compiled in: nothing but the model's shape and type may be part of it.
 
-    Up to `narrow` lanes of two bytes fit the registers of four warps. Of 256 lanes they fit eight where the `smaller` side of
+    Up to `narrow` lanes of two bytes fit the registers of four warps, unless some are masked. Of 256 lanes they fit eight where the `smaller` side of
     a tile (ROWS or KEYS) is half.
     """
     width = query_THE.shape[-1]
@@ -197,7 +197,7 @@ def _options(query_THE: Tensor, fold: int, softcap: float, narrow: int = 128, sm
         "SOFTCAP": softcap,
         **sides,
         "WIDEN": _INTERPRETED and query_THE.dtype != torch.float32,
-        "num_warps": 4 if lanes <= narrow and query_THE.element_size() == 2 else 8,
+        "num_warps": 4 if lanes <= narrow and width == lanes and query_THE.element_size() == 2 else 8,
         "num_stages": 2 if sides["KEYS"] * lanes * query_THE.element_size() <= 16384 else 1,
         "enable_fp_fusion": False,
     }
