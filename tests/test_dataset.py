@@ -355,6 +355,17 @@ def test_toy_rows_and_an_evaluation_source_of_its_own():
     assert {p.metadata["family"] for p in data.holdout} == {"larger"}
 
 
+def test_another_split_of_the_source_is_for_evaluation(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    parts = {part: [{"prompt": f"{part} {i}", "answer": "x"} for i in range(n)] for part, n in (("train", 9), ("test", 5))}
+    made = {part: datasets.Dataset.from_list(rows) for part, rows in parts.items()}
+    datasets.DatasetDict(made).save_to_disk(str(tmp_path / "exam"))
+    for named in ({}, {"eval_source": str(tmp_path / "exam")}, {"eval_source": None}):
+        data = load_dataset(DataConfig(source=str(tmp_path / "exam"), eval_split="test", **named))
+        assert [problem.messages[0].content for problem in data.holdout] == [f"test {i}" for i in range(5)]
+        assert len(data.train) == 9
+
+
 def test_reasoning_gym_scores_its_own_answers_in_training_and_evaluation():
     data = load_dataset(
         DataConfig(source="reasoning-gym:chain_sum", eval_source="reasoning-gym:leg_counting", size=12, holdout=2)

@@ -56,6 +56,8 @@ class DataConfig(Config):
     """Rows to keep for evaluation. `auto` is 64, or a quarter of the rows if there are fewer than 256."""
     eval_source: str | None = None
     """Another source for evaluation, instead of held-out rows."""
+    eval_split: str | None = None
+    """The split of a `datasets` source to evaluate on: of `eval_source`, or else of `source`."""
     seed: int = 0
     """Seed of a generated source and of the held-out rows. It is the same for every job, so sweeps share both."""
 
@@ -76,6 +78,8 @@ class DataConfig(Config):
             return {**(value if inside else {}), "source": GIVEN_ROWS, "rows": rows}
         if isinstance(value, dict) and value.get("rows") is not None and given != GIVEN_ROWS:
             raise ValueError("there is no field `rows`; give rows as the source")
+        if inside and value.get("eval_split") is not None:
+            return {"eval_source": given, **{name: part for name, part in value.items() if part is not None}}
         return value
 
 

@@ -172,7 +172,8 @@ def _evaluation(config: DataConfig, bounds: RowLimits | None) -> tuple[Problems,
         raise DataError("data.eval_source is set but data.holdout is 0: set it to how many of its rows to use")
     # reasoning-gym seeds row i with seed + i: a far-away seed keeps evaluation rows from being training rows.
     far = seeds.key(config.seed, "eval_source") % (1 << 31)
-    changes = {"source": config.eval_source, "size": config.held_out_of(None), "seed": far, "rows": None}
+    size, named = config.held_out_of(None), config.eval_split or config.split
+    changes = {"source": config.eval_source, "split": named, "size": size, "seed": far, "rows": None}
     other = config.model_copy(update=changes)
     rows, scorer = read_rows(other, bounds)
     return Problems.of(_problems(other, rows, bounds)), scorer
