@@ -357,7 +357,9 @@ def test_toy_rows_and_an_evaluation_source_of_its_own():
 
 def test_another_split_of_the_source_is_for_evaluation(tmp_path):
     datasets = pytest.importorskip("datasets")
-    parts = {part: [{"prompt": f"{part} {i}", "answer": "x"} for i in range(n)] for part, n in (("train", 9), ("test", 5))}
+    parts = {
+        part: [{"prompt": f"{part} {i}", "answer": "x"} for i in range(n)] for part, n in (("train", 9), ("test", 5))
+    }
     made = {part: datasets.Dataset.from_list(rows) for part, rows in parts.items()}
     datasets.DatasetDict(made).save_to_disk(str(tmp_path / "exam"))
     for named in ({}, {"eval_source": str(tmp_path / "exam")}, {"eval_source": None}):

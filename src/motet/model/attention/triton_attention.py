@@ -180,8 +180,8 @@ def _row_places(*states_TKE: Tensor) -> tuple[int, ...]:
 def _options(query_THE: Tensor, fold: int, softcap: float, narrow: int = 128, smaller: str = "") -> dict[str, Any]:
     """What is compiled in: nothing but the model's shape and type may be part of it.
 
-    Up to `narrow` lanes of two bytes fit the registers of four warps, unless some are masked. Of 256 lanes they fit eight where the `smaller` side of
-    a tile (ROWS or KEYS) is half.
+    Up to `narrow` lanes of two bytes fit the registers of four warps, unless some are masked. Of 256 lanes they fit eight
+    where the `smaller` side of a tile (ROWS or KEYS) is half.
     """
     width = query_THE.shape[-1]
     lanes = max(16, triton.next_power_of_2(width))
