@@ -124,7 +124,7 @@ def test_a_server_that_answers_with_the_base_after_a_restart_is_caught(dialect: 
         server.lose_adapters()
         server.faults.lies = True
         with pytest.raises(
-            EngineError, match=rf"{server.url} answers version 1 of .*job.* otherwise than when"
+            EngineError, match=rf"{server.url} answers version 1 of .*job.* differently than when"
         ) as caught:
             await collect(engine, request(version))
         assert isinstance(caught.value.__cause__, ServerFault)
