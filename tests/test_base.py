@@ -111,10 +111,10 @@ def test_every_adaptable_layer_is_reached(name):
     [
         ("bloom", r"layers \[0, 1\] of 2 do not call the attention function .* \(they have BloomAttention\)"),
         ("falcon", "has no nn.Linear layer in its decoder, but FalconLinear, so there is nothing to adapt"),
-        ("mamba", "MambaMixer calls mamba_inner_fn, mamba_selective_scan, .* for which Motet has nothing of its own"),
+        ("mamba", "MambaMixer calls mamba_inner_fn, mamba_selective_scan, .* which Motet does not support"),
         ("jetmoe", "does not run as Motet runs it: JetMoeAttention: view size is not compatible"),
         ("deepseek_v32", "does not run as Motet runs it: DeepseekV32Attention: 'NoneType' object is not subscriptable"),
-        ("bert", "BertSelfAttention looks at what comes after a token, so this is no causal language model"),
+        ("bert", "BertSelfAttention attends to later tokens, so it is not a causal language model"),
         ("codegen", "does not run in transformers itself: CodeGenAttention: The size of tensor a"),
         ("gpt2", "has no nn.Linear layer"),
     ],

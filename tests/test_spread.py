@@ -462,7 +462,7 @@ def test_a_process_that_computes_other_bits_is_not_used(
     engine = SpreadEngine(here, links)
     assert engine.notes() == ["a sampling process computes different bits than this one, so it is not used"]
     assert engine._choose(request("r", None)) == 0
-    with pytest.raises(DeviceError, match="other bits"):
+    with pytest.raises(DeviceError, match="different bits"):
         asyncio.run(collect(links[0], request("r", None)))
 
 

@@ -150,7 +150,7 @@ class ServerEngine:
         try:
             await self._versions.tidy(replica)
         except EngineError as error:
-            _log.warning("versions of an earlier attempt stay loaded: %s", error)
+            _log.warning("a version of an earlier attempt stays loaded: %s", error)
 
     # --- versions ---------------------------------------------------------------------------------------------------------
 
