@@ -83,7 +83,7 @@ class RateLimit:
 
 
 class Access:
-    """Looks at keys, and counts how often each asks."""
+    """Checks keys, and counts their requests."""
 
     def __init__(self, tenants: Tenants, rate: RateLimit, open_to_all: bool) -> None:
         self._tenants, self._rate, self.open_to_all = tenants, rate, open_to_all

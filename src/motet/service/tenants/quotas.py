@@ -226,8 +226,9 @@ class Quotas:
         return self._ledger.used_today().get(tenant_id, UsedToday())
 
     def check_work(self, tenant_id: str, work: int, waiting: int, what: str = "") -> None:
-        """Check whether a request (or `what`) of `work` tokens may wait besides others; without tokens left, all wait for
-        the next day.
+        """Check whether a request (or `what`) of `work` tokens may wait besides others.
+
+        Without tokens left, all wait for the next day.
         """
         most = self.of(tenant_id).tokens_per_day
         if most is None:

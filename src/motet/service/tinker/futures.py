@@ -292,7 +292,7 @@ class Futures:
         return self._samples[name]
 
     def clear(self) -> None:
-        """fetched or renamed meanwhile"""
+        """Delete files of samples that no client fetched."""
         for path in self._storage.samples("").glob("*/*"):
             with contextlib.suppress(FileNotFoundError):  # fetched meanwhile, or renamed
                 if path.name not in self._samples and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
