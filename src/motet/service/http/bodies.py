@@ -27,7 +27,7 @@ MOST_PROMPT = 4 * 2**20
 A base with few positions has a lower limit for prompts.
 """
 MOST_SCORES = 8 * 2**20
-"""Of what a reward worker hands in."""
+"""Limit for results of reward workers."""
 MOST_OF_NOBODY = 2**16
 """Limit before the key is checked."""
 MOST_GRADIENT = 32 * 2**20
@@ -60,7 +60,7 @@ _SOON = {"Retry-After": "1"}
 
 
 class OpenBytes:
-    """Memory that open requests take, of everybody and of each tenant. From any thread."""
+    """Memory of open requests, in total and per tenant. Thread-safe."""
 
     def __init__(self, config: HttpConfig) -> None:
         self._most, self._most_of_one = int(config.open_mb * 2**20), int(config.open_mb_per_tenant * 2**20)
