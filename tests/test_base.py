@@ -111,10 +111,10 @@ def test_every_adaptable_layer_is_reached(name):
     [
         ("bloom", r"layers \[0, 1\] of 2 do not call the attention function .* \(they have BloomAttention\)"),
         ("falcon", "has no nn.Linear layer in its decoder, but FalconLinear, so there is nothing to adapt"),
-        ("mamba", "MambaMixer calls mamba_inner_fn, mamba_selective_scan, .* for which Motet has nothing of its own"),
+        ("mamba", "MambaMixer calls mamba_inner_fn, mamba_selective_scan, .* which Motet does not support"),
         ("jetmoe", "does not run as Motet runs it: JetMoeAttention: view size is not compatible"),
         ("deepseek_v32", "does not run as Motet runs it: DeepseekV32Attention: 'NoneType' object is not subscriptable"),
-        ("bert", "BertSelfAttention looks at what comes after a token, so this is no causal language model"),
+        ("bert", "BertSelfAttention attends to later tokens, so it is not a causal language model"),
         ("codegen", "does not run in transformers itself: CodeGenAttention: The size of tensor a"),
         ("gpt2", "has no nn.Linear layer"),
     ],
@@ -211,8 +211,11 @@ def test_damaged_weights(copy: Path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, r"lacks weights .*: model\.layers\.1\.mlp\.up_proj\.weight; bring its files again"),
-        (torch.zeros(3, 4), r"in another shape: model\.layers\.1\.mlp\.up_proj\.weight; bring its files again"),
+        (None, r"lacks weights .*: model\.layers\.1\.mlp\.up_proj\.weight; download all of its files again"),
+        (
+            torch.zeros(3, 4),
+            r"in another shape: model\.layers\.1\.mlp\.up_proj\.weight; download all of its files again",
+        ),
         (
             torch.full((96, 64), torch.nan),
             "transformers' own logits are not finite in float32; its weights are damaged",
@@ -233,11 +236,11 @@ def test_a_base_without_its_weights_is_refused(copy: Path, value: torch.Tensor |
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_hidden_layers": 3, "layer_types": None}, r"lacks weights .*: model\.layers\.2\.\S+ and 8 more; bring"),
+        ({"num_hidden_layers": 3, "layer_types": None}, r"lacks weights .*: model\.layers\.2\.\S+ and 8 more; download"),
         ({"hidden_size": "big"}, "cannot be loaded: Validation error for field 'hidden_size'"),
         pytest.param(
             {"quantization_config": {"quant_method": "bitnet"}},
-            r"is quantised \(bitnet\).* give the base that it was made from",
+            r"is quantised \(bitnet\).* use the base that it was quantised from",
             marks=pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
         ),
     ],
@@ -254,7 +257,7 @@ def test_a_base_with_code_of_its_own_names_the_option_that_trusts_it(copy: Path)
         copy, model_type="of_its_own", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     )
     (copy / "code.py").write_text("raise SystemExit('it ran')\n")
-    with pytest.raises(BaseModelError, match=r"brings Python code of its own.* add --trust-remote-code to"):
+    with pytest.raises(BaseModelError, match=r"contains Python code that would run here.* add --trust-remote-code to"):
         load_base(str(copy), device="cpu")
 
 

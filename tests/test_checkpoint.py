@@ -135,7 +135,10 @@ def test_a_damaged_commit_is_an_error_that_says_what_to_do(damage: str | None, t
     file.unlink()
     if damage is not None:
         file.write_text(damage)
-    with pytest.raises(RunError, match=r"state/1/state\.json is damaged .*: remove .*/state/1 to go on from step 0"):
+    with pytest.raises(
+        RunError,
+        match=r"state/1/state\.json is damaged .*: remove .*/state/1 and use --accept-changes to continue from step 0",
+    ):
         directory.restore()
     for item in file.parent.iterdir():
         item.unlink()
@@ -311,7 +314,7 @@ def test_who_was_cut_off_writes_nothing_more(tmp_path: Path, save: Save) -> None
 
     second = JobDirectory(tmp_path / "a")
     first.append(first.metrics, {"step": 1})
-    with pytest.raises(RunError, match="was taken up by another process"):
+    with pytest.raises(RunError, match="was taken over by another process"):
         first.commit(Committed(step=2), steals)
     before = second.metrics.read_bytes()
     for write in (

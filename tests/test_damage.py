@@ -72,9 +72,9 @@ def edit_identity(path: Path) -> None:
     path.write_text(path.read_text() + "more: 1\n")
 
 
-REMOVE_COMMIT = "remove .*/state/6 to go on from step 5 by --accept-changes"
-PUT_BACK = "put it back, or go on with what is there by --accept-changes"
-REMOVE_IT = "remove it, or go on with what is there by --accept-changes"
+REMOVE_COMMIT = "remove .*/state/6 and use --accept-changes to continue from step 5"
+PUT_BACK = "put it back, or use --accept-changes to continue with the present files"
+REMOVE_IT = "remove it, or use --accept-changes to keep it"
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "a bit of the newest adapter": ("state/6/adapter_model.safetensors", flip, "is not what was saved", REMOVE_COMMIT),
     "a bit of the newest optimizer": ("state/6/optimizer.safetensors", flip, "is not what was saved", REMOVE_COMMIT),
@@ -102,15 +102,15 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "a version that is a copy of another": ("versions/v6", copy_of("v5"), "is not what was saved", PUT_BACK),
     "a version more": ("versions/v3", copy_of("v5"), "was added", REMOVE_IT),
     "a rollout more": ("rollouts/77.jsonl", lambda path: path.write_text("{}\n"), "was added", REMOVE_IT),
-    "a line more of the metrics": ("metrics.jsonl", add_line, "has 27 bytes after", "cut it to its first"),
-    "a line more of the timings": ("timings.jsonl", add_line, "has 27 bytes after", "cut it to its first"),
+    "a line more of the metrics": ("metrics.jsonl", add_line, "has 27 bytes after", "truncate it to"),
+    "a line more of the timings": ("timings.jsonl", add_line, "has 27 bytes after", "truncate it to"),
     "an older commit": ("state/5", shutil.rmtree, "is missing", PUT_BACK),
-    "the newest commit": ("state/6", shutil.rmtree, "is missing", "put it back, or go back to step 5 by --accept-changes"),
+    "the newest commit": ("state/6", shutil.rmtree, "is missing", "put it back, or return to step 5 with --accept-changes"),
     "every commit": ("state", shutil.rmtree, "state/5 is missing", "put it back, or remove .*/a to train"),
     "the manifest": ("manifest.jsonl", Path.unlink, "is missing", PUT_BACK),
     "a word of the manifest": ("manifest.jsonl", edit("true", "false"), "is damaged", PUT_BACK),
     "a record of the manifest": ("manifest.jsonl", edit('"previous": "', '"previous": "0'), "is damaged", PUT_BACK),
-    "what the job was": ("job.yaml", Path.unlink, "is missing", "put it back, or go on with the job"),
+    "what the job was": ("job.yaml", Path.unlink, "is missing", "put it back, or use --accept-changes"),
     "a line more of what the job was": ("job.yaml", edit_identity, "is not what was saved", "put it back, or"),
     "a bit of a version": ("versions/v5/adapter_model.safetensors", flip, "is not what was saved", ""),
     "the job": ("job.yaml", lambda path: path.write_text(": {"), "job.yaml is damaged", "put it back"),

@@ -265,7 +265,7 @@ def test_experts_one_by_one_that_lack_something_are_refused(tmp_path: Path) -> N
         (".layers.0.mlp.experts.15.down_proj", "experts.lora_A.weight has shape .*, the base needs"),
         (
             ".up_proj.",
-            rf"{module} has adapters on down_proj, gate_proj; read are those on gate_proj, up_proj, down_proj",
+            rf"{module} has adapters on down_proj, gate_proj; supported are gate_proj, up_proj, down_proj",
         ),
     ):
         save_file({key: each for key, each in tensors.items() if gone not in key}, whole / ADAPTER_WEIGHTS)

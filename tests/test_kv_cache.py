@@ -46,7 +46,7 @@ def test_blocks_are_counted_and_clean(n_blocks, actions):
         if action == "take":
             n = number % (n_blocks + 2)
             if n > cache.n_free:
-                with pytest.raises(ValueError, match=f"{n} KV blocks asked for, {cache.n_free} free"):
+                with pytest.raises(ValueError, match=f"{n} KV blocks requested, {cache.n_free} free"):
                     cache.take(n)
                 continue
             for fresh in cache.take(n):

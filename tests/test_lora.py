@@ -199,7 +199,7 @@ def test_slots_are_counted_and_names_are_unique():
     trainer = TorchTrainer(tiny.base("llama"), slots=2)
     shape = AdapterConfig(rank=2)
     trainer.add_adapter("a", shape, 0)
-    with pytest.raises(AdapterError, match="'a' is there already"):
+    with pytest.raises(AdapterError, match="'a' exists already"):
         trainer.add_adapter("a", shape, 0)
     trainer.add_adapter("b", shape, 0)
     with pytest.raises(AdapterError, match=r"all 2 adapter slots are taken; raise engine\.slots"):

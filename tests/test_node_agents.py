@@ -282,9 +282,7 @@ def test_what_is_no_agent_is_told(answer: str, tmp_path: Path) -> None:
 
     async def test(engine: ServerEngine) -> None:
         await greeted(engine)
-        with pytest.raises(
-            EngineError, match=f"{agent} does not answer as `motet node-agent` does; look at rollout.ag"
-        ):
+        with pytest.raises(EngineError, match=f"{agent} does not answer like `motet node-agent`; check rollout.ag"):
             await engine.ready()
 
     app = Starlette(routes=[Route("/versions", other), Route("/health", lambda _: Response())])

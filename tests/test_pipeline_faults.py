@@ -336,7 +336,7 @@ def test_a_command_that_cannot_be_read_is_told_once_and_the_next_is_obeyed(tmp_p
         heard: list[object] = []
         run.jobs["told"].observer = heard.append
         control.mkdir()
-        await until(lambda: f"{control} is not obeyed: Is a directory; remove the file" in told.message)
+        await until(lambda: f"{control} is ignored: Is a directory; remove the file" in told.message)
         message = told.message
         await asyncio.sleep(0.7)  # it is looked for twice
         assert told.message == message

@@ -240,7 +240,7 @@ def test_requests_that_cannot_be(tmp_path: Path) -> None:
             (request(prompt=(1, 97)), "outside the base's vocabulary of 97"),
             (
                 replace(request(), sampling=SamplingParams(grammar=grammar_of({"type": "json_object"}, tools=True))),
-                "leave the tools or response_format out, or sample on the embedded engine",
+                "remove the tools or response_format, or sample on the embedded engine",
             ),
         ):
             with pytest.raises(EngineError, match=told):

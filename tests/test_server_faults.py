@@ -335,7 +335,7 @@ def test_garbage_for_facts_and_scores(tmp_path: Path) -> None:
         await engine.ready()
         for text in ("{", "[]", "{}", '{"choices": [{"prompt_logprobs": [null, {}]}]}'):
             server.faults.garbled = [text]
-            with pytest.raises(ServerFault, match=f"{server.url} scored a prompt with something else"):
+            with pytest.raises(ServerFault, match=f"{server.url} returned an invalid score"):
                 await engine.score(PROBE, None)
 
     with ProtocolServer() as server:

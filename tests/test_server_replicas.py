@@ -124,7 +124,7 @@ def test_a_server_that_answers_with_the_base_after_a_restart_is_caught(dialect: 
         server.lose_adapters()
         server.faults.lies = True
         with pytest.raises(
-            EngineError, match=rf"{server.url} answers version 1 of .*job.* otherwise than when"
+            EngineError, match=rf"{server.url} answers version 1 of .*job.* differently than when"
         ) as caught:
             await collect(engine, request(version))
         assert isinstance(caught.value.__cause__, ServerFault)
@@ -295,7 +295,9 @@ def test_nobody_there(dialect: Any, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         await greeted(engine)
         begun = time.monotonic()
-        told = rf"within rollout.patience_seconds=0.7: {first.url} does not answer: .*; {second.url} says that .* 503"
+        told = (
+            rf"within rollout.patience_seconds=0.7: {first.url} does not answer: .*; {second.url} is not healthy: 503"
+        )
         with pytest.raises(EngineError, match=told):
             await engine.ready()
         assert 0.7 <= time.monotonic() - begun < 10
@@ -327,7 +329,7 @@ def test_a_server_that_cannot_be_asked_at_all_is_told_at_once(
 
     async def test(engine: ServerEngine) -> None:
         begun = time.monotonic()
-        with pytest.raises(EngineError, match=f"{asked} cannot be asked .{why}.*; look at rollout.urls"):
+        with pytest.raises(EngineError, match=f"{asked} cannot be reached .{why}.*; check rollout.urls"):
             await engine.ready()
         assert time.monotonic() - begun < 30
 

@@ -394,7 +394,7 @@ def test_kill_9_in_the_middle_of_requests(base: Any, here: EmbeddedEngine, links
                 found.setdefault(chunk.index, []).append(chunk)
         assert bits(dict(sorted(found.items()))) == wanted
         await waiting
-        assert engine.notes() == ["a sampling process ended unexpectedly; sampling goes on without it"]
+        assert engine.notes() == ["a sampling process ended unexpectedly; sampling continues without it"]
         assert not link.ready
         again = request("again", ref, (1, 2, 3), stream=True)
         assert bits(await collect(engine, again)) == bits(await collect(here, again)), "the engine goes on alone"
@@ -460,9 +460,9 @@ def test_a_process_that_computes_other_bits_is_not_used(
     links.append(SamplerLink(LOAD, "same", BusyTime(), 0.5, None))
     wait_until(lambda: is_gone(links[0].pid), "it stays, and so does its copy of the base", 10)
     engine = SpreadEngine(here, links)
-    assert engine.notes() == ["a sampling process computes other bits than this one, so it is not used"]
+    assert engine.notes() == ["a sampling process computes different bits than this one, so it is not used"]
     assert engine._choose(request("r", None)) == 0
-    with pytest.raises(DeviceError, match="other bits"):
+    with pytest.raises(DeviceError, match="different bits"):
         asyncio.run(collect(links[0], request("r", None)))
 
 
@@ -500,7 +500,7 @@ def test_a_version_that_cannot_be_handed_over_harms_no_job(
         assert await collect(engine, request("new", ref))
 
     asyncio.run(run())
-    assert "cannot be handed an adapter" in engine.notes()[0]
+    assert "cannot receive an adapter" in engine.notes()[0]
 
 
 def test_closing_before_it_is_ready_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,7 +599,7 @@ def test_a_run_gives_the_same_bytes(base: Any, tmp_path: Path, jobs: Any, alone:
     result, (link,) = run(base, tmp_path, jobs, 1, kill)
     assert result.ok, result
     assert link.seconds > 0, "the process sampled nothing"
-    ended = "a sampling process ended unexpectedly; sampling goes on without it"
+    ended = "a sampling process ended unexpectedly; sampling continues without it"
     assert (ended in result.notes) == kill, result.notes
     for name in result.jobs:
         assert fingerprint(tmp_path / name) == alone[name], name

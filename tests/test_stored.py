@@ -159,7 +159,7 @@ def test_jobs_of_a_tenant_that_stores_too_much_pause_until_it_has_deleted_someth
     enforcer.enforce()
     (held_rule,) = [rule for rule in rules if rule.rule.hold]
     assert held_rule.tenant == us
-    for word in ("storage_mb", "delete", "goes on by itself", "Nothing committed is lost"):
+    for word in ("storage_mb", "delete", "it continues", "Nothing committed is lost"):
         assert word in held_rule.rule.hold
     house.recorder.record_state(grows, JobState.CANCELLED, "")
     assert house.ask("DELETE", "/v1/jobs/grows").status_code == 204
@@ -186,7 +186,7 @@ def test_a_job_whose_commit_does_not_fit_waits_for_room_and_ends_with_the_same_b
     setting = Setting(max_idle=60.0, tenants={"grows": "us"}, rules={"us": Rule(room=size * 3 // 2)})
     beside = run_jobs(tmp_path / "beside", jobs, setting, script)
     ((state, message, steps),) = seen
-    assert (state, "goes on by itself" in message, steps) == (JobState.QUEUED, True, [0])
+    assert (state, "it continues" in message, steps) == (JobState.QUEUED, True, [0])
     assert (beside.state("grows"), beside.state("other")) == (JobState.SUCCEEDED, JobState.SUCCEEDED)
     assert metrics(tmp_path / "beside", "grows") == metrics(alone, "grows")
     assert weights(tmp_path / "beside", "grows", 4) == weights(alone, "grows", 4)

@@ -144,7 +144,7 @@ def test_mistakes_are_said(verbs: Verbs) -> None:
     with pytest.raises(ConfigError, match="it takes clip_low_threshold"):
         verbs.forward_backward({}, "ppo", loss_fn_config={"epsilon": 0.2})
     verbs.add_adapter("a", rank=4)
-    with pytest.raises(AdapterError, match="is there already"):
+    with pytest.raises(AdapterError, match="exists already"):
         verbs.add_adapter("a")
     verbs.remove_adapter("a")
     verbs.add_adapter("a", rank=8)

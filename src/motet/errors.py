@@ -106,23 +106,23 @@ OF_SERVERS = (ServerGone, ServerRefused, ServerFault, ServerUnfit)
 
 
 class DeviceError(MotetError):
-    """The device failed while it worked for several jobs, and it cannot be told whose fault it was."""
+    """The device failed while working for several jobs, so the cause is unknown."""
 
 
 class HostGone(EngineError):
-    """The host that was to answer is not there, or went away meanwhile; ask again, another one may be."""
+    """The host is not available, or stopped meanwhile; a retry may reach another one."""
 
     def __init__(self, reason: str = "") -> None:
-        """Without a reason it is on its way."""
+        """Without a reason, the host is starting."""
         super().__init__(reason or "the engine is starting; try again in a moment")
 
 
 class RankGone(MotetError):
-    """A process that a part of the base lies on ended."""
+    """A process that holds a part of the base ended."""
 
 
 class JobFailed(MotetError):
-    """One job stops for good, with the reason; every other job goes on."""
+    """One job fails, with the reason; other jobs continue."""
 
 
 class ProbeError(JobFailed):
@@ -134,10 +134,10 @@ class StoreError(MotetError):
 
 
 class LimitError(MotetError):
-    """A limit of the service does not allow something; the message names the limit, its use, and who can change it."""
+    """A limit of the service is exceeded; the message names the limit, its usage, and who can change it."""
 
     def __init__(self, message: str, status: int, seconds: int | None = None) -> None:
-        """`status` is HTTP's: 403 for what will not fit later either, 429 for what may, in so many seconds if known."""
+        """`status` is HTTP's: 403 if it will never fit, 429 if it may later, after `seconds` if known."""
         super().__init__(message)
         self.status, self.seconds = status, seconds
 

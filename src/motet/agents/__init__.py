@@ -1,1 +1,1 @@
-"""Agents as environments: each rollout has its own OpenAI address, and Motet trains what the model samples there."""
+"""Agents as environments: each rollout has its own OpenAI address, and Motet trains on the tokens sampled there."""

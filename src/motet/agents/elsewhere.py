@@ -26,7 +26,7 @@ _NOBODY = "no worker runs this job's agents"
 
 
 class _Offer:
-    """An episode that was offered: what came of it, and as whom an agent has begun it."""
+    """An offered episode: its current name, and its result."""
 
     def __init__(self, offer: m.OfferEpisode, begin: Callable[[], AgentEpisode]) -> None:
         self.offer, self.begin = offer, begin
@@ -49,10 +49,10 @@ class EpisodesElsewhere:
     async def run(
         self, offer: m.OfferEpisode, begin: Callable[[], AgentEpisode]
     ) -> tuple[AgentEpisode, m.EpisodeEnded]:
-        """Offer an episode, and wait until an agent has ended it; `begin` makes it anew for each agent that takes it.
+        """Offer an episode, and wait until an agent has ended it; `begin` creates it again for each lease.
 
         Raises:
-            ScorerAway: nobody runs agents, and the job is to rest.
+            ScorerAway: no agent worker is connected, and the job must stop.
         """
         if self._away:
             raise ScorerAway(_NOBODY)
@@ -75,7 +75,7 @@ class EpisodesElsewhere:
         return one.served.episode if one.served is not None else begin(), ended
 
     def hear(self, message: m.BeginEpisode | m.EpisodeEnded) -> None:
-        """Take what the service says of an episode; of one that nobody waits for any more, nothing."""
+        """Handle a message about an episode; ignored if the episode is no longer awaited."""
         one = self._offers.get(message.episode)
         if one is None or one.ended.done():
             return
@@ -96,7 +96,7 @@ class EpisodesElsewhere:
         return any(one.episode.model == job for one in self._begun.values())
 
     def hang_up(self) -> None:
-        """The service is gone: what its agents have begun is forgotten."""
+        """Drop the episodes of a service that is gone."""
         for one in self._offers.values():
             self._close(one)
             one.served = None if not one.ended.done() else one.served
@@ -114,7 +114,7 @@ class EpisodesElsewhere:
             self.hear(m.EpisodeEnded(number, away=True))
 
     async def answer(self, asked: m.AskEpisode) -> m.EpisodeAnswered:
-        """What an agent is answered."""
+        """Answer an agent's request."""
         served = self._begun.get(asked.name)
         answer = refusal(404, OVER)
         if served is not None:
@@ -128,7 +128,7 @@ class EpisodesElsewhere:
 
 
 class AgentsElsewhere(OwnEnvironment):
-    """The rollouts of one job whose agent runs elsewhere."""
+    """Rollouts of one job whose agent runs elsewhere."""
 
     def __init__(self, job: str, config: EnvironmentConfig, episodes: EpisodesElsewhere) -> None:
         self._job, self._config, self._episodes = job, config, episodes
@@ -145,10 +145,10 @@ class AgentsElsewhere(OwnEnvironment):
             task.cancel()
 
     async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
-        """The rollouts of one group, each of an episode of its own.
+        """Run the rollouts of one group, each as one episode.
 
         Raises:
-            ScorerAway: nobody runs agents, and the job is to rest.
+            ScorerAway: no agent worker is connected, and the job must stop.
         """
         tasks = [asyncio.create_task(self._run(context, index)) for index in range(context.group_size)]
         self._waiting.update(tasks)

@@ -1,9 +1,9 @@
-"""What an agent asked for in one rollout, and the token sequences that come of it.
+"""The calls of an agent in one rollout, and the resulting token sequences.
 
-A call goes on from the call before whose conversation, with what the model answered, its own begins with. Its tokens are
-that call's tokens and what was said since; a conversation that begins otherwise, or whose template rewrites what was read
-before, begins a branch. The calls form a tree, and the rollout is made of the tree: neither random numbers nor branches
-depend on which of several calls at once came first.
+A call continues an earlier call if its conversation begins with that call's conversation and answer. Its tokens are
+then the earlier tokens plus those of the new messages. Otherwise, or if the template rewrites earlier tokens, the call
+begins a branch. The calls form a tree, and the rollout is built from it: neither random numbers nor branches depend on
+the order of concurrent calls.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class AgentCall:
     id: str
     """As the agent knows it; a function of the prompt and of how often it was asked."""
     parent: AgentCall | None
-    """The call whose tokens it continues."""
+    """The call that it continues."""
     messages: tuple[Message, ...]
-    """The whole conversation before the turn, what the model sampled in it as it was sampled."""
+    """The conversation before the turn; sampled messages as they were sampled."""
     new: tuple[Message, ...]
-    """Those that its parent did not know."""
+    """Messages that the parent did not have."""
     prompt: IntArray
     read: IntArray
     """The end of the prompt that its parent did not know."""
@@ -51,12 +51,12 @@ class AgentCall:
     number: int
     """How often its prompt had been asked before."""
     trained: bool = True
-    """Whether what was sampled is."""
+    """Whether its sampled tokens are trained."""
     children: list[AgentCall] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """What was said besides tool calls."""
+        """Text without tool calls."""
         return without_calls(self.chunk.text) if self.calls else self.chunk.text
 
     @property
@@ -69,7 +69,7 @@ class AgentEpisode:
     """One rollout of an agent. Lives in one event loop."""
 
     def __init__(self, context: GroupContext, index: int, model: str, most_calls: int, seconds: float) -> None:
-        """`model` names what answers; the agent has so many calls, and so many seconds."""
+        """`model` is the name shown to the agent, which may make `most_calls` calls within `seconds`."""
         self.context, self.index, self.model = context, index, model
         self.deadline = time.time() + seconds
         self.seed = seeds.key(context.seed, "agent", index)
@@ -103,7 +103,7 @@ class AgentEpisode:
             raise ChatRefusal(str(error)) from error
         if self.closed:
             raise ChatRefusal(_OVER)
-        if parent is not None and len(prompt) == len(read):  # the template rewrites what was read before
+        if parent is not None and len(prompt) == len(read):  # the template rewrites earlier tokens
             parent, new = None, seen
         number = self._asked[prompt.tobytes()]
         self._asked[prompt.tobytes()] += 1
@@ -151,7 +151,7 @@ class AgentEpisode:
     def _prompt(
         chat: Chat, parent: AgentCall | None, seen: tuple[Message, ...], new: tuple[Message, ...], tools: Tools
     ) -> tuple[IntArray, IntArray]:
-        """All that the model reads, and the end of it that is not in its parent; all of it in a branch of its own."""
+        """All tokens that the model reads, and those that its parent did not read; in a new branch, all."""
         if parent is not None:
             so_far = np.concatenate([parent.prompt, parent.chunk.token_ids])
             if new and chat.extends(so_far, seen, tools):
@@ -161,7 +161,7 @@ class AgentEpisode:
         return prompt, prompt
 
     def close(self) -> None:
-        """No more calls are answered, and what is still sampled is no part of the rollout."""
+        """Refuse further calls, and leave unfinished ones out of the rollout."""
         self.closed = True
 
     def rollout(self, reward_of: Mapping[str, float], error: str = "") -> Rollout:
@@ -198,7 +198,7 @@ class AgentEpisode:
 
 
 def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, float], error: str) -> Rollout:
-    """The rollout of an episode whose agent returned a number, or rewards by the ids of calls, or failed."""
+    """The rollout of an episode whose agent returned a number, returned rewards by call ids, or failed."""
     parts = {}
     if reward is not None:
         parts["agent"] = reward
@@ -228,7 +228,7 @@ def _keys(messages: Sequence[Message]) -> Key:
 
 
 def _key(message: Message) -> str:
-    """Equal for messages that mean the same: clients write arguments anew, and leave spaces out around what was said."""
+    """Equal for equivalent messages: clients reformat arguments and strip spaces."""
     calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
     return json.dumps([message.role, message.content.strip(), calls], sort_keys=True)
 

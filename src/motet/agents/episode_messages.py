@@ -1,4 +1,4 @@
-"""What an engine and its service say to each other of episodes whose agents run on a machine of their owner's."""
+"""Messages between a host and its service about episodes of remote agents."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class WithdrawEpisode(ChannelMessage, frozen=True):
 
 
 class BeginEpisode(ChannelMessage, frozen=True):
-    """To the engine: an agent takes it, under this name; whatever was said in it before under another is forgotten."""
+    """To the host: an agent takes the episode under this name; its earlier conversation is dropped."""
 
     episode: int
     name: str
 
 
 class EpisodeEnded(ChannelMessage, frozen=True):
-    """To the engine: what came of it."""
+    """To the host: the result of an episode."""
 
     episode: int
     reward: float | None = None
@@ -49,7 +49,7 @@ class EpisodeEnded(ChannelMessage, frozen=True):
 
 
 class AskEpisode(ChannelMessage, frozen=True):
-    """A question to the engine: what an agent posts to its address. Answered by `EpisodeAnswered`."""
+    """To the host: an agent's request to its address. Answered by `EpisodeAnswered`."""
 
     name: str
     route: str
@@ -60,7 +60,7 @@ class AskEpisode(ChannelMessage, frozen=True):
 
 
 class EpisodeAnswered(ChannelMessage, frozen=True):
-    """What is sent back."""
+    """The response to the agent."""
 
     key: int
     status: int

@@ -32,7 +32,7 @@ class Gateway:
     def open(self) -> None:
         """Listen."""
         listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        # asyncio does so for sockets that it makes itself alone: head and body of an answer would be 40 ms apart
+        # asyncio sets it only for its own sockets; without it, head and body of a response would be 40 ms apart
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
@@ -48,7 +48,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def serving(self, episode: AgentEpisode) -> Iterator[tuple[str, str]]:
-        """The base URL and the key of an episode, as long as it lasts."""
+        """Yield the base URL and the key of an episode, valid during the block."""
         name, key, served = secrets.token_hex(8), secrets.token_urlsafe(24), ServedEpisode(episode)
         self._episodes[name] = served, key
         try:
@@ -63,7 +63,7 @@ class Gateway:
         return Starlette(routes=[*posts, Route(f"{path}/{MODELS}", functools.partial(self._answer, MODELS))])
 
     async def _answer(self, route: str, request: Request) -> Response:
-        """Answer a request of the episode whose address and key it has."""
+        """Answer a request to an episode's address with its key."""
         served, key = self._episodes.get(request.path_params["episode"], (None, ""))
         given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
         if served is None:
@@ -77,7 +77,7 @@ class Gateway:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs the loop."""
+    """Leaves signals to the owner of the loop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

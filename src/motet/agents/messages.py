@@ -1,4 +1,4 @@
-"""What goes to the process in which agents run, and what comes back."""
+"""Messages to and from the process in which agents run."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class RunAgent(ChannelMessage, frozen=True):
     deadline: float
     """By the clock of this machine, as `time.time` has it."""
     seed: int
-    """For what the agent draws: the same whenever this rollout is run again."""
+    """Random seed for the agent: the same whenever this rollout is run again."""
 
 
 class StopAgent(ChannelMessage, frozen=True):
-    """Nobody waits for what an episode comes to; answered by nothing."""
+    """Stop an episode that is no longer awaited; has no answer."""
 
     episode: int
 
 
 class AgentReturned(ChannelMessage, frozen=True):
-    """What came of one."""
+    """The result of an episode."""
 
     episode: int
     reward: float | None = None

@@ -16,7 +16,7 @@ from motet.tasks.worker_link import LOAD_SECONDS, import_path
 from motet.types import Problem
 
 GRACE_SECONDS = 5.0
-"""What an agent whose time is up has to return; then its process is given up."""
+"""Time for an agent to return after its time limit; then its process is killed."""
 
 
 class AgentProcess:
@@ -36,7 +36,7 @@ class AgentProcess:
                     self.loaded.set_result(message)
                 elif (waiting := self.returned.pop(message.episode, None)) is not None and not waiting.done():
                     waiting.set_result(message)
-        except ValueError:  # what it wrote is no message
+        except ValueError:  # its output is not a message
             pass
         self.usable = False
         gone = "its process ended (an agent must leave the process and its pipes alone)"
@@ -57,13 +57,13 @@ class AgentProcesses:
     """Runs one agent. Lives in one event loop."""
 
     def __init__(self, name: str, args: Mapping[str, Any], log: Path | None, hidden: Collection[str] = ()) -> None:
-        """Nothing is started yet.
+        """Create it without starting a process.
 
         Args:
             name: `file.py:function` or `module:function`.
             args: its keyword arguments.
-            log: what it prints goes there, or to standard error.
-            hidden: variables of the environment that are no business of an agent's, which may do what a model says.
+            log: file for its output; default: standard error.
+            hidden: environment variables to hide from agents, which may execute a model's text.
         """
         self._name, self._args, self._log, self._hidden = name, dict(args), log, hidden
         self._numbers = itertools.count()
@@ -72,7 +72,7 @@ class AgentProcesses:
         self._starting = asyncio.Lock()
 
     async def close(self) -> None:
-        """End the processes, and agents under way with them."""
+        """End the processes, including running agents."""
         processes = [*self._given_up, *([self._process] if self._process is not None else [])]
         self._process, self._given_up = None, []
         await asyncio.gather(*(one.close() for one in processes))
@@ -109,7 +109,7 @@ class AgentProcesses:
     async def run(
         self, process: AgentProcess, problem: Problem, base_url: str, key: str, deadline: float, seed: int
     ) -> m.AgentReturned:
-        """What the agent returns of an episode; why it returns nothing is in it too. `deadline` is in Unix seconds."""
+        """Run an episode; errors are in the result. `deadline` is in Unix seconds."""
         number = next(self._numbers)
         waiting = process.returned[number] = asyncio.get_running_loop().create_future()
         try:
@@ -119,7 +119,7 @@ class AgentProcesses:
         try:
             async with asyncio.timeout(deadline - time.time() + GRACE_SECONDS):
                 returned: m.AgentReturned = await waiting
-        except TimeoutError:  # it hangs: those beside it may end, and new ones begin in another process
+        except TimeoutError:  # it hangs: other episodes may finish, and new ones start in another process
             process.usable = False
             returned = m.AgentReturned(number, error=m.LATE, late=True)
         except asyncio.CancelledError:

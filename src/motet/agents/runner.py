@@ -1,4 +1,4 @@
-"""The agent of one job, where it runs beside the engine: its process, and the rollouts that come of its episodes."""
+"""The agent of one job, next to the engine: its process, and the rollouts of its episodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AgentRunner(OwnEnvironment):
         await self._processes.usable()
 
     async def close(self) -> None:
-        """End the process, and agents under way with it; listen no more."""
+        """End the process with its running agents, and stop listening."""
         await self._processes.close()
         await self._gateway.close()
 

@@ -26,9 +26,9 @@ _FORMATS: Mapping[str, type[ChatFormat]] = {
     "messages": MessagesRequest,
 }
 ROUTES = tuple(_FORMATS)
-"""What an agent may post to, by the end of its path."""
+"""POST routes of an episode, by the end of the path."""
 MODELS = "models"
-"""What it may get."""
+"""GET route of an episode."""
 OVER = "there is no such episode, or it is over"
 RETRY = "x-stainless-retry-count"
 """The header in which the stock clients count their attempts."""
@@ -37,7 +37,7 @@ JSON = "application/json"
 
 @dataclass(frozen=True)
 class EpisodeAnswer:
-    """What a request is answered."""
+    """The response to a request."""
 
     status: int
     body: str
@@ -46,7 +46,7 @@ class EpisodeAnswer:
 
 @dataclass(frozen=True)
 class _Given:
-    """Pieces that are all there, to be read as often as they are asked for."""
+    """Complete pieces that can be read repeatedly."""
 
     pieces: Sequence[AnswerPiece]
 
@@ -62,7 +62,7 @@ class EpisodeCompleter:
         self._episode = episode
 
     async def reply(self, asked: Conversation) -> Reply:
-        """Sample what is asked, all of it."""
+        """Sample the whole answer."""
         episode = self._episode
         await check_grammar(asked.limits.grammar, apart.here(), episode.model)
         calls = [await episode.complete(asked.messages, asked.tools, asked.limits) for _ in range(asked.n)]
@@ -93,7 +93,7 @@ class ServedEpisode:
         """To the last request with each body: one that is sent again gets the same."""
 
     def close(self) -> None:
-        """Answer no more; requests under way are refused."""
+        """Refuse further and running requests."""
         self.episode.close()
         for reply in self._replies.values():
             reply.cancel()

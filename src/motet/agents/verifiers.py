@@ -18,10 +18,10 @@ from motet.types import Problem
 
 
 async def run(problem: Problem, base_url: str, api_key: str, env: Mapping[str, Any]) -> float:
-    """One episode: the sum of what the environment's trainable agents are rewarded with.
+    """Run one episode; returns the sum of its trainable agents' rewards.
 
-    `env` is what the package has in the section of this name. The environment is served for each episode anew, so that its
-    connections end with it.
+    `env` is the section of this name in the package's configuration. The environment is created for each episode, so
+    that its connections end with it.
     """
     config = resolve_env_config(dict(env))
     environment = load_environment(config)

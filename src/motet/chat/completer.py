@@ -1,4 +1,4 @@
-"""What all formats have in common: a conversation goes to a `Completer`, and the model's next turn comes back in pieces."""
+"""Common part of all formats: a conversation goes to a `Completer`, which returns the model's next turn in pieces."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from motet.types import Message, ToolCall
 EVENTS = "text/event-stream"
 MOST_MESSAGES = 4096
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"logit_bias": ({},), "audio": (), "functions": ()}
-"""Fields that would change what is sampled, and their values that do not."""
+"""Fields that would change the sampling, with their neutral values."""
 _MOST_ARGUMENTS = 8192
 """Values in the arguments of all tool calls of a request."""
 
 
 @dataclass(frozen=True)
 class CallLimits:
-    """What a client asks of one turn, besides how tokens are drawn."""
+    """Limits of one turn."""
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -38,10 +38,10 @@ class CallLimits:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a client asks, whatever its format."""
+    """A request in any format."""
 
     messages: tuple[Message, ...]
-    """What a tool answered has the role `tool`."""
+    """Results of tools have the role `tool`."""
     tools: Tools = ()
     """That the model may call."""
     limits: CallLimits = field(default_factory=CallLimits)
@@ -49,9 +49,9 @@ class Conversation:
     """How many answers."""
     stream: bool = False
     logprobs: bool = False
-    """Whether each token's text is wanted, beside its logprob."""
+    """Whether to return each token's text and logprob."""
     token_ids: bool = False
-    """Whether the ids of the prompt are wanted."""
+    """Whether to return the ids of the prompt."""
 
     def __post_init__(self) -> None:
         """Refuse an empty one.
@@ -80,7 +80,7 @@ class AnswerPiece:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
-    """The text of each token, where it is wanted."""
+    """The text of each token, if requested."""
 
     def add(self, other: AnswerPiece) -> None:
         """Append the next piece of the same answer."""
@@ -105,9 +105,9 @@ class Reply:
     model: str
     prompt_tokens: int
     pieces: AsyncIterable[AnswerPiece]
-    """Those of several answers may be mixed."""
+    """Pieces of several answers may be interleaved."""
     prompt_ids: Sequence[int] = ()
-    """Where they are wanted."""
+    """Set if requested."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -115,11 +115,11 @@ class Completer(Protocol):
     """Answers conversations: an open episode, or a base or a stored version of a service."""
 
     async def reply(self, asked: Conversation, /) -> Reply:
-        """Begin to answer. What is refused is refused here, before the first piece.
+        """Start the answer. Refusals are raised here, before the first piece.
 
         Raises:
             ChatRefusal: the request cannot be answered.
-            EngineError, ConfigError: the model cannot answer, now or ever.
+            EngineError, ConfigError: the model cannot answer.
         """
         ...
 
@@ -133,7 +133,7 @@ async def whole(pieces: AsyncIterable[AnswerPiece]) -> list[AnswerPiece]:
 
 
 class Extra(Described):
-    """Base of what clients send: fields that are not known here are for others."""
+    """Base of clients' requests: unknown fields are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -149,7 +149,7 @@ class ChatFormat(Extra):
     _plain = model_validator(mode="before")(check_plain)
 
     def conversation(self) -> Conversation:
-        """What is asked; raises `ChatRefusal` where it cannot be answered."""
+        """The conversation of a request; raises `ChatRefusal` if it is not supported."""
         raise NotImplementedError
 
     def answer(self, reply: Reply, answers: Sequence[AnswerPiece]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class ChatFormat(Extra):
 
 
 def refuse_unsupported(given: ChatFormat, also: Sequence[str] = ()) -> None:
-    """Refuse fields that would change what is sampled; `also` has the names of more.
+    """Refuse fields that would change the sampling; `also` names more of them.
 
     Raises:
         ChatRefusal: names the field.
@@ -173,10 +173,10 @@ def refuse_unsupported(given: ChatFormat, also: Sequence[str] = ()) -> None:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message: a text, a list of parts, or None.
+    """The text of a message given as a text, a list of parts, or None.
 
     Raises:
-        ChatRefusal: it is something else, or a part of it is no text.
+        ChatRefusal: it is something else, or a part is not text.
     """
     if not isinstance(content, str | list | None):
         raise ChatRefusal(f"content: {content!r:.80} is neither text nor a list of parts")
@@ -185,9 +185,7 @@ def text_of(content: Any) -> str:
             if not isinstance(part, dict):
                 raise ChatRefusal(f"content: {part!r:.80} is no part; a part is an object with a type")
             if not isinstance(part.get("text", part.get("refusal")), str):
-                raise ChatRefusal(
-                    f"content: a part of type {part.get('type')!r:.80} is no text, which is all that is read here"
-                )
+                raise ChatRefusal(f"content: a part of type {part.get('type')!r:.80} is not supported; send text only")
         return "".join(part.get("text") or str(part.get("refusal") or "") for part in content)
     return content or ""
 
@@ -209,7 +207,7 @@ def check_arguments(texts: Iterable[str]) -> None:
 
 
 def call_of(name: str, arguments: str) -> ToolCall:
-    """A tool call whose arguments came as JSON text."""
+    """A tool call with arguments from JSON text."""
     try:
         given = check_plain(json.loads(arguments or "{}"))
     except (ValueError, RecursionError):

@@ -27,7 +27,7 @@ from motet.types import Message
 
 
 class Function(Extra):
-    """What a tool call names."""
+    """The function of a tool call."""
 
     name: str
     arguments: str = "{}"
@@ -53,7 +53,7 @@ class ChatMessage(Extra):
 
 
 class StreamOptions(Extra):
-    """What a stream ends with."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
@@ -76,7 +76,7 @@ class ChatRequest(ChatFormat):
     """`json_schema`, `json_object` or `text`: tokens that would leave the schema are not drawn."""
 
     def conversation(self) -> Conversation:
-        """What is asked."""
+        """The conversation of the request."""
         calls = (call for one in self.messages for call in one.tool_calls or ())
         check_arguments(call.function.arguments for call in calls)
         tools = () if self.tool_choice == "none" else self.tools or ()

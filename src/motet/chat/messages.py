@@ -24,7 +24,7 @@ from motet.types import Message, ToolCall
 
 Blocks = str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _MOST_BLOCKS = 2 * MOST_MESSAGES
-"""Of a request: each result of a tool is a message of its own."""
+"""Most blocks of a request; each result of a tool becomes a message."""
 _UNREAD = frozenset({"thinking", "redacted_thinking"})
 
 
@@ -51,7 +51,7 @@ class MessagesRequest(ChatFormat):
     stop_sequences: Annotated[list[str] | None, BeforeValidator(few)] = None
 
     def conversation(self) -> Conversation:
-        """What is asked; each result of a tool is a message."""
+        """The conversation of the request; each result of a tool becomes a message."""
         n_blocks = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
         if n_blocks > _MOST_BLOCKS:
             raise ChatRefusal(f"messages: they have {n_blocks} blocks; {_MOST_BLOCKS} are the most of a request")
@@ -156,7 +156,5 @@ def _text_of(blocks: Any) -> str:
         if not isinstance(block, dict):
             raise ChatRefusal(f"content: {block!r:.80} is no block; a block is an object with a type")
         if block.get("type") != "text":
-            raise ChatRefusal(
-                f"content: a block of type {block.get('type')!r:.80} is no text, which is all that is read here"
-            )
+            raise ChatRefusal(f"content: a block of type {block.get('type')!r:.80} is not supported; send text only")
     return "".join(_field(block, "text", str) for block in blocks)

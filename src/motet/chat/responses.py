@@ -44,7 +44,7 @@ class ResponsesRequest(ChatFormat):
     """`format` is `json_schema`, `json_object` or `text`, as in Chat Completions."""
 
     def conversation(self) -> Conversation:
-        """What is asked; a text and the tool calls after it are one turn."""
+        """The conversation of the request; a text and the tool calls after it form one turn."""
         if self.previous_response_id is not None:
             raise ChatRefusal("previous_response_id: nothing is kept here; send the whole conversation as `input`")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input

@@ -1,4 +1,4 @@
-"""What a request's `response_format` asks of an answer, as a grammar that sampling keeps to."""
+"""Converts a request's `response_format` to a grammar that constrains sampling."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ from motet.errors import ChatRefusal
 from motet.types import JSON_GRAMMAR
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write JSON, so that no answer is spent on spaces."""
+"""A single JSON layout, so that no tokens are spent on spaces."""
 _LONGEST = 16_000
-"""What a schema costs for each token grows faster than its length."""
+"""The cost per token grows faster than a schema's length."""
 _MEMORY_MB = 128
 """For compiling a grammar: an engine keeps some of them."""
 _KEPT = 256
-"""Grammars whose check is remembered."""
+"""Cached results of checks."""
 
 
 def grammar_of(asked: Any, *, tools: bool) -> str:
-    """The grammar of llguidance for a `response_format` of chat or a `text.format` of responses; none for text.
+    """The grammar of llguidance for a chat's `response_format` or a response's `text.format`; empty for plain text.
 
-    It is not compiled here: `check_grammar` does that.
-
-    Where tools are offered, an answer may call them instead, from its beginning.
+    It is not compiled here; see `check_grammar`. With `tools`, an answer may start with tool calls instead.
 
     Raises:
-        ChatRefusal: it cannot be kept to; says why.
+        ChatRefusal: the format is not supported; the message says why.
     """
     if asked is None:
         return ""
@@ -56,11 +54,11 @@ def grammar_of(asked: Any, *, tools: bool) -> str:
 
 
 async def check_grammar(grammar: str, apart: Apart, key: str) -> None:
-    """Compile a grammar in a process with limits, in the turn of `key`. Do so before an engine compiles it.
+    """Compile a grammar in a process with limits, in the turn of `key`. Call this before an engine compiles it.
 
     Raises:
-        ChatRefusal: it cannot be kept to, or it takes too much; says why.
-        LimitError: too much of this key's waits already.
+        ChatRefusal: it is invalid or too expensive; the message says why.
+        LimitError: too many requests of this key are waiting.
     """
     if not grammar:
         return
@@ -79,7 +77,7 @@ async def check_grammar(grammar: str, apart: Apart, key: str) -> None:
 
 
 _known: OrderedDict[str, str] = OrderedDict()
-"""Why grammars that were checked cannot be kept to, empty where they can."""
+"""Reasons why checked grammars are invalid; empty for valid ones."""
 
 
 def _wrong_with(grammar: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What a client asks of a service about adapters, under the name of a job, of an uploaded one or of a share."""
+"""Client methods for adapters, named by job, upload or share."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class AdapterMethods(Connection):
     """Methods of both clients."""
 
     async def push(self, directory: str | Path, name: str | None = None, base: str | None = None) -> Adapter:
-        """Bring a PEFT directory to the service; its id or name is a job's `adapter.init` and a model for completions.
+        """Upload a PEFT directory; its id or name is a job's `adapter.init` and a model for completions.
 
-        `base` says which base it fits, where the service has several; the first without one.
+        `base` is the base that it fits, if the service has several; default: the first.
         """
         packed = await asyncio.to_thread(_packed, Path(directory))
         files = {"file": ("adapter.tar.gz", packed)}
         return await self._ask(Adapter, "POST", "/v1/adapters", params={"name": name, "base": base}, files=files)
 
     async def pull(self, job: str, version: str | int | None = None, directory: str | Path = ".") -> Path:
-        """Take an adapter home as a PEFT directory below `directory`.
+        """Download an adapter as a PEFT directory below `directory`.
 
         Args:
             job: a job, an uploaded adapter, or what another tenant shares: `tenant/job`.
-            version: of a job: a number, `best` or `latest`; the best unless given.
-            directory: where the new directory is put: `<job>-v<version>`, or the name of an uploaded adapter.
+            version: of a job: a number, `best` or `latest`; default: `best`.
+            directory: parent of the new directory `<job>-v<version>`, or the name of an uploaded adapter.
         """
         name = job if version is None else f"{job}@{version}"
         response = await self._send("GET", f"{path_of('adapters', name)}/download")
@@ -60,7 +60,7 @@ class AdapterMethods(Connection):
         return await self._ask(Share, "POST", "/v1/shares", json={"name": name, "tenant": tenant})
 
     async def shares(self) -> Shares:
-        """What is shared with others, and by others."""
+        """Shares with others, and of others."""
         return await self._ask(Shares, "GET", "/v1/shares")
 
     async def unshare(self, share: str) -> None:
@@ -85,7 +85,7 @@ def unpack(content: bytes, directory: Path) -> Path:
     try:
         name, files = _read(content)
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        raise ServiceError(f"what the service sent is not a whole .tar.gz ({error}); try again") from error
+        raise ServiceError(f"the download is not a complete .tar.gz ({error}); try again") from error
     target = Path(os.path.expanduser(directory)) / name
     target.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():

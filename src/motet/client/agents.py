@@ -1,6 +1,6 @@
-"""An agent worker: takes episodes of jobs from a service, runs the agent on this machine, and hands in what it returns.
+"""An agent worker: leases episodes from a service, runs the agent on this machine, and sends its results.
 
-An episode whose worker dies begins anew with another. The agent runs as in `motet run`: in a process of its own, many
+If a worker dies, its episodes start over with another. The agent runs as in `motet run`: in a separate process, many
 episodes at once.
 """
 
@@ -32,12 +32,12 @@ class AgentWorker(LeaseWorker[EpisodeWork]):
     kind = "episodes"
 
     def __init__(self, client: Connection, agent: str, concurrency: int) -> None:
-        """Nothing is asked yet.
+        """Connects to nothing yet.
 
         Args:
-            client: of the service.
+            client: a connection to the service.
             agent: `file.py:function` or `module:function`.
-            concurrency: episodes of a job that run at once.
+            concurrency: concurrent episodes per job.
         """
         super().__init__(client, concurrency)
         self._agent = agent
@@ -72,7 +72,7 @@ class AgentWorker(LeaseWorker[EpisodeWork]):
         return self._processes[key]
 
     async def _lease(self, path: str, wanted: Asked, running: Running) -> tuple[EpisodeLease, Sequence[EpisodeWork]]:
-        """Ask for episodes; those that others have now, or whose engine has ended, are given up."""
+        """Lease episodes; stops those that others have now, or whose host has ended."""
         wanted = {**wanted, "holds": list(running)}
         lease = await self._client._patiently(EpisodeLease, "POST", f"{path}/lease", json=wanted)
         for key in running.keys() - set(lease.held) - self._handing_in:

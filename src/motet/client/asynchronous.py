@@ -1,4 +1,4 @@
-"""The client whose methods are awaited."""
+"""The asynchronous client."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
-    """A service, asked many things at a time. The methods are those of `Client`."""
+    """A client for concurrent requests, with the methods of `Client`."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -66,11 +66,11 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         """Submit a job, given as in a job file.
 
         Args:
-            job: what to train.
-            idempotency_key: the same one gives the same job again.
-            after: jobs, by name or id, that have to succeed before this one starts; it may start from their versions.
-            at: when it may start: a time (2026-12-01T08:00 means the time here), or Unix seconds.
-            base: which base of a service that has several; the first without one.
+            job: the configuration.
+            idempotency_key: a repeated key returns the same job.
+            after: names or ids of jobs that must succeed before this one starts; it may start from their versions.
+            at: earliest start: a local time (2026-12-01T08:00), or Unix seconds.
+            base: which base of a service with several; default: the first.
 
         Raises:
             ConfigError: `at` is not a time.
@@ -88,9 +88,9 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         at: datetime | str | float | None = None,
         base: str | None = None,
     ) -> list[Job]:
-        """Submit several jobs together: all are taken, or none. A job may start from one above it (`adapter.init`).
+        """Submit several jobs together, all or none. A job may start from an earlier one (`adapter.init`).
 
-        The arguments are those of `submit`; `after` may also give the jobs that each waits for, by its name.
+        The arguments are those of `submit`; `after` may also map each job's name to the jobs that it waits for.
         """
         trees = [_tree(job) | ({} if base is None else {"base": base}) for job in jobs]
         awaited = [after.get(str(tree.get("name")), ()) if isinstance(after, Mapping) else after for tree in trees]
@@ -104,7 +104,7 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return await self._ask(Job, "GET", path_of("jobs", job))
 
     async def jobs(self, state: str | None = None) -> AsyncGenerator[Job, None]:
-        """Jobs, newest first: all, or those in a state."""
+        """Yield jobs, newest first, optionally those in one state."""
         async for job in self._all_pages(Jobs, "/v1/jobs", state=state):
             yield job
 
@@ -117,7 +117,7 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return await self._ask(Job, "POST", f"{path_of('jobs', job)}/resume")
 
     async def cancel(self, job: str) -> Job:
-        """End a job; what it saved stays."""
+        """End a job; its commits stay."""
         return await self._ask(Job, "POST", f"{path_of('jobs', job)}/cancel")
 
     async def change(self, /, job: str, **fields: int | str | None) -> Job:
@@ -125,7 +125,7 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return await self._ask(Job, "PATCH", path_of("jobs", job), json=fields)
 
     async def delete(self, job: str) -> None:
-        """Forget a job that has ended, with its versions, rollouts and events."""
+        """Delete a job that has ended, with its versions, rollouts and events."""
         await self._send("DELETE", path_of("jobs", job))
 
     async def versions(self, job: str) -> list[Version]:
@@ -143,17 +143,17 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         problem: int | None = None,
         tokens: bool = False,
     ) -> Rollouts:
-        """What a step sampled, with rewards; the newest step unless one is given.
+        """Rollouts of a step with rewards; by default of the newest step.
 
         Args:
             job: its id or name.
-            step: which step; with `purpose="eval"` the version that was evaluated.
+            step: the step; with `purpose="eval"` the evaluated version.
             min_reward: only rollouts with at least this reward.
-            max_reward: only those with at most this one.
-            limit: how many, in data order.
-            purpose: what training sampled, or an evaluation.
-            problem: only those of this problem.
-            tokens: with the text and the logprob of each token.
+            max_reward: only rollouts with at most this reward.
+            limit: most rollouts, in data order.
+            purpose: rollouts of training or of an evaluation.
+            problem: only rollouts of this problem.
+            tokens: include the text and logprob of each token.
         """
         params = {
             "step": step, "min_reward": min_reward, "max_reward": max_reward, "limit": limit, "purpose": purpose,
@@ -171,7 +171,7 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return (await self._ask(CheckedJobs, "POST", "/v1/check", json={"text": text})).jobs
 
     async def upload(self, path: str | Path) -> str:
-        """Upload rows (.jsonl, .parquet, .csv or .json); the id that comes back is a job's `data.source`."""
+        """Upload rows (.jsonl, .parquet, .csv or .json); returns the id for a job's `data.source`."""
         name, rows = await asyncio.to_thread(_to_send, Path(path))
         with rows:
             return (await self._ask(File, "POST", "/v1/files", files={"file": (name, rows)})).id
@@ -181,11 +181,11 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return (await self._ask(Files, "GET", "/v1/files")).data
 
     async def delete_file(self, file: str) -> None:
-        """Remove an uploaded file; jobs that name it cannot be taken up again."""
+        """Delete an uploaded file; jobs that name it cannot resume."""
         await self._send("DELETE", path_of("files", file))
 
     async def models(self) -> list[Model]:
-        """What completions can be asked of: the base, and `job@version`."""
+        """Models for completions: the base, and `job@version`."""
         return (await self._ask(Models, "GET", "/v1/models")).data
 
     async def rewards(self) -> list[Reward]:
@@ -212,12 +212,12 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
                 yield _piece(line)
 
     async def events(self, job: str, after: int = 0, *, follow: bool = False) -> AsyncGenerator[JobEvent, None]:
-        """What happened to a job after an event, in order.
+        """Yield events of a job in order.
 
         Args:
             job: its id or name.
-            after: the id of the last event that is known.
-            follow: go on with what happens from now on, until the job has ended; a lost connection is taken up again.
+            after: the id of the last known event.
+            follow: continue with new events until the job has ended; reconnects if the connection is lost.
         """
         if follow:
             async with aclosing(self._follow(job, Following(job, after))) as stream:
@@ -252,16 +252,16 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return JobState((await self.job(job)).state).final
 
     async def score(self, *jobs: str, reward: RewardGiven | Sequence[RewardGiven], processes: int = 2) -> None:
-        """Be the reward worker of jobs until they have ended: take their rollouts, score them here, hand the scores in.
+        """Act as reward worker of jobs until they have ended: lease rollouts, score them here, and send the scores.
 
         Args:
             jobs: ids or names of jobs with `reward: worker`.
-            reward: the function, or the files with the functions that the jobs name: `rewards.py`, `rewards.py:reward`.
-            processes: how many score at a time.
+            reward: the function, or files with the functions that the jobs name: `rewards.py`, `rewards.py:reward`.
+            processes: number of scoring processes.
 
         Raises:
-            RewardError: the reward does not load, or a job asks for one that is not there.
-            ServiceError: the service refuses, or was away for ten minutes.
+            RewardError: the reward does not load, or a job names a missing one.
+            ServiceError: the service refuses, or was unreachable for ten minutes.
         """
         from motet.client.reward_files import RewardFiles
         from motet.client.scoring import RewardWorker
@@ -274,11 +274,11 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         Args:
             jobs: ids or names of jobs with `environment: agent`.
             agent: the function: `agent.py:run`, or `my_package.agents:run`.
-            concurrency: episodes of a job that run at once.
+            concurrency: concurrent episodes per job.
 
         Raises:
-            EnvironmentFault: the agent does not load, or a job asks for none.
-            ServiceError: the service refuses, or was away for ten minutes.
+            EnvironmentFault: the agent does not load, or a job needs none.
+            ServiceError: the service refuses, or was unreachable for ten minutes.
         """
         from motet.client.agents import AgentWorker
 

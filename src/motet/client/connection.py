@@ -1,4 +1,4 @@
-"""Where a service is, how it is asked, and what to do when the connection breaks."""
+"""Connection to a service: address, requests and retries."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ DEFAULT_URL = "http://127.0.0.1:8420"
 PATIENCE_SECONDS = 600.0
 """How long following a job waits for a service that went away."""
 PAGE = 200
-"""Jobs that are asked for at a time."""
+"""Jobs per request."""
 AWAY = (0, 502, 503, 504)
 """Statuses of a service that restarts, its proxy included."""
 _MOST_RETRIES = 8
 _LONGEST_WAIT = 30.0
 _TIMEOUT = httpx2.Timeout(120.0, connect=5.0)
-_QUIET = httpx2.Timeout(45.0, connect=5.0)  # a stream says every fifteen seconds that it is there
+_QUIET = httpx2.Timeout(45.0, connect=5.0)  # a stream sends a keep-alive every fifteen seconds
 
 
 def path_of(kind: str, name: str) -> str:
@@ -52,14 +52,14 @@ class Connection:
     """A client's service, and requests to it."""
 
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
-        """Nothing is asked yet.
+        """Connects to nothing yet.
 
         Args:
-            url: of the service; `$MOTET_URL`, or http://127.0.0.1:8420, unless given.
-            key: an API key; `$MOTET_API_KEY`, or the key of `motet login`, unless given. A service with --no-keys needs none.
+            url: of the service; default: `$MOTET_URL`, or http://127.0.0.1:8420.
+            key: an API key; default: `$MOTET_API_KEY`, or the key of `motet login`. A service with --no-keys needs none.
 
         Raises:
-            ConfigError: this cannot be an address, or not a key.
+            ConfigError: an invalid address or key.
         """
         given = url or os.environ.get("MOTET_URL") or DEFAULT_URL
         self.url = given.rstrip("/")
@@ -80,10 +80,10 @@ class Connection:
         )
 
     def _request(self, method: str, path: str, **parts: Any) -> httpx2.Request:
-        """A request as it goes out.
+        """Build a request.
 
         Raises:
-            ConfigError: JSON has no way to write what it is to hold.
+            ConfigError: a value cannot be written as JSON.
         """
         try:
             return self._http.build_request(method, path, **parts)
@@ -93,11 +93,11 @@ class Connection:
             ) from error
 
     async def _send(self, method: str, path: str, *, also: int = 200, **request: Any) -> httpx2.Response:
-        """A successful response, or one of the status `also`; sent again where the service says that it came too often.
+        """Send a request, and return a successful response or one with status `also`; retries after a rate limit.
 
         Raises:
-            ServiceError: the service refuses, and why.
-            ConfigError: what is given cannot be sent.
+            ServiceError: the service refuses; the message says why.
+            ConfigError: a value cannot be sent.
         """
         if "params" in request:
             request["params"] = {name: value for name, value in request["params"].items() if value is not None}
@@ -122,7 +122,7 @@ class Connection:
             ) from error
 
     async def _patiently(self, model: type[M], method: str, path: str, **request: Any) -> M:
-        """The answer; a service that is away for a while comes back."""
+        """Send a request, and retry while the service is unreachable."""
         deadline, wait = time.monotonic() + PATIENCE_SECONDS, 0.25
         while True:
             try:
@@ -145,7 +145,7 @@ class Connection:
                     yield line
 
     async def _all_pages(self, model: type[Any], path: str, **params: Any) -> AsyncGenerator[Any, None]:
-        """What all pages hold."""
+        """Yield the items of all pages."""
         after: str | None = None
         while True:
             page = await self._ask(model, "GET", path, params={**params, "after": after, "limit": PAGE})
@@ -170,7 +170,7 @@ def _transport_errors(url: str) -> Iterator[None]:
 
 
 def _seconds_to_wait(response: httpx2.Response, attempt: int) -> float | None:
-    """After which a request that came too often is sent again, as the service says; None where it is not."""
+    """Seconds until a rate-limited request should be retried, from the response; None for other responses."""
     after = response.headers.get("retry-after", "")
     if response.status_code != 429 or attempt >= _MOST_RETRIES or not after.isdecimal():
         return None
@@ -178,7 +178,7 @@ def _seconds_to_wait(response: httpx2.Response, attempt: int) -> float | None:
 
 
 def _refusal(response: httpx2.Response) -> ServiceError:
-    """Why the service said no, in its own words."""
+    """The service's reason for a refusal."""
     try:
         message = Error.model_validate_json(response.content).error.message
     except ValidationError:

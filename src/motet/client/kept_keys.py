@@ -37,7 +37,7 @@ def kept_key(url: str) -> str:
 
 
 def keep_key(url: str, made: NewKey | None) -> None:
-    """Keep the key of a sign-in for this user alone, or forget it; keys that have expired go away too."""
+    """Store the key of a sign-in, readable for this user only, or delete it; also deletes expired keys."""
     kept = {where: one for where, one in _kept().items() if where != url and one.expires > time.time()}
     if made is not None:
         kept[url] = _Kept(key=made.key, expires=made.expires or time.time() + 86400.0)

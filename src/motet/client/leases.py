@@ -1,6 +1,6 @@
-"""What both kinds of workers do: take work of jobs from a service on lease, do it on this machine, until the jobs have ended.
+"""Common part of both kinds of workers: lease work from a service, and do it on this machine until the jobs have ended.
 
-All connections are made from here. What a worker holds when it dies is handed to others after a minute.
+Workers open all connections. If a worker dies, others get its work after a minute.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from motet.types import JobState
 Work = TypeVar("Work", EpisodeWork, ScoringWork)
 Asked = dict[str, Any]
 Running = dict[str, asyncio.Task[None]]
-"""What is being done, by the id of the work."""
+"""Running work by id."""
 _WAIT_SECONDS = 20.0
 _LEAVE_SECONDS = 3.0
 
 
 class LeaseWorker(ABC, Generic[Work]):
-    """Does one kind of work for some jobs. Each kind says what is loaded for a job, what is leased and what is done."""
+    """Does one kind of work for some jobs. Subclasses load, lease and execute the work."""
 
     kind: str
     """The last part of a job's path: `scoring` or `episodes`."""
 
     def __init__(self, client: Connection, at_once: int) -> None:
-        """Nothing is asked yet; of each job `at_once` pieces of work are done at a time."""
+        """Connects to nothing yet; runs `at_once` pieces of work per job."""
         self._client, self._at_once, self.name = client, at_once, worker_name()
 
     @abstractmethod
@@ -50,8 +50,8 @@ class LeaseWorker(ABC, Generic[Work]):
         """Work until all jobs have ended.
 
         Raises:
-            RewardError, EnvironmentFault: what is to be called does not load, or a job asks for none.
-            ServiceError: the service refuses, or was away for too long.
+            RewardError, EnvironmentFault: the code does not load, or a job needs none.
+            ServiceError: the service refuses, or was unreachable for too long.
         """
         try:
             served = [await self._client._patiently(Job, "GET", path_of("jobs", job)) for job in jobs]
@@ -66,10 +66,10 @@ class LeaseWorker(ABC, Generic[Work]):
             await self._close()
 
     async def _hand_in(self, path: str, result: Asked) -> str:
-        """Hand a result in; why the service refuses what it says, or empty.
+        """Send a result; returns why the service rejects its content, or an empty text.
 
         Raises:
-            ServiceError: the service refuses the worker itself, or was away for too long.
+            ServiceError: the service rejects the worker, or was unreachable for too long.
         """
         try:
             await self._client._patiently(Counted, "POST", f"{path}/results", json={"results": [result]})
@@ -89,7 +89,7 @@ class LeaseWorker(ABC, Generic[Work]):
                     await asyncio.wait(running.values(), timeout=wait, return_when=asyncio.FIRST_COMPLETED)
                 wanted = {"worker": self.name, "most": free, "wait_seconds": wait if free else 0.0}
                 lease, taken = await self._lease(path, wanted, running)
-                wait = min(_WAIT_SECONDS, lease.seconds / 3)  # asking again renews what is held
+                wait = min(_WAIT_SECONDS, lease.seconds / 3)  # another request renews the leases
                 for work in taken:
                     if work.id not in running:
                         running[work.id] = asyncio.create_task(self._do(path, work))

@@ -1,4 +1,4 @@
-"""Which functions a reward worker may call: those of the files that its owner names, and nothing else."""
+"""The functions that a reward worker may call: only those in files named by its owner."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class _RewardModule:
 
     @property
     def short(self) -> str:
-        """How jobs name it: without where it lies."""
+        """The name used in jobs, without the folder."""
         return Path(self.path).name if self.path.endswith(".py") else self.path
 
 
 class RewardFiles:
-    """What the owner of a worker lets it call."""
+    """Files and functions that a worker may call."""
 
     def __init__(self, given: RewardGiven | Sequence[RewardGiven]) -> None:
-        """Nothing is loaded yet.
+        """Loads nothing yet.
 
         Raises:
-            RewardError: a file is not there, or nothing is given.
+            RewardError: a file is missing, or none is given.
         """
         several = [given] if isinstance(given, str | Path) or callable(given) else list(given)
         self._modules = [_module_of(one) for one in several]
@@ -61,10 +61,10 @@ class RewardFiles:
         return self._default
 
     def find(self, asked: WorkerArgs, limits: RewardConfig) -> RewardConfig:
-        """The reward that a job asks for, ready for this machine.
+        """The reward that a job names, prepared for this machine.
 
         Raises:
-            RewardError: its function is not among those that may be called.
+            RewardError: its function is not allowed.
         """
         file, _, function = (asked.function or self.default()).rpartition(":")
         if function.isidentifier() and not function.startswith("_"):
@@ -78,7 +78,7 @@ class RewardFiles:
         )
 
     def for_service(self, jobs: Sequence[JobConfig]) -> list[JobConfig]:
-        """Jobs whose own functions are scored by a worker; where there are none at all, every job's reward is the default.
+        """Jobs with their own functions assigned to a worker; if there are none, every job uses the default reward.
 
         Raises:
             RewardError: a job names a function that is not in these files.

@@ -1,7 +1,6 @@
-"""A reward worker: takes rollouts of jobs from a service, scores them on this machine, and hands the scores in.
+"""A reward worker: leases rollouts from a service, scores them on this machine, and sends the scores.
 
-Scores that are handed in twice count once. A reward runs as in `motet run`: in processes of its own, with limits of time
-and memory.
+Repeated scores count once. A reward runs as in `motet run`: in separate processes, with limits on time and memory.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ class RewardWorker(LeaseWorker[ScoringWork]):
     kind = "scoring"
 
     def __init__(self, client: Connection, files: RewardFiles, processes: int = 2) -> None:
-        """Nothing is asked yet.
+        """Connects to nothing yet.
 
         Args:
-            client: of the service.
-            files: what may be called.
-            processes: how many score at a time, in all.
+            client: a connection to the service.
+            files: the allowed functions.
+            processes: number of scoring processes.
         """
         super().__init__(client, _AT_ONCE)
         self._files, self._pool = files, RewardPool(processes)
@@ -52,7 +51,7 @@ class RewardWorker(LeaseWorker[ScoringWork]):
         await self._pool.close()
 
     async def _lease(self, path: str, wanted: Asked, running: Running) -> tuple[Lease, Sequence[ScoringWork]]:
-        """Ask for rollouts; what was handed to others meanwhile is scored all the same, and counts once."""
+        """Lease rollouts; those leased to others meanwhile are still scored, and count once."""
         lease = await self._client._patiently(Lease, "POST", f"{path}/lease", json=wanted)
         return lease, lease.units
 
@@ -65,7 +64,7 @@ class RewardWorker(LeaseWorker[ScoringWork]):
         self.scored += len(scores)
 
     async def _load(self, reward: Mapping[str, Any]) -> str:
-        """Load a reward as its job asks for it; the name by which the pool knows it."""
+        """Load a reward of a job; returns its name in the pool."""
         limits = {field: reward[field] for field in ("cpu_seconds", "wall_seconds", "memory_mb")}
         name = json.dumps([reward["args"], limits], sort_keys=True)
         async with self._loading:

@@ -31,16 +31,16 @@ class SignInMethods(Connection):
     """Methods of both clients."""
 
     async def me(self) -> Me:
-        """Who asks: the key, its tenant, role and rights."""
+        """The key's tenant, role and rights."""
         return await self._ask(Me, "GET", "/v1/me")
 
     async def sign_in(self, show: Show, browser: bool = False, port: int = 0) -> NewKey:
-        """Get a key for a person who signs in, and ask with it from now on.
+        """Get a key for a person who signs in, and use it from now on.
 
         Args:
-            show: called with the URL to open, and with the code to type there (empty if none is needed).
-            browser: wait for a browser on this machine, even if the provider lets people type a code in any browser.
-            port: where to wait for the browser; 0 is any free port.
+            show: called with the URL to open, and the code to enter there (empty if none is needed).
+            browser: wait for a browser on this machine, even if the provider supports codes in any browser.
+            port: port to wait for the browser; 0 is any free port.
 
         Raises:
             ServiceError: the service has no sign-in, or the person was refused or took too long.

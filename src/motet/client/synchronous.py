@@ -21,7 +21,7 @@ _END: Any = object()
 def _waits(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """A method that returns what this one is awaited for."""
+    """A synchronous version of a coroutine method."""
 
     @functools.wraps(method)
     def wait(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -33,7 +33,7 @@ def _waits(
 def _yields(
     method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
 ) -> Callable[Concatenate[Client, P], Generator[T, None, None]]:
-    """A method that gives one after another what this one gives."""
+    """A synchronous version of an asynchronous generator method."""
 
     @functools.wraps(method)
     def iterate(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
@@ -106,13 +106,13 @@ class Client:
     audit = _yields(AsyncClient.audit)
 
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
-        """Nothing is asked yet; see `AsyncClient`."""
+        """Connects to nothing yet; see `AsyncClient`."""
         self._client = AsyncClient(url, key)
         self.url = self._client.url
         opened = ExitStack()
         self._portal = opened.enter_context(start_blocking_portal())
         opened.callback(self._portal.call, self._client.close)
-        self._close = weakref.finalize(self, opened.close)  # also where nobody closes it
+        self._close = weakref.finalize(self, opened.close)  # also if nobody closes it
 
     def __enter__(self) -> Self:
         return self
@@ -129,6 +129,6 @@ class Client:
         try:
             result: T = future.result()
         except BaseException:
-            future.cancel()  # after Ctrl-C, what goes on in the thread ends too
+            future.cancel()  # after Ctrl-C, the work in the thread ends too
             raise
         return result

@@ -1,4 +1,4 @@
-"""What a client asks of a service about tenants: keys, limits, usage, and who changed what."""
+"""Client methods for tenants: keys, limits, usage and audit log."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class TenantMethods(Connection):
         return await self._ask(NewKey, "POST", "/v1/keys", json=body)
 
     async def keys(self) -> list[ApiKey]:
-        """Keys, oldest first, without their texts: one's own and those that it made; with an admin's key all."""
+        """Keys without their texts, oldest first: one's own and those that it created; with an admin's key, all."""
         return (await self._ask(Keys, "GET", "/v1/keys")).data
 
     async def revoke_key(self, key: str) -> None:
-        """End a key by its id, and those that were made with it."""
+        """Revoke a key by its id, and those created with it."""
         await self._send("DELETE", path_of("keys", key))
 
     async def rotate_key(self, key: str) -> NewKey:
@@ -54,7 +54,7 @@ class TenantMethods(Connection):
         return (await self._send("GET", "/v1/usage", params=params)).content.decode()
 
     async def limits(self) -> TenantInfo:
-        """What one's own tenant may use, and what it uses."""
+        """Limits and usage of one's own tenant."""
         return await self._ask(TenantInfo, "GET", "/v1/limits")
 
     async def tenants(self) -> list[TenantInfo]:

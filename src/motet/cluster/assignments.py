@@ -1,4 +1,4 @@
-"""Which host has which job: `placement` asked about the hosts that are there, and its answers remembered."""
+"""The assignment of jobs to hosts: calls `placement` for the available hosts, and records the results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Assignments:
         self._jobs: dict[str, Assigned] = {}
         self.rules: dict[str, Rule] = {}
         self.held: dict[str, m.Held] = {}
-        """Jobs that hosts have of the service before, and of which they were told nothing yet."""
+        """Jobs that hosts already had under an earlier service, and that have received no message yet."""
         self.refused: set[tuple[Claim, bool]] = set()
         """Claims of jobs that no host could take, without their names, and whether they run."""
 
@@ -49,7 +49,7 @@ class Assignments:
         return self.rules if len(self._hosts) > 1 else {}
 
     def get(self, job: str) -> Assigned | None:
-        """What is known of a job that a host has."""
+        """The assignment of a job."""
         return self._jobs.get(job)
 
     def on(self, host: Host) -> int:
@@ -76,7 +76,7 @@ class Assignments:
         return max(0, free + self.ahead * len(same) - waiting)
 
     def tenants(self) -> set[str]:
-        """Who has jobs that run or want to."""
+        """Tenants with jobs that run or wait to run."""
         return {job.claim.tenant for job in self._jobs.values() if job.state in _OPEN}
 
     def place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> Host | None:
@@ -99,7 +99,7 @@ class Assignments:
         return host
 
     def adopt(self, host: Host, jobs: Sequence[m.Held]) -> None:
-        """A host is ready, with the jobs that the service before gave it; it learns what holds for tenants."""
+        """Add a ready host with the jobs that an earlier service gave it, and send it the tenants' rules."""
         for held in jobs:
             claim = Claim(held.job, held.tenant, slots=held.slots, base=host.base)
             self._jobs.setdefault(held.job, Assigned(claim, host, held.state, had_slot=True))
@@ -107,7 +107,7 @@ class Assignments:
         host.send(*(m.SetRule(tenant, rule) for tenant, rule in self.rules.items()))
 
     def can_place_more(self) -> bool:
-        """Whether a host could take now what none could: there is one of its base, and its tenant may have more out."""
+        """Whether a host could now take a waiting job."""
         hosts = list(self.loads().values()) if self.refused else []
         return any(
             placed(claim, hosts, self._limits if runs else {}, self.ahead) is not None for claim, runs in self.refused
@@ -139,23 +139,23 @@ class Assignments:
         return True
 
     def set_rule(self, message: m.SetRule) -> bool:
-        """Take in what holds for a tenant; gives whether that may place more jobs. Room for storage does not."""
+        """Set a tenant's rule; returns whether more jobs may be placed. Storage room does not count."""
         before, rule = self.rules.get(message.tenant), message.rule
         self.rules[message.tenant] = rule
         return before is None or replace(before, room=None) != replace(rule, room=None)
 
     def has_to_wait(self, job: Assigned) -> bool:
-        """Whether a paused job cannot go on, because its tenant has as many out as may run."""
+        """Whether a paused job cannot resume, because its tenant has as many jobs as may run."""
         return job.state is JobState.PAUSED and placed(job.claim, list(self.loads().values()), self._limits) is None
 
     def moves(self) -> Iterator[tuple[Host, str]]:
-        """Jobs that hosts are to let go, until all are as even as they can be once those have moved."""
+        """Jobs that hosts must release so that the load becomes even."""
         while (move := moved(list(self.loads().values()))) is not None:
             self._jobs[move.job].to = self._hosts[move.to]
             yield self._jobs[move.job].host, move.job
 
     def loads(self) -> dict[int, HostLoad]:
-        """Of the hosts that are there; jobs that are paused, and not by a rule that is lifted by itself, want no slot."""
+        """Loads of the available hosts; paused jobs need no slot, except those paused by a rule."""
         hosts = [host for host in self._hosts if host.ready]
         running, waiting, coming, fresh = ({host.number: list[Claim]() for host in hosts} for _ in range(4))
         for job in list(self._jobs.values()):
@@ -181,7 +181,7 @@ class Assignments:
 
 
 async def even_out(hosts: Sequence[Host], jobs: Assignments) -> None:
-    """Let tenants have their shares over all hosts, not on each alone."""
+    """Apply tenants' shares over all hosts together."""
     account, shared = ClusterShares(), False
     while len(hosts) > 1:
         await asyncio.sleep(EVEN_SECONDS)

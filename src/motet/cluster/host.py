@@ -1,7 +1,6 @@
-"""One host: the process that has a base and trains and answers on it, as whoever gives it jobs sees it.
+"""One host, as seen by its owner: the process with a base that trains and answers.
 
-When the process dies it is started again. One that dies right after its start is started again after a while, which grows, for
-as long as anybody wants hosts.
+A process that dies is restarted. If it dies right after its start, the restart is delayed, each time longer.
 """
 
 from __future__ import annotations
@@ -46,33 +45,33 @@ OfJob = m.JobChanged | m.JobStepped | m.JobWorked
 
 @dataclass(frozen=True)
 class HostHandlers:
-    """Who handles what hosts send. Open jobs are asked for, and events and usage come, in one thread, one after another."""
+    """Callbacks for messages of hosts. `open_jobs`, events and usage are handled in one thread, in order."""
 
     open_jobs: Callable[[], list[m.AddJob]]
-    """All jobs that have not ended, in the order they came; those that a host has may be left out."""
+    """All jobs that have not ended, in order of submission; may omit those that a host has."""
     event: Callable[[OfJob], None]
     usage: Callable[[m.UsageWindow], None] = lambda usage: None
     score: Callable[[m.ScoreRequest], Awaitable[m.ScoresAnswered]] = _nobody_scores
     rest: Callable[[str, bool], None] = lambda job, wanted: None
-    """Whether a job is to rest as soon as nobody is there who scores for it."""
+    """Whether a job stops waiting as soon as no scorer is connected."""
     tokens: Callable[[str, str, int, int], None] = lambda tenant, base, read, sampled: None
     """(tenant, base, read, sampled): tokens of a tenant's completions."""
     obeyed: Callable[[str], None] = lambda job: None
     """A command of a job's client is done."""
     episode: Callable[[Host, e.OfferEpisode], Awaitable[e.EpisodeEnded]] = _no_agents
-    """What comes of an episode whose agent runs elsewhere; the host that offers it answers what the agent asks."""
+    """Runs an episode whose agent is remote; the host that offers it answers the agent."""
     reconcile: Callable[[Sequence[m.Held]], Mapping[str, Sequence[m.ToHost]]] = lambda held: {}
-    """By job that a host has of the service before: what is asked of it now. In the thread of events."""
+    """Messages for each job that a host already had under an earlier service. Runs in the thread of events."""
 
 
 OfHost = m.HostReady | m.HostFailed | m.Progress | m.JobChanged | m.JobStepped | m.Released
-"""What a host says of itself or of a job."""
+"""Messages of a host about itself or a job."""
 Heard = Callable[["Host", OfHost | None], None]
-"""What is called with it in the event loop, with `Progress` when servers went away or came back; None: its process is gone."""
+"""Called with it in the event loop; with `Progress` when servers left or returned, with None when the process ended."""
 
 
 Launch = Callable[[m.StartHost, Path], Awaitable[Engine]]
-"""Starts the process of a host somewhere, which is not sent its first message yet; what it prints goes to the file."""
+"""Starts the process of a host, before its first message; the process's output goes to the file."""
 
 
 class Host:
@@ -81,11 +80,11 @@ class Host:
     def __init__(
         self, number: int, start: m.StartHost, log: Path, handling: Executor, launch: Launch | None = None
     ) -> None:
-        """`start` is the first message. What the process prints goes to `log`; events are handled by `handling`."""
+        """`start` is the first message. The output of the process goes to `log`; `handling` handles events."""
         self.number, self.log, self._start, self._handling = number, log, start, handling
         self._launch: Launch = launch or (lambda start, log: start_engine(log))
         self.base = start.serves
-        """Its name among those of a service."""
+        """Name of its base in a service."""
         self.slots = int(start.engine.get("slots", 1))
         self._handlers: HostHandlers | None = None
         self._heard: Heard = lambda host, message: None
@@ -95,17 +94,17 @@ class Host:
         self._scoring: dict[int, asyncio.Task[None]] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._open: dict[int, asyncio.Queue[m.Answer]] = {}
-        self._keys = itertools.count(secrets.randbits(32) << 20)  # others than those of a service that was here before
+        self._keys = itertools.count(secrets.randbits(32) << 20)  # different from keys of an earlier service
         self._stopped = asyncio.Event()
         self._closing = asyncio.Event()
         self._ready_since = math.inf
         self.ready = False
         self.heard_at = -math.inf
-        """When this process said something last, on the monotonic clock; one that loads says nothing before it is ready."""
+        """Monotonic time of the last message; a loading process sends none until it is ready."""
         self.failure = ""
-        """Why it is not there, for a person."""
+        """Why it is not available, for a person."""
         self.away = ""
-        """Why it answers nobody while it is there: its servers are away."""
+        """Why it answers no questions although it runs: its servers are away."""
         self.hopeless = False
         """Whether it could not be started the last time, or ended again and again before it was of use."""
         self.progress: dict[str, m.JobStanding] = {}
@@ -128,7 +127,7 @@ class Host:
         self._keeping = asyncio.create_task(self._keep())
 
     def send(self, *messages: m.ToHost) -> None:
-        """Send messages; a process that is not there gets none."""
+        """Send messages; dropped if the process is not running."""
         if self._engine is not None:
             for message in messages:
                 self._engine.send(message)
@@ -139,12 +138,12 @@ class Host:
         return len(self._open)
 
     async def ask(self, question: m.Question) -> AsyncGenerator[m.Answer, None]:
-        """What answers a question, until it is done.
+        """Yield the answers to a question.
 
         Raises:
-            HostGone: it is not there, or went away meanwhile.
-            EngineError: it cannot be answered now, and why.
-            ConfigError: it can never be answered, and why.
+            HostGone: it is not running, or ended meanwhile.
+            EngineError: it cannot answer now; the message says why.
+            ConfigError: it can never answer; the message says why.
         """
         if not self.ready:
             raise HostGone(self.failure)
@@ -181,7 +180,7 @@ class Host:
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the process."""
         self._closing.set()
-        if self.ready or self.heard_at > -math.inf:  # one that was taken over may have much to tell before it is ready
+        if self.ready or self.heard_at > -math.inf:  # one that was taken over may send much before it is ready
             self.send(m.Stop())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
@@ -225,7 +224,7 @@ class Host:
         seconds = 0.0 if quick <= 1 else min(2.0 ** (quick - 2), _LONGEST_WAIT)
         self.hopeless = self.hopeless or quick > 1
         if quick > 1 and not self.failure:
-            self.failure = f"the engine ended {quick} times right after it was started; {self.log.name} says why"
+            self.failure = f"the engine ended {quick} times right after it was started; see {self.log.name}"
         _log.warning("%s; it is started again in %g s", self.failure or "the engine ended", seconds)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -242,7 +241,7 @@ class Host:
             await self._handle(message)
 
     async def _clean_up(self) -> None:
-        """Nothing of a process is left, and whoever waits for its answers learns it."""
+        """Remove all state of an ended process, and inform waiting callers."""
         if self._engine is not None:
             await self._engine.kill()
             self._engine = None
@@ -301,7 +300,7 @@ class Host:
                     answers.put_nowait(message)
 
     def _begin(self, tasks: dict[int, asyncio.Task[None]], key: int, answer: Awaitable[m.ToHost]) -> None:
-        """Send an answer once it is there."""
+        """Send an answer when it is ready."""
 
         async def answered() -> None:
             self.send(await answer)
@@ -310,7 +309,7 @@ class Host:
             if tasks.get(key) is task:
                 del tasks[key]
 
-        _cancel(tasks, key)  # it is asked again
+        _cancel(tasks, key)  # requested again
         task = tasks[key] = asyncio.create_task(answered())
         task.add_done_callback(forget)
 
@@ -326,7 +325,7 @@ def _keep_event(message: OfJob | m.UsageWindow, handlers: HostHandlers) -> None:
             handlers.usage(message)
         else:
             handlers.event(message)
-    except Exception:  # whatever it is, this process has to go on listening
+    except Exception:  # this process must continue to read messages
         _log.exception("an event was not kept: %s", message)
 
 
@@ -337,5 +336,5 @@ def _refusal(answer: m.QuestionRefused, *, gone: bool) -> EngineError | ConfigEr
 
 
 async def start_engine(log: Path) -> Engine:
-    """Start the process of a host, which loads what it needs and waits for its first message; what it prints goes to a file."""
+    """Start the process of a host, which waits for its first message; its output goes to a file."""
     return await Child.start("motet.hosting", m.FromHost, log)

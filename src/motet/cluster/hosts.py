@@ -1,7 +1,7 @@
-"""The engine as whoever has jobs for it sees it: one host or several, and which of them has which job.
+"""All hosts of a service or run, and the assignment of jobs to them.
 
-One host has a job at a time. A job leaves its host when that dies, or when it is asked to let the job go: then it finishes the
-step, commits and forgets the job. In both cases another host goes on from the last commit.
+A job is on one host at a time. It leaves a host that dies, or that is told to release it after a step and a commit. In
+both cases another host continues from the last commit.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from motet.runtime.slots import Claim
 
 _log = logging.getLogger(__name__)
 GATHER_SECONDS = 60.0
-"""Seconds that jobs wait for the last host to be ready when the first one is, or when it said something last."""
+"""Seconds to wait for the last host after the first is ready, or after its last message."""
 _RETRY_SECONDS = 2.0
 LOOK_SECONDS = 60.0
-"""Between two readings of the open jobs while nothing changes: one may have been kept and not handed over, its database being
-away by then."""
+"""Between two readings of the open jobs while nothing changes: a stored job may not have been handed over because the
+database was away.
+"""
 
 
 class Hosts:
-    """Starts hosts, gives them jobs and questions, and receives what becomes of them."""
+    """Starts hosts, sends them jobs and questions, and receives their events."""
 
     def __init__(
         self, starts: Sequence[m.StartHost], directory: Path, launch: Launch | None = None, look: float = LOOK_SECONDS
@@ -41,7 +42,7 @@ class Hosts:
 
         `launch` starts their processes: on this machine unless it is given.
         """
-        # of its own: what others wait for in threads, a slow disk or a slow name, does not keep the engine waiting
+        # a separate pool: blocking calls of others must not delay the engine
         self._handling = ThreadPoolExecutor(1, "motet-events")
         logs = [directory / (f"engine-{number}.log" if number else "engine.log") for number in range(len(starts))]
         self.hosts = [
@@ -53,12 +54,12 @@ class Hosts:
         self._tasks: list[asyncio.Task[None]] = []
         self.jobs = Assignments(self.hosts)
         self._asked: set[str] = set()
-        """Jobs of which something was asked, or that ended, since jobs were read last: what was read may be old."""
+        """Jobs with new requests or an end since the last reading, whose result may be outdated."""
         self._unplaced = True
-        """Whether there may be jobs that no host has, and that nobody has looked at since something changed."""
+        """Whether there may be unassigned jobs that have not been checked since a change."""
         self._look, self._look_seconds, self.gather_seconds = asyncio.Event(), look, GATHER_SECONDS
         self._settled = len(starts) == 1
-        """Whether jobs are given out: not before all hosts are there, or too late."""
+        """Whether jobs are assigned: not before all hosts are ready, or a time limit."""
         self.there = {host.base: asyncio.Event() for host in self.hosts}
         """Whether a host of a base takes questions and jobs, by the base's name."""
 
@@ -79,7 +80,7 @@ class Hosts:
 
     @property
     def progress(self) -> dict[str, m.JobStanding]:
-        """How running jobs stand, by id; where there are several hosts, also on which."""
+        """Progress of running jobs by id; with several hosts, also the host."""
         if len(self.hosts) == 1:
             return self.hosts[0].progress
         return {job: replace(now, host=host.number) for host in self.hosts for job, now in host.progress.items()}
@@ -128,7 +129,7 @@ class Hosts:
         self._handling.shutdown(wait=False)
 
     async def kill(self) -> None:
-        """End the processes at once, where `stop` has not; what was committed stays."""
+        """Kill the processes that `stop` has not ended; commits stay."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*(host.kill() for host in self.hosts))
@@ -139,12 +140,12 @@ class Hosts:
             host.refuse(reason)
 
     async def ask(self, question: m.Complete | m.ExamineAdapter) -> AsyncIterator[m.Answer]:
-        """What answers a question, until it is done. Any host of its base can: stored versions are files.
+        """Yield the answers to a question. Any host of its base can answer: stored versions are files.
 
         Raises:
-            HostGone: no host of that base is there, or the one that answered went away meanwhile.
-            EngineError: it cannot be answered now, and why.
-            ConfigError: it can never be answered, and why.
+            HostGone: no host of that base is running, or it ended meanwhile.
+            EngineError: it cannot be answered now; the message says why.
+            ConfigError: it can never be answered; the message says why.
         """
         base = question.base
         answering = self._answering(base)
@@ -159,7 +160,7 @@ class Hosts:
         return [host for host in self.hosts if host.ready and not host.away and host.base == base]
 
     def send(self, *messages: m.ToHost) -> None:
-        """Send messages, from any thread, each to the host that it is for; what no host has yet goes out with `open_jobs`."""
+        """Send messages to their hosts, from any thread; jobs without a host get theirs with `open_jobs`."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._route, *messages)
 
@@ -174,7 +175,7 @@ class Hosts:
                 case m.ForgetJob():
                     self.jobs.forget(message.job)
                     self._to_all(message)
-                case m.Nudge() | m.ReleaseJob():  # the journal has what is asked for whichever host takes the job up
+                case m.Nudge() | m.ReleaseJob():  # the journal keeps the commands for the next host of the job
                     if (job := self.jobs.get(message.job)) is not None:
                         job.host.send(message)
                 case m.SteerJob() | m.ChangeJob():
@@ -190,7 +191,9 @@ class Hosts:
     def _pass_on(self, message: m.SteerJob | m.ChangeJob) -> None:
         """To the host that has the job; one that no host has, or that moves, is looked up again before it goes out."""
         job = self.jobs.get(message.job)
-        self._asked.add(message.job)  # also where a host has it: that may let it go before what was read is placed
+        self._asked.add(
+            message.job
+        )  # also if a host has it, which may release it before the result of a reading is applied
         if job is None:
             self._note(None)
         elif isinstance(message, m.SteerJob) and message.action == "resume" and self.jobs.has_to_wait(job):
@@ -263,7 +266,7 @@ class Hosts:
             host.send(m.ReleaseJob(job))
 
     async def _reconcile(self, handlers: HostHandlers) -> None:
-        """Say what was asked of jobs while nobody could tell their host; again where that may be old."""
+        """Send requests made while a job's host was unknown; repeat them if they may be outdated."""
         self._asked.clear()
         held, loop = list(self.jobs.held.values()), asyncio.get_running_loop()
         asked = await loop.run_in_executor(self._handling, handlers.reconcile, held)
@@ -289,9 +292,9 @@ def longest_sequence(engine: Hosts, *bases: str) -> int:
 
 
 async def _gathered(hosts: Sequence[Host], look: asyncio.Event, seconds: float) -> None:
-    """Wait for the hosts that start, where there are several: jobs that are given to the first alone would have to move.
+    """Wait for all starting hosts: jobs given to the first one only would have to move.
 
-    One that was taken over may have much to tell before it says which jobs it has; given to another, they would run twice.
+    A host that was taken over may send much before it reports its jobs; given to another host, they would run twice.
     """
     first, loop = None, asyncio.get_running_loop()
     while True:

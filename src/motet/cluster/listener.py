@@ -1,4 +1,4 @@
-"""Hosts on other machines: each connects to whoever started it, with a token that only the two know."""
+"""Hosts on other machines: each connects to its owner and sends a shared secret token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from motet.cluster import messages as m
 from motet.cluster.host import Engine
 
 ADDRESS, TOKEN = "MOTET_HOST_PARENT", "MOTET_HOST_TOKEN"
-"""In the environment of a host's process: where it connects to, and what it says first."""
+"""Environment variables of a host's process: the address to connect to, and the token."""
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Begin = Callable[[str, str], Awaitable[Awaitable[object]]]

@@ -1,4 +1,4 @@
-"""What tenants have had over all hosts, and by how much their shares on each host grow so that it evens out."""
+"""Tenants' consumption over all hosts, and the factors on their shares that even it out."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 EVEN_SECONDS = 10.0
-"""Between two looks at what tenants have had."""
+"""Seconds between two readings of consumption."""
 MOST = 8.0
-"""By how much the share of the tenant that is furthest behind grows: nobody else's jobs stand still meanwhile."""
+"""Largest factor on a share, so that other tenants' jobs still progress."""
 _LOOKS = 12
-"""Looks whose tokens make up the most by which a tenant can be behind: older ones are forgotten."""
+"""Readings that count towards a tenant's arrears; older ones are dropped."""
 
 
 class ClusterShares:
-    """One account for each tenant, in tokens per share, over all hosts.
+    """One account per tenant, in tokens per share, over all hosts.
 
-    A tenant that comes starts level with the one that has had least. Nobody is further behind whoever has had most than a few
-    looks' tokens: waiting, for whatever reason, is no credit beyond that.
+    A new tenant starts level with the one that has had the least. No tenant's arrears exceed the tokens of a few
+    readings: waiting longer earns no credit.
     """
 
     def __init__(self) -> None:
         self._had: dict[str, float] = {}
         self._seen: dict[int, Mapping[str, float]] = {}
-        """What each host had counted at the last look."""
+        """Values of each host at the last reading."""
         self._recent = 0.0
         """Tokens per share between two looks, as of late."""
 
     def look(
         self, used: Mapping[int, Mapping[str, float]], there: Collection[str], shares: Mapping[str, float]
     ) -> dict[str, float]:
-        """Count what was used since the last look; the factor of each tenant's share on every host, 1 for whoever had most.
+        """Add the consumption since the last reading; returns the factor on each tenant's share, 1 for the leader.
 
         Args:
-            used: tokens by host and tenant, since that host started.
+            used: tokens by host and tenant, since the start of each host.
             there: tenants that have jobs.
-            shares: of tenants; those that are not named have 1.
+            shares: by tenant; the default is 1.
         """
         since: defaultdict[str, float] = defaultdict(float)
         for host, tokens in used.items():

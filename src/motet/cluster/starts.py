@@ -1,4 +1,4 @@
-"""How hosts share a machine: what each is started with."""
+"""Settings of hosts that share a machine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 
 
 def starts_of(*bases: tuple[StartHost, HostConfig]) -> list[StartHost]:
-    """The first message of each host of these bases, which share the machine; given is that of a host which has it alone.
+    """The first message of each host of these bases; the given messages describe a host with the whole machine.
 
     Raises:
-        ConfigError: hosts cannot work in this way.
+        ConfigError: the configuration does not work with several hosts.
     """
     configs = [config for _, config in bases]
     devices = [device for config in configs for device in _devices(config.engine)]
@@ -64,10 +64,10 @@ def _served(config: HostConfig) -> bool:
 def engine_of_host(
     engine: EngineConfig, host: int, devices: Sequence[str] = (), sampling: Sequence[str] | None = None
 ) -> EngineConfig:
-    """The settings of one host: its device, its part of the cores, and, where it samples, of the memory that hosts share.
+    """The settings of one host: its device, and its part of the cores and, if it samples, of the memory.
 
-    `devices` are those of all hosts of the machine, of its own base alone unless they are given; `sampling` those of hosts that
-    sample themselves, all of them unless they are given, none for a host that has servers.
+    `devices` lists those of all hosts of the machine, by default of its own base; `sampling` those of hosts that sample
+    themselves, by default all; empty for a host with servers.
     """
     devices, device = devices or _devices(engine), _devices(engine)[host]
     sampling = devices if sampling is None else sampling
@@ -83,10 +83,10 @@ def engine_of_host(
 
 
 def devices_of_servers(launches: Sequence[LaunchConfig | None]) -> list[list[str]]:
-    """Of the servers that each host starts, host by host, their entries of `devices`: those with the fewest servers so far.
+    """Assigns the entries of `devices` to each host's servers: those with the fewest servers so far come first.
 
-    Servers are counted on each GPU of an entry (`"2,3"` has two); one that a list names twice takes two for each of others.
-    Hosts with the shortest list choose first.
+    Servers are counted per GPU of an entry (`"2,3"` has two); an entry listed twice takes twice as many. Hosts with the
+    shortest list choose first.
     """
     servers: Counter[str] = Counter()
     made: list[list[str]] = [[] for _ in launches]
@@ -101,7 +101,7 @@ def devices_of_servers(launches: Sequence[LaunchConfig | None]) -> list[list[str
 
 
 def _passes(entries: Sequence[Sequence[str]], place: int, servers: Counter[str]) -> tuple[int, float]:
-    """How often a list was gone through when this entry's turn comes, by the servers on its GPUs: the fullest, and the mean."""
+    """Rounds through a list before this entry is used, by the servers on its GPUs: the largest number, and the mean."""
     passes = []
     for gpu in entries[place]:
         named = [gpu in entry for entry in entries]
@@ -110,9 +110,10 @@ def _passes(entries: Sequence[Sequence[str]], place: int, servers: Counter[str])
 
 
 def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, devices: Sequence[str]) -> RolloutConfig:
-    """The servers of one host, which no other host has: so nobody publishes to them, or unloads from them, but this one.
+    """The servers of one host; no other host publishes to them or unloads from them.
 
-    Of `urls`, with their agents, each host has every so manieth; what `launch` starts is of each, on these `devices`.
+    Each host takes every N-th of `urls` with their agents; servers from `launch` start on each host, on these
+    `devices`.
 
     Raises:
         ConfigError: there are fewer servers than hosts.
@@ -121,7 +122,7 @@ def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, devices: Sequ
     if rollout.urls:
         if len(rollout.urls) < hosts:
             raise ConfigError(
-                f"engine.hosts is {hosts}, and rollout.urls names {len(rollout.urls)}: each host needs a server of its own; "
+                f"engine.hosts is {hosts}, and rollout.urls names {len(rollout.urls)}: each host needs its own server; "
                 f"name more, or set hosts to {len(rollout.urls)}"
             )
         own = {"urls": rollout.urls[host::hosts], "agents": rollout.agents[host::hosts]}
@@ -131,7 +132,7 @@ def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, devices: Sequ
 
 
 def unlike_one_process(cluster: ClusterConfig, engines: Sequence[EngineConfig], cores: int, gpus: int) -> list[str]:
-    """What hosts do otherwise than one process on this machine would, though nobody asked for it; a line for each."""
+    """Automatic settings of hosts that differ from those of a single process; one line each."""
     lines = []
     for engine in engines:
         n_hosts = sum(other.hosts for other in engines)
@@ -146,10 +147,10 @@ def unlike_one_process(cluster: ClusterConfig, engines: Sequence[EngineConfig], 
 
 
 def launcher(cluster: ClusterConfig, *bases: HostConfig) -> Launch | None:
-    """Who starts the processes of the hosts of these bases; None is this machine.
+    """The launcher for the processes of these bases' hosts; None for this machine.
 
     Raises:
-        ConfigError: nobody can.
+        ConfigError: no launcher can start them.
     """
     for line in unlike_one_process(cluster, [base.engine for base in bases], budgets.cores(), budgets.gpus()):
         _log.warning("%s", line)

@@ -1,5 +1,5 @@
-"""The engine of a service, in a process of its own: it trains and answers while the other process talks to people.
+"""The engine process of a service: it trains and answers, while the service's process handles HTTP.
 
-Messages are lines of JSON. On a socket the engine outlives the other process, and the next one takes it over (`line`). On its
-standard input and output, or at an address, it ends when its input does. Jobs then stay as they were last committed.
+Messages are lines of JSON. With a socket, the engine outlives the service, and the next service takes it over (`line`).
+On standard input and output, or at an address, it ends when its input ends. Jobs then keep their last commit.
 """

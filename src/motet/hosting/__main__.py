@@ -1,4 +1,4 @@
-"""The process: `python -m motet.hosting`, with the path of its socket where it outlives whoever starts it."""
+"""Entry point: `python -m motet.hosting`, with the path of its socket if it outlives its parent."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from motet.runtime.rundir import RunDirectory
 
 _LOCK_SECONDS = 60.0
 _SWITCH_SECONDS = 0.0005
-"""After which a thread gives way to the device's: that one asks for the interpreter a hundred times in each step."""
+"""Interpreter switch interval, because the device's thread needs the interpreter a hundred times per step."""
 
 
 def main() -> None:
-    """Load what is slow, then the base, say that all is ready, and serve until the input ends."""
+    """Load modules and the base, report that the host is ready, and serve until the input ends."""
     address, token = os.environ.pop(ADDRESS, ""), os.environ.pop(TOKEN, "")
     serving, parent = threading.Event(), _line(token) if len(sys.argv) > 1 else _parent(address, token)
     if isinstance(parent, Parent):  # while this one loads, the next engine needs the cores and the directory
@@ -39,7 +39,7 @@ def main() -> None:
     start = parent.first()
     if not isinstance(start, StartHost):
         return
-    if not start.own_jobs:  # of a service: what it writes is nobody else's to read
+    if not start.own_jobs:  # files of a service are private
         os.umask(0o077)
     try:
         tree = {"base": start.base, "engine": start.engine, "rollout": start.rollout}
@@ -51,7 +51,7 @@ def main() -> None:
             stack.callback(server.close)
             serving.set()
             asyncio.run(server.serve())
-    except Exception as error:  # it is started again, and people hear of the reason meanwhile
+    except Exception as error:  # the parent shows the reason and starts it again
         sys.stderr.write(f"{(failure := reason(error))}\n")
         parent.send(HostFailed(failure))
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Answers to people: completions of the base and of stored versions, and what an uploaded adapter is."""
+"""Answers for users: completions of the base and of stored versions, and examined adapters."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Send = Callable[[m.FromHost], None]
 
 
 class Answers:
-    """What people are answered, and the versions that are loaded for it."""
+    """Answers questions, and caches the versions loaded for them."""
 
     def __init__(self, base: LoraModel | ShardedBase, shared: Services, room: int, send: Send) -> None:
-        """`room` is what the longest prompt with its answer may have, in tokens."""
+        """`room`: most tokens of a prompt with its answer."""
         self._base, self._send = base, send
         self._engine, self._scheduler, self._suffix = shared.engine, shared.scheduler, shared.engine_suffix
         info = base.info
@@ -64,12 +64,12 @@ class Answers:
         self._open[key] = task
 
     def abandon(self, key: int) -> None:
-        """Cancel the task of an answer that nobody waits for."""
+        """Cancel an answer that nobody waits for."""
         if task := self._open.pop(key, None):
             task.cancel()
 
     def abandon_all(self) -> None:
-        """Cancel all answers: whoever asked is gone."""
+        """Cancel all answers after the service has gone."""
         for key in list(self._open):
             self.abandon(key)
 
@@ -81,7 +81,7 @@ class Answers:
             async with self._version(question.adapter) as ref:
                 await self._complete(question, prompt_ids, ref)
             self._send(m.Answered(key))
-        except Exception as error:  # whoever asked has to hear of it
+        except Exception as error:  # reported to the requester
             self._send(m.QuestionRefused(key, reason(error), _is_theirs(error)))
         finally:
             self._open.pop(key, None)
@@ -144,7 +144,7 @@ class Answers:
 
     @contextlib.asynccontextmanager
     async def _version(self, directory: str | None) -> AsyncIterator[AdapterRef | None]:
-        """Hold a stored version while it is asked; None is the base."""
+        """Hold a stored version while it is in use; None is the base."""
         if directory is None:
             yield None
             return
@@ -155,8 +155,8 @@ class Answers:
             self._held[directory] -= 1
 
     async def _cached(self, directory: str) -> AdapterRef:
-        """Load a stored version, or find it loaded; of those that nobody holds, the one asked for longest ago goes."""
-        async with self._caching:  # two who ask for the same version load it once
+        """Load a stored version unless it is loaded; evicts the least recently used one that is not held."""
+        async with self._caching:  # concurrent requests for a version load it once
             if directory not in self._adapter_cache:
                 self._numbers += 1
                 ref = AdapterRef(f"stored.{self._suffix}", self._numbers)
@@ -169,7 +169,7 @@ class Answers:
             return self._adapter_cache[directory]
 
     async def examine(self, question: m.ExamineAdapter) -> None:
-        """Say what an adapter is, or why it does not fit the base."""
+        """Examine an adapter; sends its shape, or why it does not fit the base."""
         key = question.key
         try:
             async with self._examining:
@@ -180,7 +180,7 @@ class Answers:
         except AdapterError as error:
             self._send(m.Unfit(key, str(error)))
             self._send(m.Answered(key))
-        except Exception as error:  # whoever asked has to hear of it
+        except Exception as error:  # reported to the requester
             self._send(m.QuestionRefused(key, reason(error)))
         finally:
             self._open.pop(key, None)
@@ -194,7 +194,7 @@ def _examined(base: LoraModel | ShardedBase, directory: Path) -> AdapterConfig:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, for a person."""
+    """Message of an error, for a person."""
     if isinstance(error, MotetError | OSError):
         return str(error)
     traceback.print_exception(error)

@@ -1,7 +1,7 @@
-"""The service that a host works for: its process may be killed, and the next one takes over while the host works on.
+"""The connection to the service. If the service dies, the host keeps working, and the next service takes it over.
 
-The host listens on a Unix socket. The process of the service that connects says one half of a token, the host the other. What
-a service has to write down (`KEPT`) is sent again to the next one, until it is known to be written down.
+The host listens on a Unix socket. The connecting service sends one half of a token, the host the other. Messages that a
+service must store (`KEPT`) are sent again to the next one, until they are confirmed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FIRST_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
 _TOKEN_SECONDS = 5.0
 _STOP_SECONDS = 120.0
-"""For jobs to finish their step and save when nobody is there."""
+"""Time for jobs to finish their step and save when no service connects."""
 
 
 class Gone(ChannelMessage, frozen=True):
@@ -50,12 +50,12 @@ class ServiceLine:
         listening.listen()  # again: a service finds this process's id by it
         self._lock = threading.Lock()
         self._peer: socket.socket | None = None
-        """Who is sent messages."""
+        """The service that receives messages."""
         self._next: socket.socket | None = None
-        """Who is sent messages once the host resumes."""
+        """The service that receives messages after `resume`."""
         self._kept = deque[bytes]()
         self._waiting = 0
-        """Bytes of what is kept."""
+        """Bytes of kept messages."""
         self._start: m.StartHost | None = None
         self._first = queue.SimpleQueue[m.StartHost]()
         self._early: list[m.ToHost | Gone | None] = []
@@ -63,7 +63,8 @@ class ServiceLine:
         self._ending = False
         threading.Thread(target=self._serve, name="motet-service", daemon=True).start()
 
-    # --- what the host asks for -------------------------------------------------------------------------------------------
+    # --- for the host
+    # -----------------------------------------------------------------------------------------------------
 
     def first(self) -> m.StartHost:
         """Wait for the first message."""
@@ -84,14 +85,14 @@ class ServiceLine:
         return messages
 
     def resume(self) -> None:
-        """Send what waits to the service whose `StartHost` has come, and everything else from now on."""
+        """Send kept messages to the service whose `StartHost` has arrived, and all later messages too."""
         with self._lock:
             if self._next is not None:
                 self._peer, self._next = self._next, None
                 self._write(b"".join(self._kept))
 
     def send(self, message: ChannelMessage) -> None:
-        """Send one message; where nobody is there it waits for the next service (`KEPT`), or is dropped.
+        """Send a message. Without a service, a `KEPT` message waits for the next one; others are dropped.
 
         Raises:
             EngineError: it is too long; nothing was sent.
@@ -124,19 +125,19 @@ class ServiceLine:
                 self._hear(connection)
             with self._lock:
                 self._peer = self._next = None
-            if self._start is None:  # it was started for this one alone
+            if self._start is None:  # it was started for this service only
                 self._end()
                 return
             if self._ending:
                 self._pass_on(None)
                 return
             seconds = self._start.takeover_seconds
-            self._say(f"the service is gone; jobs go on, and the next service has {seconds:g} s to take them over")
+            self._say(f"the service is gone; jobs continue, and the next service has {seconds:g} s to take them over")
             self._pass_on(Gone())
         self._give_up()
 
     def _accepted(self, deadline: float) -> socket.socket | None:
-        """Somebody who knows the token; None where nobody came in time."""
+        """A connection with the token; None if none arrived in time."""
         while self._waiting <= MOST_KEPT and (left := deadline - time.monotonic()) > 0:
             try:
                 self._listening.settimeout(min(left, _LOOK_SECONDS))

@@ -1,4 +1,4 @@
-"""The engine of a service: the jobs that train on its base, and what it sends of them."""
+"""The engine of a service: runs the jobs on its base, and reports their events."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from motet.types import JobState
 from motet.workshop import Workshop
 
 USUAL = budgets.Need(512, 512)
-"""What the KV cache is sized for: jobs come later, and nobody knows their lengths yet."""
+"""Sizes the KV cache: later jobs have unknown lengths."""
 _SPEED_TOKENS = 64
 _LOOK_SECONDS = 0.5
 _USAGE_SECONDS = 2.0
-"""Between two messages about who used the device."""
+"""Between two reports of device usage."""
 _IDLE_SECONDS = 30.0
-"""Between two that nobody used it."""
+"""Between two reports without usage."""
 _AWAY_SECONDS = 60.0
 _THREADS = 32
 """That write files and wait for disks, begun as they are needed. Beside 31 jobs that commit at once, another's commit of 20 kB
@@ -97,10 +97,10 @@ class HostProcess:
         """Of jobs that are being prepared: another budget or priority."""
         self._leaving: set[str] = set()
         """Jobs that are to save and go to another host."""
-        self._wanted: dict[str, str] = {}  # of jobs that are being prepared: what was asked for last
+        self._wanted: dict[str, str] = {}  # last wanted state of jobs that are being prepared
         self._handed_over, self._reports = HandedOver(), JobReports(parent.send, shared.engine_suffix)
         self._resting = set[str]()
-        """Jobs that are to rest as soon as nobody is there who scores for them."""
+        """Jobs that stop waiting as soon as no scorer is connected."""
 
     def _rest(self, job: str, wanted: bool) -> None:
         (self._resting.add if wanted else self._resting.discard)(job)
@@ -130,7 +130,7 @@ class HostProcess:
                         if self._alone:
                             self._scores.send_away()
                             self._episodes.send_away()
-                        self._begin(self._stopped(running))  # messages go on: a step may wait for scores
+                        self._begin(self._stopped(running))  # messages continue: a step may wait for scores
                     else:
                         self.handle(message)
             finally:  # also when a rank has died, and before servers are closed that jobs still ask
@@ -143,7 +143,7 @@ class HostProcess:
             raise faults[0]
 
     def close(self) -> None:
-        """End what `serve` needed."""
+        """Release the resources of `serve`."""
         self.workshop.close()
         self._opened.close()
 
@@ -154,7 +154,7 @@ class HostProcess:
         self._parent.send(m.Stopped())
 
     def _attach(self) -> None:
-        """Work for the service that is there: say which jobs are here, and ask again what the one before has not answered."""
+        """Serve a connected service: report the jobs here, and repeat unanswered requests."""
         self._alone = False
         self._parent.resume()
         self._parent.send(structs.replace(self._ready, jobs=self._handed_over.held(self.pipeline.jobs)))
@@ -162,14 +162,14 @@ class HostProcess:
         self._episodes.offer_again()
 
     def _wait_for_service(self) -> None:
-        """Work on without a service: nobody waits for answers, and nobody looks at shares over all hosts."""
+        """Continue without a service: cancel answers and stop sharing over hosts."""
         self._alone = True
         self._answers.abandon_all()
         self._episodes.hang_up()
         self._shared.scheduler.even_out({})
 
     def handle(self, message: m.ToHost | Gone) -> None:
-        """Begin what one message asks."""
+        """Start handling one message."""
         match message:
             case Gone():
                 self._wait_for_service()
@@ -216,7 +216,7 @@ class HostProcess:
         try:
             self._parent.send(await self._episodes.answer(question))
             self._parent.send(m.Answered(question.key))
-        except Exception as error:  # whoever asked has to hear of it
+        except Exception as error:  # reported to the requester
             self._parent.send(m.QuestionRefused(question.key, reason(error)))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -259,7 +259,7 @@ class HostProcess:
         return job
 
     def _release(self) -> None:
-        """Let go of the jobs that are to leave and have saved."""
+        """Release jobs that must leave and have saved."""
         for name in list(self._leaving):
             job = self.pipeline.jobs.get(name)
             if job is not None and job.state is JobState.PAUSED:
@@ -287,7 +287,7 @@ class HostProcess:
             getattr(self.pipeline, action)(name)
 
     async def _watch(self) -> None:
-        """Send how jobs stand now and then, and forget those that have ended."""
+        """Send the progress of jobs periodically, and forget ended ones."""
         start = self._start
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -322,7 +322,7 @@ def _rewards(
 
 
 async def _tokens_per_second(engine: RolloutEngine, vocabulary: int) -> float:
-    """How fast a host reads a prompt, the best of three times, for whoever has others to compare."""
+    """Prompt tokens per second, the best of three measurements, to compare hosts."""
     ids = np.arange(_SPEED_TOKENS, dtype=np.int32) % vocabulary
     seconds = []
     for _ in range(3):
@@ -333,16 +333,16 @@ async def _tokens_per_second(engine: RolloutEngine, vocabulary: int) -> float:
 
 
 class _Servers:
-    """Whether any of a host's servers is there."""
+    """Tracks whether any of a host's servers is available."""
 
     def __init__(self, workshop: Workshop, seconds: float) -> None:
         self._workshop, self._seconds, self._seen = workshop, seconds, time.monotonic()
 
     def look(self) -> str:
-        """Why none can be asked now; empty where one can, or where there are none.
+        """Why no server can be used; empty if one can, or if there are none.
 
         Raises:
-            EngineError: none has answered for so many seconds, and what each said.
+            EngineError: none has answered within the limit; the message has the last note of each.
         """
         loads = self._workshop.loads()
         if not loads or any(load.up for load in loads):
@@ -350,18 +350,18 @@ class _Servers:
             return ""
         said = "; ".join(f"{load.url}: {load.note}" for load in loads)
         if time.monotonic() - self._seen > self._seconds:
-            raise EngineError(f"no server of this host answers, and its jobs go on where one does ({said})")
+            raise EngineError(f"no server of this host answers; its jobs continue on another host ({said})")
         return f"no server answers ({said})"
 
 
 def away_seconds(rollout: RolloutConfig) -> float:
-    """For which all servers of one host of several may be away; those that it starts itself have time to start again."""
+    """Time limit without any server, for one host of several; long enough to restart servers that it starts itself."""
     longest = rollout.patience_seconds
     return min(_AWAY_SECONDS, longest / 2) if rollout.launch is None else _OF_PATIENCE * longest
 
 
 def _fault(task: asyncio.Task[None]) -> BaseException | None:
-    """What ended a task that was not to end."""
+    """The error of a task that should not end."""
     return task.exception() if task.done() and not task.cancelled() else None
 
 

@@ -1,4 +1,4 @@
-"""What the service hears of jobs: their events, each with a key of its own and no step left out, and who used the device."""
+"""Reports to the service: events of jobs, each with a unique key and no step left out, and device usage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Send = Callable[[m.FromHost], None]
 
 
 class JobReports:
-    """Sends what happens to jobs."""
+    """Sends events of jobs."""
 
     def __init__(self, send: Send, engine: str) -> None:
         """`engine` is another name for each start."""
@@ -46,12 +46,12 @@ class JobReports:
             case StateChanged(state, message, inexact):
                 if state is JobState.SUCCEEDED:
                     message = message or "; ".join(job.progress.signs.warnings.values())
-                if not (leaves and state is JobState.PAUSED):  # it goes on elsewhere
+                if not (leaves and state is JobState.PAUSED):  # it continues elsewhere
                     self.changed(job.name, state, message, inexact, spent=job.progress.spent)
 
 
 class HandedOver:
-    """Jobs as the service handed them over, with what it asked for last: the next one hears of them."""
+    """Jobs received from the service, with their last wanted state, for the next service."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, m.AddJob] = {}
@@ -61,17 +61,17 @@ class HandedOver:
         self._jobs[str(message.job["name"])] = message
 
     def steer(self, message: m.SteerJob) -> None:
-        """Something else is asked of a job."""
+        """Record a job's new wanted state."""
         if (job := self._jobs.get(message.job)) is not None:
             wanted = "run" if message.action == "resume" else message.action
             self._jobs[message.job] = structs.replace(job, wanted=wanted)
 
     def keep(self, names: Collection[str]) -> None:
-        """Forget all others."""
+        """Forget all other jobs."""
         self._jobs = {name: job for name, job in self._jobs.items() if name in names}
 
     def held(self, jobs: Mapping[str, Job]) -> list[m.Held]:
-        """Those that have not ended; what is not in `jobs` is being prepared."""
+        """Jobs that have not ended; those not in `jobs` are being prepared."""
         states = {name: jobs[name].state if name in jobs else JobState.QUEUED for name in self._jobs}
         return [
             m.Held(name, job.tenant, job.slots, states[name], job.wanted)
@@ -81,7 +81,7 @@ class HandedOver:
 
 
 class UsageReports:
-    """Sends who used the device, in numbered windows."""
+    """Sends device usage, in numbered windows."""
 
     def __init__(self, meter: Meter, send: Send, engine: str, base: str) -> None:
         self._meter, self._send, self._engine, self._base = meter, send, engine, base
@@ -89,7 +89,7 @@ class UsageReports:
         self._measured, self._windows = time.monotonic(), 0
 
     def look(self, every: float, idle: float) -> None:
-        """Read the meter, and send it where the last time is `every` seconds ago, or `idle` where nobody used the device."""
+        """Read the meter; send the result every `every` seconds, or every `idle` seconds without usage."""
         seconds = every if any(self._used) else idle
         self._used.update(self._meter.window())
         if time.monotonic() - self._measured < seconds or not self._used:
@@ -101,15 +101,15 @@ class UsageReports:
 
 
 class EveryStep:
-    """An observer that leaves no step out: before a step come those that another process committed and did not send."""
+    """An observer that leaves no step out: before a step, it sends steps that another process committed but did not send."""
 
     def __init__(self, directory: JobDirectory, first_step: int, observe: JobObserver) -> None:
-        """Send what is committed from `first_step` on; a process that was cut off may commit more after this."""
+        """Send commits from `first_step` on; a disconnected process may commit more after this call."""
         self._directory, self._next, self._observe = directory, first_step, observe
         self._send_committed()
 
     def __call__(self, event: JobEvent) -> None:
-        """Take in what happens to the job."""
+        """Handle an event of the job."""
         if isinstance(event, StepDone):
             step = int(event.line["step"])
             if step > self._next:

@@ -1,4 +1,4 @@
-"""The engine's half of scoring elsewhere: it asks the process that talks to people, which knows who scores."""
+"""The engine's side of external scoring: it asks the service's process, which knows the scorers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOBODY = "nobody is there to score this job's rollouts"
 
 
 class AskedOfService:
-    """Scores that were asked for and have not come. Lives in one event loop."""
+    """Pending requests for scores. Use in one event loop."""
 
     def __init__(self, send: Callable[[FromHost], None]) -> None:
         """`send` raises `EngineError` where a message is too long."""
@@ -34,10 +34,10 @@ class AskedOfService:
         completions: list[str],
         transcripts: Transcripts,
     ) -> list[ScoreOrReason]:
-        """Ask, and wait for the scores.
+        """Request scores and wait for them.
 
         Raises:
-            ScorerAway: nobody is there, and the job is to rest.
+            ScorerAway: no scorer is connected, and the job must stop.
         """
         if self._away:
             raise ScorerAway(_NOBODY)
@@ -66,17 +66,17 @@ class AskedOfService:
 
     @property
     def asked(self) -> bool:
-        """Whether scores were asked for and have not come."""
+        """Whether requests are pending."""
         return bool(self._open)
 
     def hear(self, scored: ScoresAnswered) -> None:
-        """Take an answer; one that nobody waits for any more is dropped."""
+        """Handle an answer; one that is no longer awaited is dropped."""
         _, waiting = self._open.get(scored.key, (None, None))
         if waiting is not None and not waiting.done():
             waiting.set_result(scored)
 
     def ask_again(self) -> None:
-        """Ask another service for what has not come."""
+        """Send pending requests to another service."""
         for request, answer in self._open.values():
             if not answer.done():
                 self._send(request)

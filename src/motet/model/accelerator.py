@@ -1,4 +1,4 @@
-"""The one file that asks about a device or commands one: CPUs, and GPUs of NVIDIA and AMD (torch calls both `cuda`)."""
+"""The only file that queries or controls devices: CPUs, and GPUs of NVIDIA and AMD (torch calls both `cuda`)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from motet.errors import BaseModelError
 
 Replay = Callable[[], Tensor]
 _WARM_UP = 2
-"""Runs before a graph is captured: libraries take their workspaces at the first."""
+"""Runs before a graph is captured, because libraries allocate their workspaces on first use."""
 
 
 def place_of(device: str, nth: int = 0) -> torch.device:
-    """What `engine.device` means on this machine; the `nth` GPU from there on, where it means one.
+    """The device for `engine.device` on this machine; with `nth`, the nth GPU after it.
 
     Raises:
-        BaseModelError: there is no such device, or Motet has no arithmetic for its kind.
+        BaseModelError: the device does not exist, or Motet does not support its kind.
     """
     kind = device.partition(":")[0]
     if kind not in ("auto", "cpu", "cuda"):  # xpu, npu, mps and whatever else torch has
-        raise BaseModelError(
-            f"engine.device is {device}, and nothing is proved on {kind}: Motet computes on `cpu` and `cuda` alone"
-        )
+        raise BaseModelError(f"engine.device is {device}, but Motet does not support {kind}: use `cpu` or `cuda`")
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if kind == "auto" else device)
     if place.type == "cpu":
         return place
@@ -44,7 +42,7 @@ def place_of(device: str, nth: int = 0) -> torch.device:
 
 
 def take(place: torch.device) -> str:
-    """Make a device the one that this process computes on; returns the backend with which ranks on such devices talk."""
+    """Select the device for this process; returns the backend for communication between ranks on such devices."""
     if place.type == "cpu":
         return "gloo"
     torch.cuda.set_device(place.index or 0)
@@ -52,7 +50,7 @@ def take(place: torch.device) -> str:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Of each GPU that torch sees."""
+    """Names of the GPUs that torch sees."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(torch.cuda.get_device_name(number) for number in range(count))
 
@@ -70,23 +68,23 @@ def capability(place: torch.device) -> int:
 
 
 def free_memory(place: torch.device) -> int:
-    """Bytes that can be had on a device: of its own memory, or of main memory."""
+    """Free bytes of the device's memory, or of main memory for a CPU."""
     return budgets.available_memory() if place.type == "cpu" else int(torch.cuda.mem_get_info(place)[0])
 
 
 def wait_for(place: torch.device) -> None:
-    """Wait until a GPU has done what it was given."""
+    """Wait until a GPU has finished its work."""
     if place.type != "cpu":
         torch.cuda.synchronize(place)
 
 
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Inside, kernels are launched on the device that has the tensor."""
+    """Context in which kernels are launched on the tensor's device."""
     return torch.cuda.device_of(tensor)
 
 
 def add_in_full_precision(place: torch.device) -> None:
-    """On a GPU: parts of a sum in the product's own type, and a workspace for each stream that always is the same."""
+    """On a GPU, disable reduced-precision sums, and fix one workspace per stream."""
     if place.type == "cpu":
         return
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -95,7 +93,7 @@ def add_in_full_precision(place: torch.device) -> None:
 
 
 class Recorder:
-    """Captures work on a GPU as graphs, which share their memory."""
+    """Captures work on a GPU as graphs with shared memory."""
 
     def __init__(self, place: torch.device) -> None:
         self._place = place
@@ -103,30 +101,27 @@ class Recorder:
         self._side: Any = None
 
     def capture(self, run: Replay, *, first: bool) -> Replay:
-        """Record what `run` does, so that it is launched at once; `first` where no earlier graph is left.
-
-        Elsewhere than on a GPU there is nothing to record, and `run` is given back.
-        """
+        """Record `run` as a graph; `first` if no earlier graph exists. On a CPU, returns `run` itself."""
         if self._place.type == "cpu":
             return run
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._place):
             before = torch.cuda.current_stream()
             if self._side is None:
-                self._side = torch.cuda.Stream()  # one for all: libraries keep a workspace for each stream
+                self._side = torch.cuda.Stream()  # one for all: libraries keep a workspace per stream
             if self._pool is None or first:
-                self._pool = torch.cuda.graph_pool_handle()  # a pool ends with the last graph in it
+                self._pool = torch.cuda.graph_pool_handle()  # a pool is freed with its last graph
             self._side.wait_stream(before)
             with torch.cuda.stream(self._side):
                 for _ in range(_WARM_UP):
                     run()
             before.wait_stream(self._side)
             try:
-                # a commit may copy an adapter from the device meanwhile, in a thread of its own
+                # another thread may copy an adapter from the device for a commit meanwhile
                 with torch.cuda.graph(captured, self._pool, self._side, capture_error_mode="thread_local"):
                     made = run()
             except BaseException:
-                torch.cuda.set_stream(before)  # which a capture that fails does not
+                torch.cuda.set_stream(before)  # a failed capture does not restore it
                 with contextlib.suppress(RuntimeError):
                     torch._C._cuda_endAllocateToPool(before.device_index, self._pool)
                 raise

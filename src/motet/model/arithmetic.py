@@ -1,9 +1,9 @@
-"""In which order a device adds: what makes a row's result independent of its company, or what is fastest.
+"""The order in which a device adds: either independent of other rows in the batch, or as fast as possible.
 
-On a CPU, products of four rows or more give each row the same bits, but for long bfloat16 sums where the processor has units
-for matrices (AMX): how oneDNN cuts those depends on the number of rows. On a GPU the libraries choose a kernel by it. So exact
-arithmetic never lets that number change: such products have the rows of one tile, and on a GPU every pass is padded to whole
-tiles. Fast arithmetic multiplies all rows at once; how far its sampler and its trainer differ is measured when a base is
+On a CPU, products of four rows or more give each row the same bits. Long bfloat16 sums on matrix units (AMX) are an
+exception: oneDNN cuts them depending on the number of rows. GPU libraries choose a kernel by that number. So exact
+arithmetic keeps it constant: such products have the rows of one tile, and on a GPU every pass is padded to whole tiles.
+Fast arithmetic multiplies all rows at once; the difference between sampler and trainer is measured when a base is
 loaded.
 """
 
@@ -18,25 +18,25 @@ import torch
 Numerics = Literal["exact", "fast"]
 
 ROWS = 4
-"""Every product and reduction gets a multiple of this many rows."""
+"""Every product and reduction has a multiple of this many rows."""
 
 _SMALL_PRODUCT = 399
-"""Up to so many multiplications of a float32 matrix torch's CPU products take a loop of their own, with other bits."""
+"""Up to this many multiplications, torch's CPU products of float32 matrices use a separate loop, with other bits."""
 _SMALL_BATCH = 4096
-"""The same for other types, where the multiplications of all matrices of a batch count: its size decides for each of them."""
+"""The same limit for other types, where the multiplications of all matrices of a batch count."""
 _SMALL_TILE = 64
-"""Of fewer numbers, rows times numbers summed, oneDNN makes no use of units for matrices, which round otherwise."""
+"""Below this many numbers (rows times summed numbers), oneDNN does not use matrix units, which round differently."""
 
 LEAST_FILL = 0.75
-"""Of what is padded to one length the shortest, as a share of the longest: more groups are more calls, fewer more padding."""
+"""Smallest allowed length in a padded group, as a share of the longest: a trade-off between calls and padding."""
 
 TILE = 256
-"""Rows of a product on a GPU that is exact: multiplying so many with an 8B base takes about as long as reading it."""
+"""Rows of an exact product on a GPU: with an 8B base, multiplying them takes about as long as reading the weights."""
 
 _CPU_TILE = 64
-"""Rows of a product with long sums on a CPU: with fewer it takes more time for each row, with more a step of decoding does."""
+"""Rows of a product with long sums on a CPU: fewer cost more time per row, more slow down a step of decoding."""
 _CPU_LONG_SUM = 256
-"""Up to 448 numbers oneDNN was never seen to cut a sum."""
+"""Length of sums that oneDNN may cut; up to 448 numbers it was never observed to."""
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -45,9 +45,9 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def least_rows(n_inputs: int, n_outputs: int, dtype: torch.dtype) -> int:
-    """Rows that a product with a weight [N, K] must have at least, forth and back, and each matrix of a batched one.
+    """Least rows of a product with a weight [N, K], forward and backward, and of each matrix in a batched product.
 
-    Then it takes the GEMM by itself, and its bits do not depend on how many other rows or matrices there are.
+    With as many rows, the product uses the GEMM, and its bits do not depend on the number of rows or matrices.
     """
     if dtype == torch.float32:
         least = _SMALL_PRODUCT // (n_inputs * n_outputs) + 1
@@ -58,36 +58,36 @@ def least_rows(n_inputs: int, n_outputs: int, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a base computes. The same for sampling and training, which is why the two agree."""
+    """How a base computes; the same for sampling and training, so both agree."""
 
     rows: int = ROWS
-    """Every pass through the decoder has a multiple of so many rows, and each adapter's rows of a training batch do."""
+    """Every pass through the decoder, and each adapter's rows in a training batch, are a multiple of this."""
     tile: int = 0
-    """Rows that are multiplied at a time; 0 is all of them."""
+    """Rows multiplied at a time; 0 is all."""
     long_sum: int = 0
-    """Sums of fewer numbers take all rows at once."""
+    """Shorter sums take all rows at once."""
     logit_rows: int = 8
-    """Rows of logits that are worked on at a time; on a CPU few enough for its caches."""
+    """Rows of logits in memory at a time; few enough for a CPU's caches."""
     long_rows: int = 8192
-    """Segments of more rows go through MLPs in tiles, and gradients of adapters there are added up tile by tile."""
+    """Longer segments run MLPs in tiles, and sum adapter gradients there tile by tile."""
     mlp_rows: int = 1024
-    """Rows of such a tile, counted from the segment's first."""
+    """Rows of such a tile, counted from the segment's first row."""
     attention: Literal["torch", "triton"] = "torch"
     """The attention backend."""
     products: str = "padded"
     """The backend of products with adapters: a name of `lora_products.PRODUCTS`."""
     graphs: bool = False
-    """Whether decoding is recorded once and replayed, as a CUDA graph."""
+    """Whether decoding is recorded and replayed as a CUDA graph."""
     chunked: bool = False
-    """Whether layers with states take whole sequences in chunks of tokens, where they have no kernels."""
+    """Whether layers with states that have no kernels process whole sequences in chunks of tokens."""
 
     def tile_of(self, n_summed: int) -> int:
-        """Rows that are multiplied at a time where each number of the product is a sum of so many; 0 is all of them."""
+        """Rows multiplied at a time in a product with sums of `n_summed` numbers; 0 is all."""
         return self.tile if n_summed >= self.long_sum else 0
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, numerics: Numerics) -> Arithmetic:
-        """What suits a device. On a CPU the fast arithmetic is the exact one, but where that takes tiles or single tokens."""
+        """The arithmetic for a device. On a CPU, fast differs from exact only where exact needs tiles or single tokens."""
         if device.type != "cuda":
             cut = dtype == torch.bfloat16 and _has_matrix_units() and numerics == "exact"
             return cls(tile=_CPU_TILE, long_sum=_CPU_LONG_SUM) if cut else cls(chunked=numerics == "fast")

@@ -1,6 +1,6 @@
-"""The files of a base: read as numbers, or left as they are packed (GGUF files, fp8 with scales for blocks, MXFP4, nf4).
+"""The files of a base: unpacked to numbers, or kept packed (GGUF files, fp8 with block scales, MXFP4, nf4).
 
-transformers makes the model and fills it; what is said here is which layers keep their weights in which form.
+transformers creates and fills the model; this module decides the storage form of each layer's weights.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from motet.model.text_only import without_towers
 _METHOD = "motet"
 _UNPACK = "set engine.base_format: unpacked"
 _EXPANDED = ("fp8", "mxfp4")
-"""Methods whose weights transformers reads as numbers."""
+"""Methods whose weights transformers unpacks."""
 _NF4 = "bitsandbytes"
-"""Whose weights are read here: the package has kernels that a CPU may lack."""
+"""Unpacked here, because the package has kernels that a CPU may lack."""
 _ROOM = 3
-"""A base is unpacked where memory is free for so many times its numbers: a second copy, adapters and caches come too."""
+"""A base is unpacked if this many times its size is free: for a second copy, adapters and caches."""
 _ROTATED: dict[str, tuple[str, ...]] = {"llama": ("q_proj", "k_proj"), "qwen2": (), "qwen3": ()}
-"""GGUF architectures that can stay packed, and which of their layers have the rows of each head in ggml's order."""
+"""GGUF architectures that can stay packed, and their layers whose head rows are in ggml's order."""
 
 
 @register_quantization_config(_METHOD)
 class _Packed(QuantizationConfigMixin):
-    """Which layers stay packed, and how, by path."""
+    """The storage form of each packed layer, by path."""
 
     def __init__(self, forms: Mapping[str, Form], dtype: torch.dtype) -> None:
         self.quant_method: Any = _METHOD
@@ -55,7 +55,7 @@ class _Packed(QuantizationConfigMixin):
 
 @register_quantizer(_METHOD)
 class _PackedLayers(HfQuantizer):
-    """Puts packed layers into a model that has no weights yet."""
+    """Inserts packed layers into a model without weights."""
 
     requires_calibration, is_trainable = False, False
 
@@ -82,7 +82,7 @@ class _PackedLayers(HfQuantizer):
 
 
 def _mxfp4_names() -> list[Any]:
-    """A projection's tensors lie in a module of their own here."""
+    """A projection's tensors are in a separate module here."""
     return [
         WeightRenaming(f"experts.{projection}_{part}", f"experts.{projection}.{part}")
         for projection in ("gate_up_proj", "down_proj")
@@ -91,14 +91,14 @@ def _mxfp4_names() -> list[Any]:
 
 
 def _nf4_names() -> list[Any]:
-    """Names of parameters have no dots here; and one number stands among others in a JSON text that is stored as bytes."""
+    """Parameter names have no dots here, and one number is in a JSON text that is stored as bytes."""
     parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     offset = WeightConverter("weight.quant_state.bitsandbytes__nf4", "nested_offset", [_Offset()])
     return [*(WeightRenaming(f"weight.{part}", part) for part in parts), offset]
 
 
 class _Offset(ConversionOps):
-    """Reads what bitsandbytes adds to the scales of scales, and refuses forms that are not read here."""
+    """Reads bitsandbytes' offset of nested scales, and rejects unsupported forms."""
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **__: Any) -> dict[str, Any]:
         ((stored,),) = input_dict.values()
@@ -111,17 +111,17 @@ class _Offset(ConversionOps):
 
 @dataclass(frozen=True)
 class BaseCheckpoint:
-    """Where a base lies, and what is known of its weights before they are read."""
+    """Location of a base, and the facts known before its weights are read."""
 
     source: str
     gguf: str | None
     config: Any
     method: str | None
-    """How its weights are quantised; None where they are not."""
+    """Quantisation method of its weights; None if they are not quantised."""
 
     @classmethod
     def of(cls, source: str, file: str | None, trust_remote_code: bool) -> BaseCheckpoint:
-        """`source` is a hub id or a directory, `file` the name of a GGUF file there."""
+        """`source` is a hub id or a directory, `file` the name of a GGUF file in it."""
         if file is not None:
             return cls(source, file, AutoConfig.from_pretrained(source, gguf_file=file), "gguf")
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -129,7 +129,7 @@ class BaseCheckpoint:
         return cls(source, None, config, str(quantised["quant_method"]) if quantised else None)
 
     def stays_packed(self, wanted: BaseFormat, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether weights stay packed; `auto` unpacks them while memory lasts."""
+        """Whether weights stay packed; `auto` unpacks them if memory allows."""
         if wanted != "auto" or self.method is None:
             return wanted == "packed"
         try:
@@ -140,7 +140,7 @@ class BaseCheckpoint:
         return bool(n_bytes * _ROOM > free_memory(device))
 
     def unpacked(self, dtype: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The model with all its weights as numbers, and what transformers reports of loading it."""
+        """The model with unpacked weights, and transformers' loading report."""
         if self.gguf is not None:
             files = {"gguf_file": self.gguf, "quantization_config": GgufConfig(dequantize=True)}
             return _loaded(AutoModelForCausalLM, self.source, dtype, {**options, **files})
@@ -159,20 +159,20 @@ class BaseCheckpoint:
         kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
         for name, weight in model.named_parameters():
             if not kept & set(name.split(".")):
-                weight.data = weight.data.to(dtype)  # what was not quantised has come in the type of the files
+                weight.data = weight.data.to(dtype)  # weights that were not quantised have the dtype of the files
         return model, report
 
     def packed(self, dtype: torch.dtype, options: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The same, with the weights of linear layers as they are stored.
+        """`unpacked`, but linear layers keep their stored form.
 
         Raises:
-            BaseModelError: they are in no form that can stay packed.
+            BaseModelError: the stored form cannot stay packed.
         """
         layers = self._layers
         source: str | None = self.source
         options = {**options, "config": layers.model.config, "quantization_config": _Packed(layers.forms, dtype)}
         if has_experts(layers.model):
-            options["experts_implementation"] = "eager"  # the stock pass of the proof reads experts one by one
+            options["experts_implementation"] = "eager"  # the reference pass of the proof reads experts one by one
         if isinstance(layers, _GgufLayers):
             options, source = {**options, "state_dict": layers.tensors(dtype)}, None
         model, report = _loaded(type(layers.model), source, dtype, options)
@@ -186,15 +186,15 @@ class BaseCheckpoint:
             return _GgufLayers(Path(self.source) / self.gguf, config)
         quantised = _quantisation(config)
         if not quantised:
-            raise BaseModelError(f"base {self.source!r} is not quantised, so nothing can stay packed; {_UNPACK}")
+            raise BaseModelError(f"base {self.source!r} is not quantised, so it cannot stay packed; {_UNPACK}")
         form_of = {"fp8": _float8, "mxfp4": _mxfp4, _NF4: _nf4}.get(str(self.method))
         del config.quantization_config
         model = _empty(config)
         forms = None if form_of is None else form_of(model, quantised)
         if forms is None:
             raise BaseModelError(
-                f"base {self.source!r} is quantised ({self.method}), and what can stay packed are GGUF files, fp8 with scales "
-                f"for blocks, MXFP4, and nf4 of bitsandbytes; {_UNPACK}, or give the base that it was made from"
+                f"base {self.source!r} is quantised ({self.method}), and only these can stay packed: GGUF files, fp8 with "
+                f"block scales, MXFP4, and nf4 of bitsandbytes; {_UNPACK}, or use the original base"
             )
         return _Layers(model, forms)
 
@@ -218,14 +218,14 @@ def _empty(config: Any) -> Any:
 
 @dataclass
 class _Layers:
-    """A model without weights, which forgets that it is quantised, and what stays packed of it, by path."""
+    """A model without weights or quantisation settings, and the forms of its packed layers, by path."""
 
     model: Any
     forms: dict[str, Form]
 
 
 class _GgufLayers(_Layers):
-    """The layers of a GGUF file by the names that the model has for them."""
+    """The layers of a GGUF file, by the model's names."""
 
     def __init__(self, path: Path, config: Any) -> None:
         reader = gguf.GGUFReader(path)
@@ -244,14 +244,14 @@ class _GgufLayers(_Layers):
             path_of, _, leaf = name.rpartition(".")
             tensor = stored.get(f"{names.get_name(path_of)}.{leaf}")
             if tensor is None:
-                continue  # transformers knows which are tied, and says which are missing
+                continue  # transformers handles tied tensors and reports missing ones
             self._stored[name] = tensor
             kind_of = int(tensor.tensor_type)
             if kind_of in GGML_BLOCK and isinstance(self.model.get_submodule(path_of), nn.Linear):
                 self.forms[path_of] = GgufBlocks(kind_of)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All there are, packed or in a type."""
+        """All tensors, packed or in `dtype`."""
         return {name: self._rows_in_order(name, self._read(name, dtype)) for name in self._stored}
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -261,7 +261,7 @@ class _GgufLayers(_Layers):
         return torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type))).to(dtype)
 
     def _rows_in_order(self, name: str, rows: Tensor) -> Tensor:
-        """In ggml the two halves of each head's rows are interleaved, for its own rotary embedding."""
+        """Undo ggml's interleaving of the two halves of each head's rows, which its rotary embedding uses."""
         layer, config = name.split(".")[-2], self.model.config
         if layer not in self._rotated:
             return rows
@@ -283,7 +283,7 @@ def _float8(model: Any, quantised: Mapping[str, Any]) -> dict[str, Form] | None:
 
 
 def _mxfp4(model: Any, quantised: Mapping[str, Any]) -> dict[str, Form] | None:
-    """Of gpt-oss experts alone are packed."""
+    """Only the experts of gpt-oss are packed."""
     return {
         path: Mxfp4Blocks()
         for path, _ in model.named_parameters()

@@ -1,11 +1,11 @@
-"""Decoding as CUDA graphs: recorded once and replayed, one launch for a token of every sequence instead of thousands.
+"""Decoding as CUDA graphs: recorded once and replayed, with one launch per token of all sequences instead of thousands.
 
-Everything that changes from one token to the next (tokens, positions, where keys lie, which adapter a row belongs to) is
-written into tensors that stay; a graph reads them. There is one for each shape: number of rows, blocks of the longest sequence,
-and layouts of the adapters, which lie in tables. Rows that are left over decode a token in a block that belongs to nobody.
+Values that change from token to token (tokens, positions, cache positions, adapters of rows) are written into fixed
+tensors that a graph reads. There is one graph per shape: number of rows, blocks of the longest sequence, and layouts of
+the adapters, which are in tables. Unused rows decode a token into a scratch block.
 
-Legend: T rows, N real rows or outputs, V vocabulary, S slots of a table, K inputs, W width of fused layers' A side by side, R
-rank.
+Legend: T rows, N real rows or outputs, V vocabulary, S slots of a table, K inputs, W width of fused layers' A side by
+side, R rank.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from motet.model.routing import SamplerRouting
 _log = logging.getLogger(__name__)
 
 _KEPT = 16
-"""Graphs that are kept; the one that was used longest ago goes first."""
+"""Most cached graphs; the least recently used is dropped first."""
 
 _STEP = 64
-"""Rows of a graph are a power of two up to here, and a multiple of it beyond."""
+"""Numbers of rows are powers of two up to this, and multiples of it above."""
 
 
 class AdapterTable:
@@ -42,10 +42,10 @@ class AdapterTable:
     def __init__(
         self, layout: AdapterLayout, slots: int, device: torch.device, dtype: torch.dtype, products: LoraProducts
     ) -> None:
-        """Take memory for `slots` adapters, slot 0 among them.
+        """Allocate memory for `slots` adapters, including slot 0.
 
         Raises:
-            ValueError: the layout does not fit (`LoraProducts.fits_table`), or there is no slot but slot 0.
+            ValueError: the layout does not fit (`LoraProducts.fits_table`), or there are fewer than two slots.
         """
         if slots < 2:
             raise ValueError(f"a table needs slot 0 and at least one more, not {slots} slots")
@@ -56,18 +56,18 @@ class AdapterTable:
         self.products = products
         self._flat = torch.zeros(slots, layout.size, device=device, dtype=dtype)
         self.matrices = layout.matrices(self._flat)
-        """[S, K, W] and [S, R, N] by leader, always the same memory."""
+        """[S, K, W] and [S, R, N] by leader, always at the same addresses."""
         self._placed: list[weakref.ref[AdapterWeights] | None] = [None] * slots
         self._used = [0] * slots
         self._clock = 0
 
     def place(self, adapters: Sequence[AdapterWeights]) -> tuple[int, ...]:
-        """The slot of each adapter; those that are not there yet are copied to slots that none of these needs.
+        """The slot of each adapter; missing adapters are copied into slots that none of these needs.
 
-        Slots whose adapter was let go come first, then those longest unused.
+        Slots of freed adapters are reused first, then the least recently used.
 
         Raises:
-            ValueError: more adapters than slots, or one of another layout.
+            ValueError: more adapters than slots, or another layout.
         """
         wanted = {id(weights): weights for weights in adapters}
         if len(wanted) >= self.slots:
@@ -87,7 +87,7 @@ class AdapterTable:
         return tuple(present[id(weights)] for weights in adapters)
 
     def _occupants(self) -> list[AdapterWeights | None]:
-        """Which adapter lies in each slot; one that was let go is forgotten, so its identity cannot be taken for another's."""
+        """The adapter in each slot. Weak references, so that a freed adapter's id cannot match another one."""
         return [None if place is None else place() for place in self._placed]
 
     def _age(self, slot: int) -> tuple[bool, int]:
@@ -95,7 +95,7 @@ class AdapterTable:
         return place is not None and place() is not None, self._used[slot]
 
     def routing(self, n_rows: int) -> TableRouting:
-        """A routing of so many rows, all of them of the base until it is told otherwise."""
+        """A routing of `n_rows` rows, all for the base at first."""
         device = self._flat.device
         order_T, inverse_T = (torch.arange(n_rows, device=device) for _ in range(2))
         ends_S = torch.full((self.slots,), n_rows, dtype=torch.int32, device=device)
@@ -103,7 +103,7 @@ class AdapterTable:
 
 
 class TableRouting:
-    """Rows of a decode batch, each with a slot of a table; the tensors stay, what is written into them changes."""
+    """Rows of a decode batch, each with a slot of a table. The tensors are fixed; their contents change."""
 
     def __init__(self, table: AdapterTable, order_T: Tensor, inverse_T: Tensor, ends_S: Tensor) -> None:
         """Row of each product row, product row of each row (int64), and the end of each slot's product rows (int32)."""
@@ -115,14 +115,14 @@ class TableRouting:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Device memory that a replay reads; `values` are copied into it first."""
+        """Device memory that a replay reads; copy `values` into it first."""
         return self._order_T, self._inverse_T, self._ends_S
 
     def values(self, slots_T: Sequence[int]) -> tuple[Tensor, ...]:
-        """What the tensors have to hold, on the host, so that each row belongs to its slot; 0 is the base, and padding.
+        """New contents of the tensors, on the host, for a slot per row; 0 is the base, and padding.
 
         Raises:
-            ValueError: another number of rows, or no such slot.
+            ValueError: another number of rows, or an invalid slot.
         """
         slots = torch.tensor(slots_T, dtype=torch.long)
         if len(slots) != len(self._order_T):
@@ -134,7 +134,7 @@ class TableRouting:
         return order, torch.argsort(order), ends
 
     def apply(self, fused: FusedLinears, x_TK: Tensor, y_TN: Tensor) -> None:
-        """Add the adapters of fused layers to y; waits for nothing, so it can be recorded."""
+        """Add the adapters of fused layers to y; never synchronises, so it can be recorded."""
         matrices = self.table.matrices.get(fused.leader)
         if matrices is None:
             return
@@ -147,18 +147,18 @@ class TableRouting:
 
 @dataclass
 class _Graph:
-    """What is read, and the graph that reads it; the tensors stay, their contents change."""
+    """A graph and its input tensors, which are fixed; their contents change."""
 
     token_ids_T: Tensor
     positions_T: Tensor
     attention: ReplayablePass
     routings: tuple[TableRouting, ...]
     replay: Callable[[], Tensor] | None = None
-    """Gives the logits [T, V] of what the tensors hold; None until it is captured."""
+    """Returns the logits [T, V] for the tensors' contents; None until it is captured."""
 
 
 class CudaGraphRunner:
-    """Graphs of decoding on one base and one KV cache."""
+    """Decoding graphs of one base and one KV cache."""
 
     def __init__(self, base: LoraModel, cache: KVCache) -> None:
         self._base, self._cache = base, cache
@@ -169,11 +169,11 @@ class CudaGraphRunner:
     def logits(
         self, token_ids: Sequence[int], spans: Sequence[Span], adapters: Sequence[AdapterWeights | None]
     ) -> Tensor | None:
-        """What the head gives [N, V] for one token of each sequence; None where that cannot be a graph.
+        """Raw logits [N, V] for one token of each sequence; None if no graph can be used.
 
         Args:
             token_ids: the latest token of each sequence.
-            spans: its place, each of length 1.
+            spans: its position, each of length 1.
             adapters: its adapter; None for the base.
         """
         base = self._base
@@ -194,7 +194,7 @@ class CudaGraphRunner:
                 graph.replay = self._record(graph)
             except torch.OutOfMemoryError:
                 return None
-            except RuntimeError as error:  # a model that waits for the device, such as a mixture of experts
+            except RuntimeError as error:  # the model synchronises with the device, such as a mixture of experts
                 cause = error.__context__ if isinstance(error.__context__, Exception) else error
                 base.compute_slower(replace(base.arithmetic, graphs=False), "graphs", cause)
                 _log.warning("%s", base.info.notes[-1])
@@ -215,13 +215,13 @@ class CudaGraphRunner:
         return _Graph(token_ids_T, positions_T, attention, tuple(table.routing(rows) for table in tables))
 
     def _shape(self, spans: Sequence[Span]) -> tuple[int, int]:
-        """Rows and blocks of a graph that serves these sequences: few different numbers."""
+        """Rows and blocks of the graph for these sequences, rounded to few different sizes."""
         rows = round_up(len(spans), self._base.arithmetic.rows)
         blocks = max(-(-(span.start + 1) // self._cache.block_size) for span in spans)
         return _power_of_two(rows) if rows <= _STEP else round_up(rows, _STEP), _power_of_two(blocks)
 
     def _table(self, layout: AdapterLayout, adapters: Sequence[AdapterWeights | None]) -> AdapterTable:
-        """Of a layout, with room for these adapters; one that is too small is made anew, and its graphs go."""
+        """The table of a layout, with room for these adapters. A larger one replaces it and its graphs if needed."""
         wanted = len({id(weights) for weights in adapters if weights is not None and weights.layout is layout})
         table = self._tables.get(id(layout))
         if table is None or wanted >= table.slots:
@@ -248,7 +248,7 @@ class CudaGraphRunner:
         _write(tensors, values)
 
     def _record(self, graph: _Graph) -> Callable[[], Tensor]:
-        """On a GPU a graph of `_run`; elsewhere `_run` itself."""
+        """A graph of `_run` on a GPU; `_run` itself elsewhere."""
         return self._recorder.capture(lambda: self._run(graph), first=not self._graphs)
 
     def _run(self, graph: _Graph) -> Tensor:
@@ -259,14 +259,14 @@ class CudaGraphRunner:
 
 
 def _write(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Bring integers from the host into tensors that stay: one copy to the device, which is waited for once."""
+    """Copy integers from the host into fixed tensors, with one copy to the device."""
     flat = torch.cat([value.reshape(-1).long() for value in values]).to(tensors[0].device)
     for tensor, part in zip(tensors, flat.split([value.numel() for value in values]), strict=True):
         tensor.copy_(part.view_as(tensor))
 
 
 def _layouts(adapters: Sequence[AdapterWeights | None]) -> list[AdapterLayout]:
-    """Each once, in an order that does not depend on the rows'."""
+    """Each layout once, in an order that does not depend on the rows."""
     layouts = {id(weights.layout): weights.layout for weights in adapters if weights is not None}
     return [layouts[key] for key in sorted(layouts)]
 

@@ -1,7 +1,7 @@
-"""From logits to logprobs and drawn tokens: one definition for sampler, trainer, reference and metrics.
+"""From logits to logprobs and sampled tokens: one definition for sampler, trainer, reference and metrics.
 
-Logprobs are `log_softmax(fp32 logits / temperature)` over the whole vocabulary. Tokens are drawn by inverting the cumulative
-distribution at a counter-based uniform number, row by row, so that a draw depends on its own row alone.
+Logprobs are `log_softmax(fp32 logits / temperature)` over the whole vocabulary. Tokens are drawn by inverting the
+cumulative distribution at a counter-based uniform number. A draw depends on its own row only.
 
 Legend: N rows (a multiple of four for exactness), V vocabulary, B blocks of the vocabulary.
 """
@@ -20,11 +20,11 @@ from motet.batch import AdamW, LossFunctions
 from motet.types import SamplingParams
 
 _BLOCK = 256
-"""Tokens whose probabilities are summed before the cumulative sum: a scan of the whole vocabulary is slow."""
+"""Tokens summed in one block before the cumulative sum; a scan of the whole vocabulary is slow."""
 
 
 class MathKernels(LossFunctions, Protocol):
-    """What own kernels compute beside a base's passes, with the same bits on every processor."""
+    """Functions that own kernels compute besides a base's passes, with the same bits on every processor."""
 
     def draw(
         self, logits_NV: Tensor, params: Sequence[SamplingParams], uniforms_N: Tensor
@@ -35,11 +35,11 @@ class MathKernels(LossFunctions, Protocol):
     def logprobs(
         self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, *, slope: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs of one token per row, and entropies [N]; with `slope` logits become the slopes of the logprobs."""
+        """Logprobs of one token per row, and entropies [N]; `slope` replaces the logits by the gradients of the logprobs."""
         ...
 
     def values(self, hidden_ND: Tensor, head: Tensor) -> Tensor:
-        """What a value head makes of hidden states, [N]."""
+        """Values of hidden states, [N]."""
         ...
 
     def norm(self, x: Tensor) -> float:
@@ -47,7 +47,7 @@ class MathKernels(LossFunctions, Protocol):
         ...
 
     def adamw(self, adamw: AdamW, step: int, masters: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
-        """Change masters and moments, in place; `step` counts from 1."""
+        """Update masters and moments in place; `step` counts from 1."""
         ...
 
 
@@ -65,7 +65,10 @@ class Distribution:
 
     @classmethod
     def of(cls, logits_NV: Tensor, temperatures: Sequence[float], own: MathKernels | None = None) -> Distribution:
-        """The distribution of fp32 logits at a temperature per row (or one for all); own kernels make no probabilities."""
+        """Distribution of fp32 logits, with one temperature per row or one for all.
+
+        Own kernels compute no probabilities.
+        """
         if any(temperature != 1 for temperature in temperatures):
             logits_NV = logits_NV / torch.tensor(temperatures, device=logits_NV.device)[:, None]
         if own is not None:
@@ -81,9 +84,9 @@ class Distribution:
         return ((chosen_N1 - self.peak_N1) + self.log_peak_N1)[:, 0]
 
     def slope(self, tokens_N: Tensor, temperature: float) -> Tensor:
-        """Gradient [N, V] of one token's logprob per row with respect to the logits before the temperature: (onehot − p) / T.
+        """Gradient [N, V] of one token's logprob per row: (onehot − p) / T, with respect to the logits before the temperature.
 
-        It takes the memory of the probabilities, which are gone afterwards.
+        Overwrites the probabilities.
         """
         ones_N1 = torch.ones_like(self.peak_N1)
         slope_NV = self.probs_NV.neg_().scatter_add_(1, tokens_N[:, None], ones_N1)
@@ -124,7 +127,7 @@ def draw(logits_NV: Tensor, params: Sequence[SamplingParams], uniforms_N: Tensor
 
 
 def _invert(weights_NV: Tensor, usable_N: Tensor, uniforms_N: Tensor) -> Tensor:
-    """The token of each row at which its cumulative weight passes u · total: first its block, then its place in the block."""
+    """The token of each row at which its cumulative weight passes u · total: finds the block first, then the token."""
     n_rows, n_tokens = weights_NV.shape
     pad = -n_tokens % _BLOCK
     blocks_NBC = (F.pad(weights_NV, (0, pad)) if pad else weights_NV).view(n_rows, -1, _BLOCK)
@@ -140,7 +143,7 @@ def _invert(weights_NV: Tensor, usable_N: Tensor, uniforms_N: Tensor) -> Tensor:
 
 
 def _below(target_N1: Tensor, total_N1: Tensor) -> Tensor:
-    """Keep a target below the total, which rounding may reach: what lies there has no weight."""
+    """Keep a target below the total, which it may reach by rounding; no token has weight there."""
     return torch.minimum(target_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
 
 
@@ -154,9 +157,9 @@ def _truncate(weights_V: Tensor, param: SamplingParams) -> Tensor:
     if param.top_k > 0:
         ranked[param.top_k :] = 0
     if param.top_p < 1:
-        # two equal rows: a GPU adds up a single one in whatever order its blocks come
+        # two equal rows, because a GPU adds a single row in varying block order
         before = torch.cumsum(ranked.expand(2, -1) if ranked.is_cuda else ranked, -1).view(-1, len(ranked))[0] - ranked
         dropped = before >= param.top_p * ranked.sum()
-        dropped[0] = False  # also where so small a top_p is 0 in fp32
+        dropped[0] = False  # also if top_p is so small that it is 0 in fp32
         ranked = ranked.masked_fill(dropped, 0)
     return torch.zeros_like(kept).scatter_(0, order, ranked)

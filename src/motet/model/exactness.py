@@ -1,4 +1,4 @@
-"""Proof that a row has the same bits in any company: packed, alone, decoded, and in passes as long as training has them."""
+"""Proof that a row has the same bits with any other rows: packed, alone, decoded, and in passes as long as in training."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from motet.model.whole_vectors import Uneven
 from motet.model_info import EXPERTS
 
 RANK = 4
-"""Of the adapters that are tried."""
+"""Rank of the tested adapters."""
 _CROWD = 128
-"""Rows of the largest pass that is tried: many libraries take another kernel for so many."""
+"""Rows of the largest tested pass: many libraries use another kernel from this size on."""
 _CROWD_TILES = 8
-"""The same in tiles, where there are such."""
+"""Tiles in that pass, if there are tiles."""
 _TILE = 12
-"""Rows of the tiles in which MLPs are tried."""
+"""Rows of the tiles for the test of MLPs."""
 
 
 def check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
-    """Say of a base that it is `inexact`, and by how much, where a row's bits depend on its company."""
+    """Set `inexact` on a base, with the size of the effect, if a row's bits depend on other rows."""
     uneven = Uneven(base.model)
     with uneven if base.device.type == "cpu" else contextlib.nullcontext():
         packed = packed_logits(base, sequences)[0]
@@ -61,7 +61,7 @@ def check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
 
 
 def _known_to_differ(base: LoraModel) -> str:
-    """Why rows may depend on their company though these few did not; empty where nothing is known."""
+    """Why rows may depend on other rows although the tested ones did not; empty if no reason is known."""
     if base.kernels is not None:
         return ""
     if base.has_experts and not are_computed_here(base.model):
@@ -82,7 +82,7 @@ def _known_to_differ(base: LoraModel) -> str:
 
 
 def _experts_agree(base: LoraModel) -> bool:
-    """The rows of the proof choose experts as they like; here few and many choose one, with an adapter and without."""
+    """Whether an expert's rows agree if few or many choose it, with an adapter and without."""
     if not base.experts:
         return True
     layout = base.adapter_layout(EXPERTS, RANK)
@@ -102,7 +102,7 @@ def _crowd_agrees(base: LoraModel, sequences: list[Tensor]) -> bool:
 
 @torch.no_grad()
 def _tiles_agree(base: LoraModel, sequences: list[Tensor]) -> bool:
-    """Whether hidden states stay the same where MLPs take a few rows at a time."""
+    """Whether hidden states stay the same if MLPs run a few rows at a time."""
     whole, rows = base.arithmetic, max(_TILE, base.arithmetic.rows)
     crowd = sequences * -(-2 * rows // sum(map(len, sequences)))
     together = packed_hidden(base, crowd)[0]
@@ -122,7 +122,7 @@ def _gap(left_TV: Tensor, right_TV: Tensor, token_ids_T: Tensor) -> float:
 
 
 def _decoded_logits(base: LoraModel, sequence: Tensor) -> tuple[Tensor, KVCache]:
-    """Logits [T, V] of a sequence read as a prompt of 12 tokens and then token by token through a cache, and the cache."""
+    """Logits [T, V] of a sequence, and the cache: a prompt of 12 tokens, then token by token."""
     block_size = base.block_size
     n_blocks = -(-len(sequence) // block_size)
     cache = KVCache(n_blocks, block_size, base.device)
@@ -138,7 +138,7 @@ def _decoded_logits(base: LoraModel, sequence: Tensor) -> tuple[Tensor, KVCache]
 
 
 def packed_logits(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[LayerCall]]:
-    """Logits [T, V] of each sequence, all in one pass, and the calls of its layers' attention."""
+    """Logits [T, V] of each sequence, all in one pass, and the attention calls of its layers."""
     hidden, calls = packed_hidden(base, sequences)
     logits = base.logits(base.pad(torch.cat(hidden)))
     lengths = [len(states) for states in hidden]
@@ -146,7 +146,7 @@ def packed_logits(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor
 
 
 def packed_hidden(base: LoraModel, sequences: list[Tensor]) -> tuple[list[Tensor], list[LayerCall]]:
-    """Hidden states [T, D] of each sequence, all in one pass, and the calls of its layers' attention."""
+    """Hidden states [T, D] of each sequence, all in one pass, and the attention calls of its layers."""
     lengths = [len(sequence) for sequence in sequences]
     pad = -sum(lengths) % base.arithmetic.rows
     tokens = torch.cat([*sequences, torch.zeros(pad, dtype=torch.long, device=base.device)])

@@ -1,9 +1,8 @@
-"""Adapters on experts in files: together, as PEFT has them since transformers 5, or expert by expert, as before and in vLLM.
+"""Adapters on experts in files: combined, as in PEFT since transformers 5, or per expert, as before and in vLLM.
 
-Together are the experts of one product, gate and up as one: `experts.base_layer.lora_A` and `experts.lora_A` for what is
-innermost and for what is around it. Apart there are `experts.0.gate_proj.lora_A` and so on, or `w1`, `w3` and `w2`.
-
-Legend: E experts, R rank, K inputs, N outputs.
+Combined files hold all experts of a product, with gate and up as one: `experts.base_layer.lora_A` for the inner wrapper
+and `experts.lora_A` for the outer one. Files per expert have `experts.0.gate_proj.lora_A` and so on, or `w1`, `w3` and
+`w2`. Legend: E experts, R rank, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _APART = re.compile(rf"(.+\.{EXPERTS})\.([0-9]{{1,6}})\.(\w+)\.lora_([AB])\.weight")
 _BLOCK, _MLP = ".block_sparse_moe.", ".mlp."
-"""What the module around experts is called in checkpoints with `w1`, and what transformers calls it now."""
+"""Name of the module around experts in checkpoints with `w1`, and its current name in transformers."""
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Of one product of all experts."""
+    """Adapter of one product of all experts."""
 
     a_ERK: Tensor
     b_ENR: Tensor
 
     def widened(self, rank: int) -> _Pair:
-        """Of a higher rank, whose further rows and columns are zero, and stay so."""
+        """Raise the rank with rows and columns of zeros, which stay zero in training."""
         more = rank - self.a_ERK.shape[1]
         a_ERK = torch.nn.functional.pad(self.a_ERK, (0, 0, 0, more))
         return _Pair(a_ERK, torch.nn.functional.pad(self.b_ENR, (0, more)))
 
     @classmethod
     def stacked(cls, gate: _Pair, up: _Pair) -> _Pair:
-        """Gate and up as one product; they need twice the rank unless they have the same A."""
+        """Gate and up as one product, with twice the rank unless both have the same A."""
         if torch.equal(gate.a_ERK, up.a_ERK):
             return cls(gate.a_ERK, torch.cat([gate.b_ENR, up.b_ENR], 1))
         below, above = torch.zeros_like(gate.b_ENR), torch.zeros_like(up.b_ENR)
@@ -50,22 +49,22 @@ class _Pair:
 
 @dataclass(frozen=True)
 class Together:
-    """What a file with experts apart comes to."""
+    """A file with separate experts, converted to the combined form."""
 
     tensors: dict[str, Tensor]
     times: int
-    """The rank and the alpha are so many times those of the file."""
+    """Factor on the file's rank and alpha."""
     modules: tuple[str, ...]
-    """Paths of layers that are adapted, by which they are found."""
+    """Paths of the adapted layers."""
     parameters: tuple[str, ...]
-    """And of experts' products."""
+    """Paths of the adapted expert products."""
 
 
 def together(tensors: Mapping[str, Tensor], rank: int, prefix: str) -> Together | None:
-    """Experts that are apart, brought together; None where there are none. Names of tensors begin with the prefix.
+    """Combine separate experts; None if there are none. Tensor names begin with the prefix.
 
     Raises:
-        AdapterError: an expert or one of its products is missing, or of another shape.
+        AdapterError: an expert or one of its products is missing or has another shape.
     """
     apart_by_module: dict[str, dict[str, dict[str, dict[int, Tensor]]]] = {}
     others = {}
@@ -95,16 +94,16 @@ def together(tensors: Mapping[str, Tensor], rank: int, prefix: str) -> Together 
 
 
 def _widened(name: str, tensor: Tensor, more: int) -> Tensor:
-    """Of a layer: A has rows more, B columns."""
+    """Pad a layer's tensor: A gets rows, B columns."""
     return torch.nn.functional.pad(tensor, (0, 0, 0, more) if ".lora_A." in name else (0, more))
 
 
 def _products(module: str, products: Mapping[str, Mapping[str, Mapping[int, Tensor]]], rank: int) -> dict[str, _Pair]:
-    """Adapters that a file has one by one, stacked over the experts of a module; gate and up, where they are, as one."""
+    """Adapters of single experts, stacked over the experts of a module; gate and up, if present, as one."""
     names = next((names for names in _NAMES if set(products) <= set(names)), None)
     if names is None or (names[0] in products) != (names[1] in products):
         known = " or ".join(", ".join(names) for names in _NAMES)
-        raise AdapterError(f"{module} has adapters on {', '.join(sorted(products))}; read are those on {known}")
+        raise AdapterError(f"{module} has adapters on {', '.join(sorted(products))}; supported are {known}")
     pairs = {}
     for name, sides in products.items():
         numbers = range(1 + max(number for side in sides.values() for number in side))
@@ -121,9 +120,9 @@ def _products(module: str, products: Mapping[str, Mapping[str, Mapping[int, Tens
 
 
 def apart(tensors: Mapping[str, Tensor], rank: int, targets: Sequence[str], names: Sequence[str]) -> dict[str, Tensor]:
-    """Experts one by one under the names of gate, up and down; where one product has no adapter it gets zeros.
+    """Separate experts, named after gate, up and down; products without an adapter get zeros.
 
-    `targets` say which product it is where a module has one pair alone.
+    `targets` names the product if a module has only one pair.
     """
     others, wrapped = {}, dict[str, dict[int, dict[str, Tensor]]]()
     for name, tensor in tensors.items():
@@ -165,7 +164,7 @@ def _gate_up_down(by_product: Mapping[str, _Pair]) -> tuple[_Pair, _Pair, _Pair]
 
 
 def names_apart(model_type: str) -> tuple[str, str, str] | None:
-    """Names of gate, up and down where an architecture's checkpoints have experts one by one; None where they do not."""
+    """Names of gate, up and down if an architecture's checkpoints have separate experts; otherwise None."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     patterns = [

@@ -1,7 +1,7 @@
-"""Adapters on experts: which of an expert's rows have which adapter, and what it adds to them.
+"""Adapters on experts: assigns an expert's rows to adapters, and adds the adapters' products.
 
-The rows of an expert are laid out adapter after adapter, those of each padded by itself, so that every product and every sum
-over rows that an adapter takes part in has rows of its own and nothing else. Sampling and training multiply in the same way.
+An expert's rows are ordered by adapter, and each adapter's rows are padded separately. So every product and sum over
+rows that an adapter takes part in contains only its own rows. Sampling and training multiply in the same way.
 
 Legend: T packed rows, K inputs, N outputs, R rank, W padded rank, M padded rows of an expert.
 """
@@ -24,10 +24,10 @@ from motet.model.packed import PackedExperts
 
 @dataclass(frozen=True)
 class ExpertProjection:
-    """One of an expert's frozen products, as adapters see it."""
+    """One of an expert's frozen products, with what adapters need to know."""
 
     path: str
-    """Of the parameter that holds the weights of all experts."""
+    """Path of the parameter with the weights of all experts."""
     number: int
     weights: Tensor | PackedExperts  # [E, N, K], or [E, K, N] where they are transposed
     bias: Tensor | None  # [N]
@@ -52,11 +52,11 @@ class ExpertProjection:
         return product_MN if self.bias is None else product_MN.add_(self.bias)
 
     def back(self, grad_MN: Tensor) -> Tensor:
-        """From a gradient with respect to the product to one with respect to its rows, [M, K]."""
+        """Gradient with respect to its rows, [M, K], from that of the product."""
         return self.product(grad_MN, self._weight())
 
     def product(self, left_MK: Tensor, right_KN: Tensor) -> Tensor:
-        """Rows times a matrix, [M, N], in tiles where the sums are long."""
+        """Rows times a matrix, [M, N], in tiles if the sums are long."""
         tile = self.arithmetic.tile_of(left_MK.shape[1])
         if not tile:
             return left_MK @ right_KN
@@ -68,14 +68,14 @@ class ExpertShare:
     """Rows of one expert that one run of the batch has."""
 
     run: int
-    """Its index; that after the last is of rows without an adapter."""
+    """Index of the run; one past the last for rows without an adapter."""
     first: int
     last: int
-    """After its last row, padding included, among those of the expert."""
+    """End of its rows among the expert's, including padding."""
 
 
 def runs_of_rows(runs: Sequence[ExpertRun], n_rows: int) -> Tensor:
-    """Index of the run that each packed row belongs to; that after the last where it belongs to none [T]."""
+    """Index [T] of each packed row's run; one past the last for rows without one."""
     run_T = torch.full((n_rows,), len(runs))
     for index, run in enumerate(runs):
         run_T[run.start : run.stop] = index
@@ -83,7 +83,7 @@ def runs_of_rows(runs: Sequence[ExpertRun], n_rows: int) -> Tensor:
 
 
 def room(runs: Sequence[ExpertRun], run: int, n_rows: int, dtype: torch.dtype) -> int:
-    """Rows that an expert's product sets aside for a run of which so many rows choose it."""
+    """Rows reserved in an expert's product for a run with `n_rows` rows."""
     least = runs[run].weights.layout.least_expert_rows(dtype) if run < len(runs) else 0
     return max(round_up(n_rows, ROWS), least)
 
@@ -106,7 +106,10 @@ def project(
 
 
 class _Adapted(torch.autograd.Function):
-    """Frozen product and adapters in one node: the base gets no gradient, the adapters' go straight to their arenas."""
+    """Frozen product and adapters in one autograd node.
+
+    The base gets no gradient; adapters' gradients go directly to their arenas.
+    """
 
     @staticmethod
     def forward(
@@ -144,11 +147,11 @@ class _Adapted(torch.autograd.Function):
 def _backward(
     run: ExpertRun, projection: ExpertProjection, rows_MK: Tensor, inner_MW: Tensor, grad_MN: Tensor
 ) -> Tensor:
-    """Add up the gradients of an adapter; returns the gradient of the products with A, [M, W]."""
+    """Add the gradients of an adapter; returns the gradient of the products with A, [M, W]."""
     number = projection.number
     b_RN = run.weights.matrices[projection.path].bs[0][1][number]
     rank = len(b_RN)
-    back_NR = b_RN.t() if rank > 1 else F.pad(b_RN.t(), (0, ROWS - 1))  # a product with a vector is no GEMM
+    back_NR = b_RN.t() if rank > 1 else F.pad(b_RN.t(), (0, ROWS - 1))  # a product with a vector is not a GEMM
     grad_inner_MW = F.pad(projection.product(grad_MN, back_NR)[:, :rank], (0, inner_MW.shape[1] - rank))
     if run.gradients is not None:
         sums = run.gradients[projection.path]

@@ -1,10 +1,10 @@
-"""Experts on a CPU, so that a row has the same bits however many others choose its expert.
+"""Experts on a CPU: a row has the same bits however many other rows choose its expert.
 
-Each expert multiplies its rows by themselves, padded so that the product is a GEMM's; what a row's experts say is added in
-fp32, in the order of their numbers. Routers stay the model's own.
+Each expert multiplies its own rows, padded so that the product is a GEMM. A row's expert outputs are added in fp32, in
+the order of expert numbers. Routers remain the model's own.
 
-Legend: T rows, E experts, J experts that a row chooses, P = T · J pairs of both, M padded rows of all experts, D model width,
-K inputs, N outputs.
+Legend: T rows, E experts, J experts that a row chooses, P = T · J pairs of both, M padded rows of all experts, D model
+width, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from motet.model.shards import Shards
 
 NAME = "motet"
-"""Under which the function is registered with transformers' `ExpertsInterface`."""
+"""Name in transformers' `ExpertsInterface`."""
 
 
 class NarrowLinear(nn.Module):
-    """A frozen layer of fewer outputs than `ROWS` (the gate of a shared expert): the product with a vector is no GEMM."""
+    """A frozen layer with fewer outputs than `ROWS`, padded because a product with a vector is no GEMM."""
 
     weight: Tensor
     bias: Tensor | None
@@ -49,30 +49,30 @@ class NarrowLinear(nn.Module):
 
 
 NEED_OWN_SAMPLING = "with adapters on experts Motet samples itself (rollout.engine: embedded)"
-"""Why a base has none where servers sample."""
+"""Why a base supports none if servers sample."""
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether rows choose among experts."""
+    """Whether the model is a mixture of experts."""
     return any("experts" in path for path, _ in model.named_parameters())
 
 
 @dataclass(frozen=True)
 class ExpertsAt:
-    """What a module of experts knows of the adapters on it."""
+    """Path of a module of experts, and the context with its adapters."""
 
     path: str
     context: LoraContext
 
 
 def compute_experts_one_by_one(model: Any) -> None:
-    """Have transformers multiply with each expert alone: its grouped product refuses widths that are no multiple of eight."""
+    """Let transformers multiply each expert alone: its grouped product needs widths that are multiples of eight."""
     if model.device.type == "cpu" and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
 
 
 def compute_experts(model: Any, context: LoraContext) -> None:
-    """Have a model's experts, and the gates of those that all rows share, computed here where its class lets one."""
+    """Compute a model's experts, and the gates of shared experts, with this module where its class allows it."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     for parent in list(model.modules()):
@@ -88,7 +88,7 @@ def compute_experts(model: Any, context: LoraContext) -> None:
 
 
 def adaptable_experts(model: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """How many experts, inputs and outputs each projection has that adapters can be on, by the path of its parameter."""
+    """Numbers of experts, inputs and outputs of each adaptable projection, by the path of its parameter."""
     shapes = {}
     for path, module in model.named_modules():
         if isinstance(getattr(module, "at", None), ExpertsAt):
@@ -100,14 +100,14 @@ def adaptable_experts(model: nn.Module) -> dict[str, tuple[int, int, int]]:
 
 
 def are_computed_here(model: nn.Module) -> bool:
-    """Whether all of a model's experts are."""
+    """Whether this module computes all experts of a model."""
     experts = [module for path, module in model.named_modules() if path.rsplit(".", 1)[-1] == "experts"]
     return all(map(_is_computed_here, experts))
 
 
 @torch.no_grad()
 def rows_agree(model: nn.Module, n_rows: int, weights: AdapterWeights | None, shards: Shards | None = None) -> bool:
-    """Whether one to five rows that choose an expert have the bits that they have among many who all choose it."""
+    """Whether one to five rows that choose an expert have the same bits as among many rows that choose it."""
     tried: set[tuple[torch.Size, ...]] = set()
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""A base without torch: a table that says how likely a character follows another, and adapters that shift it.
+"""A base without torch: a table of next-character probabilities, and adapters that shift it.
 
-It is a real policy, only a small one: it has exact logprobs and gradients, an adapter that starts as the base (B = 0), and
-files on disk. `rollout.fake` samples from it and `training.fake` trains it, so that everything around them can be run, raced
-and interrupted in milliseconds.
+It is a real, small policy with exact logprobs and gradients, an adapter that starts as the base (B = 0), and files on
+disk. `rollout.fake` samples from it and `training.fake` trains it, so that tests of the surrounding code take
+milliseconds.
 
 Legend: T tokens of a sequence, V vocabulary.
 """
@@ -35,7 +35,10 @@ VOCABULARY = len(CHARACTERS) + 1
 
 
 class FakeTokenizer:
-    """One token per character, and one that ends a turn; has what `tasks.chat` asks of a `transformers` tokenizer."""
+    """One token per character, and one that ends a turn.
+
+    Implements the part of a `transformers` tokenizer that `tasks.chat` uses.
+    """
 
     chat_template = None
     eos_token_id = END
@@ -52,7 +55,7 @@ class FakeTokenizer:
 
 
 def _pair_logits() -> Vector:
-    """What the base thinks of each pair of characters, [V, V]; ends come often enough to keep answers short."""
+    """Base logits of each pair of characters, [V, V]; the end token is likely enough to keep answers short."""
     places = np.arange(VOCABULARY * VOCABULARY, dtype=np.uint64)
     draws = seeds.uniforms(np.full(len(places), seeds.key(0, "fake base"), np.uint64), places)
     logits_VV = (4.0 * draws - 2.0).reshape(VOCABULARY, VOCABULARY)
@@ -74,12 +77,12 @@ class FakeAdapter:
 
     @property
     def shift(self) -> Vector:
-        """What is added to the logits, [V]."""
+        """Added to the logits, [V]."""
         return self.alpha / self.rank * self.a * self.b
 
     @classmethod
     def fresh(cls, rank: int, alpha: float, seed: int) -> FakeAdapter:
-        """An adapter that changes nothing yet."""
+        """An adapter with B = 0."""
         draws = seeds.uniforms(
             np.full(VOCABULARY, seeds.key(seed, "init"), np.uint64), np.arange(VOCABULARY, dtype=np.uint64)
         )
@@ -87,17 +90,17 @@ class FakeAdapter:
 
 
 class FakePolicy:
-    """The base with one version of an adapter (None is the base). Rows are computed once, one at a time, and kept."""
+    """The base with one version of an adapter (None is the base). Rows are cached and computed one at a time."""
 
     def __init__(self, adapter: FakeAdapter | None) -> None:
         self._shift = np.zeros(VOCABULARY) if adapter is None else adapter.shift
         self._rows: dict[tuple[int, float], Vector] = {}
 
     def row(self, previous: int, temperature: float) -> Vector:
-        """Logprobs of what may follow a token, [V]; at temperature 0 of the unscaled logits."""
+        """Logprobs of the next token, [V]; at temperature 0, of the unscaled logits."""
         logprobs_V = self._rows.get((previous, temperature))
         if logprobs_V is None:
-            with np.errstate(all="ignore"):  # an adapter that overflowed gives NaN, which callers look for
+            with np.errstate(all="ignore"):  # an adapter that overflowed gives NaN, which callers check
                 scaled = (_LOGITS[previous] + self._shift) / (temperature or 1.0)
                 scaled = scaled - scaled.max()
                 logprobs_V = self._rows[previous, temperature] = scaled - np.log(np.exp(scaled).sum())

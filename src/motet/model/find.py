@@ -1,4 +1,4 @@
-"""Where the files of a base or an adapter are. Nothing is loaded here."""
+"""Finds the files of a base or an adapter. Nothing is loaded here."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ SMALL_BASE = Path(__file__).parent.parent / "assets" / "small-base"
 
 
 def cache_directory() -> Path:
-    """Where converted models are kept: `$MOTET_CACHE`, by default `~/.cache/motet`."""
+    """Directory of converted models: `$MOTET_CACHE`, by default `~/.cache/motet`."""
     return Path(os.environ.get("MOTET_CACHE", Path.home() / ".cache" / "motet"))
 
 
 def find_base(name: str) -> tuple[str, str | None]:
-    """Turn what a person wrote into what transformers loads: (hub id or directory, gguf file name).
+    """Resolve a name to what transformers loads: (hub id or directory, gguf file name).
 
     Raises:
-        BaseModelError: it names a local path that is not there.
+        BaseModelError: it names a local path that does not exist.
     """
     if name == "small":
         return str(SMALL_BASE), None
     if name == "smollm2":
         cached = cache_directory() / "SmolLM2-135M-Instruct"
         if not cached.is_dir():
-            raise BaseModelError(f"base smollm2 is not in {cached}; bring it there with `make smollm2`")
+            raise BaseModelError(f"base smollm2 is not in {cached}; download it with `make smollm2`")
         return str(cached), None
     near = close_matches(name, ("small", "smollm2"), 1, cutoff=0.8)
     if near:
@@ -49,10 +49,10 @@ def find_base(name: str) -> tuple[str, str | None]:
 
 
 def find_adapter(directory: Path) -> None:
-    """Look for an adapter's files.
+    """Check that a directory has an adapter's files.
 
     Raises:
-        AdapterError: they are not there, and what was perhaps meant.
+        AdapterError: a file is missing; the message suggests the likely path.
     """
     if not directory.exists():
         raise AdapterError(f"there is no directory {directory}")

@@ -1,11 +1,11 @@
-"""Frozen weights: multiplied with, never changed.
+"""Frozen weights: used in products, never changed.
 
 Where a library chooses its kernel by the number of rows, products have the rows of one tile each (see `arithmetic.py`).
 
-On a CPU weights are kept in the layout that its kernels compute with, made once instead of at every product. oneDNN reorders a
-bfloat16 weight whenever it multiplies with it, which at 4 to 32 rows takes a quarter to a half of the time. torch has the
-reordered form and the product with it as private operators, so they are tried on every shape first: where they are missing, or
-one bit differs from `F.linear`, the weight stays as it is.
+On a CPU, weights are stored in the layout of its kernels, converted once. oneDNN otherwise reorders a bfloat16 weight
+in every product, which at 4 to 32 rows takes a quarter to a half of the time. torch has the reordered form and its
+product as private operators, so they are tested on every shape first. If they are missing, or one bit differs from
+`F.linear`, the weight keeps its form.
 
 Legend: T rows, K inputs, N outputs of a product.
 """
@@ -24,10 +24,10 @@ _ROWS_TRIED = (4, 32, 128)
 
 
 class FrozenWeight(nn.Module):
-    """A weight [N, K] and its bias, read anew for every product: whoever shards a model may exchange the parameters.
+    """A weight [N, K] and its bias, read for each product, because sharding may replace the parameters.
 
-    Nothing else refers to the parameters but what they are tied to. A weight that is kept in another form derives from this
-    class and says in `dense` how it is read (see `packed.py`).
+    Nothing else refers to the parameters except tied ones. A subclass stores the weight in another form and implements
+    `dense` (see `packed.py`).
     """
 
     weight: nn.Parameter
@@ -45,7 +45,7 @@ class FrozenWeight(nn.Module):
         self._least = least_rows(self.shape[1], self.shape[0], self.dtype)
 
     def compute_with(self, arithmetic: Arithmetic) -> None:
-        """Rows of every product from now on, forth and back."""
+        """Set the rows per product, forward and backward."""
         n_outputs, n_inputs = self.shape
         self.tile, self._tile_back = arithmetic.tile_of(n_inputs), arithmetic.tile_of(n_outputs)
 
@@ -56,21 +56,21 @@ class FrozenWeight(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers that are multiplied with."""
+        """Dtype of the weights in products."""
         return self.weight.dtype
 
     def dense(self) -> Tensor:
-        """The numbers [N, K] that rows are multiplied with."""
+        """The weights [N, K] in products."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x [..., K] → x Wᵀ + b [..., N]; a gradient comes from `back` alone."""
+        """Multiply x [..., K] → x Wᵀ + b [..., N]; gradients come from `back`."""
         if self.tile:
             return by_tiles(x, self.tile, self.shape[0], self._tile_product())
         return self._with_enough_rows(x, self._product)
 
     def back(self, grad: Tensor) -> Tensor:
-        """From a gradient with respect to the product [..., N] to one with respect to x [..., K]."""
+        """Gradient with respect to x [..., K] from that of the product [..., N]."""
         if self._tile_back:
             weight_NK = self.dense()
             return by_tiles(grad, self._tile_back, self.shape[1], lambda rows, out: torch.mm(rows, weight_NK, out=out))
@@ -92,18 +92,18 @@ class FrozenWeight(nn.Module):
         return lambda rows, out: torch.addmm(bias, rows, weight_KN, out=out)
 
     def _with_enough_rows(self, rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Of few rows [..., T, K] a small weight's product would not be made by the GEMM, and would have other bits."""
+        """Pad few rows [..., T, K]: a small weight's product would otherwise not use the GEMM, and would have other bits."""
         n_rows = rows.shape[-2]
         if n_rows >= self._least:
             return product(rows)
         return product(F.pad(rows, (0, 0, 0, self._least - n_rows)))[..., :n_rows, :]
 
     def reorder(self) -> None:
-        """Make the second copy, in the layout of oneDNN."""
+        """Create the second copy, in oneDNN's layout."""
         self._reordered = torch.ops.mkldnn._reorder_linear_weight(self.weight, _ROWS_TRIED[1])
 
     def let_go(self) -> None:
-        """Let the second copy go."""
+        """Drop the second copy."""
         self._reordered = None
 
     def agrees(self) -> bool:
@@ -117,7 +117,7 @@ class FrozenWeight(nn.Module):
 
 
 def by_tiles(x: Tensor, tile: int, n_outputs: int, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Multiply x [..., K] a tile of rows at a time → [..., N]; rows that lie apart are copied, the last tile is filled up."""
+    """Multiply x [..., K] one tile of rows at a time → [..., N]; copies strided rows and pads the last tile."""
     rows_TK = x.detach().reshape(-1, x.shape[-1]).contiguous()
     n_rows = len(rows_TK)
     if n_rows % tile:
@@ -129,12 +129,12 @@ def by_tiles(x: Tensor, tile: int, n_outputs: int, product: Callable[[Tensor, Te
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    """One that is a parameter already stays itself: it may be tied to another."""
+    """A tensor that is a parameter already is returned unchanged, because it may be tied to another."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
 def reorder_all(weights: Iterable[FrozenWeight]) -> None:
-    """Keep the second copy of the bfloat16 weights on the CPU whose shape passes the trial."""
+    """Create the second copy of bfloat16 weights on the CPU whose shape passes the test."""
     passed: dict[tuple[int, ...], bool] = {}
     for weight in weights:
         if (
@@ -150,7 +150,7 @@ def reorder_all(weights: Iterable[FrozenWeight]) -> None:
             weight.reorder()
             if shape not in passed:
                 passed[shape] = weight.agrees()
-        except (AttributeError, RuntimeError):  # this build of torch has no such operator
+        except (AttributeError, RuntimeError):  # this build of torch lacks the operator
             passed[shape] = False
         if not passed[shape]:
             weight.let_go()

@@ -1,8 +1,8 @@
-"""Copies in host memory of KV blocks and states that gave way to others, so that they are not computed again.
+"""Copies of evicted KV blocks and states in host memory, so that they need not be computed again.
 
-A full block is written no more, so the copy of one that several sequences share is made once, and comes back once: it knows
-the block of the cache that has the same, for as long as somebody holds that. Copies between a GPU and pinned memory are queued
-on the stream that computes: a block is read before its next owner writes to it, and written before it is read.
+Full blocks do not change, so a block that several sequences share is copied and restored once: the copy knows the cache
+block with the same contents while that is held. Copies between a GPU and pinned memory are queued on the computing
+stream: a block is read before its next owner writes to it, and written before it is read.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ class HostBlock:
 
     contents: Tensor
     holders: int = 0
-    """Copies of sequences that it is part of."""
+    """Number of sequence copies that contain it."""
     twin: int = KVCache.zero_block
-    """The block of the cache with the same contents, if it was not handed out again since."""
+    """The cache block with the same contents, if it was not reallocated since."""
     turn: int = 0
-    """How often that block had been handed out."""
+    """Allocation count of that block at the time of copying."""
 
 
 @dataclass(eq=False)
 class HostCopy:
-    """What one sequence had in the cache."""
+    """Copy of one sequence's blocks and states."""
 
     blocks: list[HostBlock]
     states: Tensor | None
-    """None where it had no slot."""
+    """None without a slot."""
     gone: bool = False
-    """Whether the copy was forgotten."""
+    """Whether the copy was dropped."""
 
 
 class HostCache:
-    """The second place of a `KVCache`, in host memory up to a bound."""
+    """Host memory behind a `KVCache`, up to a limit."""
 
     def __init__(self, cache: KVCache, most_bytes: int) -> None:
-        """With a bound of 0 nothing is ever copied."""
+        """With a limit of 0, nothing is copied."""
         self._cache, self._most = cache, most_bytes
         self.used = 0
         """Bytes of all copies."""
         self.tokens_out = 0
-        """Tokens whose keys and values were copied to host memory; those that lay there already are not counted again."""
+        """Tokens whose keys and values were copied to host memory; shared copies count once."""
         self.tokens_in = 0
-        """Tokens that were copied back."""
+        """Tokens copied back."""
         self.prefills_saved = 0
-        """Sequences and prompts that came back."""
+        """Sequences and prompts that were restored."""
         self._by_block: dict[int, HostBlock] = {}
         self._spare: dict[HostCopy, Callable[[], None]] = {}
-        """Copies that may be forgotten, the least recently used first, and what is called for it."""
+        """Copies that may be dropped, least recently used first, with the callback for it."""
 
     def put(
         self, blocks: Sequence[int], slot: int, n_tokens: int, *, spare: Callable[[], None] | None = None
     ) -> HostCopy | None:
-        """Copy what a sequence of so many tokens has; None where there is no room. Its blocks and its slot stay its own.
+        """Copy the first `n_tokens` of a sequence; None without room. Its blocks and slot stay allocated.
 
-        When others need the room of one that is `spare`, that is called, and forgets it.
+        `spare` is called, and must drop the copy, if others need its room.
         """
         n_full, rest = divmod(n_tokens, self._cache.block_size)
         blocks = blocks[: n_full + bool(rest)]
@@ -83,7 +83,7 @@ class HostCache:
                 if one is None
             }
             states = self._to_host(self._cache.states.contents(slot)) if state_bytes else None
-        except RuntimeError:  # torch's, where memory cannot be had: what gives way is computed again
+        except RuntimeError:  # raised by torch without memory: evicted sequences are computed again
             self._most = self.used
             return None
         copy = HostCopy([one or fresh[place] for place, one in enumerate(present)], states)
@@ -99,7 +99,7 @@ class HostCache:
         return copy
 
     def present(self, copy: HostCopy, n_tokens: int) -> list[int]:
-        """Blocks of the cache that have the beginning of a copy already, of its first tokens; they may be shared."""
+        """Cache blocks that still hold the beginning of a copy's first `n_tokens`; they may be shared."""
         blocks = []
         for one in copy.blocks[: n_tokens // self._cache.block_size]:
             if not self._is_current(one):
@@ -108,7 +108,7 @@ class HostCache:
         return blocks
 
     def restore(self, copy: HostCopy, n_tokens: int, blocks: Sequence[int], slot: int, n_present: int) -> None:
-        """Make blocks and a slot what the first tokens of a copy were; so many of the blocks are so already. The copy stays."""
+        """Restore the first tokens of a copy into blocks and a slot, except `n_present` blocks. The copy stays."""
         n_full, rest = divmod(n_tokens, self._cache.block_size)
         for place in range(n_present, n_full + bool(rest)):
             self._cache.restore(blocks[place], self._to_device(copy.blocks[place].contents))
@@ -122,7 +122,7 @@ class HostCache:
         self.prefills_saved += 1
 
     def forget(self, copy: HostCopy) -> None:
-        """Let go of a copy; what others share stays."""
+        """Drop a copy; blocks shared with other copies stay."""
         copy.gone = True
         self._spare.pop(copy, None)
         for one in copy.blocks:
@@ -138,7 +138,7 @@ class HostCache:
         return one if one is not None and self._is_current(one) else None
 
     def _is_current(self, one: HostBlock) -> bool:
-        """Whether its twin is still held, by the same."""
+        """Whether its twin still holds the same contents."""
         return self._cache.references(one.twin) > 0 and self._cache.turn(one.twin) == one.turn
 
     def _pair(self, one: HostBlock, block: int) -> None:
@@ -155,7 +155,7 @@ class HostCache:
         return self._cache.device.type == "cuda"
 
     def _size(self, n_bytes: int) -> int:
-        """What a copy takes: torch rounds pinned memory up to a power of two."""
+        """Bytes of a copy; torch rounds pinned memory up to a power of two."""
         return 1 << (n_bytes - 1).bit_length() if self._pinned and n_bytes else n_bytes
 
     def _to_host(self, contents: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Keys and values of running sequences, in blocks of fixed size that are zeroed when handed out.
+"""Keys and values of running sequences, in blocks of fixed size that are zeroed when allocated.
 
-Blocks are counted: full prompt blocks are shared by the rollouts of a group and freed with the last of them. Zeroing matters:
-a stale NaN in a block would reach its next owner as 0 · NaN.
+Blocks are reference-counted: the rollouts of a group share full prompt blocks. Zeroing matters: a stale NaN in a block
+would reach its next owner as 0 · NaN.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from motet.model.state_cache import StateCache
 
 @dataclass(frozen=True)
 class Writes:
-    """Where the first rows of a pass put their keys and values, both int64; rows of padding after them put them nowhere."""
+    """Positions for the keys and values of a pass's first rows, both int64; later rows are padding and are not written."""
 
     blocks_T: Tensor
     offsets_T: Tensor
-    """In the block."""
+    """Offset in the block."""
 
 
 class KVCache:
-    """A pool of KV blocks for all layers; storage is made when a layer first writes.
+    """A pool of KV blocks for all layers; a layer's storage is allocated at its first write.
 
-    Block 0 is never handed out and stays zero: it pads short block tables.
+    Block 0 is never allocated and stays zero: it pads short block tables.
     """
 
     zero_block = 0
@@ -36,19 +36,19 @@ class KVCache:
     def __init__(
         self, n_blocks: int, block_size: int, device: torch.device, *, clean: bool = True, slots: int | None = None
     ) -> None:
-        """`clean` is needed unless whoever reads the blocks leaves out what lies after a sequence's end.
+        """`clean` zeroes blocks; not needed if readers never read past a sequence's end.
 
-        `slots` is the number of sequences that may have states at once; by default one for each block.
+        `slots` is the largest number of sequences with states; by default one per block.
         """
         if n_blocks < 1:
             raise ValueError("the KV cache needs at least one block")
         self.n_blocks = n_blocks
         self.scrap_block = n_blocks + 1
-        """Never handed out; rows that belong to nobody may write to it."""
+        """Never allocated; padding rows may write to it."""
         self.block_size = block_size
         self.device = device
         self.states = StateCache(n_blocks if slots is None else slots, device)
-        """Beside keys and values: what layers without attention remember of a sequence."""
+        """States of layers without attention."""
         self._clean = clean
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._free = list(range(n_blocks, 0, -1))
@@ -57,15 +57,15 @@ class KVCache:
 
     @property
     def n_free(self) -> int:
-        """Blocks that can be handed out."""
+        """Number of free blocks."""
         return len(self._free)
 
     def references(self, block: int) -> int:
-        """How many hold a block."""
+        """Reference count of a block."""
         return self._references[block]
 
     def turn(self, block: int) -> int:
-        """How often a block was handed out: while it is held and this stays, so do its full rows."""
+        """Number of times that a block was allocated: while it is held and this number stays, its full rows do not change."""
         return self._turns[block]
 
     @property
@@ -75,7 +75,7 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """The same of one token."""
+        """Bytes of one token's keys and values."""
         return self.bytes_per_block // self.block_size
 
     def _pools(self) -> list[Tensor]:
@@ -90,7 +90,7 @@ class KVCache:
         return storage
 
     def write(self, layer: int, writes: Writes, key_TKE: Tensor, value_TKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Put new keys and values into a layer's storage, and give it."""
+        """Write new keys and values into a layer's storage, and return it."""
         pools = self.layer(layer, key_TKE, value_TKE)
         for pool, states in zip(pools, (key_TKE, value_TKE), strict=True):
             pool[writes.blocks_T, :, writes.offsets_T] = states[: len(writes.blocks_T)]
@@ -101,21 +101,21 @@ class KVCache:
         shape = (self.n_blocks + 2, heads, self.block_size, width)
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=states_TKE.dtype, device=self.device)
-        # zeros of the system: blocks that nobody has had take neither memory nor the time to be cleared
+        # zero pages of the system: blocks that were never allocated take no memory and no time
         memory = memory_apart(math.prod(shape) * states_TKE.element_size())
         return torch.frombuffer(memory, dtype=states_TKE.dtype).view(shape)
 
     def take(self, n: int) -> list[int]:
-        """Hand out n zeroed blocks, each referenced once.
+        """Allocate n zeroed blocks with one reference each.
 
         Raises:
-            ValueError: fewer are free; the caller checks `n_free` first.
+            ValueError: too few are free; check `n_free` first.
         """
         if n > len(self._free):
-            raise ValueError(f"{n} KV blocks asked for, {len(self._free)} free")
+            raise ValueError(f"{n} KV blocks requested, {len(self._free)} free")
         n_left = len(self._free) - n
         blocks = self._free[n_left:][::-1]
-        if n and self._clean:  # first: a fault of the device leaves them free
+        if n and self._clean:  # first, so that a device error leaves them free
             index = torch.tensor(blocks, device=self.device)
             for pool in self._pools():
                 pool.index_fill_(0, index, 0)
@@ -131,12 +131,12 @@ class KVCache:
             self._references[block] += 1
 
     def copy(self, source: int) -> int:
-        """A new block with the contents of another."""
+        """Allocate a block with the contents of another."""
         (block,) = self.take(1)
         try:
             for pool in self._pools():
                 pool[block] = pool[source]
-        except Exception:  # a fault of the device: nobody else knows of it yet
+        except Exception:  # device error: no caller knows the block yet
             self.give_back([block])
             raise
         return block
@@ -147,7 +147,7 @@ class KVCache:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def restore(self, block: int, contents: Tensor) -> None:
-        """Make a block what another was."""
+        """Set a block's contents."""
         pools = self._pools()
         parts = contents.split([pool[0].nbytes for pool in pools])
         for pool, part in zip(pools, parts, strict=True):

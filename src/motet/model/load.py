@@ -39,20 +39,20 @@ def load_base(
     check: Callable[[Any], None] = lambda config: None,
     leaves: Callable[[LoraModel], bool] = lambda base: False,
 ) -> LoraModel:
-    """Load, wrap and prove a base model; with `shards`, as one rank of several. `arithmetic` overrides what suits the device.
+    """Load, wrap and prove a base model; with `shards`, as one rank of several. `arithmetic` overrides the default.
 
-    `check` gets the configuration before weights are read; what it raises ends the loading. Where `leaves` says that other
-    kernels will compute its passes, torch's are not proved to be exact, and nothing is packed.
+    `check` is called with the configuration before weights are read, and may raise. If `leaves` returns True, other
+    kernels compute the passes: torch's are not proved exact, and nothing is packed.
 
     Raises:
-        BaseModelError: it cannot be found or loaded, or failed the proof; says why and what can be used instead.
+        BaseModelError: it cannot be found or loaded, or failed the proof; the message suggests alternatives.
     """
     place = place_of(device)
     add_in_full_precision(place)
     model, tokenizer = _load(name, dtype, trust_remote_code, base_format, place, check)
     model.to(place if shards is None else "cpu").eval().requires_grad_(
         False
-    )  # shards go to their device layer by layer
+    )  # shards move to their device layer by layer
     limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
     arithmetic = Arithmetic.of(place, model.dtype, numerics) if arithmetic is None else arithmetic
     base = prove(
@@ -82,7 +82,7 @@ def load_base(
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a base that lies elsewhere."""
+    """The tokenizer of a base that is not loaded here."""
     import transformers
 
     source, gguf = find_base(name)
@@ -119,10 +119,10 @@ def _load(
         )
     except BaseModelError:
         raise
-    except Exception as error:  # configurations, files and the code of models are wrong in their own ways
+    except Exception as error:  # configurations, files and model code fail in many ways
         if "trust_remote_code" in str(error):
             raise BaseModelError(
-                f"base {name!r} brings Python code of its own, which would run here; if you trust it, add "
+                f"base {name!r} contains Python code that would run here; if you trust it, add "
                 "--trust-remote-code to motet run or motet check"
             ) from error
         if (files := Path(source)).is_dir() and gguf is None and not any(any(files.glob(name)) for name in _TOKENIZERS):
@@ -131,7 +131,7 @@ def _load(
             ) from error
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise BaseModelError(
-            f"base {name!r} cannot be loaded: {reason.rstrip('.')}; give another: a hub id, a directory, a .gguf file, "
+            f"base {name!r} cannot be loaded: {reason.rstrip('.')}; use another base: a hub id, a directory, a .gguf file, "
             "`smollm2` (after `make smollm2`) or `small`"
         ) from error
     model.quantised_as = checkpoint.method
@@ -142,24 +142,24 @@ def _load(
 
 
 def _check_weights(name: str, model: Any, report: dict[str, Any]) -> None:
-    """Motet cannot multiply with all quantised weights; those that a checkpoint lacks would be random numbers."""
+    """Reject unsupported quantised weights and missing weights, which would be random."""
     if getattr(model, "is_quantized", False) and not n_hidden(model):
         method = model.config.quantization_config.quant_method.value
         raise BaseModelError(
-            f"base {name!r} is quantised ({method}), and Motet multiplies with weights in float32 or bfloat16; give the base "
-            "that it was made from"
+            f"base {name!r} is quantised ({method}), and Motet needs weights in float32 or bfloat16; use the base "
+            "that it was quantised from"
         )
     absent = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise BaseModelError(
             f"base {name!r} lacks weights that its config.json asks for, or has them in another shape: {absent[0]}{more}; "
-            "bring its files again, all from one place"
+            "download all of its files again, from one source"
         )
 
 
 def _limit_batch_dependent_positions(model: Any) -> str:
-    """Keep `longrope` and `dynamic` RoPE within the length they were made for; returns their name where there is one."""
+    """Limit `longrope` and `dynamic` RoPE to their original length; returns their name, or an empty text."""
     config = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
@@ -172,7 +172,7 @@ def _limit_batch_dependent_positions(model: Any) -> str:
 
 
 def _limit_batch_dependent_scales(model: Any) -> str:
-    """Keep Llama 4 within the length up to which the scales of its attention are all one; they count places in the batch."""
+    """Limit Llama 4 to the length up to which all attention scales are one; they depend on positions in the batch."""
     tuned = [module for module in model.modules() if getattr(module, "attn_temperature_tuning", False)]
     if not tuned:
         return ""

@@ -1,6 +1,6 @@
-"""Products as long as training has them, alone and in company: libraries may take another kernel for so many rows.
+"""Tests products of training length, alone and with other rows: libraries may choose another kernel for many rows.
 
-How a product is cut among threads is decided by its sizes, so each size is tried once a process for each number of threads.
+Sizes decide how a product is cut among threads, so each size is tested once per process and number of threads.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
 
 _ROWS = (700, 468, 236)
-"""Of adapters that train together; the second is tried alone, too."""
+"""Row counts of adapters that train together; the second is also tested alone."""
 _WORK = 2 * 10**9
-"""Multiplications of a product at most: larger ones get fewer rows."""
+"""Most multiplications of a tested product; larger ones get fewer rows."""
 _RANKS = (4, 8)
 _tried: dict[tuple[Any, ...], bool] = {}
 
 
 def agree(base: LoraModel) -> bool:
-    """Whether products with each layer, and gradients of an adapter on it, have the same bits alone and in company."""
+    """Whether products with each layer, and gradients of its adapters, have the same bits alone and with other rows."""
     for fused in {layer.fused.leader: layer.fused for layer in base.linears.values()}.values():
         frozen = fused.frozen
         key = (*frozen.shape, fused.sizes, type(frozen), base.dtype, base.arithmetic, torch.get_num_threads())

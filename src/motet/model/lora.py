@@ -34,12 +34,12 @@ from motet.model.packed import PackedLinear, frozen_weight, joint_weight
 Views = dict[str, tuple[Tensor, Tensor]]
 
 ALIGNMENT = 32
-"""Every matrix of an adapter begins at a multiple of so many elements: fp32 products depend on how memory is aligned."""
+"""Every matrix of an adapter begins at a multiple of this many elements: fp32 products depend on memory alignment."""
 
 
 @dataclass(frozen=True)
 class LinearPlace:
-    """Where one adapted layer lies in an adapter's flat tensor."""
+    """Position of one adapted layer in an adapter's flat tensor."""
 
     path: str
     n_in: int
@@ -50,19 +50,19 @@ class LinearPlace:
 
 @dataclass(frozen=True)
 class FusedPlace:
-    """Where the Aᵀ of fused layers lie, side by side as [K, W]; W is I·R rounded up to a multiple of four, as for rows."""
+    """Position of the Aᵀ of fused layers, side by side as [K, W]; W is I·R rounded up to a multiple of four."""
 
     leader: str
     """Path of the first of all fused layers, adapted or not."""
     members: tuple[tuple[int, LinearPlace], ...]
-    """The adapted ones, each with its index among all."""
+    """The adapted layers, each with its index among all."""
     width: int
     offset: int
 
 
 @dataclass(frozen=True)
 class ExpertsPlace:
-    """Where the matrices of one projection of a layer's experts lie; those of each begin at a multiple of `ALIGNMENT`."""
+    """Position of the matrices of one projection of a layer's experts; each expert's begin at a multiple of `ALIGNMENT`."""
 
     path: str
     """Of the parameter that holds the weights of all experts."""
@@ -79,9 +79,9 @@ class ExpertsPlace:
 
 @dataclass(frozen=True)
 class LoraMatrices:
-    """What fused layers multiply with: Aᵀ [..., K, W], and for each adapted one its index among all and Bᵀ [..., R, N].
+    """Matrices of fused layers: Aᵀ [..., K, W], and for each adapted layer its index and Bᵀ [..., R, N].
 
-    Of experts: Aᵀ [..., E, K, W] and a single Bᵀ [..., E, R, N].
+    For experts: Aᵀ [..., E, K, W] and a single Bᵀ [..., E, R, N].
     """
 
     a: Tensor
@@ -90,14 +90,14 @@ class LoraMatrices:
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """Which layers an adapter has, at which rank, and where each lies. Equal layouts can share one batched product."""
+    """The layers, rank and positions of an adapter. Equal layouts can share a batched product."""
 
     rank: int
     fused: tuple[FusedPlace, ...]
     size_a: int
-    """Elements up to the last A; every B comes after."""
+    """Elements of all A, including alignment; every B comes after."""
     size: int
-    """Number of elements: the parameters, and zeros between them for alignment."""
+    """Number of elements: the parameters, and zeros for alignment."""
     experts: tuple[ExpertsPlace, ...] = ()
 
     @property
@@ -107,37 +107,37 @@ class AdapterLayout:
 
     @property
     def paths(self) -> list[str]:
-        """What is adapted, by which the layout can be made again."""
+        """Paths of adapted layers and experts, enough to rebuild the layout."""
         return [*(place.path for place in self.places), *(place.path for place in self.experts)]
 
     def least_expert_rows(self, dtype: torch.dtype) -> int:
-        """Rows that an adapter's part of an expert's product must have at least."""
+        """Least rows of an adapter's part of an expert's product."""
         return max(least_rows(*shape, dtype) for shape in self._expert_shapes)
 
     def least_rows(self, dtype: torch.dtype) -> int:
-        """Rows that each adapter's part of a batched product must have at least."""
+        """Least rows of each adapter's part of a batched product."""
         return max((least_rows(*shape, dtype) for shape in self._shapes), default=ROWS)
 
     @functools.cached_property
     def longest_sum(self) -> int:
-        """Numbers that are added in its products, forth and back, at most."""
+        """Length of the longest sum in its products, forward and backward."""
         return max((max(shape) for shape in self._shapes), default=0)
 
     @functools.cached_property
     def narrow(self) -> bool:
-        """Whether there are products of at most four numbers with fewer than 128, and those no multiple of 16."""
+        """Whether some product has one dimension of at most four and another below 128 that is no multiple of 16."""
         sizes = [sorted(shape) for shape in self._shapes]
         return any(few <= ROWS and many < 128 and many % 16 for few, many in sizes)
 
     @functools.cached_property
     def _shapes(self) -> set[tuple[int, int]]:
-        """Inputs and outputs of its products; few, because layers are alike."""
+        """Inputs and outputs of its products, without duplicates."""
         a = {(place.n_in, group.width) for group in self.fused for _, place in group.members}
         return a | {(self.rank, place.n_out) for place in self.places}
 
     @functools.cached_property
     def _expert_shapes(self) -> set[tuple[int, int]]:
-        """The same of its products with experts, each of which asks for them in every pass."""
+        """Inputs and outputs of its products with experts."""
         return {(place.n_in, place.width) for place in self.experts} | {
             (self.rank, place.n_out) for place in self.experts
         }
@@ -223,9 +223,9 @@ def make_layout(
 
 
 def initial_weights(layout: AdapterLayout, seed: int, *, in_two_steps: bool = False) -> Tensor:
-    """Fresh fp32 weights on the CPU: A uniform in ±1/√K (PEFT's default), a function of (seed, path, shape); B zero.
+    """Initial fp32 weights on the CPU: A uniform in ±1/√K (PEFT's default), a function of (seed, path, shape); B zero.
 
-    `in_two_steps`: scale the numbers, then shift them. Some processors do both with one rounding, and others with two.
+    `in_two_steps` scales, then shifts: some processors otherwise fuse both with one rounding.
     """
     flat = new_vector(layout.size, torch.float32, torch.device("cpu"))
     for path, (a, _) in layout.views(flat).items():
@@ -240,11 +240,11 @@ def initial_weights(layout: AdapterLayout, seed: int, *, in_two_steps: bool = Fa
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """One version of an adapter in the base's dtype: what sampler and trainer multiply with. Never written after it is made."""
+    """One version of an adapter in the base's dtype, for sampler and trainer. Immutable."""
 
     layout: AdapterLayout
     scaling: float
-    """alpha / rank; A carries it already."""
+    """alpha / rank; already applied to A."""
     flat: Tensor
     matrices: dict[str, LoraMatrices]
 
@@ -252,13 +252,13 @@ class AdapterWeights:
     def from_masters(cls, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype) -> AdapterWeights:
         """A compute copy of fp32 masters."""
         source, flat = masters.detach(), new_vector(len(masters), dtype, masters.device)
-        torch.mul(source[: layout.size_a], scaling, out=flat[: layout.size_a])  # in fp32, and rounded once
+        torch.mul(source[: layout.size_a], scaling, out=flat[: layout.size_a])  # scaled in fp32, rounded once
         flat[layout.size_a :].copy_(source[layout.size_a :])
         return cls(layout, scaling, flat, layout.matrices(flat))
 
 
 def new_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros for the numbers of an adapter, which on a CPU leave no hole in the heap when it goes."""
+    """A vector of zeros; on a CPU it is allocated outside the heap, so that freeing it leaves no hole."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.frombuffer(memory_apart(size * dtype.itemsize), dtype=dtype, count=size)
@@ -266,25 +266,25 @@ def new_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertRun:
-    """Packed rows that follow each other and have one adapter, which has matrices of experts."""
+    """Consecutive packed rows of one adapter that has expert matrices."""
 
     start: int
     stop: int
     weights: AdapterWeights
     gradients: dict[str, LoraMatrices] | None = None
-    """Views that gradients are added to; None where there is no backward pass."""
+    """Views to which gradients are added; None without a backward pass."""
     scaling: float = 1.0
-    """What the gradient of A is multiplied with as it is added."""
+    """Factor on the gradient of A."""
     anchor: Tensor | None = None
-    """Where there is a backward pass, a number that wants a gradient."""
+    """With a backward pass, a scalar that requires a gradient."""
 
 
 class Routing(Protocol):
-    """Which rows of the packed input belong to which adapter."""
+    """Assigns the packed input's rows to adapters."""
 
     @property
     def expert_runs(self) -> Sequence[ExpertRun]:
-        """Rows that have adapters on experts, in order."""
+        """Runs of rows with adapters on experts, in order."""
         ...
 
     def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
@@ -293,21 +293,21 @@ class Routing(Protocol):
 
 
 class FusedLinears(nn.Module):
-    """Linear layers that read the same input; one product with their weights, one below the other, serves them all."""
+    """Linear layers with the same input; one product with their stacked weights serves them all."""
 
     def __init__(self, paths: tuple[str, ...], frozen: FrozenWeight, sizes: tuple[int, ...]) -> None:
-        """Layers by path, the first of which names them all, their weights, and how many outputs each has."""
+        """Paths (the first is the name), stacked weights, and the number of outputs of each layer."""
         super().__init__()
         self.paths, self.leader, self.frozen, self.sizes = paths, paths[0], frozen, sizes
 
     def columns(self, index: int) -> slice:
-        """Where a layer's outputs lie in the joint product."""
+        """Columns of a layer's outputs in the joint product."""
         start = sum(self.sizes[:index])
         return slice(start, start + self.sizes[index])
 
 
 class NoAdapters:
-    """The routing of a pass over the base alone."""
+    """The routing of a pass without adapters."""
 
     expert_runs: Sequence[ExpertRun] = ()
 
@@ -317,17 +317,17 @@ class NoAdapters:
 
 
 class LoraContext:
-    """The routing of the forward pass under way; owned by the base model, seen by its linear layers."""
+    """The routing of the current forward pass; owned by the base model, read by its linear layers."""
 
     def __init__(self) -> None:
         self.arithmetic = Arithmetic()
         self.routing: Routing = NoAdapters()
         self.joint: tuple[FusedLinears, Tensor, tuple[Tensor, ...]] | None = None
-        """The latest joint product and what it was made of, until the last layer has taken its part."""
+        """The latest joint product with its input, until the last layer has taken its part."""
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer that any number of adapters may add to."""
+    """A frozen linear layer to which adapters add."""
 
     def __init__(self, linear: nn.Linear | PackedLinear, path: str, context: LoraContext) -> None:
         super().__init__()
@@ -337,21 +337,21 @@ class LoraLinear(nn.Module):
         self.fused = FusedLinears((path,), frozen_weight(linear), (self.out_features,))
         self.index = 0
         self.changed = False
-        """Whether the model changes in place what the layer gives, which then may be no part of something else."""
+        """Whether the model changes the output in place, so that it must not be a view."""
 
     @property
     def weight(self) -> Tensor:
-        """For models that look at it."""
+        """Used by some models."""
         return self.fused.frozen.dense()[self.fused.columns(self.index)]
 
     @property
     def bias(self) -> Tensor | None:
-        """For models that look at it."""
+        """Used by some models."""
         bias = self.fused.frozen.bias
         return None if bias is None else bias[self.fused.columns(self.index)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Base alone, or base and adapters as the context routes them."""
+        """The base's output, plus adapters as the context routes them."""
         y = self._routed(x)
         return y.clone() if self.changed else y
 
@@ -370,7 +370,7 @@ class LoraLinear(nn.Module):
 
 
 def fuse(layers: Sequence[LoraLinear]) -> None:
-    """Make one product of layers that were seen to read the same input; their weights move into one parameter."""
+    """Fuse layers with the same input; their weights move into one parameter."""
     weights = [layer.fused.frozen for layer in layers]
     biases = [weight.bias for weight in weights if weight.bias is not None]
     if len(layers) < 2 or len(biases) not in (0, len(layers)):
@@ -385,7 +385,7 @@ _LEFT_OUT = {"experts", "router", "gate", "shared_expert_gate", "lm_head"}
 
 
 def walk_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear | PackedLinear]]:
-    """By path every nn.Linear of the decoder, or what derives from it, packed or not, but routers and experts."""
+    """Paths and modules of the decoder's linear layers (nn.Linear or subclasses), without routers and experts."""
     for path, module in model.named_modules():
         parts = path.split(".")
         if isinstance(module, nn.Linear | PackedLinear) and not _LEFT_OUT & set(parts):

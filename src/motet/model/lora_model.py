@@ -40,13 +40,13 @@ _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 class Kernels(Protocol):
-    """Own kernels that compute a base's passes in the place of its torch modules, for sampling and training alike."""
+    """Own kernels that compute a base's passes instead of torch modules, for sampling and training alike."""
 
     attention: AttentionBackend
 
     @property
     def math(self) -> MathKernels:
-        """What they compute beside passes."""
+        """Functions besides passes."""
         ...
 
     def read_keys_in_blocks(self, block_size: int) -> None:
@@ -54,11 +54,11 @@ class Kernels(Protocol):
         ...
 
     def prepare(self, threads: int) -> None:
-        """Share calls over so many threads, 0 over torch's, and take the memory now that the first backward pass would take."""
+        """Use `threads` threads (0 for torch's number), and allocate the memory of the first backward pass now."""
         ...
 
     def pass_bytes(self, routing: Routing, n_rows: int, *, recompute: bool) -> int:
-        """Memory of a pass over one sequence, forth and back; nothing is computed."""
+        """Memory of a forward and backward pass over one sequence; computes nothing."""
         ...
 
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass, routing: Routing) -> Tensor:
@@ -66,17 +66,17 @@ class Kernels(Protocol):
         ...
 
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
-        """What the head's product gives [N, V]."""
+        """Output of the head's product, [N, V]."""
         ...
 
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
-        """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
+        """Gradient with respect to hidden [N, D] from that of `raw_logits(hidden)`."""
         ...
 
 
 @dataclass
 class LoraModel:
-    """The live base. Weights are frozen; `context` says which adapters the next forward pass uses."""
+    """The loaded base. Weights are frozen; `context` selects the adapters of the next forward pass."""
 
     info: ModelInfo
     """Changes only while the base is proved."""
@@ -88,43 +88,43 @@ class LoraModel:
     context: LoraContext
     linears: dict[str, LoraLinear]
     experts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """Experts, inputs and outputs of their projections that adapters can be on, by path."""
+    """Experts, inputs and outputs of the adaptable projections, by path."""
     block_size: int = 64
     """Keys that attention reads at a time, as in the proof."""
     stateful: frozenset[int] = frozenset()
-    """Layers that remember what came before in a state (see `motet.model.mixers`)."""
+    """Layers that keep a state instead of keys and values (see `motet.model.mixers`)."""
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     shards: Shards | None = None
-    """How the weights lie over several ranks; None where they are all here."""
+    """Distribution of the weights over ranks; None if all are here."""
     kernels: Kernels | None = None
-    """What computes passes where torch does not."""
+    """Own kernels for passes; None if torch computes them."""
     attention: AttentionBackend = field(init=False)
     products: LoraProducts = field(init=False)
     _layouts: dict[tuple[tuple[str, ...], int], AdapterLayout] = field(default_factory=dict)
 
     def revise(self, note: str = "", **facts: Any) -> None:
-        """Correct what is said of the base, and add what a person should know."""
+        """Update facts about the base, and add a note for people."""
         notes = (*self.info.notes, note) if note else self.info.notes
         self.info = replace(self.info, notes=notes, **facts)
 
     @property
     def math(self) -> MathKernels | None:
-        """What own kernels compute beside passes; None where torch does."""
+        """Math functions of own kernels; None with torch."""
         return None if self.kernels is None else self.kernels.math
 
     @property
     def towers(self) -> tuple[str, ...]:
-        """Classes of what the model's own class holds beside the language model, and was left out."""
+        """Classes of the model's other parts (such as vision towers) that were not loaded."""
         return tuple(getattr(self.model, "towers", ()))
 
     @property
     def quantised(self) -> str | None:
-        """How the files of its weights are quantised; None where they are not."""
+        """Quantisation method of its files; None if they are not quantised."""
         return getattr(self.model, "quantised_as", None)
 
     @property
     def has_experts(self) -> bool:
-        """Whether rows choose among experts."""
+        """Whether the model is a mixture of experts."""
         return has_experts(self.model)
 
     def __post_init__(self) -> None:
@@ -154,7 +154,7 @@ class LoraModel:
             )
 
     def compute_slower(self, slower: Arithmetic, without: str, because: Exception) -> None:
-        """Replace an arithmetic that does not hold here by a slower one; a person reads the reason."""
+        """Switch to a slower arithmetic after a failed test; the reason becomes a note."""
         self.compute_with(slower)
         reason = next(iter(str(because).strip().splitlines()), type(because).__name__)
         self.revise(f"slower than it could be, without {without} (see engine.numerics): {reason}")
@@ -164,12 +164,12 @@ class LoraModel:
         return [*fused.values(), self.head]
 
     def reorder_weights(self) -> None:
-        """Keep a second copy of the frozen weights where products with it are faster and have the same bits."""
+        """Create a second copy of frozen weights if its products are faster and have the same bits."""
         reorder_all(self._frozen_weights())
 
     @contextlib.contextmanager
     def routed(self, routing: Routing) -> Iterator[None]:
-        """Use these adapters for forward (and recomputing backward) passes inside the block."""
+        """Use these adapters for forward passes and recomputation in the block."""
         self.context.routing = routing
         try:
             with contextlib.nullcontext() if self.shards is None else self.shards.gathered():
@@ -179,7 +179,7 @@ class LoraModel:
 
     @contextlib.contextmanager
     def aside(self, routing: Routing) -> Iterator[None]:
-        """Between two pieces of a pass inside `routed`: others may route inside the block."""
+        """Disable adapters between two pieces of a pass inside `routed`, so that other passes can run."""
         self.context.routing = NoAdapters()
         try:
             yield
@@ -187,7 +187,7 @@ class LoraModel:
             self.context.routing, self.context.joint = routing, None
 
     def pad(self, x_ND: Tensor) -> Tensor:
-        """Repeat the last row until there are as many as a pass must have."""
+        """Repeat the last row until the number of rows is a multiple of `arithmetic.rows`."""
         pad = -x_ND.shape[0] % self.arithmetic.rows
         return torch.cat([x_ND, x_ND[-1:].expand(pad, *x_ND.shape[1:])]) if pad else x_ND
 
@@ -210,7 +210,7 @@ class LoraModel:
         return self.finish_logits(self.raw_logits(hidden_ND))
 
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
-        """What the head's product gives [N, V], in the base's dtype or in fp32."""
+        """Output [N, V] of the head's product, in the base's dtype or in fp32."""
         if self.kernels is not None:
             return self.kernels.raw_logits(hidden_ND)
         raw_NV: Tensor = self.head(hidden_ND)
@@ -218,13 +218,13 @@ class LoraModel:
 
     @functools.cached_property
     def _logit_changes(self) -> tuple[Any, Any, Any]:
-        """What the model does to its logits: scale, divide, soft-cap; None where it does not."""
+        """The model's changes to its logits: scale, divisor, soft-cap; None for each that it lacks."""
         config = self.model.config.get_text_config()
         scale, divide, cap = (getattr(config, name, None) for name in _LOGIT_CHANGES)
         return scale, divide, cap
 
     def finish_logits(self, raw_NV: Tensor) -> Tensor:
-        """fp32 logits [N, V]: the model's own scale and soft-cap applied."""
+        """fp32 logits [N, V], with the model's scale and soft-cap applied."""
         logits_NV = raw_NV.float()
         scale, divide, cap = self._logit_changes
         if scale is not None:
@@ -236,7 +236,7 @@ class LoraModel:
         return logits_NV
 
     def logits_slope(self, raw_NV: Tensor, slope_NV: Tensor) -> Tensor:
-        """From a gradient with respect to `finish_logits(raw)` to one with respect to raw [N, V], perhaps still in fp32."""
+        """Gradient with respect to raw [N, V] from that of `finish_logits(raw)`; may be in fp32."""
         if self._logit_changes == (None, None, None):
             return slope_NV
         with torch.enable_grad():
@@ -245,14 +245,14 @@ class LoraModel:
         return slope_raw_NV
 
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
-        """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
+        """Gradient with respect to hidden [N, D] from that of `raw_logits(hidden)`."""
         if self.kernels is not None:
             return self.kernels.through_head(slope_raw_NV)
         return self.head.back(slope_raw_NV)
 
     @torch.no_grad()
     def fingerprint(self) -> str:
-        """A digest of the logits of a few fixed tokens: equal only where every bit is."""
+        """A digest of the logits of fixed tokens; equal only if every bit is."""
         tokens_T = self.pad(torch.arange(16, device=self.device) * 97 % self.info.vocab_size)
         positions_T = torch.arange(len(tokens_T), device=self.device)
         with self.routed(NoAdapters()):
@@ -261,10 +261,10 @@ class LoraModel:
         return hashlib.sha256(logits_TV.cpu().numpy().tobytes()).hexdigest()
 
     def adapter_layout(self, target_modules: str | Sequence[str], rank: int) -> AdapterLayout:
-        """Layers that an adapter with these targets has.
+        """The layout of an adapter with these targets.
 
         Raises:
-            AdapterError: a target matches no layer; names the ones there are.
+            AdapterError: a target matches no layer; the message lists the layers.
         """
         chosen = self.info.adapted(target_modules)
         known_layout = self._layouts.get((chosen, rank))
@@ -288,7 +288,7 @@ def _least_head_width(config: Any) -> int:
 
 
 def _remove_dropout(model: nn.Module) -> None:
-    """Recomputing puts layers in training mode; dropout, a number that a layer keeps, must stay out."""
+    """Remove dropout: recomputation enables training mode in layers."""
     for module in model.modules():
         for field_name, value in vars(module).items():
             if "drop" in field_name and isinstance(value, float):
@@ -296,7 +296,7 @@ def _remove_dropout(model: nn.Module) -> None:
 
 
 def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraModel:
-    """Replace the decoder's linear layers and attention; nothing else of the model changes."""
+    """Replace the decoder's linear layers and attention; the rest of the model is unchanged."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(attention.NAME, attention.motet_attention)
@@ -309,7 +309,7 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
     prefix = next((path for path, module in model.named_modules() if module is decoder), "")
     peculiar = set()
     for path, linear in list(walk_linears(decoder)):
-        if type(linear) not in (nn.Linear, PackedLinear):  # whatever it multiplies with, it is not just its weight
+        if type(linear) not in (nn.Linear, PackedLinear):  # its product may use more than its weight
             peculiar.add(type(linear).__name__)
             continue
         full = f"{prefix}.{path}" if prefix else path
@@ -344,13 +344,13 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
 
 
 def _why_idle(base: LoraModel) -> str:
-    """Why adapters cannot be on experts; empty where they can."""
+    """Why adapters on experts are impossible; empty if they are possible."""
     if base.experts:
         return ""
     if not base.has_experts:
         return "it has no experts"
     if base.device.type != "cpu":
-        return "adapters on experts are computed on CPUs alone as yet"
+        return "adapters on experts are supported on CPUs only"
     return "its class computes experts in a way of its own"
 
 

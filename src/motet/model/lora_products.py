@@ -1,10 +1,11 @@
-"""Products of rows with the weights of their adapters, several adapters of one layout at a time.
+"""Products of rows with their adapters' weights, several adapters of one layout at a time.
 
-Three forms, each with the same two methods. Padded: every adapter has equally many rows, one batched product. Grouped: each has
-as many rows as it has, one grouped product (`torch.nn.functional.grouped_mm`). Tiled: a product for each tile of each
-adapter's rows, so that a library which chooses its kernel by the number of rows always chooses the same.
+There are three forms. Padded: every adapter has equally many rows, in one batched product. Grouped: row counts differ,
+in one grouped product (`torch.nn.functional.grouped_mm`). Tiled: one product for each tile of each adapter's rows, so
+that libraries always choose the same kernel.
 
-Legend: T packed rows, M product rows (those of the adapters, one adapter after another), K inputs, N outputs, A adapters.
+Legend: T packed rows, M product rows (those of the adapters, one adapter after another), K inputs, N outputs, A
+adapters.
 """
 
 from __future__ import annotations
@@ -24,75 +25,75 @@ from motet.model.arithmetic import LEAST_FILL, ROWS, Arithmetic, round_up
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices
 
 MULTIPLE = 8
-"""Inputs, outputs and rank of a grouped product: 16 bytes of bfloat16, as `grouped_mm` asks of strides and beginnings."""
+"""Required divisor of inputs, outputs and rank of a grouped product: 16 bytes of bfloat16, for `grouped_mm`."""
 
 _ALIGNMENT = 16
 """Bytes."""
 
 _CAPABILITIES = (9, 10)
-"""Major compute capabilities for which torch has a grouped kernel; elsewhere it waits for the device and loops."""
+"""Major compute capabilities with a grouped kernel in torch; on others it synchronises and loops."""
 
 _BATCHED_THREADS = 2
-"""With more, a batched product in fp32 is cut otherwise than a product alone: in MKL, for about one shape in five."""
+"""With more threads, MKL cuts an fp32 batched product differently from a single one, for about one shape in five."""
 
 _NARROW_TILE = 64
-"""With more, fp32 products of narrow layouts have other bits for more than a hundred rows than for fewer."""
+"""With more threads, fp32 products of narrow layouts have other bits above a hundred rows."""
 
 _ROWS_TRIED = (1, 7, 300)
-"""On Hopper torch takes another kernel where groups have more than 128 rows on average."""
+"""On Hopper, torch takes another kernel if groups have more than 128 rows on average."""
 
 _FEW = (1, 4)
-"""Rows of the longest group that are tried without the others."""
+"""Longest groups that are also tested alone."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest difference from plain products, as a share of the largest number."""
 
 
 class RowProducts(Protocol):
-    """How the rows of A adapters, one adapter after another, are multiplied with weights [A, K, N]."""
+    """Multiplies the rows of A adapters, ordered by adapter, with weights [A, K, N]."""
 
     def multiply(self, rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
-        """Each row times the weights of its adapter: [M, K], [A, K, N] → [M, N]."""
+        """Each row times its adapter's weights: [M, K], [A, K, N] → [M, N]."""
         ...
 
     def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
-        """Add what `multiply` would give, in place."""
+        """Add the result of `multiply` in place."""
         ...
 
 
 class LoraProducts(Protocol):
-    """One way to multiply with the adapters of a batch; chosen once, when a base is loaded."""
+    """The products of a batch's adapters; chosen once, when a base is loaded."""
 
     least_fill: float
-    """Rows of the adapter with the fewest, as a share of those with the most, among adapters that share products."""
+    """Least rows of an adapter, as a share of the most, among adapters that share products."""
 
     def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
-        """Product rows that runs of these lengths take, and how they are multiplied; nothing else may play a part."""
+        """Product rows for runs of these lengths, and their products; may depend on nothing else."""
         ...
 
     def stack(self, adapters: Sequence[AdapterWeights]) -> dict[str, LoraMatrices]:
-        """Weights of adapters of one layout side by side, [A, K, W] and [A, R, N] by leader."""
+        """Stacked weights of adapters of one layout, [A, K, W] and [A, R, N] by leader."""
         ...
 
     def sums(self, left_MK: Tensor, right_MN: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """leftᵀ · right of the rows of each span, [K, N], with the bits of the span alone."""
+        """leftᵀ · right of the rows of each span, [K, N], with the same bits as the span alone."""
         ...
 
     def fits_table(self, layout: AdapterLayout) -> bool:
-        """Whether adapters of a layout can be multiplied at fixed places in memory, however many rows each has."""
+        """Whether adapters of a layout can be multiplied at fixed memory positions, for any numbers of rows."""
         ...
 
     def in_table(self, ends_A: Tensor) -> RowProducts:
-        """Products of adapters at fixed places. `ends_A`, int32 on the device, has the row after the last of each.
+        """Products of adapters at fixed positions. `ends_A`, int32 on the device, has the end row of each.
 
-        Its values change between products; only called where `fits_table` holds.
+        Its values may change between products. Call only if `fits_table` holds.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Equally many rows of each adapter; a sum is rounded once, together with its product."""
+    """Equally many rows per adapter; a sum is rounded once, together with its product."""
 
     n_adapters: int
 
@@ -113,10 +114,10 @@ class Padded:
 
 @dataclass(frozen=True)
 class Grouped:
-    """As many rows of each adapter as it has (`GroupedProducts.fits_table`). A sum is rounded after its product is."""
+    """Any number of rows per adapter (`GroupedProducts.fits_table`). A sum is rounded after its product."""
 
     ends_A: Tensor
-    """int32, on the device: the row after the last of each adapter. Rows after the last end are undefined."""
+    """int32, on the device: the end row of each adapter. Later rows are undefined."""
 
     def multiply(self, rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
         """Each row times the weights of its adapter: [M, K], [A, K, N] → [M, N]."""
@@ -129,14 +130,14 @@ class Grouped:
 
 @dataclass(frozen=True)
 class Tiled:
-    """A product for each tile of each adapter; a sum is rounded once, together with its product."""
+    """One product per tile of each adapter; a sum is rounded once, together with its product."""
 
     tiles: tuple[tuple[int, int, int], ...]
-    """Adapter, first row and the row after the last."""
+    """Adapter, first row and end row."""
 
     @classmethod
     def of(cls, rooms: Sequence[int], tile: int) -> Tiled:
-        """Tiles of adapters with so many rows each; `tile` divides them, and is 0 for all rows of an adapter at once."""
+        """Tiles of adapters with the given rows; `tile` divides each number, and 0 takes all rows of an adapter at once."""
         tiles: list[tuple[int, int, int]] = []
         first = 0
         for adapter, room in enumerate(rooms):
@@ -158,12 +159,12 @@ class Tiled:
 
 
 def ends(rooms: Sequence[int], device: torch.device) -> Tensor:
-    """The row after the last of each adapter, as `Grouped` wants it: int32 [A]."""
+    """The end row of each adapter, for `Grouped`: int32 [A]."""
     return torch.tensor(list(accumulate(rooms)), dtype=torch.int32, device=device)
 
 
 def _aligned(rows_MK: Tensor) -> Tensor:
-    """The rows themselves where the grouped product can read them, a copy of them otherwise; the bits are the same."""
+    """The rows, copied if the grouped product cannot read them in place; the bits are the same."""
     stride, step = rows_MK.stride()
     fine = step == 1 and stride >= rows_MK.shape[1] and stride * rows_MK.element_size() % _ALIGNMENT == 0
     if fine and rows_MK.data_ptr() % _ALIGNMENT == 0:
@@ -176,7 +177,7 @@ def _aligned(rows_MK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BySums:
-    """One form for products with long sums, another for the rest."""
+    """One form for products with long sums, another for the others."""
 
     long: RowProducts
     short: RowProducts
@@ -204,7 +205,7 @@ class PaddedProducts:
     least_fill = LEAST_FILL
 
     def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
-        """One batched product; with many threads a product for each adapter, and in tiles what takes them."""
+        """One batched product; with many threads one per adapter; tiles where needed."""
         batched = self.dtype != torch.float32 or torch.get_num_threads() <= _BATCHED_THREADS
         narrow = _NARROW_TILE if layout.narrow and not batched else 0
         tile = self.arithmetic.tile_of(layout.longest_sum) or narrow
@@ -214,11 +215,11 @@ class PaddedProducts:
         return rooms, BySums(Tiled.of(rooms, tile), form, self.arithmetic.long_sum) if tile else form
 
     def stack(self, adapters: Sequence[AdapterWeights]) -> dict[str, LoraMatrices]:
-        """Contiguous for each product, because `bmm` would copy anything else."""
+        """Contiguous for each product, because `bmm` would copy other layouts."""
         if len(adapters) == 1:
             return _alone(adapters[0])
         stacks = {}
-        for leader in (group.leader for group in adapters[0].layout.fused):  # experts' are read where they lie
+        for leader in (group.leader for group in adapters[0].layout.fused):  # matrices of experts are read in place
             first = adapters[0].matrices[leader]
             own = [weights.matrices[leader] for weights in adapters]
             bs = [(index, torch.stack([one.bs[place][1] for one in own])) for place, (index, _) in enumerate(first.bs)]
@@ -226,11 +227,11 @@ class PaddedProducts:
         return stacks
 
     def sums(self, left_MK: Tensor, right_MN: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """One after another: with several threads a batched product cuts such sums otherwise than a product alone."""
+        """One product per span: with several threads, a batched product cuts such sums differently."""
         return [torch.mm(left_MK[first:last].t(), right_MN[first:last]) for first, last in spans]
 
     def fits_table(self, layout: AdapterLayout) -> bool:
-        """Never: padding depends on how many rows each adapter has."""
+        """Never: padding depends on each adapter's number of rows."""
         return False
 
     def in_table(self, ends_A: Tensor) -> RowProducts:
@@ -239,7 +240,7 @@ class PaddedProducts:
 
 
 class GroupedProducts:
-    """A `LoraProducts` for a GPU: as many rows as each adapter has, grouped, or in tiles where a layout cannot be grouped."""
+    """A `LoraProducts` for a GPU: grouped with any numbers of rows, or tiled if a layout cannot be grouped."""
 
     least_fill = 0.0  # nothing is padded
 
@@ -247,7 +248,9 @@ class GroupedProducts:
         """`tile` as in `Arithmetic`."""
         self._device, self._dtype, self._tile = device, dtype, tile
         self._fit: dict[int, tuple[AdapterLayout, bool]] = {}
-        """By identity, because a base makes each layout once and to compare layouts takes long; with it, so that it stays."""
+        """By id, because a base creates each layout once and comparing layouts is slow; keeps the layout, so its id stays
+        unique.
+        """
 
     def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
         """`Grouped` where the layout fits the table, else `Tiled`."""
@@ -263,17 +266,17 @@ class GroupedProducts:
         return adapters[0].layout.matrices(torch.stack([weights.flat for weights in adapters]))
 
     def sums(self, left_MK: Tensor, right_MN: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Where it is exact, of copies: strides are part of what a library chooses its kernel by."""
+        """Of copies if exact: libraries also choose kernels by strides."""
         parts = [(left_MK[first:last], right_MN[first:last]) for first, last in spans]
         if self._tile:
             return [torch.mm(left.contiguous().t(), right.contiguous()) for left, right in parts]
         return [torch.mm(left.t(), right) for left, right in parts]
 
     def fits_table(self, layout: AdapterLayout) -> bool:
-        """Whether adapters of a layout are multiplied by `Grouped`; otherwise by `Tiled`. The same for sampling and training.
+        """Whether a layout uses `Grouped`, else `Tiled`. The same for sampling and training.
 
-        Every shape of product that the layout has is tried once per device: it has to agree with plain products, and where
-        the arithmetic is exact, a row must have the same bits however many rows there are beside it, in its group or in others.
+        Every product shape of the layout is tested once per device against plain products. With exact arithmetic, a row
+        must also have the same bits with any other rows in its group or in others.
         """
         verdict = self._fit.get(id(layout))
         if verdict is None:
@@ -327,7 +330,7 @@ def _tried(device: torch.device, dtype: torch.dtype, exact: bool, n_in: int, n_o
         return False
     try:
         return _agrees(device, dtype, exact, n_in, n_out, transposed)
-    except (AttributeError, RuntimeError):  # this build of torch, or this device, has no grouped product
+    except (AttributeError, RuntimeError):  # this torch build or device has no grouped product
         return False
 
 

@@ -1,4 +1,4 @@
-"""Rows of a decode batch: who has one, who waits for one, and who gives way when several tenants want more than there are."""
+"""Rows of a decode batch: assigns them to tenants by share, and preempts sequences when tenants want more than there are."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Taken = TypeVar("Taken")
 
 
 class BatchRows:
-    """Prompts and sequences of a decoder, and each tenant's part of its rows and of its cache."""
+    """Prompts and sequences of a decoder, and each tenant's part of rows and cache."""
 
     def __init__(self, cache: KVCache, blocks: BlockAllocator, most: int) -> None:
-        """`most` is how many sequences run at a time."""
+        """`most` is the largest number of running sequences."""
         self.most = most
         self.waiting: deque[Prompt] = deque()
         self.preempted: deque[SampledSequence] = deque()
@@ -30,15 +30,15 @@ class BatchRows:
         self._had: Counter[str] = Counter()
         self._can_give: list[SampledSequence] = []
         self._large: Prompt | SampledSequence | None = None
-        """It needs more than its tenant's part of the cache: until it begins nobody else does, and it does not give way."""
+        """Needs more than its tenant's part of the cache. Until it begins, nothing else begins; it is not preempted."""
 
     @property
     def free(self) -> int:
-        """Rows that nobody has."""
+        """Unused rows."""
         return self.most - len(self.running)
 
     def share_out(self) -> None:
-        """Set each tenant's most rows by who is there; its youngest beyond that give way."""
+        """Set each tenant's row limit from current demand; sequences above it are preempted, youngest first."""
         had, wanted, shares = Counter[str](), Counter[str](), dict[str, float]()
         for item in (*self.running, *self.preempted):
             wanted[tenant_of(item)] += 1
@@ -61,7 +61,7 @@ class BatchRows:
         self._can_give = list(self.running)  # what starts in this tick is part of a prefill
 
     def left(self, item: Prompt | SampledSequence) -> int:
-        """Rows that the tenant of this may still take."""
+        """Rows that the item's tenant may still take."""
         return self._limits[tenant_of(item)] - self._had[tenant_of(item)]
 
     @property
@@ -76,14 +76,14 @@ class BatchRows:
         self._had[tenant_of(sequence)] += 1
 
     def drop_finished(self) -> None:
-        """Take back the rows of sequences that have ended."""
+        """Free the rows of finished sequences."""
         if isinstance(self._large, SampledSequence) and self._large.finish is not None:
             self._large = None
         self.running = [item for item in self.running if item.finish is None]
         self._had = Counter(map(tenant_of, self.running))
 
     def may_begin(self) -> set[str]:
-        """Tenants whose prompts may begin. What gave way comes first, except before a tenant with little of the cache."""
+        """Tenants whose prompts may begin. Preempted sequences come first, except before tenants with little of the cache."""
         names = {tenant_of(item) for item in self.waiting if self.left(item) > 0}
         if self._large is not None and self._large_waits:
             return names & {tenant_of(self._large)} if isinstance(self._large, Prompt) else set()
@@ -95,9 +95,9 @@ class BatchRows:
         return self.left(sequence) > 0 and (sequence is self._large or not self._large_waits)
 
     def with_room(self, item: Prompt | SampledSequence, take: Callable[[], Taken], more: int = 0) -> Taken:
-        """Take blocks for a prompt or sequence, beside which so many `more` have to be free.
+        """Allocate blocks for a prompt or sequence, with `more` further blocks left free.
 
-        Where there are too few, again after each thing that gives way to it. Nothing does if all of it were too little.
+        Preempts other items until the allocation succeeds, or none if preempting all candidates would not be enough.
         """
         taken = take()
         if taken is not None and taken is not False:
@@ -117,10 +117,11 @@ class BatchRows:
         return taken
 
     def _giving(self, item: Prompt | SampledSequence, more: int) -> list[Prompt | SampledSequence]:
-        """What may give way, in order: prompts that cannot begin now; then the youngest rows of tenants with much, and prompts.
+        """Candidates for preemption: prompts that cannot begin now, then the youngest rows and prompts of others.
 
-        These do if the item's tenant stays in its part: otherwise the item would give way in turn. One that needs more than
-        the part becomes the large one, if there is none.
+        The second kind only from tenants with much of the cache, and only if the item's tenant stays within its part;
+        otherwise the item itself would be preempted next. An item that needs more than that part becomes the large one,
+        if there is none.
         """
         may_begin, held = self.may_begin(), self._held()
         prompts = [one for one in self.waiting if one is not item and one.logits is not None and one.blocks]
@@ -141,9 +142,9 @@ class BatchRows:
         return giving
 
     def grow(self, chosen: set[SampledSequence]) -> list[SampledSequence]:
-        """Give some running sequences a block for their next tokens, oldest first; the youngest give way.
+        """Give running sequences a block for their next tokens, oldest first; the youngest are preempted.
 
-        What is large comes first, and those of tenants with little of the cache before others.
+        The large item comes first, and tenants with little of the cache come before others.
         """
         kept: set[SampledSequence] = set()
         queue = deque(self.running)
@@ -175,7 +176,7 @@ class BatchRows:
         return {name for name, blocks in self._held().items() if len(blocks) < self._part(name)}
 
     def _held(self) -> dict[str, Counter[int]]:
-        """Blocks of each tenant, by how many of its rows and prompts have them."""
+        """Blocks of each tenant, with the number of its rows and prompts that hold each."""
         held = {tenant: Counter[int]() for tenant in self._shares}
         everything: list[Prompt | SampledSequence] = [*self.running, *self.waiting]
         for item in everything:
@@ -186,7 +187,7 @@ class BatchRows:
         return self._shares[tenant] * self._cache.n_blocks
 
     def _reclaim(self, prompt: Prompt) -> None:
-        """Take back the blocks of a prompt that waits for a row; without a copy it is prefilled again later."""
+        """Free the blocks of a prompt that waits for a row; without a host copy it is prefilled again later."""
         if prompt.blocks:
             self._blocks.page_out(prompt)
         if prompt.copy is None:
@@ -213,9 +214,9 @@ def _drop(held: Counter[int], blocks: Iterable[int]) -> None:
 def row_limits(
     wanted: Mapping[str, int], had: Mapping[str, int], shares: Mapping[str, float], rows: int
 ) -> dict[str, int]:
-    """The most rows of each tenant: max-min fair by share, and no more than `rows` together if they want more.
+    """The row limit of each tenant: max-min fair by share, with a sum of at most `rows`.
 
-    Each has one row before anybody has two. Where tenants are equal, the ones that have rows keep them.
+    Each tenant gets one row before any gets two. Between equal tenants, those that already have rows keep them.
     """
     if len(wanted) <= 1 or sum(wanted.values()) <= rows:
         return dict.fromkeys(wanted, rows)

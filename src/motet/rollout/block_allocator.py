@@ -1,6 +1,6 @@
-"""Blocks and slots of prompts and sequences: given, shared by a group, copied to host memory and back.
+"""Allocates cache blocks and slots to prompts and sequences, shares them in a group, and copies them to host memory.
 
-What is kept between turns gives way to all of it. What host memory has no room for is computed again.
+Sequences kept between turns are evicted first. What does not fit into host memory is computed again.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from motet.rollout.sequences import Prompt, SampledSequence
 
 
 class BlockAllocator:
-    """Who has what of a cache, and of the copies in host memory."""
+    """Allocates a cache and its copies in host memory."""
 
     def __init__(self, cache: KVCache, host: HostCache, kept: KeptSequences) -> None:
         self._cache, self._host, self._kept = cache, host, kept
 
     def begin(self, prompt: Prompt, more: int, budget: int | None) -> int | None:
-        """Give a prompt its blocks and a slot; so many of its tokens are there already. None where it has to wait.
+        """Allocate a prompt's blocks and slot. Returns how many of its tokens are already computed; None if it must wait.
 
-        Beside its own blocks so many `more` are left free; `budget` is the most tokens to compute.
+        Leaves `more` further blocks free; `budget` is the most tokens to compute.
         """
         n_tokens = len(prompt.request.prompt_ids)
         n_blocks = self._blocks_of(n_tokens)
@@ -37,16 +37,17 @@ class BlockAllocator:
             return None
         if not self._kept.make_room(n_blocks + more, 1):
             return None
-        prompt.blocks = self._cache.take(n_blocks)  # its own before the next can fail, so that they are given back
+        prompt.blocks = self._cache.take(
+            n_blocks
+        )  # assigned before the next call can fail, so that they are freed then
         prompt.slot = self._cache.states.take()
         return 0
 
     def fork(self, prompt: Prompt, *, alone: bool) -> SampledSequence | None:
-        """The prompt's next completion: full blocks are shared, a partly filled one is copied, or taken over by the last.
+        """Start the prompt's next completion: share full blocks; copy a partly filled one, or move it at the last.
 
-        Its states are copied: there is a slot for each row of the decode batch, and one for the prompt at hand.
-
-        When no block is free and it is `alone`, it is taken over all the same, and the prompt will be prefilled again.
+        States are copied: each row of the decode batch has a slot, and the current prompt has one. If no block is free
+        and the prompt is `alone`, its block is moved anyway and the prompt is prefilled again later.
         """
         n_full, rest = divmod(len(prompt.request.prompt_ids), self._cache.block_size)
         last = len(prompt.waiting) == 1
@@ -60,7 +61,7 @@ class BlockAllocator:
             sequence.slot = self._cache.states.copy(prompt.slot)
             if rest:
                 sequence.blocks.append(prompt.blocks.pop() if take_over else self._cache.copy(prompt.blocks[n_full]))
-        except Exception:  # a fault of the device: nobody else knows of it yet
+        except Exception:  # device error: no caller knows the sequence yet
             self.give_back(sequence)
             raise
         if take_over:
@@ -68,7 +69,7 @@ class BlockAllocator:
         return sequence
 
     def resume(self, sequence: SampledSequence) -> bool:
-        """Give a preempted sequence its blocks, one for its next token too, and a slot; False where it has to wait."""
+        """Allocate a preempted sequence's blocks, including one for its next token, and its slot; False if it must wait."""
         n_blocks = self._blocks_of(sequence.length)
         if sequence.copy is not None:
             return self._come_back(sequence, sequence.length - 1, n_blocks)
@@ -79,11 +80,11 @@ class BlockAllocator:
         return True
 
     def needs(self, item: Prompt | SampledSequence) -> int:
-        """Blocks of all its tokens."""
+        """Blocks for all its tokens."""
         return self._blocks_of(item.length if isinstance(item, SampledSequence) else len(item.request.prompt_ids))
 
     def suffices(self, item: Prompt | SampledSequence, more: int, giving: Iterable[Prompt | SampledSequence]) -> bool:
-        """Whether there are blocks for a prompt, its next completion or a preempted sequence, and `more`, without others."""
+        """Whether enough blocks would be free if the items in `giving` had none, for this item and `more` further blocks."""
         n_blocks, present, copy = self.needs(item), list[int](), item.copy
         if item.blocks:
             n_blocks = 1
@@ -100,7 +101,7 @@ class BlockAllocator:
         return n_blocks + more - len(present) <= self._kept.most_free((one.blocks for one in giving), present)
 
     def grow(self, sequence: SampledSequence) -> bool:
-        """See that a running sequence has a block for its next token; False where none is free."""
+        """Ensure that a running sequence has a block for its next token; False if none is free."""
         if self._blocks_of(sequence.length) > len(sequence.blocks):
             if not self._kept.make_room(1):
                 return False
@@ -108,27 +109,27 @@ class BlockAllocator:
         return True
 
     def reach(self, sequence: SampledSequence, n_tokens: int) -> int:
-        """Give a running sequence blocks for further tokens, as far as some are free; returns for how many there is room."""
+        """Allocate blocks for further tokens while some are free; returns the number of tokens that fit."""
         missing = self._blocks_of(sequence.length + n_tokens) - len(sequence.blocks)
         if missing > 0:
             sequence.blocks += self._cache.take(min(missing, self._cache.n_free))
         return min(n_tokens, len(sequence.blocks) * self._cache.block_size - sequence.length)
 
     def trim(self, sequence: SampledSequence) -> None:
-        """Take back blocks that its tokens do not reach."""
+        """Free blocks beyond its tokens."""
         n_blocks = self._blocks_of(sequence.length)
         self._cache.give_back(sequence.blocks[n_blocks:])
         del sequence.blocks[n_blocks:]
 
     def page_out(self, owner: Prompt | SampledSequence) -> None:
-        """Take back all that it has, and leave it a copy in host memory where there is room."""
+        """Free its blocks and slot, with a copy in host memory if there is room."""
         n_tokens = owner.length - 1 if isinstance(owner, SampledSequence) else len(owner.request.prompt_ids)
         copy = self._host.put(owner.blocks, owner.slot, n_tokens)
         self.give_back(owner)
         owner.copy = copy
 
     def give_back(self, owner: Prompt | SampledSequence) -> None:
-        """Take back all that it has, its copy too."""
+        """Free its blocks, slot and host copy."""
         if owner.copy is not None:
             self._host.forget(owner.copy)
             owner.copy = None
@@ -144,7 +145,7 @@ class BlockAllocator:
         return True
 
     def _go_on(self, prompt: Prompt, kept: KeptSequence, known: int, n_blocks: int, more: int) -> bool:
-        """Begin with what was kept: full blocks are shared, one that is filled in part is copied."""
+        """Begin from a kept sequence: share full blocks, copy a partly filled one."""
         if kept.copy is not None:
             return self._copy_back(prompt, kept.copy, known, n_blocks, more)
         n_full, rest = divmod(known, self._cache.block_size)
@@ -163,7 +164,7 @@ class BlockAllocator:
         self, owner: Prompt | SampledSequence, copy: HostCopy, n_tokens: int, n_blocks: int, more: int
     ) -> bool:
         present = self._host.present(copy, n_tokens)
-        self._cache.share(present)  # before others give way, who may hold them alone
+        self._cache.share(present)  # before evictions, whose owners may be the only holders
         if not self._kept.make_room(n_blocks - len(present) + more, 1) or copy.gone:
             self._cache.give_back(present)
             return False

@@ -1,4 +1,4 @@
-"""One completion on its way from a server: its tokens so far, across attempts, and what of it may be told already."""
+"""One completion from a server: its tokens so far, across attempts, and the part that may be delivered already."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from motet.types import Chunk, FinishReason, GenerateRequest
 
 @dataclass
 class Completion:
-    """Tokens of one of a request's seeds."""
+    """The completion for one of a request's seeds."""
 
     request: GenerateRequest
     index: int
     decode: Decode
     vocabulary: int
     owner: str
-    """Begins the ids that servers know: those of two runs may otherwise be the same."""
+    """Prefix of request ids on servers, because ids of two runs may be equal."""
     finish: FinishReason | None = None
     _tokens: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Completion:
     _continued: bool = False
 
     def ask(self, attempt: int) -> Ask:
-        """What is still wanted: a completion that broke off goes on after its tokens, with another seed."""
+        """The request for the remaining tokens. After a break it continues behind the received tokens, with another seed."""
         request, seed = self.request, self.request.seeds[self.index]
         self._continued = bool(self._tokens)
         if self._continued:
@@ -47,7 +47,7 @@ class Completion:
         )
 
     def take(self, piece: Piece) -> None:
-        """Add tokens, and the end where they have one."""
+        """Add tokens, and the finish reason if there is one."""
         self._tokens.extend(piece.token_ids)
         self._logprobs.extend(float(logprob) for logprob in piece.logprobs if logprob is not None)
         if piece.finish in ("stop", "length"):
@@ -56,25 +56,28 @@ class Completion:
             self._cut()
 
     def settle(self) -> None:
-        """One that broke off may be whole all the same. With a grammar it begins anew: a server looks at new tokens only."""
+        """Finish a broken completion that already reached its end.
+
+        With a grammar it restarts, because servers check only new tokens.
+        """
         if self.request.sampling.grammar:
             self.back(0)
         if self.finish is None and self._tokens:
             self.finish = ending(self._tokens, self.request.sampling)
 
     def _cut(self) -> None:
-        """End at a stop string that began before the completion broke off: the server sees only the rest of it."""
+        """End at a stop string that began before the break; the server saw only its second part."""
         n_tokens = until_stop(self._tokens, self.request.sampling.stop, self.decode)
         if n_tokens is not None:
             del self._tokens[n_tokens:], self._logprobs[n_tokens:]
             self.finish = FinishReason.STOP
 
     def mark(self) -> int:
-        """A place to come back to."""
+        """Current length, to return to with `back`."""
         return len(self._tokens)
 
     def back(self, mark: int) -> bool:
-        """Forget what came after a mark; False where some of it was told already."""
+        """Drop tokens after a mark; False if some were already delivered."""
         if self._sent_tokens > mark:
             return False
         del self._tokens[mark:], self._logprobs[mark:]
@@ -82,7 +85,7 @@ class Completion:
         return True
 
     def chunk(self) -> Chunk:
-        """What has not been told; text that may turn out to begin a stop string waits for the end."""
+        """The undelivered part; text that may begin a stop string is held back until the end."""
         request = self.request
         version = -1 if request.adapter is None else request.adapter.version
         text = certain(self.decode(self._tokens), request.sampling.stop, ended=self.finish is not None)

@@ -1,4 +1,4 @@
-"""HTTP to one server: requests that end in time, answers, streams of events, and a reason for whatever fails."""
+"""HTTP to one server: requests with time limits, event streams, and a reason for each failure."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _GONE = (httpx2.RequestError, httpx2.StreamError, OSError)
 
 @dataclass(frozen=True)
 class Clocks:
-    """How long one waits for what, in seconds."""
+    """Time limits and intervals, in seconds."""
 
     connect: float = 5.0
     health: float = 5.0
-    """Between two looks at a busy server's health, and for its answer."""
+    """Interval between health checks of a busy server, and limit for each."""
     load: float = 60.0
-    """For loading or unloading a version."""
+    """Limit for loading or unloading a version."""
     request: float = 1800.0
-    """For one completion: a wide backstop."""
+    """Limit for one completion; a generous backstop."""
     retry: float = 0.5
-    """Before the first repetition; it doubles each time."""
+    """Wait before the first retry; doubles each time."""
     look: float = 0.5
-    """Between two looks at a server that is away, and at whether its process lives."""
+    """Interval of checks on a server that is away, and on its process."""
 
 
 @dataclass
@@ -47,14 +47,14 @@ class ServerConnection:
     verify: Any = True
     """TLS: False, True, or an `ssl.SSLContext`."""
     note: str = ""
-    """Why it is away."""
+    """Why the server is away."""
 
     def __post_init__(self) -> None:
         self._client: httpx2.AsyncClient | None = None
         self._waiting: set[anyio.CancelScope] = set()
 
     async def healthy(self, seconds: float) -> None:
-        """Ask for its health.
+        """Check the server's health.
 
         Raises:
             ServerGone: no answer, or not in time.
@@ -65,10 +65,10 @@ class ServerConnection:
         except (*_GONE, TimeoutError) as error:
             raise ServerGone(f"{self.url} does not answer: {_reason(error)}") from error
         if answer.status_code != 200:
-            raise ServerGone(f"{self.url} says that it is not well: {answer.status_code}")
+            raise ServerGone(f"{self.url} is not healthy: {answer.status_code}")
 
     def leave(self, note: str) -> None:
-        """It is gone: requests under way are told."""
+        """Mark the server as gone; running requests fail with `note`."""
         self.note = note
         for limit in self._waiting:
             limit.cancel()
@@ -80,11 +80,11 @@ class ServerConnection:
             self._client = None
 
     async def request(self, request: HttpRequest, seconds: float) -> Any:
-        """One request and its JSON answer (None where there is none).
+        """Send a request and return its JSON answer, None if it has none.
 
         Raises:
             ServerGone: no answer in time.
-            ServerRefused: an error, with what was said.
+            ServerRefused: an error status, with the server's message.
         """
         begun = asyncio.get_running_loop().time()
         asking = self._open().request(
@@ -101,12 +101,12 @@ class ServerConnection:
             return None
 
     async def events(self, request: HttpRequest) -> AsyncGenerator[Json, None]:
-        """A request that is answered with events, and those.
+        """Send a request and yield its events.
 
         Raises:
-            ServerGone: no answer in time, or it broke off; events that came are good.
-            ServerRefused: an error, with what was said.
-            ServerFault: an event that is no JSON.
+            ServerGone: no answer in time, or the connection broke; earlier events are valid.
+            ServerRefused: an error status, with the server's message.
+            ServerFault: an event is not JSON.
         """
         seconds, begun = self.clocks.request, asyncio.get_running_loop().time()
         client = self._open()
@@ -128,10 +128,10 @@ class ServerConnection:
             raise ServerGone(f"{self.url}{request.path} broke off: {_reason(error)}") from error
 
     async def _in_time(self, answer: Awaitable[Result], request: HttpRequest, begun: float, seconds: float) -> Result:
-        """Wait for an answer, only so long, and no longer than the server is there.
+        """Wait for an answer until the limit, or until the server is gone.
 
-        What ends the waiting is anyio's, which the client's own cleaning up is shielded from: a timeout of asyncio's met it
-        while it closed connections that the server had left, and the others of these were forgotten and stayed open.
+        Uses an anyio cancel scope because httpx shields its cleanup from that. An asyncio timeout could hit the cleanup
+        of closed connections and leave other connections open.
         """
         with anyio.CancelScope(deadline=begun + seconds) as limit:
             self._waiting.add(limit)
@@ -140,7 +140,7 @@ class ServerConnection:
             finally:
                 self._waiting.discard(limit)
         if asyncio.get_running_loop().time() < begun + seconds:
-            raise ServerGone(f"{self.url} went away: {self.note}")
+            raise ServerGone(f"{self.url} is gone: {self.note}")
         raise ServerGone(f"{self.url}{request.path} has not answered within {seconds:g} s")
 
     def _open(self) -> httpx2.AsyncClient:
@@ -171,7 +171,7 @@ class ServerConnection:
 
 
 async def _lines(answer: httpx2.Response) -> AsyncGenerator[bytes, None]:
-    """Lines of a stream of events. Only a newline ends one: a text may hold what Python takes for the end of a line."""
+    """Split a stream into lines at newlines only; texts may contain other characters that Python treats as line ends."""
     rest = b""
     async for part in answer.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")
@@ -185,12 +185,12 @@ def _parsed(url: str, data: str) -> Json:
     try:
         event: Json = json.loads(data)
     except ValueError as error:
-        raise ServerFault(f"{url} sent an event that is no JSON: {data[:80]!r}") from error
+        raise ServerFault(f"{url} sent an event that is not JSON: {data[:80]!r}") from error
     return event
 
 
 def detail_of(text: str) -> str:
-    """What an error answer says, in one line."""
+    """The message of an error answer, in one line."""
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         answer = json.loads(text)
         error = answer.get("error", answer)

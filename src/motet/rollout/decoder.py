@@ -1,7 +1,7 @@
 """Continuous batching on the embedded base: admission, prefill, decode, preemption. Synchronous; one tick at a time.
 
-A tick prefills what can be admitted and then decodes one token for every running sequence. Which sequences share a tick changes
-how fast they come, never which tokens they are.
+A tick prefills what can be admitted, then decodes one token for every running sequence. Sharing a tick affects speed,
+never tokens.
 
 Legend: T packed rows, N sampled rows, V vocabulary.
 """
@@ -30,7 +30,7 @@ from motet.types import FinishReason
 
 
 class Decoder:
-    """Sequences of any mix of adapters and versions on one base and one KV cache."""
+    """Decodes sequences of any adapters and versions on one base and one KV cache."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Decoder:
         turns: TenantTurns | None = None,
         speculates: bool = False,
     ) -> None:
-        """Between the turns of episodes at most `kept_blocks` stay with their sequences; 0 keeps none.
+        """At most `kept_blocks` stay allocated between turns of episodes; 0 keeps none.
 
-        What gives way to others is copied to host memory, at most so many bytes of it. `speculates`: see `Drafts`.
+        Preempted and evicted items are copied to host memory, up to `host_bytes`. `speculates`: see `Drafts`.
         """
         self.cache = cache
         self.host = HostCache(cache, host_bytes)
@@ -57,13 +57,13 @@ class Decoder:
         self.rows = BatchRows(cache, self.blocks, max_rows)
         self.prefill_tokens = prefill_tokens
         self.prefills = 0
-        """Prompts prefilled so far; preempted sequences count again, unless they lay in host memory."""
+        """Prompts prefilled so far; preempted sequences count again unless they were restored from host memory."""
         self.prefilled_tokens = 0
-        """Tokens of these that were computed; those that were kept are not."""
+        """Tokens computed in these prefills, without reused ones."""
         self.spent: Counter[str] = Counter()
-        """Microseconds by job since somebody took the count away."""
+        """Microseconds by job; the reader resets it."""
         self._turns = TickTurns(turns or TenantTurns(), max_rows, prefill_tokens)
-        self._no_blocks = False  # for the first prompt that waits
+        self._no_blocks = False  # of the first waiting prompt
 
     @property
     def idle(self) -> bool:
@@ -76,13 +76,13 @@ class Decoder:
         return len(self.rows.running)
 
     def add(self, prompt: Prompt) -> None:
-        """Queue a request; its completions are admitted in order of arrival."""
+        """Queue a request; completions are admitted in order of arrival."""
         self.rows.waiting.append(prompt)
 
     def abort(self, matches: set[str]) -> None:
-        """End the open completions of these requests (ids, or names of jobs); they keep their tokens.
+        """End the open completions of these requests (ids or job names); they keep their tokens.
 
-        What was kept of these episodes is let go.
+        Kept sequences of these episodes are dropped.
         """
         self.kept.forget(matches)
         for prompt in [prompt for prompt in self.rows.waiting if _named(prompt, matches)]:
@@ -99,7 +99,7 @@ class Decoder:
         self.rows.drop_finished()
 
     def fail_all(self) -> list[Prompt]:
-        """Drop everything after a fault of the device; the prompts' callers have to be told."""
+        """Drop everything after a device error; returns the prompts whose callers must be informed."""
         prompts = {id(item.prompt): item.prompt for item in [*self.rows.running, *self.rows.preempted]}
         prompts |= {id(prompt): prompt for prompt in self.rows.waiting}
         for item in [*self.rows.running, *self.rows.preempted]:
@@ -114,9 +114,9 @@ class Decoder:
 
     @torch.inference_mode()
     def tick(self) -> None:
-        """Admit and prefill what fits, then decode one token for running sequences whose tenant's turn it is.
+        """Admit and prefill what fits, then decode one token for sequences of the tenants whose turn it is.
 
-        While several tenants use the device a tick is short: it does one of the two, and only as much as takes a moment.
+        While several tenants use the device, a tick is short: it prefills or decodes, and only for a limited time.
         """
         self._turns.come((*self.rows.waiting, *self.rows.preempted, *self.rows.running))
         begun, before = time.perf_counter(), self.prefilled_tokens
@@ -133,10 +133,10 @@ class Decoder:
         self._turns.can_go_on((*(item for item in self.rows.waiting if tenant_of(item) in opens), *self.rows.running))
 
     def _admit(self) -> tuple[list[SampledSequence], list[tuple[Prompt, int]]]:
-        """Bring in preempted sequences, then new prompts, as far as there is room; sample their first token.
+        """Resume preempted sequences, then admit prompts while there is room; sample their first tokens.
 
         Returns:
-            The sequences, and how many tokens were read of each prompt.
+            The sequences, and the number of tokens read for each prompt.
         """
         self.rows.share_out()
         inputs: list[NewTokens] = []
@@ -157,9 +157,9 @@ class Decoder:
         return [*resumed, *born], read
 
     def _resume(self, inputs: list[NewTokens], budget: int) -> tuple[list[SampledSequence], int]:
-        """Bring preempted sequences back where their tenants have rows left; returns those to compute, and the budget left."""
+        """Resume preempted sequences of tenants with free rows; returns those to compute, and the remaining budget."""
         resumed: list[SampledSequence] = []
-        for sequence in sorted(self.rows.preempted, key=self._turns.had):  # within a tenant the order stays
+        for sequence in sorted(self.rows.preempted, key=self._turns.had):  # a stable sort keeps each tenant's order
             if not self.rows.may_resume(sequence):
                 continue
             computes = sequence.copy is None
@@ -177,7 +177,7 @@ class Decoder:
         return resumed, budget
 
     def _open_prompts(self, inputs: list[NewTokens], budget: int) -> list[Prompt]:
-        """Give blocks to prompts that will be prefilled now; room for at least one completion of each is left free."""
+        """Allocate blocks for prompts to prefill now; leaves room for at least one completion of each."""
         opened, self._no_blocks = [], False
         rows, reserved, taken = self.rows.free, 0, Counter[str]()
         self.rows.waiting = deque(sorted(self.rows.waiting, key=self._turns.had))
@@ -193,7 +193,9 @@ class Decoder:
             if not prompt.blocks:
                 more = reserved + bool(inputs or self.rows.running)
                 begin = functools.partial(self.blocks.begin, prompt, more, budget if inputs else None)
-                short = bool(inputs) and len(prompt.request.prompt_ids) > budget  # of tokens in this tick, not of room
+                short = (
+                    bool(inputs) and len(prompt.request.prompt_ids) > budget
+                )  # of this tick's token budget, not of room
                 known = begin() if short else self.rows.with_room(prompt, begin, more)
                 if known is None:
                     self._no_blocks = not inputs
@@ -221,7 +223,7 @@ class Decoder:
                 sequence = self.rows.with_room(prompt, fork)
                 if sequence is None:
                     break
-                self.rows.start(sequence)  # before the next can fail, so that `fail_all` finds it
+                self.rows.start(sequence)  # before the next call can fail, so that `fail_all` finds it
                 born.append(sequence)
                 logits.append(last_logits)
             if not prompt.waiting:
@@ -236,7 +238,7 @@ class Decoder:
         prompt.logits = None
 
     def _settle(self, touched: Sequence[SampledSequence]) -> None:
-        """Deliver what is due of sequences that just got a token, and take finished ones out of the batch."""
+        """Deliver new tokens of streams, and remove finished sequences from the batch."""
         for sequence in touched:
             if sequence.finish is not None:
                 self._end(sequence, sequence.finish)
@@ -255,9 +257,12 @@ class Decoder:
 
 
 def _decode(decoder: Decoder, running: list[SampledSequence], spare: int) -> list[int]:
-    """A token for each, and those that were drafted right; returns how many rows each took. At most `spare` are drafts."""
+    """Decode a token for each sequence, plus accepted drafts; returns the rows that each used.
+
+    At most `spare` rows are drafts.
+    """
     drafts: list[list[int]] = [[] for _ in running]
-    begun = time.thread_time()  # others on the machine do not count
+    begun = time.thread_time()  # CPU time, independent of other processes
     if decoder.drafts is not None:
         drafts = decoder.drafts.of(running, spare)
     for item, draft in zip(running, drafts, strict=True):

@@ -1,8 +1,8 @@
-"""Drafts of the next tokens, which a tick checks beside the tokens that it has to compute.
+"""Speculative decoding: guesses the next tokens, which a tick checks in rows beside the required ones.
 
-A draft is accepted where it is the token that is drawn at its place. A row's logits do not depend on the rows beside it, so
-drafts change how soon tokens come and never which ones. They are guessed from texts that may repeat: the prompt, what its other
-completions say, and what the same job answered to the same prompt before.
+A draft is accepted if it equals the token drawn at its place. A row's logits do not depend on the other rows, so drafts
+change the speed, never the tokens. Guesses come from the prompt, from its other completions, and from the job's earlier
+answers to the same prompt.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from motet.rollout.sequences import Prompt, SampledSequence
 from motet.types import IntArray
 
 _ORDERS = (4, 2)
-"""Tokens before a place by which the next one is guessed, where no other completion began in the same way."""
+"""Context lengths in tokens for guesses, where no other completion began in the same way."""
 _LONGEST = 8
-"""Tokens of one draft."""
+"""Most tokens of one draft."""
 _ANSWERS = 8
-"""Earlier answers to a prompt that are kept."""
+"""Earlier answers kept per prompt."""
 _KEPT_TOKENS = 2_000_000
-"""Of all answers that are kept; one answer counts for `_LEAST_TOKENS` at least."""
+"""Limit on all kept answers together; each counts at least `_LEAST_TOKENS`."""
 _LEAST_TOKENS = 32
 _ANSWER_TOKENS = 512
-"""The begin of an answer that is kept."""
+"""Kept tokens at the start of an answer."""
 _PROMPT_TOKENS = 1024
-"""The end of a prompt that is read."""
+"""Tokens read at the end of a prompt."""
 _GAIN = 1.03
-"""Tokens per second with drafts over those without, at least."""
+"""Smallest expected speed-up that justifies drafts."""
 _LEAST = 2e-4
-"""Seconds of a token without drafts; to guess takes some of it."""
+"""Seconds per token without drafts, below which guessing would take too much of the time."""
 _LONGEST_REST = 16
-"""Ticks without any draft, after some whose drafts did not pay."""
+"""Most ticks without drafts after drafts did not pay off."""
 _TRIALS = 64
-"""Every so many times likely drafts are checked to learn what rows cost."""
+"""Interval, in ticks, at which likely drafts are checked to measure the cost of rows."""
 _LIKELY = 0.6
 
 Key = tuple[str, str, str, bytes]
 """Tenant, job, adapter, and a digest of the prompt."""
 _HITS = 1000
-"""Jobs and temperatures whose hits are known."""
+"""Most pairs of job and temperature with kept hit rates."""
 
 
 class _Guess:
-    """What followed somewhere."""
+    """A guess for the token that follows a context."""
 
     __slots__ = ("agreed", "seen", "token")
 
@@ -59,7 +59,7 @@ class _Guess:
         self.token, self.agreed, self.seen = token, 1, 1
 
     def take(self, token: int) -> None:
-        """Hear of another; the token that most texts have is kept (Boyer and Moore)."""
+        """Count a token; keeps the majority candidate (Boyer and Moore)."""
         self.seen += 1
         if token == self.token:
             self.agreed += 1
@@ -70,28 +70,28 @@ class _Guess:
 
     @property
     def sureness(self) -> int:
-        """0 to 7."""
+        """Confidence, 0 to 7."""
         return 2 * min(self.seen, 4) + (self.agreed == self.seen) - 2
 
 
 class _Hits:
-    """How often guesses of each kind were right, the latest counting most."""
+    """Hit rates by kind of guess, with exponential decay."""
 
     def __init__(self) -> None:
         self._right, self._tried = [1.0] * 64, [2.0] * 64
 
     def rate(self, kind: int) -> float:
-        """Share of this kind that was right."""
+        """Share of guesses of this kind that were right."""
         return self._right[kind] / self._tried[kind]
 
     def add(self, kind: int, right: bool) -> None:
-        """Hear of one."""
+        """Count a guess."""
         self._right[kind] = 0.98 * self._right[kind] + right
         self._tried[kind] = 0.98 * self._tried[kind] + 1
 
 
 class _Place:
-    """A place in a completion, as a book knows it: by the last tokens, and by all tokens since its begin."""
+    """A position in a completion, identified by its last tokens and by all tokens since its start."""
 
     __slots__ = ("length", "prefix", "recent", "seeded")
 
@@ -100,14 +100,14 @@ class _Place:
         self.prefix, self.seeded = 1, hash((2, seed))
 
     def after(self, token: int) -> _Place:
-        """The next place."""
+        """The next position."""
         place = _Place.__new__(_Place)
         place.recent, place.length = [*self.recent[1 - _ORDERS[0] :], token], self.length + 1
         place.prefix, place.seeded = hash((self.prefix, token)), hash((self.seeded, token))
         return place
 
     def numbers(self) -> list[tuple[int, int]]:
-        """By which a book is asked, the most telling first: a number, and which sort of key it is."""
+        """Lookup keys in order of specificity: (hash, sort of key)."""
         found = [(self.seeded, 0), (self.prefix, 1 + (self.length >= 8))]
         return found + [
             (hash(tuple(self.recent[-order:])), 3 + index)
@@ -117,7 +117,7 @@ class _Place:
 
 
 class _Book:
-    """What followed what in the texts around one prompt."""
+    """Observed continuations in the texts around one prompt."""
 
     def __init__(self, prompt_ids: IntArray, answers: Iterable[tuple[int, IntArray]], hits: _Hits) -> None:
         self._hits = hits
@@ -136,7 +136,7 @@ class _Book:
                 place = self._follow(place, token)
 
     def read(self, sequence: SampledSequence) -> _Place:
-        """Take in what a completion says since it was read last; returns where it is."""
+        """Read a completion's new tokens; returns its position."""
         place = self._places.get(sequence.index) or _Place(self._end, sequence.key)
         for token in sequence.tokens[place.length :]:
             found = self._guess(place)
@@ -147,7 +147,7 @@ class _Book:
         return place
 
     def draft(self, place: _Place, most: int) -> list[tuple[int, float]]:
-        """Tokens that may come next, and how likely all up to each are right."""
+        """Likely next tokens, each with the probability that all tokens up to it are right."""
         likely, drafted = 1.0, list[tuple[int, float]]()
         while len(drafted) < most and (found := self._guess(place)) is not None:
             likely *= self._hits.rate(found[1])
@@ -156,7 +156,7 @@ class _Book:
         return drafted
 
     def _guess(self, place: _Place) -> tuple[int, int] | None:
-        """A token that may come next, and the kind of the guess."""
+        """The best guess for the next token, and its kind."""
         for key, sort in place.numbers():
             found = self._guesses.get(key)
             if found is not None:
@@ -177,14 +177,14 @@ class _Book:
 
 
 class _Ticks:
-    """Seconds that ticks take by their rows."""
+    """Duration of ticks by number of rows."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
         self._seconds: dict[int, float] = {}
 
     def add(self, rows: int, seconds: float) -> None:
-        """Hear of one; a single slow one counts little."""
+        """Add a measurement; the effect of a single slow tick is limited."""
         known = self._seconds.get(rows)
         if known is None:
             insort(self._rows, rows)
@@ -193,11 +193,11 @@ class _Ticks:
             self._seconds[rows] = known + 0.2 * (min(seconds, 2 * known) - known)
 
     def knows(self, rows: int) -> bool:
-        """Whether one of so many rows was seen."""
+        """Whether a tick of this size was measured."""
         return rows in self._seconds
 
     def of(self, rows: int) -> float:
-        """Of so many rows, between those that were seen; twice the most is expected to cost no more, until it was tried."""
+        """Seconds for a number of rows, interpolated. Up to twice the largest measured number is assumed to cost no more."""
         at = bisect_left(self._rows, rows)
         if at == len(self._rows):
             most = self._rows[-1]
@@ -212,15 +212,15 @@ class _Ticks:
 
 @dataclass
 class Drafts:
-    """Drafts for the sequences of one decoder, where they are worth their rows."""
+    """Drafts for the sequences of one decoder, when they are worth their rows."""
 
     least: float = _LEAST
     drafted: int = 0
-    """Tokens that were checked."""
+    """Drafted tokens that were checked."""
     accepted: int = 0
-    """Of these, those that were drawn."""
+    """Drafted tokens that were accepted."""
     _answers: OrderedDict[Key, deque[tuple[int, IntArray]]] = field(default_factory=OrderedDict)
-    """With their seeds, by tenant, job and prompt; the one that was used least recently first."""
+    """Answers with their seeds, by tenant, job and prompt; least recently used first."""
     _tokens: int = 0
     _hits: dict[tuple[str, float], _Hits] = field(default_factory=dict)
     """By job and temperature."""
@@ -231,7 +231,7 @@ class Drafts:
     _trial: int = 0
 
     def of(self, running: Sequence[SampledSequence], spare: int) -> list[list[int]]:
-        """What to check beside the next token of each, at most `spare` tokens together."""
+        """Drafts for each sequence, at most `spare` tokens together."""
         nothing: list[list[int]] = [[] for _ in running]
         if self._rest:
             self._rest -= 1
@@ -252,13 +252,13 @@ class Drafts:
         return [[token for token, _ in offer[:n]] for offer, n in zip(offers, chosen, strict=True)]
 
     def checked(self, n_rows: int, drafted: int, accepted: int, seconds: float) -> None:
-        """Hear how long a tick took, and how many drafts it checked and accepted."""
+        """Record a tick's duration, and the numbers of checked and accepted drafts."""
         self._ticks.add(n_rows + drafted, seconds)
         self.drafted += drafted
         self.accepted += accepted
 
     def keep(self, sequence: SampledSequence) -> None:
-        """Remember an answer for those who are asked the same later."""
+        """Keep an answer for later requests with the same prompt."""
         if sequence.grammar is not None:
             return
         key, tokens = _key(sequence.prompt), np.array(sequence.tokens[:_ANSWER_TOKENS], np.int32)
@@ -273,12 +273,12 @@ class Drafts:
             self._tokens -= sum(map(_size, oldest))
 
     def forget(self, adapter: str) -> None:
-        """Let go of what versions of an adapter answered, once none is left."""
+        """Drop the answers of an adapter that has no versions left."""
         for key in [key for key in self._answers if key[2] == adapter]:
             self._tokens -= sum(map(_size, self._answers.pop(key)))
 
     def _draft(self, sequence: SampledSequence) -> list[tuple[int, float]]:
-        if sequence.grammar is not None:  # it moves on with each token
+        if sequence.grammar is not None:  # a grammar advances with each token
             return []
         prompt, sampling = sequence.prompt, sequence.prompt.request.sampling
         book = self._books.get(prompt)
@@ -291,7 +291,7 @@ class Drafts:
         return book.draft(book.read(sequence), min(_LONGEST, sampling.max_tokens - len(sequence.tokens) - 1))
 
     def _worth(self, n_rows: int, likely: list[float]) -> int:
-        """How many of the likeliest drafts give the most tokens per second; now and then more, to see what rows cost."""
+        """The number of drafts with the highest expected tokens per second; sometimes more, to measure the cost of rows."""
         self._trial += 1
         if self._trial % _TRIALS == 1:
             return sum(each >= _LIKELY for each in likely)
@@ -304,7 +304,7 @@ class Drafts:
 
 
 def can_draft(base: LoraModel) -> bool:
-    """Whether rows of guesses leave no trace: none beside them, none in states, none in blocks that are read past the end."""
+    """Whether rejected rows have no side effects: on other rows, on states, or on blocks read past the end."""
     return not (base.info.inexact or base.stateful or base.attention.reads_past_end or base.arithmetic.graphs)
 
 

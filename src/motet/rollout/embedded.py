@@ -1,6 +1,6 @@
-"""The embedded engine: the base that trains also samples, in one process, on one device.
+"""The embedded engine: the training base also samples, in one process, on one device.
 
-Publishing a version is handing over a pointer (`install`). Requests may name any installed version, any mix at a time.
+Publishing a version passes a pointer (`install`). Requests may name any installed version, in any mix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from motet.rollout.sequences import Prompt, SampledSequence, aborted
 from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
 _SCORED_ROWS = 256
-"""Places of a prompt whose logits are held at a time."""
+"""Positions whose logits are in memory at a time."""
 
 
 class EmbeddedEngine:
@@ -51,10 +51,10 @@ class EmbeddedEngine:
         share: float = 1.0,
         speculates: bool = False,
     ) -> None:
-        """Of the cache's tokens at most `kept_tokens` may be those of episodes between two turns.
+        """Of the cache, at most `kept_tokens` tokens may be kept for episodes between two turns.
 
-        `host_kv_bytes` of host memory are for what gives way in the cache. `speculates`: see `Decoder`.
-        `share` is what a second of decoding here counts for, where other processes sample too.
+        `host_kv_bytes` of host memory hold preempted sequences. `speculates`: see `Decoder`. `share` scales decoding
+        time in the measurements if other processes sample too.
         """
         self.base = base
         self.cache = KVCache(
@@ -76,7 +76,7 @@ class EmbeddedEngine:
         )
         self._grammars = Grammars(base.info)
         self._preparing: dict[str, str] = {}
-        """Requests whose grammars are made ready, and whose they are; those that are aborted meanwhile are gone."""
+        """Requests whose grammars are being compiled, with their jobs; aborted ones are removed."""
         self._device = device
         self._share = share
         self._versions: dict[AdapterRef, AdapterWeights] = {}
@@ -90,24 +90,24 @@ class EmbeddedEngine:
         return self.decoder.rows.most
 
     def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
-        """Make a version servable by its tensors.
+        """Make a version available from tensors.
 
         Raises:
-            EngineError: the reference is taken; a reference never means two sets of weights.
+            EngineError: the reference is in use; a reference always means the same weights.
         """
         if ref in self._versions:
             raise EngineError(f"version {ref.version} of adapter {ref.name!r} is loaded already")
         self._versions[ref] = weights
 
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
-        """Make a version servable from a PEFT directory."""
+        """Make a version available from a PEFT directory."""
         self.install(ref, await asyncio.to_thread(self.read, source))
 
     def read(self, source: Path) -> AdapterWeights:
-        """Weights from a PEFT directory.
+        """Read weights from a PEFT directory.
 
         Raises:
-            AdapterError: the files do not fit the base; says which and why.
+            AdapterError: the files do not fit the base; the message names the mismatch.
         """
         peft = read_adapter(source)
         layout = self.base.adapter_layout(peft.target_modules, peft.rank)
@@ -115,7 +115,7 @@ class EmbeddedEngine:
         return AdapterWeights.from_masters(layout, peft.alpha / peft.rank, masters, self.base.dtype)
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
-        """Let go of a version; running requests keep their own pointer to it."""
+        """Drop a version; running requests keep their own pointer to it."""
         if self._versions.pop(ref, None) is not None:
             await self._device.run(lambda: self._forget(ref), light=True)
 
@@ -161,7 +161,7 @@ class EmbeddedEngine:
                 await self.abort(request.id)
 
     async def abort(self, name: str) -> None:
-        """End one request, or every request of a job; or let go of what is kept of an episode."""
+        """Abort one request, or every request of a job, or drop the kept sequences of an episode."""
         self._preparing = {one: job for one, job in self._preparing.items() if name not in (one, job)}
         self._aborts.add(name)
         self._device.wake()
@@ -172,7 +172,7 @@ class EmbeddedEngine:
         return await self._device.run(lambda: self._score(token_ids, weights), light=True)
 
     async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
-        """The k likeliest tokens [T, k] at each place, best first, and their logprobs at temperature 1."""
+        """The k most likely tokens [T, k] at each position, best first, and their logprobs at temperature 1."""
         weights = self._weights(adapter)
         return await self._device.run(lambda: self._top_logprobs(token_ids, weights, k), light=True)
 
@@ -199,7 +199,7 @@ class EmbeddedEngine:
     def _following(
         self, token_ids: IntArray, weights: AdapterWeights | None
     ) -> Iterator[tuple[Distribution, torch.Tensor]]:
-        """What follows each token of a prompt, and the token that does, some padded rows at a time."""
+        """Yield the distribution after each token of a prompt, and the token that follows, in blocks of padded rows."""
         base, n_tokens = self.base, len(token_ids)
         tokens_T = base.pad(torch.from_numpy(token_ids.astype(np.int64)).to(base.device))
         positions_T = base.pad(torch.arange(n_tokens, device=base.device))
@@ -210,15 +210,17 @@ class EmbeddedEngine:
             hidden_TD = base.hidden(tokens_T, positions_T, attention)
         wanted_T = torch.cat([tokens_T[1:], tokens_T[:1]])
         for hidden_ND, wanted_N in zip(hidden_TD.split(_SCORED_ROWS), wanted_T.split(_SCORED_ROWS), strict=True):
-            with base.routed(routing):  # and left before others run: what happens there may keep this from ending
+            with base.routed(
+                routing
+            ):  # leave the context before yielding: the consumer may never resume this generator
                 logits_NV = base.logits(hidden_ND)
             yield Distribution.of(logits_NV, [1.0], base.math), wanted_N
 
     def refuse(self, request: GenerateRequest) -> None:
-        """Raise for a request that can never be served.
+        """Raise if a request can never be served.
 
         Raises:
-            EngineError: too long, unknown adapter, an empty prompt; says which and why.
+            EngineError: too long, unknown adapter or empty prompt; the message says which.
         """
         n_prompt, n_new = len(request.prompt_ids), request.sampling.max_tokens
         where = f"request {request.id} of job {request.job!r}"
@@ -232,9 +234,9 @@ class EmbeddedEngine:
         if n_prompt + n_new > longest:
             of_cache = longest < self.base.info.max_positions
             raise EngineError(
-                f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed {longest}, the room of the "
+                f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed {longest}, the capacity of the "
                 f"{'KV cache' if of_cache else 'model'}; lower sampling.max_tokens, shorten the prompt"
-                f"{', raise engine.kv_tokens' if of_cache else ''} or leave it out by data.max_prompt_tokens"
+                f"{', raise engine.kv_tokens' if of_cache else ''} or drop it with data.max_prompt_tokens"
             )
 
     def _tick(self) -> bool:
@@ -252,7 +254,7 @@ class EmbeddedEngine:
                 return False
             full = self.decoder.n_running >= self.decoder.rows.most
             self.decoder.tick()
-        except Exception as error:  # callers wait in other threads: each is told, or it would wait for ever
+        except Exception as error:  # callers wait in other threads and must all be informed
             for prompt in self.decoder.fail_all():
                 prompt.emit(error)
         spent = (time.perf_counter() - started) * self._share
@@ -263,33 +265,33 @@ class EmbeddedEngine:
 
 
 class Installs(Protocol):
-    """Takes a version by its tensors."""
+    """Receives versions as tensors."""
 
     def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
-        """Make it servable."""
+        """Make a version available."""
         ...
 
 
 class SameTensors:
-    """A `WeightSync` for the embedded engine: a new version is a pointer to the trainer's tensors."""
+    """A `WeightSync` for the embedded engine: a version is a pointer to the trainer's tensors."""
 
     def __init__(self, engine: Installs, weights: Callable[[str], AdapterWeights]) -> None:
         self._engine = engine
         self._weights = weights
 
     async def publish(self, name: str, ref: AdapterRef) -> None:
-        """Make the trainer's current weights of adapter `name` servable under this reference."""
+        """Make the trainer's current weights of adapter `name` available under this reference."""
         self._engine.install(ref, self._weights(name))
 
 
 class SavedFiles:
-    """A `WeightSync` for an engine here and a trainer elsewhere: a new version is a PEFT directory, gone once it is read."""
+    """A `WeightSync` for a local engine and a remote trainer: a version passes through a temporary PEFT directory."""
 
     def __init__(self, engine: RolloutEngine, trainer: Trainer) -> None:
         self._engine, self._trainer = engine, trainer
 
     async def publish(self, name: str, ref: AdapterRef) -> None:
-        """Make the trainer's current weights of adapter `name` servable under this reference.
+        """Make the trainer's current weights of adapter `name` available under this reference.
 
         Raises:
             EngineError: they could not be written.
@@ -299,10 +301,10 @@ class SavedFiles:
                 made = tempfile.TemporaryDirectory(prefix="motet-version-", ignore_cleanup_errors=True)  # it may stay
                 place = Path(stack.enter_context(made))
                 await asyncio.to_thread(self._trainer.save_adapter, name, place, optimizer=False)
-            except OSError as error:  # of another disk than the run's: nobody is to wait for room there
+            except OSError as error:  # another disk than the run's: do not wait for room there
                 raise EngineError(
                     f"version {ref.version} of adapter {ref.name!r} could not be written to {tempfile.gettempdir()}: {error}; "
-                    "make room there, or set TMPDIR to another directory"
+                    "free space there, or set TMPDIR to another directory"
                 ) from error
             await self._engine.load_adapter(ref, place)
 

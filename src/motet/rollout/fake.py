@@ -1,11 +1,11 @@
-"""A rollout engine without torch, for races, orders and faults: `FakeEngine`, and the `FakeSync` that publishes to it.
+"""A rollout engine without torch, for tests of races, orders and faults.
 
-It suspends wherever an engine across a thread or a network suspends, as often as its seeded `jitter` says: the same code under
-another seed meets another order of events, and an order that broke something can be had again. What a request gets depends on
-none of that: tokens are a function of the seed keys, the positions and the weights of the version.
+It suspends wherever a real engine suspends for a thread or the network. Its seeded `jitter` varies the length, so each
+seed gives another, reproducible order of events. Results do not depend on it: tokens are a function of the seed keys,
+the positions and the version's weights.
 
-It is stricter than it need be. It refuses a reference that was used before and a version that goes while a request reads it,
-and it counts what came and went.
+It is stricter than required: it refuses reused references and unloading a version that a request reads, and it counts
+calls.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class FakeEngine:
     """A `RolloutEngine` over the fake base.
 
     Args:
-        capacity: completions that are sampled at a time; more of them wait their turn.
-        jitter: seed of how often, up to `max_yields` times, each suspension lets others run; None suspends exactly once.
+        capacity: completions sampled at a time; others wait.
+        jitter: seed of the length of each suspension, 1 to `max_yields`; None suspends exactly once.
         max_yields: the longest suspension, in turns of the event loop.
-        seconds: also sleep so long at each suspension, for tests of clocks.
-        max_positions: the longest prompt and completion together.
+        seconds: sleep in each turn of a suspension, for tests of time limits.
+        max_positions: largest sum of prompt and completion tokens.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class FakeEngine:
         self.loads: Counter[AdapterRef] = Counter()
         self.unloads: Counter[AdapterRef] = Counter()
         self.requests: list[GenerateRequest] = []
-        """Every request that was accepted, in order."""
+        """Every accepted request, in order."""
         self.peak = 0
-        """Most completions that were asked for at one time."""
+        """Most completions requested at one time."""
         self._capacity = capacity
         self._random = None if jitter is None else random.Random(jitter)
         self._max_yields = max_yields
@@ -73,19 +73,19 @@ class FakeEngine:
 
     @property
     def capacity(self) -> int:
-        """How many completions are worth having in flight at a time."""
+        """Recommended number of concurrent completions."""
         return self._capacity
 
     @property
     def loaded(self) -> frozenset[AdapterRef]:
-        """The versions that answer now."""
+        """The loaded versions."""
         return frozenset(self._policies)
 
     def install(self, ref: AdapterRef, adapter: FakeAdapter) -> None:
-        """Make a version servable by its weights.
+        """Make a version available from its weights.
 
         Raises:
-            EngineError: the reference was used before; a reference never means two sets of weights.
+            EngineError: the reference was used before; a reference always means the same weights.
         """
         if self.loads[ref]:
             raise EngineError(f"version {ref.version} of adapter {ref.name!r} was loaded before")
@@ -93,15 +93,15 @@ class FakeEngine:
         self._policies[ref] = FakePolicy(adapter)
 
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
-        """Make a version servable from a directory that `FakeTrainer` wrote."""
+        """Make a version available from a directory written by `FakeTrainer`."""
         await self.suspend()
         self.install(ref, read_adapter(source))
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
-        """Let go of a version.
+        """Unload a version.
 
         Raises:
-            EngineError: it is not there, or a request reads it.
+            EngineError: it is not loaded, or a request reads it.
         """
         await self.suspend()
         self._policy(ref, "unload")
@@ -117,7 +117,7 @@ class FakeEngine:
         return policy.logprobs(token_ids)
 
     async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
-        """The k likeliest tokens [T, k] at each place, best first, and their logprobs."""
+        """The k most likely tokens [T, k] at each position, best first, and their logprobs."""
         policy = self._policy(adapter, "score")
         await self.suspend()
         ids, logprobs = np.zeros((len(token_ids), k), np.int32), np.zeros((len(token_ids), k), np.float32)
@@ -128,14 +128,14 @@ class FakeEngine:
         return ids, logprobs
 
     async def abort(self, name: str) -> None:
-        """End one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
+        """Abort one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
         for (request, job), aborted in self._open.items():
             if name in (request, job):
                 aborted.set()
         await self.suspend()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        """Complete a prompt once per seed; completions end in an order of their own."""
+        """Complete a prompt once per seed; completions end in any order."""
         where = f"request {request.id} of job {request.job!r}"
         policy = self._policy(request.adapter, where)
         self._refuse(request, where)
@@ -160,7 +160,7 @@ class FakeEngine:
             del self._open[request.id, request.job]
 
     async def suspend(self) -> None:
-        """Let others run, for as long as this engine's jitter says."""
+        """Yield to other tasks, for a length set by the jitter."""
         turns = 1 if self._random is None else self._random.randint(1, self._max_yields)
         for _ in range(turns):
             await asyncio.sleep(self._seconds)
@@ -213,7 +213,7 @@ class FakeEngine:
 
 
 class _Writing:
-    """A completion on its way."""
+    """An unfinished completion."""
 
     def __init__(self, previous: int, sampling: SamplingParams, version: int) -> None:
         self.ended: FinishReason | None = None
@@ -230,7 +230,7 @@ class _Writing:
         self.ended = reason
 
     def sample(self, policy: FakePolicy, key: int) -> None:
-        """Draw the next token; its random number is a function of the key and the position alone."""
+        """Draw the next token; its random number depends on the key and the position only."""
         row = policy.row(self._previous, self._sampling.temperature)
         if not np.isfinite(row).all():
             self.ended, self._error = FinishReason.ERROR, "the logits are not finite; lower optimizer.lr"
@@ -249,7 +249,7 @@ class _Writing:
             self.ended = FinishReason.LENGTH
 
     def take(self, index: int) -> Chunk:
-        """The tokens that were not taken yet. Text waits for the end where a stop string could still cut it."""
+        """The new tokens. Text is held back while a stop string could still cut it."""
         text = self._text()
         if self.ended is None and self._sampling.stop:
             text = ""
@@ -271,7 +271,7 @@ class _Writing:
 
 
 def _truncated(probabilities: Vector, sampling: SamplingParams) -> Vector:
-    """Zero where top-k, top-p or min-p leave a token out."""
+    """Set the probabilities of tokens excluded by top-k, top-p or min-p to zero."""
     order = np.argsort(-probabilities, kind="stable")
     before = np.cumsum(probabilities[order]) - probabilities[order]
     kept = (before < sampling.top_p) & (probabilities[order] >= sampling.min_p * probabilities.max())
@@ -283,14 +283,14 @@ def _truncated(probabilities: Vector, sampling: SamplingParams) -> Vector:
 
 
 class FakeSync:
-    """A `WeightSync` from a `FakeTrainer` to a `FakeEngine`: weights are handed over after a suspension."""
+    """A `WeightSync` from a `FakeTrainer` to a `FakeEngine`: passes the weights after a suspension."""
 
     def __init__(self, engine: FakeEngine, weights: Callable[[str], FakeAdapter]) -> None:
         self._engine = engine
         self._weights = weights
 
     async def publish(self, name: str, ref: AdapterRef) -> None:
-        """Make the trainer's current weights of adapter `name` servable under this reference."""
+        """Make the trainer's current weights of adapter `name` available under this reference."""
         weights = self._weights(name)
         await self._engine.suspend()
         self._engine.install(ref, weights)

@@ -1,4 +1,4 @@
-"""Which replicas are there: each is watched, drained when it goes, started again where it is ours, and taken back."""
+"""The replicas of an engine: watched, drained when they fail, restarted if Motet started them, and taken back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from motet.rollout.server_process import ServerProcess
 _log = logging.getLogger(__name__)
 
 _MISSES = 2
-"""Times in a row that a busy server may not answer for its health."""
+"""Health checks in a row that a busy server may miss."""
 
 
 class Fleet:
@@ -27,13 +27,13 @@ class Fleet:
         wait_seconds: float,
         back: Callable[[Replica], Awaitable[None]],
     ) -> None:
-        """Nothing is asked of a replica before the first call of `wait`.
+        """Connect to no replica before the first call of `wait`.
 
         Args:
             replicas: the servers.
-            processes: those that this process started, by the replica's URL.
-            wait_seconds: seconds to wait for a replica when none is there.
-            back: called with a replica that has been greeted, before it gets requests.
+            processes: servers started by this process, by the replica's URL.
+            wait_seconds: longest wait for a replica if none is up.
+            back: called with a replica that is up again, before it gets requests.
         """
         self.replicas = tuple(replicas)
         self.processes = processes
@@ -50,23 +50,21 @@ class Fleet:
         return [replica for replica in self.replicas if replica.up]
 
     def notes(self) -> list[str]:
-        """Replicas of a release that was not tried, and those that read versions from files although they should fetch them."""
+        """Warnings: replicas of an untested release, and replicas that read versions from files instead of fetching them."""
         told = (replica.from_files or replica.untried for replica in self.replicas)
         return [note for note in told if note]
 
     async def choose(self, order: Callable[[Replica], tuple[bool, ...]]) -> Replica:
-        """The replica that is first in an order, and among such the one with the fewest outstanding tokens.
-
-        Waits for one where none is there.
+        """The first replica by `order`; among equals, the one with the fewest outstanding tokens. Waits if none is up.
 
         Raises:
-            EngineError: none came within the patience, and what each said last.
+            EngineError: none came up in time; the message has the last note of each.
         """
         await self.wait()
         return min(self.up, key=lambda replica: (order(replica), replica.tokens))
 
     async def wait(self) -> None:
-        """Wait until a replica is up; see `choose`."""
+        """Wait until a replica is up; raises as `choose`."""
         self._watch_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._wait_seconds), self._changed:
@@ -80,7 +78,7 @@ class Fleet:
             raise EngineError(f"no server can be used{within}: {said}")
 
     def doubt(self, replica: Replica) -> None:
-        """Something went wrong there: its health is looked at now instead of later."""
+        """Check a replica's health now, after a failed request."""
         if replica.url in self._doubted:
             self._doubted[replica.url].set()
 
@@ -127,7 +125,7 @@ class Fleet:
         return 0
 
     async def _take_back(self, replica: Replica, process: ServerProcess | None) -> bool:
-        """Wait until it answers; False where it never will."""
+        """Wait until the replica answers; False if it never will."""
         while True:
             try:
                 if process is not None and not process.alive:
@@ -144,10 +142,10 @@ class Fleet:
                     await self._give_up(replica)
                     return False
                 await asyncio.sleep(replica.clocks.look)
-            except Exception as error:  # a request cannot even be made: the address is none, the key has odd letters
-                _log.exception("%s cannot be asked", replica.url)
+            except Exception as error:  # no request can be made: the URL is invalid, or the key has invalid characters
+                _log.exception("no request can be sent to %s", replica.url)
                 reason = f"{type(error).__name__}: {error}"
-                replica.leave(f"{replica.url} cannot be asked ({reason}); look at rollout.urls, its agent and its key")
+                replica.leave(f"{replica.url} cannot be reached ({reason}); check rollout.urls, its agent and its key")
                 await self._give_up(replica)
                 return False
         await self._notify_waiters()

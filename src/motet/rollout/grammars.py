@@ -1,4 +1,4 @@
-"""Grammars that completions keep to, for the vocabulary of one base.
+"""Grammars that constrain completions, for the vocabulary of one base.
 
 Legend: V vocabulary.
 """
@@ -16,39 +16,39 @@ from motet.model_info import ModelInfo
 from motet.types import BoolArray, SamplingParams
 
 _KEPT = 16
-"""Grammars that are kept ready. Who takes one from a stranger has it checked first (`chat.structure.check_grammar`)."""
+"""Compiled grammars in the cache. Callers check grammars from strangers first (`chat.structure.check_grammar`)."""
 _SLOW_SECONDS = 0.25
-"""Of the processor, which all that is sampled waits for."""
+"""CPU time per token, during which all sampling waits."""
 
 
 class Grammar:
-    """Where one completion stands in its grammar."""
+    """The state of one completion in its grammar."""
 
     def __init__(self, matcher: Any, n_vocab: int) -> None:
         self._matcher, self._n_vocab = matcher, n_vocab
         self._slow = False
 
     def begun(self) -> Grammar:
-        """One for another completion, which stands here too."""
+        """A copy of this state for another completion."""
         return Grammar(self._matcher.deep_copy(), self._n_vocab)
 
     def allowed(self) -> BoolArray:
-        """Which tokens may come next, [V]."""
+        """Mask of the allowed next tokens, [V]."""
         began = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._slow |= time.thread_time() - began > _SLOW_SECONDS
         return np.unpackbits(bits, count=self._n_vocab, bitorder="little").astype(np.bool_)
 
     def take(self, token: int) -> str:
-        """Go on behind a token; returns why that is not possible, or nothing."""
+        """Advance by a token; returns an error message, or an empty text."""
         if self._slow:
-            return f"its grammar takes more than {_SLOW_SECONDS} s for one token, for which others would wait; make it simpler"
+            return f"its grammar takes more than {_SLOW_SECONDS} s for one token, and delays other requests; make it simpler"
         whole = self._matcher.consume_token(token) and not self._matcher.is_error()
         return "" if whole else f"it left its grammar: {self._matcher.get_error()[:300]}"
 
 
 class Grammars:
-    """Grammars made ready for a base."""
+    """Compiles grammars for a base."""
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
@@ -56,10 +56,10 @@ class Grammars:
         self._grammar = functools.lru_cache(_KEPT)(self._make_grammar)
 
     def of(self, sampling: SamplingParams) -> Grammar:
-        """The beginning of a completion's grammar. Takes up to seconds.
+        """The initial state of a request's grammar. May take seconds.
 
         Raises:
-            EngineError: it is none, or cannot be kept to with this base.
+            EngineError: the grammar is invalid or does not work with this base.
         """
         return self._grammar(sampling.grammar, sampling.stop_token_ids)
 
@@ -68,7 +68,7 @@ class Grammars:
 
         matcher = LLMatcher(self._tokenizer(ends), grammar)
         if matcher.is_error():
-            raise EngineError(f"the grammar of the answer cannot be kept to: {matcher.get_error()[:300]}")
+            raise EngineError(f"the grammar of the answer cannot be used: {matcher.get_error()[:300]}")
         return Grammar(matcher, self._info.vocab_size)
 
     def _make_tokenizer(self, ends: tuple[int, ...]) -> Any:
@@ -78,4 +78,4 @@ class Grammars:
         try:
             return from_tokenizer(tokenizer, self._info.vocab_size, list(ends) or None)
         except ValueError as error:
-            raise EngineError(f"this base's tokenizer cannot keep to a grammar: {error}") from error
+            raise EngineError(f"this base's tokenizer does not support grammars: {error}") from error

@@ -1,8 +1,8 @@
-"""What is kept of episodes between their turns: the KV blocks of sequences that ended, and their states.
+"""Sequences of episodes kept between turns: their KV blocks and states.
 
-A turn whose prompt begins as a kept sequence of its episode does reads what is new alone. Keys, values and states of a token
-depend on the tokens before it and on the weights, so its bits are those of a prefill of everything. Whatever else needs a
-block or a slot comes first: what was used least recently moves to host memory, and is let go where that has no room.
+If a turn's prompt begins with a kept sequence of its episode, only the rest is computed. Keys, values and states of a
+token depend only on earlier tokens and the weights, so the result equals a full prefill bit for bit. Any other
+allocation evicts kept sequences, least recently used first, to host memory, or drops them if that is full.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from motet.types import AdapterRef, IntArray
 
 @dataclass(eq=False)
 class KeptSequence:
-    """One sequence as the cache has it, or host memory: all of it but the token that was sampled last."""
+    """One sequence in the cache or in host memory, without the token that was sampled last."""
 
     episode: str
     job: str
@@ -29,27 +29,27 @@ class KeptSequence:
     token_ids: IntArray  # [T]
     blocks: list[int]
     slot: int
-    """Of its states after the last token; `no_slot` on a base without any."""
+    """Slot of its states after the last token; `no_slot` on a base without states."""
     copy: HostCopy | None = None
-    """In the place of blocks and slot, where it gave way to others."""
+    """Replaces blocks and slot once it was evicted."""
 
 
 class KeptSequences:
-    """Sequences of episodes that are between two turns, in a part of a cache."""
+    """Kept sequences of episodes between two turns, in a part of a cache."""
 
     def __init__(self, cache: KVCache, host: HostCache, most_blocks: int, *, stateful: bool) -> None:
-        """`stateful`: whether the base has states, which can be gone on from at the end of a sequence alone."""
+        """`stateful`: the base has states, so a sequence can only be continued from its end."""
         self._cache, self._host, self._most, self._stateful = cache, host, most_blocks, stateful
         self._kept: dict[KeptSequence, None] = {}
-        """The least recently used first."""
+        """Least recently used first."""
         self._held: Counter[int] = Counter()
-        """Blocks of the cache, by how many kept sequences have them."""
+        """Number of kept sequences that hold each block."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def keep(self, sequence: SampledSequence) -> None:
-        """Take over the blocks and the slot of a sequence that ended; what it went on from is not needed any more."""
+        """Take ownership of the blocks and slot of a finished sequence, and drop the one that it continued."""
         if not self._most:
             return
         ids = np.array(sequence.read_ids()[:-1], np.int32)
@@ -68,7 +68,7 @@ class KeptSequences:
             self._page_out(next(one for one in self._kept if one.copy is None))
 
     def find(self, prompt: Prompt) -> tuple[KeptSequence | None, int]:
-        """What a prompt goes on from, and how many of its tokens that has; sequences of other versions are let go."""
+        """The kept sequence that a prompt continues, and the number of shared tokens; drops sequences of other versions."""
         request = prompt.request
         best, most, episodes = None, 0, set(request.episodes)
         for one in [one for one in self._kept if one.episode in episodes]:
@@ -85,9 +85,9 @@ class KeptSequences:
         return best, most
 
     def make_room(self, n_blocks: int, n_slots: int = 0, *, but: KeptSequence | None = None) -> bool:
-        """Whether so many blocks and slots are free, once sequences other than `but` have given way.
+        """Evict sequences other than `but` until the blocks and slots are free; returns whether they are.
 
-        None does where there would be too few blocks all the same.
+        Evicts nothing if that would not be enough.
         """
         if self._free(n_blocks, n_slots):
             return True
@@ -100,7 +100,7 @@ class KeptSequences:
         return False
 
     def most_free(self, giving: Iterable[Iterable[int]] = (), but: Collection[int] = ()) -> int:
-        """Blocks that would be free if nothing was kept and these owners had none; `but` stay."""
+        """Blocks that would be free if nothing was kept and the owners in `giving` had none; `but` stay allocated."""
         held = self._held.copy()
         for blocks in giving:
             held.update(blocks)
@@ -113,22 +113,22 @@ class KeptSequences:
         return n_blocks <= self._cache.n_free and n_slots <= self._cache.states.n_free
 
     def forget(self, names: set[str]) -> None:
-        """Let go of these episodes, or of all of these jobs."""
+        """Drop the sequences of these episodes or jobs."""
         for one in [one for one in self._kept if one.episode in names or one.job in names]:
             self._drop(one)
 
     def forget_version(self, adapter: AdapterRef) -> None:
-        """Let go of what a version made."""
+        """Drop the sequences of a version."""
         for one in [one for one in self._kept if one.adapter == adapter]:
             self._drop(one)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Drop all sequences."""
         for one in list(self._kept):
             self._drop(one)
 
     def _page_out(self, one: KeptSequence) -> None:
-        """Move a sequence to host memory, or let go of it."""
+        """Move a sequence to host memory, or drop it."""
         one.copy = self._host.put(one.blocks, one.slot, len(one.token_ids), spare=lambda: self._drop(one))
         if one.copy is None:
             self._drop(one)
@@ -152,7 +152,7 @@ class KeptSequences:
 
 
 def _common(left: IntArray, right: IntArray) -> int:
-    """How many tokens two sequences begin with alike."""
+    """Length of the common prefix, in tokens."""
     n = min(len(left), len(right))
     different = np.flatnonzero(left[:n] != right[:n])
     return int(different[0]) if len(different) else n

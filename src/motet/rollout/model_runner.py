@@ -1,4 +1,4 @@
-"""The model for the decoder: tokens run through it and its KV cache, and the next ones are drawn.
+"""Runs the model for the decoder: computes logits through the KV cache and draws the next tokens.
 
 Legend: T packed rows, N sampled rows, V vocabulary.
 """
@@ -27,7 +27,7 @@ from motet.rollout.sequences import SampledSequence
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens of one sequence or prompt that the cache does not have yet."""
+    """Tokens of one sequence or prompt that are not in the cache yet."""
 
     weights: AdapterWeights | None
     token_ids: Sequence[int]
@@ -35,11 +35,11 @@ class NewTokens:
     blocks: Sequence[int]
     slot: int = StateCache.no_slot
     n_logits: int = 1
-    """Logits are wanted of its last tokens, so many of them."""
+    """Number of its last tokens to return logits for."""
 
 
 class ModelRunner:
-    """The base, its KV cache and the adapters of the batch at hand."""
+    """The base, its KV cache and the adapters of the current batch."""
 
     def __init__(self, base: LoraModel, cache: KVCache) -> None:
         self.base = base
@@ -48,9 +48,9 @@ class ModelRunner:
         self._graphs = CudaGraphRunner(base, cache)
 
     def logits(self, inputs: Sequence[NewTokens]) -> Tensor:
-        """What the head gives [N, V] for the last tokens of each (see `LoraModel.raw_logits`).
+        """Raw logits [N, V] for the last tokens of each input (see `LoraModel.raw_logits`).
 
-        It may be overwritten by the next call.
+        The next call may overwrite the result.
         """
         if self.base.arithmetic.graphs and all(len(new.token_ids) == 1 for new in inputs):
             spans = [Span(new.start, 1, new.blocks, new.slot) for new in inputs]
@@ -87,10 +87,10 @@ class ModelRunner:
         return base.raw_logits(base.pad(hidden_TD[rows]))[: len(rows)]
 
     def sample(self, sequences: Sequence[SampledSequence], raw_NV: Tensor, drafts: Sequence[Sequence[int]] = ()) -> int:
-        """Draw each sequence's next tokens from its rows and let it decide whether it ends.
+        """Draw each sequence's next tokens and check whether it ends.
 
-        `raw_NV` has a row for each sequence, and after it one for each draft, of what follows if the drafts up to there are
-        right. Returns how many of them are.
+        `raw_NV` has one row per sequence, followed by one per draft with the logits that hold if all drafts up to it
+        are right. Returns the number of accepted drafts.
         """
         drafts = drafts or [()] * len(sequences)
         at_a_time = self.base.arithmetic.logit_rows
@@ -124,12 +124,12 @@ class ModelRunner:
         return list(itertools.islice(drawn, len(rows)))
 
     def text(self, tokens: list[int]) -> str:
-        """Text of completion tokens, without special tokens."""
+        """Decode completion tokens, without special tokens."""
         return self.base.info.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def _kept_to_grammars(logits_NV: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
-    """Logits without the tokens that the grammars of some rows forbid; all others are what they were."""
+    """Logits with the tokens that a row's grammar forbids masked; other rows stay unchanged."""
     bound = [(row, item.grammar.allowed()) for row, item in enumerate(sequences) if item.grammar is not None]
     if not bound:
         return logits_NV
@@ -140,5 +140,5 @@ def _kept_to_grammars(logits_NV: Tensor, sequences: Sequence[SampledSequence]) -
 
 
 def _by_layout(weights: AdapterWeights | None) -> tuple[int, int]:
-    """Rows of one adapter lie together, and so do adapters that can share products."""
+    """Sort key that groups rows by adapter, and adapters that can share products."""
     return (0, 0) if weights is None else (id(weights.layout), id(weights))

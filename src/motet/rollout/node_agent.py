@@ -1,7 +1,7 @@
-"""The node agent: beside a server on its node, it receives versions over HTTP, writes them and has the server load them.
+"""The node agent runs beside a server: it receives versions over HTTP, writes them, and lets the server load them.
 
-So no file system is shared. A version comes as bytes with their hash; the answer is the server's own. Where the agent starts
-the server itself, it keeps it running and ends it.
+So no shared file system is needed. A version arrives as bytes with their hash; the response is the server's own. The
+agent can also start the server, keep it running and end it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from motet.rollout.version_files import VersionFiles
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _SECONDS = 600.0
-"""For a load; whoever sent the version gives up sooner."""
+"""Limit for a load; the sender's limit is shorter."""
 LOOK_SECONDS = 5.0
-"""Between two looks at the server."""
+"""Interval between health checks."""
 _EARLY_SECONDS = 0.5
-"""The same until it answers."""
+"""Interval until the first answer."""
 HANGS_SECONDS = 120.0
-"""A server that answered once and then not for so long is started again."""
+"""A server that has answered before and is silent for this long is restarted."""
 LOADS_SECONDS = 1800.0
-"""So long it may take to answer for the first time."""
+"""Limit for the first answer after a start."""
 
 
 class NodeServer:
-    """An agent's own server: started again when it dies or hangs, given up when it dies again and again without an answer."""
+    """The agent's own server: restarted when it dies or hangs, given up after repeated failures without an answer."""
 
     def __init__(
         self,
@@ -52,19 +52,19 @@ class NodeServer:
         hangs_seconds: float = HANGS_SECONDS,
         loads_seconds: float = LOADS_SECONDS,
     ) -> None:
-        """What it prints goes to `log`."""
+        """The server's output goes to `log`."""
         self._process = ServerProcess(command, dict(os.environ), log)
         self._look, self._hangs, self._loads = look_seconds, hangs_seconds, loads_seconds
         self._answered = False
         """Since its last start."""
         self._since = 0.0
-        """When it answered last, or was started."""
+        """Time of its last answer or start."""
         self.failure = "it is starting"
-        """Why it is of no use now, for a person; empty when it is."""
+        """Why it cannot be used, for a person; empty if it can."""
 
     @contextlib.asynccontextmanager
     async def running(self, healthy: Callable[[], Awaitable[bool]]) -> AsyncIterator[None]:
-        """Keep it running meanwhile; `healthy` asks it.
+        """Keep the server running during the block; `healthy` checks it.
 
         Raises:
             EngineError: its program cannot be run.
@@ -101,24 +101,24 @@ class NodeServer:
         try:
             await asyncio.shield(starting)
         finally:
-            await asyncio.wait([starting])  # nothing is started behind whoever closes it
+            await asyncio.wait([starting])  # start nothing after `close`
         self._answered, self._since = False, time.monotonic()
 
 
 class NodeAgent:
-    """Versions on one node, and the server that reads them there."""
+    """Stores versions on one node for the server there."""
 
     def __init__(
         self, server: str, dialect: Dialect, directory: Path, key: str | None, kept: NodeServer | None = None
     ) -> None:
-        """Nothing is written before the app starts.
+        """Write nothing before the app starts.
 
         Args:
             server: URL of the server on this node.
-            dialect: how it is spoken to.
-            directory: for versions, and nothing else: memory such as below /dev/shm.
-            key: what requests have to bring, and the server is brought; None asks for none.
-            kept: the server's process, where the agent starts and ends it.
+            dialect: the server's protocol.
+            directory: for versions only; best in memory, such as below /dev/shm.
+            key: required from requests and sent to the server; None disables it.
+            kept: the server's process, if the agent starts and ends it.
         """
         self._dialect, self._directory, self._key, self._kept = dialect, directory, key, kept
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -129,7 +129,7 @@ class NodeAgent:
         self._digests: dict[str, str] = {}
 
     def app(self) -> Starlette:
-        """The routes."""
+        """The ASGI app with all routes."""
         version = "/versions/{name}"
         return Starlette(
             routes=[
@@ -157,7 +157,7 @@ class NodeAgent:
         return answer.status_code == 200
 
     async def _served(self) -> Callable[[str], bool]:
-        """Which versions of an earlier start stay: those that the server may read again; all, where it does not say."""
+        """Returns a test for versions of an earlier start to keep: those the server may read again, or all if unknown."""
         answers = {}
         try:
             for path in self._dialect.about:
@@ -171,7 +171,7 @@ class NodeAgent:
     def _guarded(
         self, answer: Callable[[str, Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Let nobody in without the key, and no name that is none."""
+        """Reject requests without the key, and invalid version names."""
 
         async def guarded(request: Request) -> Response:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -179,21 +179,21 @@ class NodeAgent:
                 return _refused(401, "the key is not this agent's")
             name = request.path_params.get("name", "all")
             if not _NAME.fullmatch(name):
-                return _refused(400, f"{name!r} is no name of a version")
+                return _refused(400, f"{name!r} is not a valid version name")
             return await answer(name, request)
 
         return guarded
 
     async def _health(self, request: Request) -> Response:
         if self._kept is not None and self._kept.failure:
-            return _refused(503, f"the server beside this agent is not there: {self._kept.failure}")
+            return _refused(503, f"the server of this agent is not available: {self._kept.failure}")
         return Response()
 
     async def _list(self, name: str, request: Request) -> Response:
         return JSONResponse({"versions": self._files.names()})
 
     async def _put(self, name: str, request: Request) -> Response:
-        """Write a version, unless it is there, and have the server load it."""
+        """Write a version unless it exists, and let the server load it."""
         content, digest = await request.body(), request.headers.get(DIGEST, "")
         async with self._writing:
             try:
@@ -201,7 +201,7 @@ class NodeAgent:
                     await asyncio.to_thread(self._write, name, content, digest)
                 elif self._digests.get(name, digest) != digest:
                     return _refused(
-                        409, f"{name} is there already with other bytes; a version's name is never used twice"
+                        409, f"{name} exists already with other bytes; a version's name is never used twice"
                     )
             except EngineError as error:
                 return _refused(422, str(error))
@@ -215,7 +215,7 @@ class NodeAgent:
             unpack(content, digest, draft)
 
     async def _delete(self, name: str, request: Request) -> Response:
-        """Have the server unload a version; its files go a little later, because the server may be reading them."""
+        """Let the server unload a version; its files are deleted later, because the server may still read them."""
         answer = await self._asked(self._dialect.unload(name))
         if answer.status_code == 200 or self._dialect.unknown(answer.status_code, bytes(answer.body).decode()):
             self._digests.pop(name, None)
@@ -226,7 +226,7 @@ class NodeAgent:
         try:
             answer = await self._server.request(request.method, request.path, json=request.body)
         except (httpx2.HTTPError, OSError) as error:
-            return _refused(AWAY, f"the server beside this agent does not answer: {error or type(error).__name__}")
+            return _refused(AWAY, f"the server of this agent does not answer: {error or type(error).__name__}")
         return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
 
 

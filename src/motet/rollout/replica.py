@@ -1,7 +1,7 @@
-"""One server that samples: what is asked of it, what it answers, and whether it is there.
+"""One sampling server: its requests, its answers, and its availability.
 
-A replica is up once its health endpoint has answered and it has said what it serves. Whoever watches it says when it is gone
-(`leave`): requests under way on it are told so at once, and none is sent until it has been greeted again.
+A replica is up once its health endpoint has answered and it has reported what it serves. A watcher calls `leave` when
+it is gone: running requests fail at once, and no new ones are sent until `greet` succeeds again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 
 _NO_EXTENSION = (
-    f"it has no {EXTENSION}, or its vLLM is none of {', '.join(TESTED)}; "
-    "its log says which, and docs/servers.md how to start it"
+    f"it has no {EXTENSION}, or its vLLM is not one of {', '.join(TESTED)}; "
+    "its log shows which, and docs/servers.md explains how to start it"
 )
 
 
 @dataclass
 class Replica:
-    """One server: its connections, whether it is up, and the adapters that it has."""
+    """One server: its connections, its availability, and its loaded adapters."""
 
     url: str
     dialect: Dialect
@@ -45,18 +45,18 @@ class Replica:
     verify: Any = True
     """TLS: False, True, or an `ssl.SSLContext`."""
     agent: str = ""
-    """URL of the node agent beside it, which is sent versions; without one the server reads them from a path that both see."""
+    """URL of its node agent, which receives versions; without one, the server reads them from a shared path."""
     versions: VersionServer | None = None
-    """Where its workers fetch versions from, instead of reading them from a path."""
+    """Where its workers fetch versions from, instead of a path."""
     from_files: str = ""
-    """Why they do read them from a path, until it is greeted again."""
+    """Why its workers read from a path instead; reset by `greet`."""
     untried: str = ""
-    """That its release is none that the tests have run."""
+    """Warning that its release is not covered by tests; empty otherwise."""
     facts: Facts = field(default_factory=Facts)
     loaded: set[str] = field(default_factory=set)
-    """Served names that it has, as far as this process knows."""
+    """Served names loaded there, as far as this process knows."""
     left: set[str] = field(default_factory=set)
-    """Served names whose files lay at its agent when it was greeted, though the server has not loaded them."""
+    """Served names whose files its agent had at `greet`, although the server had not loaded them."""
     up: bool = False
     note: str = "not asked yet"
     requests: int = 0
@@ -67,17 +67,18 @@ class Replica:
         self._agent = ServerConnection(self.agent, self.clocks, self.headers, self.verify) if self.agent else None
 
     def load_now(self) -> ServerLoad:
-        """Requests and tokens under way, and how many adapters are loaded."""
+        """Running requests and tokens, and the number of loaded adapters."""
         return ServerLoad(self.url, self.up, self.requests, self.tokens, len(self.loaded), self.note)
 
-    # --- whether it is there ----------------------------------------------------------------------------------------------
+    # --- availability
+    # -----------------------------------------------------------------------------------------------------
 
     async def greet(self) -> None:
-        """Ask for its health and what it serves; it is up when this returns.
+        """Check its health and read what it serves; it is up when this returns.
 
         Raises:
-            ServerUnfit: it does not take this key.
-            EngineError: it does not answer, or not as such a server would.
+            ServerUnfit: it rejects the key.
+            EngineError: no answer, or not the answer of such a server.
         """
         await self.healthy()
         answers = {}
@@ -102,14 +103,14 @@ class Replica:
         self.up, self.note = True, ""
 
     def _untried(self) -> str:
-        """Why nobody knows that this release works; empty where the tests have run it, or it tells none."""
+        """A warning for an untested release; empty for a tested or unknown one."""
         release, tested = self.facts.release.partition("+")[0], self.dialect.tested
         if not release or release in tested or not tested:
             return ""
         return f"{self.url} is {self.dialect.name} {release}, and Motet is tested with {', '.join(tested)}"
 
     async def healthy(self) -> None:
-        """Ask for its health, and for that of the agent beside it.
+        """Check the health of the server and of its agent.
 
         Raises:
             ServerGone: no answer, or not in time.
@@ -120,7 +121,7 @@ class Replica:
             await self._agent.healthy(seconds)
 
     def leave(self, reason: str) -> None:
-        """It is gone: requests under way are told, and none is sent until it has been greeted again."""
+        """Mark it as gone: running requests fail, and no new ones are sent until `greet` succeeds."""
         self.up, self.note = False, reason
         self.loaded.clear()
         for connection in self._connections():
@@ -139,10 +140,10 @@ class Replica:
     # --- requests ---------------------------------------------------------------------------------------------------------
 
     async def load(self, name: str, path: str) -> None:
-        """Load a version; one that is there under this name is the same, because names are used once.
+        """Load a version. If the name is loaded already, that is the same version, because names are used once.
 
         Raises:
-            EngineError: it cannot be loaded, and why.
+            EngineError: it cannot be loaded; the message says why.
         """
         try:
             answer = await (self._ask_to_load(name, path) if self._agent is None else send(self._agent, name, path))
@@ -157,7 +158,7 @@ class Replica:
         self.loaded.add(name)
 
     async def _ask_to_load(self, name: str, path: str) -> Any:
-        """Have the server fetch a version, or read it where it does not fetch."""
+        """Let the server fetch a version, or read it if it does not fetch."""
         if self.versions is not None and not self.from_files:
             try:
                 location = await asyncio.to_thread(self.versions.location, name, self.url)
@@ -172,7 +173,7 @@ class Replica:
         return await self.server.request(self.dialect.load(name, path), self.clocks.load)
 
     async def _read_instead(self, name: str, path: str, refused: ServerRefused) -> Any:
-        """Have the server read a version that it did not fetch, and all later ones; where it cannot, it fetches again."""
+        """After a failed fetch, let the server read this and all later versions. If that fails too, it fetches again."""
         try:
             answer = await self.server.request(self.dialect.load(name, path), self.clocks.load)
         except ServerRefused as error:
@@ -185,10 +186,10 @@ class Replica:
         return answer
 
     async def unload(self, name: str) -> None:
-        """Unload a version; one that is not there is fine.
+        """Unload a version; a missing one is no error.
 
         Raises:
-            EngineError: it stays, and why.
+            EngineError: it stays loaded; the message says why.
         """
         try:
             if self._agent is None:
@@ -208,16 +209,16 @@ class Replica:
         try:
             logprobs = self.dialect.scores(answer, wanted)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ServerFault(f"{self.url} scored a prompt with something else: {error!r}") from error
+            raise ServerFault(f"{self.url} returned an invalid score: {error!r}") from error
         if len(logprobs) != len(wanted) - 1 or not all(map(_is_logprob, logprobs)):
-            raise ServerFault(f"{self.url} scored {len(wanted)} tokens with {logprobs}")
+            raise ServerFault(f"{self.url} returned {logprobs} as logprobs of {len(wanted)} tokens")
         return np.array([0.0, *logprobs], np.float32)
 
     async def top_logprobs(self, token_ids: IntArray, model: str | None, k: int) -> TopTokens:
-        """The k likeliest tokens [T, k] of each place, best first, and their logprobs at temperature 1; the first place has 0.
+        """The k most likely tokens [T, k] and their logprobs at temperature 1, best first; position 0 has zeros.
 
         Raises:
-            ServerRefused: it tells fewer of them.
+            ServerRefused: the server returns fewer of them.
         """
         request = self.dialect.top(token_ids.tolist(), model, self.facts.base, k)
         answer = await self.server.request(request, self.clocks.request)
@@ -226,16 +227,16 @@ class Replica:
             ids = np.array([[token for token, _ in place] for place in places], np.int32).reshape(len(token_ids) - 1, k)
             logprobs = np.array([[logprob for _, logprob in place] for place in places], np.float32).reshape(ids.shape)
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-            raise ServerFault(f"{self.url} told other likeliest tokens than it was asked for: {error!r}") from error
+            raise ServerFault(f"{self.url} returned invalid top logprobs: {error!r}") from error
         return np.pad(ids, ((1, 0), (0, 0))), np.pad(logprobs, ((1, 0), (0, 0)))
 
     async def complete(self, ask: Ask) -> AsyncGenerator[Piece, None]:
-        """One completion: its tokens as they come where `ask.stream`, otherwise at once.
+        """One completion: tokens as they arrive with `ask.stream`, otherwise all at once.
 
         Raises:
-            ServerGone: the server went before the end; pieces that came are good.
-            ServerRefused: an error, with what was said.
-            ServerFault: an answer that cannot be right.
+            ServerGone: the server left before the end; earlier pieces are valid.
+            ServerRefused: an error status, with the server's message.
+            ServerFault: an invalid answer.
         """
         request, reading = self.dialect.generate(ask, self.facts.base), _Reading(self, ask)
         size = len(ask.token_ids) + ask.max_tokens
@@ -254,7 +255,7 @@ class Replica:
 
 
 class _Reading:
-    """Takes the answers to one ask and lets nothing through that cannot be right."""
+    """Reads the answers to one request, and rejects invalid ones."""
 
     def __init__(self, replica: Replica, ask: Ask) -> None:
         self._replica, self._ask = replica, ask
@@ -262,7 +263,7 @@ class _Reading:
         self._finish: str | None = None
 
     def take(self, answer: Any) -> Piece | None:
-        """New tokens of an answer or event."""
+        """The new tokens of an answer or event."""
         piece = self._read(answer)
         if piece is None:
             return None
@@ -308,7 +309,7 @@ class _Reading:
         try:
             return self._replica.dialect.piece(answer)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise self._fault(f"gave an answer of another form: {error!r}") from error
+            raise self._fault(f"returned an answer of unknown form: {error!r}") from error
 
     def _fault(self, what: str) -> ServerFault:
         return ServerFault(f"{self._replica.url} {what} (request {self._ask.id})")
@@ -319,7 +320,7 @@ def _is_token(value: Any, vocabulary: int) -> bool:
 
 
 def _is_logprob(value: Any) -> bool:
-    return isinstance(value, int | float) and -9990.0 < value <= 1e-4  # vLLM says −9999 where it has none
+    return isinstance(value, int | float) and -9990.0 < value <= 1e-4  # vLLM returns −9999 for missing logprobs
 
 
 async def again(
@@ -328,7 +329,7 @@ async def again(
     wait: float,
     give_up: tuple[type[EngineError], ...] = (),
 ) -> Result:
-    """Repeat what fails, waiting twice as long each time; what `give_up` names is not repeated."""
+    """Retry an attempt, doubling the wait each time; errors in `give_up` are raised at once."""
     for number in range(times):
         try:
             return await attempt()

@@ -1,4 +1,4 @@
-"""The parent's end of a sampling process: start it, hand it versions and requests, and know when it is gone."""
+"""The parent's side of a sampling process: starts it, sends versions and requests, and detects its end."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Outcome = Chunk | Exception
 
 
 class SamplerLink:
-    """One sampling process. It takes requests once it has loaded the base and has proved to compute the same bits."""
+    """One sampling process. It takes requests once it has loaded the base and computed the same fingerprint as the parent."""
 
     def __init__(self, load: m.LoadSampler, fingerprint: str, busy: BusyTime, share: float, log: Path | None) -> None:
         """Start the process; it loads in the background.
 
         Args:
             load: base and limits.
-            fingerprint: what `LoraModel.fingerprint` gives here.
-            busy: where the process's time is added.
-            share: what one second of it counts for.
-            log: where its errors go; thrown away without one.
+            fingerprint: result of `LoraModel.fingerprint` here.
+            busy: receives the process's time.
+            share: weight of its seconds in `busy`.
+            log: file for its errors; discarded if None.
         """
         self._fingerprint, self._busy, self._share = fingerprint, busy, share
         self._lock = threading.Lock()
@@ -48,9 +48,9 @@ class SamplerLink:
         self._closing = self._held = False
         self.ready = False
         self.on_ready: Callable[[], None] = lambda: None
-        """Called once, in another thread, when it takes requests."""
+        """Called once, in another thread, when it is ready for requests."""
         self.seconds = 0.0
-        """Time in which the process sampled, as it told so far."""
+        """Seconds in which the process sampled, as reported so far."""
         self.note = ""
         """Why the process does not take part, for a person."""
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -70,20 +70,20 @@ class SamplerLink:
     # --- to the process ---------------------------------------------------------------------------------------------
 
     def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
-        """Make a version servable there."""
+        """Make a version available there."""
         with self._lock:
             self._versions[ref] = weights
             if self.ready:
                 self._outbox.put((ref, weights))
 
     def unload(self, ref: AdapterRef) -> None:
-        """Let go of a version."""
+        """Drop a version."""
         with self._lock:
             if self._versions.pop(ref, None) is not None and self.ready:
                 self._outbox.put(m.Unload(ref))
 
     def hold(self) -> None:
-        """Let the process rest after the tokens under way, or as soon as it is ready: its core is wanted for something else."""
+        """Let the process rest after its current tokens, or once it is ready, because its core is needed elsewhere."""
         self._rest(held=True)
 
     def go(self) -> None:
@@ -97,7 +97,7 @@ class SamplerLink:
                 self._outbox.put(m.Hold() if held else m.Go())
 
     def abort(self, name: str) -> None:
-        """End one request, or every request of a job."""
+        """Abort one request, or every request of a job."""
         if self.ready:
             self._outbox.put(m.Abort(name))
 
@@ -112,7 +112,7 @@ class SamplerLink:
         with self._lock:
             if not self.ready:
                 raise DeviceError(self.note or "the sampling process is not ready")
-            key = next(self._keys)  # ids may repeat
+            key = next(self._keys)  # request ids may repeat
             self._open[key] = (asyncio.get_running_loop(), chunks)
         self._outbox.put(m.SampleRequest(key, request))
         left = len(request.seeds)
@@ -130,9 +130,9 @@ class SamplerLink:
                 self.abort(request.id)
 
     def close(self) -> None:
-        """End the process, by its own id."""
+        """End the process."""
         self._closing, loaded, self.ready = True, self.ready, False
-        if not loaded:  # it does not read yet, or no longer
+        if not loaded:  # it does not read messages now
             self._process.kill()
         self._outbox.put(None)
         self._writer.join(END_SECONDS)
@@ -142,26 +142,26 @@ class SamplerLink:
         self._files.cleanup()
 
     def _write(self) -> None:
-        """In a thread of its own, so that publishing costs its caller nothing; messages keep their order."""
+        """Runs in its own thread, so that publishing does not block the caller; messages keep their order."""
         while (message := self._outbox.get()) is not None:
             sent = self._version(*message) if isinstance(message, tuple) else message
             if sent is not None:
                 self._process.send(sent)
 
     def _version(self, ref: AdapterRef, weights: AdapterWeights) -> m.Install | None:
-        """Put a version's bytes into a file, which the process deletes once it has read it; None where that fails."""
+        """Write a version's bytes to a file that the process deletes after reading; None on failure."""
         self._n_files += 1
         path = Path(self._files.name) / str(self._n_files)
         try:
             weights.flat.view(torch.uint8).numpy().tofile(path)
         except OSError as error:
-            self._dismiss(f"a sampling process cannot be handed an adapter ({error}); sampling goes on without it")
+            self._dismiss(f"a sampling process cannot receive an adapter ({error}); sampling continues without it")
             return None
         layout = weights.layout
         return m.Install(ref, str(path), layout.rank, layout.paths, weights.scaling)
 
     def _dismiss(self, note: str) -> None:
-        """End a process that is of no use; what it had begun is told by the reader."""
+        """Kill a process that cannot be used; the reader thread fails its requests."""
         self.note, self.ready = note, False
         self._process.kill()
 
@@ -172,7 +172,7 @@ class SamplerLink:
             self._handle(message)
         with self._lock:
             if not self._closing:
-                self.note = self.note or "a sampling process ended unexpectedly; sampling goes on without it"
+                self.note = self.note or "a sampling process ended unexpectedly; sampling continues without it"
             self.ready = False
             waiting = list(self._open)
         for key in waiting:
@@ -181,7 +181,7 @@ class SamplerLink:
     def _begin(self, fingerprint: str) -> None:
         with self._lock:
             if fingerprint != self._fingerprint:
-                self._dismiss("a sampling process computes other bits than this one, so it is not used")
+                self._dismiss("a sampling process computes different bits than this one, so it is not used")
             for ref, weights in self._versions.items():
                 if not self.note:
                     self._outbox.put((ref, weights))

@@ -1,4 +1,4 @@
-"""What passes between a sampling process and its parent."""
+"""Messages between a sampling process and its parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from motet.types import AdapterRef, Chunk, GenerateRequest
 
 
 class LoadSampler(ChannelMessage, frozen=True):
-    """The first message: the base, as `load_base` takes it."""
+    """The first message: the base, with the arguments of `load_base`."""
 
     base: str
     dtype: str
@@ -22,45 +22,45 @@ class LoadSampler(ChannelMessage, frozen=True):
     trust_remote_code: bool
     numerics: Literal["exact", "fast"]
     limits: dict[str, int]
-    """Of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`, `kept_tokens`, `host_kv_bytes`."""
+    """Limits of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`, `kept_tokens`, `host_kv_bytes`."""
     speculate: bool = True
     kernels: NamedKernels = "torch"
     files: str = ""
-    """The directory of the adapters' bytes, which the process removes at its end."""
+    """Directory of adapter bytes; the process deletes it when it ends."""
 
 
 class SampleRequest(ChannelMessage, frozen=True):
-    """A request; its answers repeat the key, for ids may repeat."""
+    """A request; answers repeat the key, because request ids may not be unique."""
 
     key: int
     request: GenerateRequest
 
 
 class Abort(ChannelMessage, frozen=True):
-    """End one request, or every request of a job."""
+    """Abort one request, or every request of a job."""
 
     name: str
 
 
 class Install(ChannelMessage, frozen=True):
-    """Make a version servable."""
+    """Make a version available."""
 
     ref: AdapterRef
     file: str
-    """Its bytes; deleted once they are read."""
+    """File with its bytes; deleted after reading."""
     rank: int
     paths: list[str]
     scaling: float
 
 
 class Unload(ChannelMessage, frozen=True):
-    """Let go of a version."""
+    """Drop a version."""
 
     ref: AdapterRef
 
 
 class Hold(ChannelMessage, frozen=True):
-    """Rest after the tokens under way."""
+    """Rest after the current tokens."""
 
 
 class Go(ChannelMessage, frozen=True):
@@ -85,7 +85,7 @@ class SamplerFailed(ChannelMessage, frozen=True):
 
 
 class Busy(ChannelMessage, frozen=True):
-    """What was done since the last time."""
+    """Work done since the last report."""
 
     decode: float
     """Seconds."""
@@ -94,7 +94,7 @@ class Busy(ChannelMessage, frozen=True):
     parts: dict[str, int]
     """Microseconds by job."""
     drafted: int = 0
-    """Drafts that were checked."""
+    """Drafted tokens that were checked."""
     accepted: int = 0
 
 
@@ -106,14 +106,14 @@ class Chunks(ChannelMessage, frozen=True):
 
 
 class RequestRefused(ChannelMessage, frozen=True):
-    """A request can never be served."""
+    """The request can never be served."""
 
     key: int
     reason: str
 
 
 class Broken(ChannelMessage, frozen=True):
-    """A request cannot be served here."""
+    """The request cannot be served in this process."""
 
     key: int
     reason: str

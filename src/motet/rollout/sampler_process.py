@@ -1,8 +1,8 @@
-"""A second place to sample, in a process of its own: the same base, the same engine, one torch thread.
+"""A sampling process: the same base and engine as in the parent, with one torch thread.
 
-Two Python threads that each make thousands of small torch calls a second spend their time handing the interpreter's lock
-to each other; two processes do not. The parent (`motet.rollout.sampler_link`) sends messages over the channel; the
-process ends when its input does, also when the parent dies.
+Two Python threads that each make thousands of small torch calls per second contend for the interpreter's lock; two
+processes do not. The parent (`motet.rollout.sampler_link`) sends messages over the channel. The process ends when its
+input ends, also when the parent dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BUSY_SECONDS = 0.5
 
 
 class SamplerProcess:
-    """Answers the parent's messages in the order they come."""
+    """Handles the parent's messages in order."""
 
     def __init__(self, load: m.LoadSampler, parent: Parent[m.ToSampler]) -> None:
         self._parent = parent
@@ -53,7 +53,7 @@ class SamplerProcess:
         self._tasks: set[asyncio.Task[None]] = set()
         self._sent: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
         self._sent_drafts = (0, 0)
-        """Seconds of decoding, with a full batch, and microseconds by job, as far as the parent knows."""
+        """Seconds of decoding, seconds with a full batch, and microseconds by job that were already reported."""
 
     async def serve(self) -> None:
         """Handle messages until the input ends."""
@@ -64,7 +64,7 @@ class SamplerProcess:
         reporting.cancel()
 
     def handle(self, message: m.ToSampler) -> None:
-        """Begin what one message asks. Nothing is waited for: the message that lets the device go on may be the next."""
+        """Start the work of one message. Never waits: the next message may be the one that lets the device continue."""
         match message:
             case m.SampleRequest():
                 self._begin(self._generate(message.key, message.request))
@@ -91,17 +91,17 @@ class SamplerProcess:
             self._send_busy()
         except EngineError as error:
             self._parent.send(m.RequestRefused(key, str(error)))
-        except Exception as error:  # whatever went wrong here need not go wrong in the parent, which samples it then
+        except Exception as error:  # the parent samples this request itself then
             self._parent.send(m.Broken(key, f"{type(error).__name__}: {error}"))
 
     async def _report_busy(self) -> None:
-        """Say twice a second what was done; of short requests it is said when they end."""
+        """Report finished work twice a second; short requests report when they end."""
         while True:
             await asyncio.sleep(_BUSY_SECONDS)
             self._send_busy()
 
     def _send_busy(self) -> None:
-        """Say what was done since the last time, where something was."""
+        """Report the work since the last report, if there was any."""
         (decode, full, before), (drafted, accepted) = self._sent, self._sent_drafts
         busy = self.device.busy
         seconds, sampled, _ = busy.read()
@@ -135,8 +135,8 @@ def main() -> None:
     except MotetError as error:
         parent.send(m.SamplerFailed(str(error)))
     finally:
-        shutil.rmtree(load.files, ignore_errors=True)  # a parent that was killed leaves them behind
-    os._exit(0)  # what is still being sampled has nobody left to read it
+        shutil.rmtree(load.files, ignore_errors=True)  # a killed parent leaves them behind
+    os._exit(0)  # nothing reads what is still being sampled
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sequences on their way through the embedded engine: tokens so far, text, and when to stop."""
+"""Prompts and sequences in the embedded engine: tokens, text and stopping."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from motet.types import Chunk, FinishReason, GenerateRequest
 
 Emit = Callable[[Chunk | Exception], None]
 _TAIL = 16
-"""Tokens beyond a stop string's own bytes that are decoded to look for it."""
+"""Tokens beyond a stop string's own bytes that are decoded to find it."""
 
 
 @dataclass(eq=False)
@@ -30,11 +30,11 @@ class Prompt:
     """Completions not yet admitted for the first time."""
     blocks: list[int] = field(default_factory=list)
     slot: int = 0
-    """Of its states after the last token."""
+    """Slot of its states after the last token."""
     copy: HostCopy | None = None
-    """Of what it had in the cache, once it has given way."""
+    """Host copy of its cache, after it was preempted."""
     logits: Any = None
-    """Of the last prompt token, [1, V], from prefill until the last completion is admitted."""
+    """Logits of the last prompt token, [1, V], from prefill until the last completion is admitted."""
 
 
 @dataclass(eq=False)
@@ -49,13 +49,13 @@ class SampledSequence:
     blocks: list[int] = field(default_factory=list)
     slot: int = 0
     copy: HostCopy | None = None
-    """Of what it had in the cache, once it was preempted."""
+    """Host copy of its cache, after it was preempted."""
     finish: FinishReason | None = None
     error: str = ""
     grammar: Grammar | None = None
-    """Where it stands in it."""
+    """Its state in the grammar."""
     tick: int = 0
-    """The last one that it had a token of."""
+    """The last tick that gave it a token."""
     sent_tokens: int = 0
     sent_text: int = 0
 
@@ -65,11 +65,11 @@ class SampledSequence:
         return len(self.prompt.request.prompt_ids) + len(self.tokens)
 
     def read_ids(self) -> list[int]:
-        """Everything a prefill after preemption has to read again."""
+        """Prompt and completion tokens, which a prefill after preemption reads again."""
         return [*self.prompt.request.prompt_ids.tolist(), *self.tokens]
 
     def append(self, token: int, logprob: float, usable: bool, decode: Callable[[list[int]], str]) -> None:
-        """Take a drawn token and decide whether the completion ends."""
+        """Append a drawn token and check whether the completion ends."""
         sampling = self.prompt.request.sampling
         if not usable:
             self.finish = FinishReason.ERROR
@@ -91,7 +91,7 @@ class SampledSequence:
         return any(stop in tail for stop in stops) and any(stop in decode(self.tokens) for stop in stops)
 
     def chunk(self, decode: Callable[[list[int]], str]) -> Chunk:
-        """What has not been delivered yet; text that may turn out to begin a stop string is held back until the end."""
+        """The undelivered part; text that may begin a stop string is held back until the end."""
         request = self.prompt.request
         version = -1 if request.adapter is None else request.adapter.version
         new = slice(self.sent_tokens, len(self.tokens))
@@ -111,11 +111,11 @@ class SampledSequence:
 
 
 def tenant_of(item: Prompt | SampledSequence) -> str:
-    """Whose it is."""
+    """The item's tenant."""
     return (item if isinstance(item, Prompt) else item.prompt).request.tenant
 
 
 def aborted(index: int) -> Chunk:
-    """The end of a completion that never began."""
+    """The final chunk of a completion that never began."""
     nothing = np.empty(0, np.int32)
     return Chunk(index, nothing, np.empty(0, np.float32), nothing, "", FinishReason.ABORT)

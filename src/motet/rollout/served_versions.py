@@ -1,4 +1,4 @@
-"""Which versions servers hold: written once, loaded where their job is at home, handed to others before they are asked."""
+"""The versions that servers hold: written once, loaded on their job's home servers, and on other servers before a request."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from motet.types import ADAPTER_FILES, AdapterRef, FloatArray, IntArray
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
-"""How often a server that refuses is asked to load or unload a version."""
+"""Attempts to load or unload a version on a server that refuses."""
 _LOSSES = 5
-"""How often a version is handed over when connections are lost; waiting for a server that is away does not count."""
+"""Attempts after lost connections; waiting for a server that is away does not count."""
 
 
 class Homes:
-    """The servers that each adapter is at home on: so many that all have work, those with the fewest other adapters.
+    """Home servers of each adapter: enough to keep all servers busy, those with the fewest other adapters first.
 
-    They are found again at each publish, so that they spread as adapters and servers come and go.
+    Chosen again at each publish, so that adapters spread as adapters and servers come and go.
     """
 
     def __init__(self) -> None:
         self._of: dict[str, frozenset[str]] = {}
         self._adapters: Counter[str] = Counter()
-        """By URL: how many adapters are at home there."""
+        """Number of adapters at home on each server, by URL."""
 
     def find(self, adapter: str, urls: Sequence[str], away: Container[str] = ()) -> frozenset[str]:
-        """Those of these servers where the next version of an adapter is at home.
+        """The home servers for an adapter's next version.
 
-        Fewer adapters than servers share the servers out among them; of more, each has one. Servers that are away come last,
-        and are handed the version when they are back.
+        With fewer adapters than servers, the servers are divided among them; with more, each adapter has one home.
+        Servers that are away come last and receive the version when they are back.
         """
         before = self._of.get(adapter, frozenset())
         self.leave(adapter)
@@ -54,31 +54,31 @@ class Homes:
         return homes
 
     def leave(self, adapter: str) -> None:
-        """An adapter has no version any more."""
+        """Remove an adapter that has no version left."""
         self._adapters.subtract(self._of.pop(adapter, ()))
 
 
 @dataclass
 class _Version:
-    """A version as this engine knows it."""
+    """A loaded version and its homes."""
 
     path: Path
     homes: frozenset[str] = frozenset()
-    """URLs of the replicas that it is loaded on before it is announced."""
+    """URLs of the replicas that load it before it is announced."""
     probe: tuple[IntArray, FloatArray] | None = None
-    """What was answered first; a replica that gets the version later has to agree."""
+    """Token ids and logprobs of its first probe; a replica that loads the version later must agree."""
 
 
 class ServedVersions:
     """The versions of a run on its servers."""
 
     def __init__(self, files: VersionFiles, tolerance: float, run_id: str) -> None:
-        """Nothing is on a server yet.
+        """Start without versions.
 
         Args:
             files: where versions are written.
             tolerance: largest mean difference between two replicas' logprobs of one probe.
-            run_id: the part of served names that says whose they are; those that nobody knows are unloaded.
+            run_id: marks this run's names on servers; unknown names with it are unloaded.
         """
         self._files, self._tolerance, self._run_id = files, tolerance, run_id
         self._versions: dict[AdapterRef, _Version] = {}
@@ -87,14 +87,14 @@ class ServedVersions:
         self._unloading: set[asyncio.Task[None]] = set()
 
     def __contains__(self, ref: object) -> bool:
-        """Whether requests may ask for it."""
+        """Whether requests may use this version."""
         return ref in self._versions
 
     async def take(self, ref: AdapterRef, write: Callable[[Path], None], fleet: Fleet) -> None:
-        """Write a version into a directory of its own and load it on every replica where its job is at home.
+        """Write a version to its directory and load it on all home replicas.
 
         Raises:
-            EngineError: it could not be written, no replica took it, or one refused it, and why.
+            EngineError: writing failed, no replica loaded it, or one refused it; the message says why.
         """
         if ref in self._versions:
             raise EngineError(f"version {ref.version} of adapter {ref.name!r} is loaded already")
@@ -103,10 +103,10 @@ class ServedVersions:
             try:
                 with self._files.write_draft(ref.served_name) as directory:
                     write(directory)
-            except OSError as error:  # of another disk than the run's: nobody is to wait for room there
+            except OSError as error:  # another disk than the run's: do not wait for room there
                 raise EngineError(
                     f"version {ref.version} of adapter {ref.name!r} could not be written to {self._files.directory} "
-                    f"(rollout.directory): {error}; make room there, or name another directory"
+                    f"(rollout.directory): {error}; free space there, or name another directory"
                 ) from error
 
         writing = asyncio.create_task(asyncio.to_thread(staged))
@@ -123,7 +123,7 @@ class ServedVersions:
             raise
 
     async def _hand_to_all(self, ref: AdapterRef, fleet: Fleet) -> None:
-        """One server that has it is enough: the others are handed it before their first request for it."""
+        """Load a version on its homes; one success is enough, others load it before their first request."""
         clock = asyncio.get_running_loop().time
         for loss in range(_LOSSES):
             await fleet.wait()
@@ -147,19 +147,19 @@ class ServedVersions:
             await asyncio.sleep(clocks.retry * 2**loss)
 
     def places(self, ref: AdapterRef, fleet: Fleet) -> list[Replica]:
-        """Where a version has to answer: those of its homes that are up; of the others only one, where no home is."""
+        """Replicas that must answer with a version: its homes that are up, otherwise any one replica."""
         return [replica for replica in fleet.up if self.near(ref, replica)] or fleet.up[:1]
 
     def near(self, ref: AdapterRef, replica: Replica) -> bool:
-        """Whether a request for a version costs a replica no load: its job is at home there, or it was handed it before."""
+        """Whether a request needs no load on this replica: it is a home, or the version is loaded."""
         version = self._versions.get(ref)
         return ref.served_name in replica.loaded or (version is not None and replica.url in version.homes)
 
     async def hand(self, replica: Replica, ref: AdapterRef) -> None:
-        """See that a replica has a version, and answers it as the others did, before it is asked for it.
+        """Ensure that a replica has a version and answers its probe like the others.
 
         Raises:
-            EngineError: it cannot be loaded there, and why.
+            EngineError: it cannot be loaded there; the message says why.
         """
         name, version = ref.served_name, self._versions.get(ref)
         if version is None:
@@ -174,12 +174,12 @@ class ServedVersions:
                 if not gap <= self._tolerance:
                     replica.loaded.discard(name)
                     raise ServerFault(
-                        f"{replica.url} answers version {ref.version} of {ref.name!r} otherwise than when it was "
+                        f"{replica.url} answers version {ref.version} of {ref.name!r} differently than when it was "
                         f"published: logprobs of the probe differ by {gap:.3g} on average"
                     )
 
     async def _load(self, replica: Replica, name: str, path: Path) -> None:
-        """A path that a server does not see yet may be on its way there, through a file system of the network."""
+        """Load a version; retry while its path may not have reached the server through a network file system."""
         clock = asyncio.get_running_loop().time
         late = clock() + replica.clocks.load
         while True:
@@ -192,27 +192,27 @@ class ServedVersions:
                 await asyncio.sleep(replica.clocks.look)
 
     def probed(self, ref: AdapterRef, token_ids: IntArray, logprobs: FloatArray) -> None:
-        """Remember what servers answered first."""
+        """Store the first probe of a version."""
         version = self._versions.get(ref)
         if version is not None and version.probe is None:
             version.probe = (token_ids, logprobs)
 
     def drop(self, ref: AdapterRef, fleet: Fleet) -> None:
-        """Let go of a version: in the background, and a server that does not is no reason to stop."""
+        """Unload a version in the background; a server that fails to is not an error."""
         if self._versions.pop(ref, None) is not None:
             if all(other.name != ref.name for other in self._versions):
                 self._homes.leave(ref.name)
             self._later(self._unload(ref, fleet))
 
     async def tidy(self, replica: Replica, *perhaps: str) -> None:
-        """Unload what of this run nobody asks for any more: also what an earlier attempt left, or what would not go before.
+        """Unload unneeded versions of this run, including those of earlier attempts and failed unloads.
 
         Args:
             replica: where.
-            perhaps: names that may be there although nobody knows, because a load was not answered.
+            perhaps: names that may be loaded there because a load got no answer.
 
         Raises:
-            EngineError: something stays, and why.
+            EngineError: something stays loaded; the message says why.
         """
         current = {ref.served_name for ref in self._versions}
         for name in sorted(replica.loaded.union(replica.left, perhaps) - current):
@@ -220,7 +220,7 @@ class ServedVersions:
                 await again(lambda name=name: replica.unload(name), _ATTEMPTS, replica.clocks.retry)  # type: ignore[misc]
 
     async def close(self) -> None:
-        """Finish unloading and remove the files that are not kept."""
+        """Finish unloading and delete the files that are not kept."""
         if self._unloading:
             _, late = await asyncio.wait(self._unloading, timeout=10.0)
             for task in late:
@@ -234,14 +234,14 @@ class ServedVersions:
         task.add_done_callback(self._unloading.discard)
 
     async def _forget(self, ref: AdapterRef, writing: asyncio.Task[None]) -> None:
-        """A publish was cancelled, but its thread cannot be: what it writes goes when it is there."""
+        """Delete the files of a cancelled publish after its thread, which cannot be cancelled, has written them."""
         await asyncio.gather(writing, return_exceptions=True)
         self._files.retire(ref.served_name)
 
     async def _unload(self, ref: AdapterRef, fleet: Fleet) -> None:
         for replica in fleet.up:
             if self._loading.pop((replica.url, ref.served_name), None) is None:
-                continue  # nobody has asked it to load this
+                continue  # never loaded there
             try:
                 await self.tidy(replica, ref.served_name)
             except EngineError as error:

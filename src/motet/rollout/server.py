@@ -1,9 +1,8 @@
-"""Sampling on servers: vLLM or SGLang, one or several replicas, reached over HTTP.
+"""Sampling on servers: vLLM or SGLang, one or several replicas, over HTTP.
 
-A version is loaded where its job is at home before it is announced, and a request goes whole to the home with the fewest
-outstanding tokens. When all homes are full it goes elsewhere: there, as to a replica that was away, the version is handed
-over first and has to answer the probe as before. What a replica leaves undone is asked of another, or of the same one when it
-is back.
+A version is loaded on its job's home replicas before it is announced. A request goes to the home with the fewest
+outstanding tokens. If all homes are full it goes to another replica, which first loads the version and must answer the
+probe as before. Work that a replica leaves undone goes to another replica, or to the same one when it is back.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ from motet.types import (
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 5
-"""How often a completion is asked for when answers fail; waiting for a replica that is away does not count."""
+"""Attempts for a completion when answers fail; waiting for a replica that is away does not count."""
 _BUSY = (408, 425, 429)
-"""Refusals that pass."""
+"""Status codes of temporary refusals."""
 _NO_CALLS = (
-    "asks for an answer that keeps to a schema or calls a tool (response_format with tools); servers keep to a schema alone: "
-    "leave the tools or response_format out, or sample on the embedded engine"
+    "asks for an answer that follows a schema or calls a tool (response_format with tools); servers support a schema only: "
+    "remove the tools or response_format, or sample on the embedded engine"
 )
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What jobs need of each server at a time."""
+    """Capacity that the jobs need on each server."""
 
     adapters: int
     versions: int
@@ -64,31 +63,31 @@ class Demand:
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What requests have to keep to, and how long they wait."""
+    """Limits for requests, and wait times."""
 
     rows: int
-    """Completions in flight on one replica."""
+    """Concurrent completions per replica."""
     vocabulary: int
     max_positions: int
     wanted: Demand
     tolerance: float
     """Largest mean difference between two replicas' logprobs of one probe."""
     wait_seconds: float
-    """Seconds to wait for a replica when none is there."""
+    """Longest wait for a replica if none is up."""
 
 
 @dataclass(eq=False)
 class _Open:
-    """A request under way, with all its completions on one replica."""
+    """A running request, with all its completions on one replica."""
 
     request: GenerateRequest
     replica: Replica | None = None
     tasks: tuple[asyncio.Task[None], ...] = ()
     limits: list[anyio.CancelScope] = field(default_factory=list)
-    """End the tasks; anyio's, which a client that cleans up is shielded from (see `Replica`)."""
+    """Cancel the tasks. These are anyio scopes because httpx shields its cleanup from them (see `ServerConnection`)."""
     aborted: bool = False
     failed: set[str] = field(default_factory=set)
-    """Replicas that failed it: others come first."""
+    """Replicas that failed it; others are preferred."""
 
 
 class ServerEngine:
@@ -103,15 +102,15 @@ class ServerEngine:
         bounds: ServerLimits,
         run: str,
     ) -> None:
-        """Nothing is asked of a server before `ready`.
+        """Send nothing to a server before `ready`.
 
         Args:
             replicas: the servers.
-            processes: those that are started here, by URL.
+            processes: servers started here, by URL.
             files: where versions are written for them.
-            decode: text of completion tokens.
-            bounds: what requests have to keep to.
-            run: the part of served names that says whose they are.
+            decode: converts completion tokens to text.
+            bounds: limits for requests.
+            run: marks this run's names on servers.
         """
         self.fleet = Fleet(replicas, processes, bounds.wait_seconds, self._welcome)
         self._versions = ServedVersions(files, bounds.tolerance, run)
@@ -121,7 +120,7 @@ class ServerEngine:
 
     @property
     def capacity(self) -> int:
-        """Completions in flight on all replicas."""
+        """Concurrent completions on all replicas."""
         return self._bounds.rows * len(self.fleet.replicas)
 
     def loads(self) -> list[ServerLoad]:
@@ -132,12 +131,12 @@ class ServerEngine:
         """Wait until a server answers.
 
         Raises:
-            EngineError: none does, or none has room for the jobs; with what to change.
+            EngineError: none answers, or none has room for the jobs; the message says what to change.
         """
         await self.fleet.wait()
 
     async def _welcome(self, replica: Replica) -> None:
-        """Refuse a server that has no room for the jobs; unload what an earlier attempt of this run left there."""
+        """Reject a server without room for the jobs; unload versions of earlier attempts of this run."""
         facts, wanted, settings = replica.facts, self._bounds.wanted, replica.dialect.settings
         for needed, has, setting, what in (
             (wanted.adapters, facts.max_loras, settings.max_loras, "adapters in one batch"),
@@ -151,20 +150,20 @@ class ServerEngine:
         try:
             await self._versions.tidy(replica)
         except EngineError as error:
-            _log.warning("something of an earlier attempt stays loaded: %s", error)
+            _log.warning("a version of an earlier attempt stays loaded: %s", error)
 
     # --- versions ---------------------------------------------------------------------------------------------------------
 
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
-        """Make a version servable from a PEFT directory, which may go afterwards."""
+        """Make a version available from a PEFT directory, which may be deleted afterwards."""
         await self.take(ref, lambda staged: copy_adapter(source, staged))
 
     async def take(self, ref: AdapterRef, write: Callable[[Path], None]) -> None:
-        """Make a version servable that is written into a directory of its own."""
+        """Make a version available that `write` writes into a given directory."""
         await self._versions.take(ref, write, self.fleet)
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
-        """Let go of a version."""
+        """Drop a version."""
         self._versions.drop(ref, self.fleet)
 
     # --- requests ---------------------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ class ServerEngine:
             await asyncio.gather(*opened.tasks, return_exceptions=True)
 
     def _begin(self, opened: _Open, index: int, chunks: asyncio.Queue[Chunk | BaseException]) -> asyncio.Task[None]:
-        """Sample one completion; however that ends, its last chunk or the reason comes."""
+        """Sample one completion; its last chunk or its error always arrives in `chunks`."""
         completion = Completion(opened.request, index, self._decode, self._bounds.vocabulary, self._owner)
 
         limit = anyio.CancelScope()
@@ -217,7 +216,7 @@ class ServerEngine:
     async def _sample(
         self, opened: _Open, completion: Completion, chunks: asyncio.Queue[Chunk | BaseException]
     ) -> None:
-        """Ask until the completion is whole."""
+        """Request until the completion is finished."""
         request, failures = opened.request, 0
         while completion.finish is None:
             replica, mark = await self._choose_replica(opened), completion.mark()
@@ -225,7 +224,7 @@ class ServerEngine:
             try:
                 await self._read(replica, completion, failures, chunks)
                 continue
-            except (ServerGone, ServerRefused) as error:  # what came is good
+            except (ServerGone, ServerRefused) as error:  # received tokens are valid
                 self._trouble(replica, request.adapter, error)
                 completion.settle()
                 failure = error
@@ -245,7 +244,7 @@ class ServerEngine:
     async def _read(
         self, replica: Replica, completion: Completion, failures: int, chunks: asyncio.Queue[Chunk | BaseException]
     ) -> None:
-        """Ask a replica for what is wanted, and tell what comes where that is streamed."""
+        """Request the remaining tokens from a replica, and deliver them as they arrive for streams."""
         request = completion.request
         if request.adapter is not None:
             await self._versions.hand(replica, request.adapter)
@@ -258,23 +257,26 @@ class ServerEngine:
                     chunks.put_nowait(completion.chunk())
 
     def _trouble(self, replica: Replica, adapter: AdapterRef | None, error: ServerGone | ServerRefused) -> None:
-        """Do what a failed request asks for; raises what will not get better."""
+        """React to a failed request; raises errors that a retry cannot fix."""
         if isinstance(error, ServerRefused) and error.status < 500 and error.status not in _BUSY:
             if adapter is None or not replica.dialect.unknown(error.status, error.detail):
                 raise error
-            replica.loaded.discard(adapter.served_name)  # it is handed over again
+            replica.loaded.discard(adapter.served_name)  # it is loaded again
         else:
             self.fleet.doubt(replica)
 
     async def _choose_replica(self, opened: _Open) -> Replica:
         if opened.replica is None or not opened.replica.up:
             chosen = await self.fleet.choose(partial(_order, opened, self._versions, self._bounds.rows))
-            if opened.replica is None or not opened.replica.up:  # another completion of the request may have chosen
+            if opened.replica is None or not opened.replica.up:  # another completion of the request may have chosen one
                 opened.replica = chosen
         return opened.replica
 
     async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
-        """Logprobs [T] of each token at temperature 1, the first 0; all homes answer, of the base all replicas, and agree."""
+        """Logprobs [T] of each token at temperature 1, the first 0.
+
+        All homes (for the base: all replicas) answer and must agree.
+        """
         name = None if adapter is None else adapter.served_name
         answers: dict[str, FloatArray] = {}
         for attempt in range(_ATTEMPTS):
@@ -302,7 +304,7 @@ class ServerEngine:
         return first
 
     async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
-        """The k likeliest tokens [T, k] of each place, best first, and their logprobs at temperature 1; one server answers."""
+        """The k most likely tokens [T, k] and their logprobs at temperature 1, best first; one server answers."""
         name = None if adapter is None else adapter.served_name
         for attempt in range(_ATTEMPTS):
             replica = await self.fleet.choose(
@@ -320,7 +322,7 @@ class ServerEngine:
         raise AssertionError
 
     async def abort(self, name: str) -> None:
-        """End one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
+        """Abort one request, or every request of a job; open completions finish with `abort` and keep their tokens."""
         for opened in self._open:
             if name in (opened.request.id, opened.request.job):
                 opened.aborted = True
@@ -328,7 +330,7 @@ class ServerEngine:
                     limit.cancel()
 
     async def close(self) -> None:
-        """Finish unloading, let go of the servers, and end those that were started here."""
+        """Finish unloading, disconnect, and end the servers that were started here."""
         await self._versions.close()
         await self.fleet.close()
 
@@ -354,18 +356,18 @@ def _refuse(request: GenerateRequest, versions: ServedVersions, bounds: ServerLi
 
 
 def _order(opened: _Open, versions: ServedVersions, rows: int, replica: Replica) -> tuple[bool, ...]:
-    """One that failed it comes last, for it would be idle; before it who is full; before these who had to load first."""
+    """Sort key: replicas that failed the request last, then full ones, then those that must load the version."""
     adapter = opened.request.adapter
     far = adapter is not None and not versions.near(adapter, replica)
     return replica.url in opened.failed, replica.requests >= rows, far
 
 
 class FileSync:
-    """A `WeightSync` for servers: a new version is a PEFT directory that they are told to load."""
+    """A `WeightSync` for servers: a version is a PEFT directory that they load."""
 
     def __init__(self, engine: ServerEngine, trainer: Trainer) -> None:
         self._engine, self._trainer = engine, trainer
 
     async def publish(self, name: str, ref: AdapterRef) -> None:
-        """Make the trainer's current weights of adapter `name` servable under this reference."""
+        """Make the trainer's current weights of adapter `name` available under this reference."""
         await self._engine.take(ref, lambda staged: self._trainer.save_adapter(name, staged, optimizer=False))

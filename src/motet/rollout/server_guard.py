@@ -1,6 +1,6 @@
-"""Runs a command until it ends or this program's own input does; then ends the command and everything it started.
+"""Runs a command until it ends or this program's own input ends; then ends the command and its child processes.
 
-Uses the standard library alone, so that it starts in a blink.
+Uses only the standard library, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 
 END_SECONDS = 10.0
-"""Between asking the command to end and making it."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 def main(command: list[str]) -> int:
@@ -37,11 +37,11 @@ def _end_with_input(child: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + END_SECONDS
     while child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # the guard too: it leads the group
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # kills the guard too: it leads the group
 
 
 def _signal_others(number: signal.Signals) -> None:
-    """Signal every other process of the group, which the command may have left behind."""
+    """Signal every other process of the group, including ones that the command left behind."""
     own = os.getpid()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):

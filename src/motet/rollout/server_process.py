@@ -1,7 +1,7 @@
-"""A server that Motet starts: on a free port, its output in a log, started again when it dies, ended by its own id.
+"""A server that Motet starts: on a free port, with its output in a log, restarted when it dies.
 
-It runs under a guard, a small process that ends the server and all its children when its own input does: nothing is left
-behind, also when this process is killed.
+It runs under a guard, a small process that ends the server and all its children when the guard's input ends. So nothing
+is left behind, even if this process is killed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from motet.errors import EngineError
 
 _END_SECONDS = 15.0
 _STARTS_IN_VAIN = 3
-"""In a row, without an answer between them, after which a server is given up."""
+"""Starts in a row without an answer after which a server is given up."""
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
+    """A TCP port that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -34,7 +34,7 @@ class ServerProcess:
     """One server process and its guard."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
-        """Nothing is started yet."""
+        """Create it without starting."""
         self._command, self._env, self._log = list(command), dict(env), log
         self._process: subprocess.Popen[bytes] | None = None
         self._answered = False
@@ -44,39 +44,39 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether it is running."""
         return self._process is not None and self._status() is None
 
     @property
     def pid(self) -> int:
-        """Of the guard, which leads the server's process group."""
+        """Process id of the guard, which leads the server's process group."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def hopeless(self) -> bool:
-        """Whether it ended again and again before it had answered once."""
+        """Whether it ended repeatedly without ever answering."""
         return self._in_vain >= _STARTS_IN_VAIN
 
     def answered(self) -> None:
-        """It answered somebody since its last start."""
+        """Record that it has answered since its last start."""
         self._answered = True
 
     @property
     def ending(self) -> str:
-        """How it ended, and the last lines that it wrote."""
+        """Its exit status and the last lines of its output."""
         status = None if self._process is None else self._status()
         lines: list[str] = []
         with contextlib.suppress(OSError):
             lines = [line for line in self._log.read_text(errors="replace").splitlines()[-200:] if line.strip()]
         last = [line for line in lines if "rror" in line][-1:] or lines[-1:]
-        return f"exit status {status}; {' '.join(last)[:300]}; all it wrote is in {self._log}"
+        return f"exit status {status}; {' '.join(last)[:300]}; full output in {self._log}"
 
     def start(self) -> None:
-        """Start it, or start it again.
+        """Start or restart it.
 
         Raises:
-            EngineError: its program cannot be run, or it ends whenever it is started.
+            EngineError: its program cannot be run, or it ends after every start.
         """
         if self._process is not None:
             self._reap()
@@ -93,11 +93,11 @@ class ServerProcess:
                     stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=self._env, start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
-            raise EngineError(f"the server's guard cannot be started, its log is to be {self._log}: {error}") from error
+            raise EngineError(f"the server's guard cannot be started (log: {self._log}): {error}") from error
         self._swept = False
 
     def close(self) -> None:
-        """End it, and wait until it has."""
+        """End it and wait for the end."""
         self._reap()
 
     def _reap(self) -> None:
@@ -117,7 +117,7 @@ class ServerProcess:
     def _status(self) -> int | None:
         """Exit status of the guard, if it has ended.
 
-        What is left of its group ends at that moment and not later, when the group's number may be somebody else's.
+        Kills the rest of its process group at that moment, before the group's id can be reused.
         """
         assert self._process is not None
         status = self._process.poll()

@@ -1,4 +1,4 @@
-"""A version as bytes on their way to the node agent beside a server: packed, hashed, sent, unpacked where they arrive."""
+"""Versions as bytes for the node agent beside a server: packed, hashed, sent and unpacked."""
 
 from __future__ import annotations
 
@@ -17,48 +17,46 @@ from motet.types import ADAPTER_FILES
 
 DIGEST = "x-content-sha256"
 AWAY = 502
-"""What an agent answers when the server beside it does not."""
+"""The agent's status code when its server does not answer."""
 
 
 @functools.lru_cache(maxsize=1)
 def packed(directory: str) -> tuple[bytes, str]:
-    """The files of a version as one archive, and its SHA-256; once for all servers, because a path is never used twice."""
+    """The files of a version as a tar archive, and its SHA-256. Cached for all servers, because a path is never reused."""
     parts = []
     for name in ADAPTER_FILES:
         member, content = tarfile.TarInfo(name), (Path(directory) / name).read_bytes()
         member.size = len(content)
         parts += [member.tobuf(), content, bytes(-len(content) % tarfile.BLOCKSIZE)]
-    archive = b"".join((*parts, bytes(2 * tarfile.BLOCKSIZE)))  # one copy: TarFile would make three
+    archive = b"".join((*parts, bytes(2 * tarfile.BLOCKSIZE)))  # one copy; TarFile would make three
     return archive, hashlib.sha256(archive).hexdigest()
 
 
 def unpack(content: bytes, digest: str, directory: Path) -> None:
-    """Write what `packed` made.
+    """Write the files of an archive from `packed`.
 
     Raises:
-        EngineError: it is not what was sent.
+        EngineError: the bytes differ from those sent.
     """
     if (arrived := hashlib.sha256(content).hexdigest()) != digest:
-        raise EngineError(
-            f"the bytes that arrived have SHA-256 {arrived}, those that were sent {digest}: send them again"
-        )
+        raise EngineError(f"the received bytes have SHA-256 {arrived}, the sent ones {digest}: send them again")
     try:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            for name in ADAPTER_FILES:  # by name: what else an archive may hold is not looked at
+            for name in ADAPTER_FILES:  # other members are ignored
                 member = archive.extractfile(name)
                 if member is None:
-                    raise EngineError(f"{name} in the archive is no file")
+                    raise EngineError(f"{name} in the archive is not a file")
                 (directory / name).write_bytes(member.read())
     except (tarfile.TarError, KeyError) as error:
         raise EngineError(f"the archive cannot be read: {error}") from error
 
 
 async def send(agent: ServerConnection, name: str, directory: str) -> Any:
-    """Have an agent write a version and load it; what the server beside it answered.
+    """Let an agent write and load a version; returns its server's answer.
 
     Raises:
-        ServerGone: the agent does not answer, or the server beside it.
-        ServerRefused: an error of either, with what was said.
+        ServerGone: the agent or its server does not answer.
+        ServerRefused: an error of either, with its message.
     """
     content, digest = await asyncio.to_thread(packed, directory)
     request = HttpRequest(f"/versions/{name}", verb="PUT", content=content, headers={DIGEST: digest})
@@ -66,16 +64,16 @@ async def send(agent: ServerConnection, name: str, directory: str) -> Any:
 
 
 async def take_back(agent: ServerConnection, name: str) -> Any:
-    """Have an agent unload a version and remove its files; raises as `send`."""
+    """Let an agent unload a version and delete its files; raises as `send`."""
     return await _answer(agent, HttpRequest(f"/versions/{name}", verb="DELETE"))
 
 
 async def written(agent: ServerConnection) -> set[str]:
-    """The names of the versions whose files an agent has; raises as `send`, and `ServerFault` where it is no agent."""
+    """Names of the versions whose files an agent has; raises as `send`, and `ServerFault` if it is not an agent."""
     answer = await _answer(agent, HttpRequest("/versions"))
     names = answer.get("versions") if isinstance(answer, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ServerFault(f"{agent.url} does not answer as `motet node-agent` does; look at rollout.agents")
+        raise ServerFault(f"{agent.url} does not answer like `motet node-agent`; check rollout.agents")
     return set(names)
 
 

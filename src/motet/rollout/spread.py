@@ -1,6 +1,6 @@
-"""The embedded engine spread over processes: a request goes whole to the place that has least to do, once one has a free row.
+"""The embedded engine spread over processes: each request goes whole to the least loaded process once that has a free row.
 
-Which place that is depends on time; the tokens do not, because a row's bits never depend on its company.
+The choice depends on time; the tokens do not, because a row's bits never depend on other rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    """A request that no place has a row for."""
+    """A request that waits for a free row."""
 
     request: GenerateRequest
     turn: asyncio.Future[int | None]
-    """Its place; None if it was aborted."""
+    """Index of its process; None if it was aborted."""
 
 
 class SpreadEngine:
@@ -36,14 +36,14 @@ class SpreadEngine:
         self.here = here
         self.links = tuple(links)
         self._open: tuple[Counter[str], ...] = tuple(Counter() for _ in range(1 + len(links)))
-        """Completions under way in each place, by adapter."""
+        """Open completions in each process, by adapter."""
         self._rows = Counter[str]()
-        """The same of all places, by tenant."""
+        """Open completions in all processes, by tenant."""
         self._shares: dict[str, float] = {}
         """Of tenants with rows."""
         self._waiting: deque[_Waiting] = deque()
         self._kept: dict[str, int] = {}
-        """Where each episode had its last turn, which may be kept there."""
+        """The process of each episode's last turn, which may have kept its sequence."""
         for link in links:
             link.on_ready = self._start_waiting_soon
 
@@ -56,7 +56,7 @@ class SpreadEngine:
         return [0, *(index + 1 for index, link in enumerate(self.links) if link.ready)]
 
     def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
-        """Make a version servable everywhere."""
+        """Make a version available in all processes."""
         self.here.install(ref, weights)
         for link in self.links:
             link.install(ref, weights)
@@ -82,7 +82,7 @@ class SpreadEngine:
             self._start_waiting()
 
     async def _turn(self, request: GenerateRequest) -> int | None:
-        """Wait for a place with a free row, behind those of its tenant; its rows are counted there from then on."""
+        """Wait for a process with a free row, after earlier requests of the tenant; counts the rows there."""
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._start_waiting()
@@ -104,9 +104,9 @@ class SpreadEngine:
             del self._rows[request.tenant], self._shares[request.tenant]
 
     def _start_waiting(self) -> None:
-        """Give those who wait a place, as far as there are free rows: first those of the tenant that has the fewest.
+        """Assign processes to waiting requests while rows are free; tenants with the fewest rows per share come first.
 
-        Without a free row only those begin whose tenants stay within their shares: others' rows give way to them there.
+        Without a free row, only tenants within their shares begin; other tenants' rows are preempted there.
         """
         while self._waiting:
             waiting = min(self._waiting, key=lambda one: self._rows[one.request.tenant] / one.request.share)
@@ -127,12 +127,12 @@ class SpreadEngine:
         return len(shares) > 1 and self._rows[request.tenant] + len(request.seeds) <= most
 
     def _start_waiting_soon(self) -> None:
-        """The same from another thread: a process has become ready."""
-        with contextlib.suppress(IndexError, RuntimeError):  # nobody waits, or their loop has ended
+        """`_start_waiting` from another thread, after a process became ready."""
+        with contextlib.suppress(IndexError, RuntimeError):  # nothing waits, or the loop has ended
             self._waiting[0].turn.get_loop().call_soon_threadsafe(self._start_waiting)
 
     async def _there(self, request: GenerateRequest, sampler: int) -> AsyncIterator[Chunk]:
-        """Sample in a process; what it leaves undone when it dies is sampled here, with the same bits."""
+        """Sample in another process; if it dies, its remaining completions are sampled here, with the same bits."""
         left = list(range(len(request.seeds)))
         try:
             async for chunk in self.links[sampler - 1].generate(request):
@@ -141,7 +141,7 @@ class SpreadEngine:
                 yield chunk
             return
         except DeviceError:
-            if request.stream:  # some of its tokens may be out already
+            if request.stream:  # some of its tokens may be delivered already
                 raise
         rest = replace(
             request,
@@ -155,9 +155,9 @@ class SpreadEngine:
         return [sampler for sampler in self._samplers() if self._open[sampler].total() < self.here.capacity]
 
     def _choose(self, request: GenerateRequest) -> int:
-        """The place where the episode was before, or the one with the fewest open completions; with a free row if any has.
+        """The process of the episode's last turn, or the one with the fewest open completions; a free row comes first.
 
-        Near a tie it is one that has the adapter's weights at hand already.
+        Near a tie, prefer one that already has the adapter's weights in use.
         """
         samplers = self._with_free_rows() or self._samplers()
         if (before := self._kept.get(request.episodes[0]) if request.episodes else None) in samplers:
@@ -175,15 +175,15 @@ class SpreadEngine:
         return await self.here.score(token_ids, adapter)
 
     async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
-        """The k likeliest tokens [T, k] at each place, best first, and their logprobs."""
+        """The k most likely tokens [T, k] at each position, best first, and their logprobs."""
         return await self.here.top_logprobs(token_ids, adapter, k)
 
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
-        """Make a version servable from a PEFT directory."""
+        """Make a version available from a PEFT directory."""
         self.install(ref, self.here.read(source))
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
-        """Let go of a version, once nobody waits to begin with it."""
+        """Drop a version once no waiting request needs it."""
         while turns := [waiting.turn for waiting in self._waiting if waiting.request.adapter == ref]:
             await asyncio.wait(turns)
         await self.here.unload_adapter(ref)
@@ -191,7 +191,7 @@ class SpreadEngine:
             link.unload(ref)
 
     async def abort(self, name: str) -> None:
-        """End one request, or every request of a job; or let go of what is kept of an episode."""
+        """Abort one request, or every request of a job, or drop the kept sequences of an episode."""
         self._kept.pop(name, None)
         for waiting in [one for one in self._waiting if name in (one.request.id, one.request.job)]:
             self._waiting.remove(waiting)
@@ -202,12 +202,12 @@ class SpreadEngine:
             link.abort(name)
 
     def turn(self, training: bool) -> None:
-        """The device turns to training, which wants every core, or back to sampling."""
+        """Called when the device turns to training, which uses every core, or back to sampling."""
         for link in self.links:
             link.hold() if training else link.go()
 
     def notes(self) -> list[str]:
-        """Places that do not take part, and why."""
+        """Why processes do not take part; one message each."""
         return [link.note for link in self.links if link.note]
 
     def close(self) -> None:

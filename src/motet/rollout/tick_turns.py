@@ -1,4 +1,4 @@
-"""What a tick of the decoder works on: the tenants whose turn it is, and no more than takes a moment while others are there."""
+"""What a decoder tick works on: the tenants whose turn it is, for a limited time while several tenants are active."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from motet.tenant_turns import Cost, Payer, TenantTurns
 
 
 class TickTurns:
-    """Tenants' turns in one decoder, and how long its ticks take."""
+    """Tenants' turns in one decoder, and the cost of its ticks."""
 
     def __init__(self, turns: TenantTurns, rows: int, tokens: int) -> None:
         """`rows` and `tokens` are the most that a tick may decode and prefill."""
@@ -26,31 +26,31 @@ class TickTurns:
 
     @property
     def tokens(self) -> int:
-        """The most to prefill in this tick."""
+        """Most tokens to prefill in this tick."""
         return self._reading.most(self._tokens) if self.company else self._tokens
 
     def come(self, there: Iterable[Prompt | SampledSequence]) -> None:
-        """Say who has anything to do."""
+        """Report the tenants that have work."""
         self._turns.come(map(tenant_of, there), WAITS)
 
     def can_go_on(self, items: Iterable[Prompt | SampledSequence]) -> None:
-        """Say who could be served by the next tick; of those that are there."""
+        """Report which of them the next tick could serve."""
         self._turns.come(map(tenant_of, items), DECODES)
 
     def had(self, item: Prompt | SampledSequence) -> float:
-        """What orders the tenants."""
+        """What the item's tenant has used; orders tenants."""
         return self._turns.had(tenant_of(item))
 
     def due(self, items: Iterable[Prompt | SampledSequence]) -> set[str]:
-        """The tenants of these whose turn it is."""
+        """The tenants among these whose turn it is."""
         return self._turns.due(map(tenant_of, items))
 
     def is_due(self, item: Prompt, due: set[str]) -> bool:
-        """Whether it is the turn of a prompt's tenant."""
+        """Whether the prompt's tenant is in `due`."""
         return tenant_of(item) in due
 
     def chosen(self, running: Sequence[SampledSequence]) -> set[SampledSequence]:
-        """The sequences that get a token in this tick: of the tenants that had least, those that wait longest."""
+        """The sequences that get a token in this tick: of the tenants with the least use, the longest waiting."""
         due = self.due(running)
         chosen = [item for item in running if tenant_of(item) in due]
         if self.company:
@@ -62,19 +62,19 @@ class TickTurns:
         return set(chosen)
 
     def read(self, begun: float, parts: Iterable[tuple[Prompt, int]], tokens: int) -> Counter[str]:
-        """Charge a prefill of so many tokens by its parts; microseconds by job."""
+        """Charge a prefill of `tokens` tokens by its parts; returns microseconds by job."""
         spent = time.perf_counter() - begun
         if tokens:
             self._reading.add(tokens, spent)
         return self._turns.charge(spent, [(_payer(prompt), part) for prompt, part in parts])
 
     def spare(self, n_rows: int) -> int:
-        """Rows that a tick may have beside so many."""
+        """Rows that a tick may have beside `n_rows`."""
         most = self._decoding.most(self._rows) if self.company else 2 * self._rows + 32
         return max(0, most - n_rows)
 
     def decoded(self, begun: float, running: Sequence[SampledSequence], rows: Sequence[int]) -> Counter[str]:
-        """Charge some sequences, each by its rows; microseconds by job."""
+        """Charge sequences by their rows; returns microseconds by job."""
         spent = time.perf_counter() - begun
         if running:
             self._decoding.add(sum(rows), spent)

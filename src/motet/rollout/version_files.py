@@ -1,6 +1,6 @@
-"""Directories of published versions: staged, renamed into place, named once, removed when nothing can ask for them.
+"""Directories of published versions: staged, renamed into place, and deleted when nothing can ask for them.
 
-A name is never used twice, so a server that keeps what it read under a name, or reads it again later, is right both times.
+A name is never reused, so a server may cache what it read under a name, or read it again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from motet.errors import EngineError
 
 _GRACE = 2
-"""Directories that stay a while after their version was unloaded: a server may be reading one."""
+"""Directories kept for a while after unloading, because a server may still read one."""
 
 
 class VersionFiles:
-    """The versions of one run, in a directory of its own that servers see under the same path."""
+    """The versions of one run, in a directory that servers see under the same path."""
 
     def __init__(self, directory: Path, keep: Callable[[str], bool] = lambda name: False) -> None:
-        """What lies in the directory and is not to be kept goes: an attempt that was killed has left it."""
+        """Deletes existing content unless `keep` accepts its name: a killed attempt has left it."""
         self.directory = directory
         self._retired: deque[Path] = deque()
         self._owned: list[Path] = []
@@ -33,14 +33,14 @@ class VersionFiles:
                 if not keep(path.name):
                     shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
-            raise EngineError(f"{directory} (rollout.directory) cannot be made: {error.strerror}") from error
+            raise EngineError(f"{directory} (rollout.directory) cannot be created: {error.strerror}") from error
 
     def path(self, name: str) -> Path:
-        """Where a version lies; `name` is the one that servers know it by."""
+        """The directory of a version, by its served name."""
         return self.directory / name
 
     def names(self) -> list[str]:
-        """The versions that lie here and are not about to go."""
+        """The existing versions, without retired ones."""
         going = {path.name for path in self._retired}
         return sorted(
             path.name for path in self.directory.iterdir() if path.name not in going and not path.name.startswith(".")
@@ -48,34 +48,34 @@ class VersionFiles:
 
     @contextlib.contextmanager
     def write_draft(self, name: str) -> Iterator[Path]:
-        """An empty directory to write a version into; it gets its name when the block ends well.
+        """Yield an empty directory to write a version into; it is renamed if the block succeeds.
 
         Raises:
             EngineError: the name was used before.
         """
         final = self.path(name)
         if final.exists():
-            raise EngineError(f"{final} is there already; a version's name is never used twice")
+            raise EngineError(f"{final} exists already; a version's name is never used twice")
         draft = Path(tempfile.mkdtemp(prefix=".staged-", dir=self.directory))
         try:
             yield draft
-            draft.chmod(0o755)  # another user's server has to read it
+            draft.chmod(0o755)  # a server of another user must read it
             os.rename(draft, final)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
     def retire(self, name: str) -> None:
-        """Nothing can ask for a version any more: its directory goes after a few others have come to this point."""
+        """Schedule a version's directory for deletion; it is deleted after the next few retirements."""
         self._retired.append(self.path(name))
         while len(self._retired) > _GRACE:
             shutil.rmtree(self._retired.popleft(), ignore_errors=True)
 
     def own(self, path: Path) -> None:
-        """Remove this directory too in the end."""
+        """Delete this directory too on `close`."""
         self._owned.append(path)
 
     def close(self) -> None:
-        """Remove what waits to be removed, and the directory where that leaves it empty (versions may be kept)."""
+        """Delete retired directories, and the main directory if it is then empty."""
         for path in (*self._retired, *self._owned):
             shutil.rmtree(path, ignore_errors=True)
         self._retired.clear()

@@ -1,4 +1,4 @@
-"""Versions over HTTP, for workers of servers that fetch them into their memory: no file of an adapter is read by a server."""
+"""Serves versions over HTTP to server workers that load them into memory; servers then read no adapter files."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from motet.rollout.in_vllm.motet_vllm import PREFIX
 from motet.rollout.shipping import packed
 
 _SECONDS = 15.0
-"""After which a worker that reads nothing is let go."""
+"""Seconds without reading after which a worker is disconnected."""
 
 
 class VersionServer:
-    """Hands out the versions in a directory, on a port and a thread of its own, from the first location that is asked for."""
+    """Serves the versions in a directory, from its own port and thread; starts at the first call of `location`."""
 
     def __init__(self, directory: Path, servers: Collection[str], keys: Collection[str]) -> None:
-        """Nothing listens yet.
+        """Create it without listening.
 
         Args:
-            directory: where versions lie under their names.
-            servers: URLs of those whose workers fetch; where all are on this machine, only it is listened to.
-            keys: of those servers; who asks brings one of them.
+            directory: contains the versions by name.
+            servers: URLs of the servers whose workers fetch; if all are local, it listens on localhost only.
+            keys: keys of those servers; a request must present one.
 
         Raises:
             ConfigError: others on the network could fetch too.
@@ -38,14 +38,14 @@ class VersionServer:
         self._host = "127.0.0.1" if all(map(_is_here, servers)) else ""
         if not self._host and not keys:
             raise ConfigError(
-                "with rollout.publish_by=tensors, servers on other hosts fetch versions over the network, and nobody else may: "
+                "with rollout.publish_by=tensors, servers on other hosts fetch versions over the network, which needs a key: "
                 "start them with a key in VLLM_API_KEY, and name the variable that holds it here in rollout.api_key_env"
             )
         self._starting, self._packing = Lock(), Lock()
         self._http: ThreadingHTTPServer | None = None
 
     def location(self, name: str, server: str) -> str:
-        """What a server is given in place of a version's path; it packs the version, which takes time."""
+        """The address that a server gets instead of a version's path; packs the version, which takes time."""
         with self._packing:
             _, digest = packed(str(self._directory / name))
         with self._starting:
@@ -56,14 +56,14 @@ class VersionServer:
         return f"{PREFIX}http://{host}:{self._http.server_port}/versions/{name}#{digest}"
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._http is not None:
             self._http.shutdown()
             self._http.server_close()
             self._http = None
 
     def _answer(self, path: str, key: str) -> tuple[int, bytes]:
-        """A status and the bytes of a version, or why not."""
+        """A status, and the bytes of a version or an error message."""
         if self._keys and not any(hmac.compare_digest(key.encode(), known) for known in self._keys):
             return 401, b"the key is that of no server of this run"
         folder, _, name = path.removeprefix("/").partition("/")
@@ -72,7 +72,7 @@ class VersionServer:
             if folder == "versions" and name in names:
                 with self._packing:
                     return 200, packed(str(self._directory / name))[0]
-        except OSError:  # it went meanwhile
+        except OSError:  # deleted meanwhile
             pass
         return 404, b"there is no such version, or nobody may ask for it any more"
 
@@ -81,7 +81,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Nothing: a worker that hung up asks again, or says in its own log that it has given up."""
+        """Ignore the error: the worker retries, or logs the failure itself."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*of_server)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        """Send what was asked for."""
+        """Send the requested version."""
         status, content = self._answer(self.path, self.headers.get("Authorization", "").removeprefix("Bearer "))
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: what is fetched is seen in the servers' own logs."""
+        """Log nothing: servers log their own fetches."""
 
 
 def _is_here(url: str) -> bool:
@@ -112,7 +112,7 @@ def _is_here(url: str) -> bool:
 
 
 def _address_towards(url: str) -> str:
-    """This machine's address on the way to a server; no packet is sent."""
+    """This machine's address in the direction of a server; sends no packet."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((parts.hostname, parts.port or 80))

@@ -1,17 +1,17 @@
-"""A job's directory, and commits in it: after `kill -9` at any moment the newest whole commit is what counts.
+"""A job's directory and its commits. After `kill -9` at any moment, the job resumes from its newest complete commit.
 
     <run>/<job>/
-      job.yaml               what the job is; a changed job is refused with the difference
-      metrics.jsonl          one line a step, deterministic; cut back to the committed length on resume
+      job.yaml               everything the job's bytes depend on; a changed job is refused, with the differences
+      metrics.jsonl          one line per step, deterministic; truncated to the committed length on resume
       timings.jsonl          seconds and rates of the same steps
-      rollouts/<step>.jsonl  what was sampled and scored; eval-<version>.jsonl of evaluations
-      state/<step>/          one commit: adapter, optimizer, state.json; renamed into place when whole and synced
+      rollouts/<step>.jsonl  sampled and scored completions; eval-<version>.jsonl for evaluations
+      state/<step>/          one commit: adapter, optimizer, state.json; synced, then renamed into place
       versions/v<n>/         the same adapters as plain PEFT directories: the newest, the best and the last
-      receipts/v<n>.json     how each version came about, also of those that were deleted
-      checksums.jsonl        sha256 of each file of rollouts; those of all else are in state.json and beside a version
-      manifest.jsonl         what must be here, so that whatever is missing is noticed
+      receipts/v<n>.json     the provenance of each version, also of deleted ones
+      checksums.jsonl        sha256 of each rollout file; other sums are in state.json and beside each version
+      manifest.jsonl         the list of commits and versions that must exist, to detect missing ones
 
-Step s turns version s into s + 1, so state/<n> and versions/v<n> belong together.
+Step s turns version s into s + 1, so state/<n> and versions/v<n> hold the same weights.
 """
 
 from __future__ import annotations
@@ -37,53 +37,53 @@ from motet.tasks.plain_json import as_json
 from motet.types import ADAPTER_FILES
 
 FORKED = "forked.json"
-"""In a job that was begun at a commit of another and has not been opened yet."""
+"""Marks a forked job that has not been opened yet."""
 
 
 @dataclass(frozen=True)
 class Committed:
-    """What a job knows about itself at a commit, besides weights and moments."""
+    """The counters of a job at a commit; weights and moments are in other files."""
 
     step: int = 0
-    """Steps done; also the version that the weights are."""
+    """Steps done; also the number of the committed version."""
     skipped_in_row: int = 0
     """Steps in a row whose gradient was not finite."""
     best_version: int | None = None
     best_reward: float | None = None
-    """By evaluation."""
+    """Reward of that version's evaluation."""
     evaluated: int = -1
     """Newest version whose evaluation is in the metrics."""
     tokens_sampled: int = 0
-    """Those of evaluations included."""
+    """Including evaluations."""
     tokens_trained: int = 0
     position: int = 0
-    """The next problem that was never begun, where steps do not take a window each."""
+    """Index of the first problem that was never begun. Used where steps do not take fixed windows."""
     pending: tuple[int, ...] = ()
-    """Problems before it that were begun and not trained."""
+    """Indices below `position` of problems that were begun but not trained."""
     metrics_bytes: int = 0
     timings_bytes: int = 0
     checksums_bytes: int = 0
     sums: Mapping[str, str] = field(default_factory=dict)
-    """sha256 of the commit's own files and of those parts of the logs, by name."""
+    """sha256 of the commit's own files and of the committed part of each log, by name."""
     threads: int = 0
-    """Torch threads of the process that committed; sums of a whole gradient depend on it."""
+    """Torch threads of the process that committed. The sum of a whole gradient depends on their number."""
     inexact: tuple[str, ...] = ()
-    """Why the job's bytes may depend on the clock or on its company; empty when they do not."""
+    """Why the job's bytes may depend on time or on other jobs; empty for an exact job."""
     after: str = ""
-    """Sum of the manifest's newest record before this commit; empty in a commit of an earlier version of Motet."""
+    """Sum of the manifest's newest record before this commit; empty in commits by older releases of Motet."""
 
     def length(self, log: Path) -> int:
-        """How many bytes of a log count."""
+        """Committed bytes of a log."""
         return int(getattr(self, f"{log.stem}_bytes"))
 
     @property
     def tokens(self) -> int:
-        """Sampled and trained: what a budget is about."""
+        """Tokens sampled and trained; a budget limits this number."""
         return self.tokens_sampled + self.tokens_trained
 
 
 def dump_line(record: Mapping[str, Any]) -> bytes:
-    """One line of JSON; what is not finite becomes null, and half a character a question mark."""
+    """Encode one line of JSON. Numbers that are not finite become null, lone surrogates question marks."""
     return (json.dumps(as_json(record), ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
 
 
@@ -104,19 +104,19 @@ class JobDirectory:
 
     @property
     def logs(self) -> tuple[Path, ...]:
-        """What grows line by line; a commit names how much of each counts."""
+        """Files that only grow; a commit records the committed length of each."""
         return self.metrics, self.timings, self.checksums
 
     # --- opening -----------------------------------------------------------------------------------------------------
 
     def describe(self, identity: bytes) -> None:
-        """Set what job.yaml says, from the moment at which the job begins or resumes."""
+        """Set the content of job.yaml; it is written when the job begins or resumes."""
         self._identity = identity
         if not self.steps():
             replace_file(self.path / "job.yaml", identity)
 
     def restore(self) -> Committed | None:
-        """Take the directory up where its newest commit left it: whatever was written later is cut off."""
+        """Return the directory to its newest commit: later files and lines are removed."""
         self._owner.take()
         for leftover in [*self.path.glob("*/.tmp-*"), *self.path.glob(".tmp-*")]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -132,7 +132,7 @@ class JobDirectory:
         return committed
 
     def newest(self) -> Committed | None:
-        """The newest commit, if there is one.
+        """The newest commit; None before the first.
 
         Raises:
             RunError: it is damaged.
@@ -140,7 +140,7 @@ class JobDirectory:
         return self.committed(steps[-1]) if (steps := self.steps()) else None
 
     def committed(self, step: int) -> Committed:
-        """What a commit says.
+        """Read a commit's counters.
 
         Raises:
             RunError: it is damaged.
@@ -158,11 +158,11 @@ class JobDirectory:
             raise RunError(f"{path} is damaged ({reason}): {self.remedy(step)}") from error
 
     def remedy(self, step: int) -> str:
-        """How to go on without a commit."""
+        """Instructions for resuming without a commit."""
         earlier = [other for other in self.steps() if other < step]
         if not earlier:
             return "there is no commit before it; begin anew in another run directory"
-        return f"remove {self.path / 'state' / str(step)} to go on from step {earlier[-1]} by --accept-changes"
+        return f"remove {self.path / 'state' / str(step)} and use --accept-changes to continue from step {earlier[-1]}"
 
     def read_metrics(self, committed: Committed) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that a commit covers."""
@@ -175,15 +175,15 @@ class JobDirectory:
         return {int(line["step"]): {name: line[name] for name in names if name in line} for line in lines}
 
     def steps(self) -> list[int]:
-        """Committed steps, in order. Anything in the directory that is not a number is left alone."""
+        """Numbers of the committed steps, sorted; other names in the directory are ignored."""
         return sorted(int(item.name) for item in (self.path / "state").glob("*") if item.name.isdecimal())
 
     def version(self, number: int) -> Path:
-        """Where a version's PEFT directory lies, if it is kept."""
+        """The PEFT directory of a version, whether or not it exists."""
         return self.path / "versions" / f"v{number}"
 
     def version_named(self, name: str) -> Path:
-        """Of a committed version: `best` by evaluation (the last where nothing was evaluated), `latest`, or its number."""
+        """The directory of `best` (by evaluation; the last without one), `latest`, or a version number."""
         committed = self.newest()
         last = committed.step if committed else 0
         best = committed.best_version if committed and committed.best_version is not None else last
@@ -191,18 +191,18 @@ class JobDirectory:
         return self.version(named[name] if name in named else int(name))
 
     def versions(self) -> list[int]:
-        """Numbers of the versions that are kept, in order."""
+        """Numbers of the versions on disk, sorted."""
         directories = (self.path / "versions").glob("v*")
         return sorted(int(path.name[1:]) for path in directories if path.name[1:].isdecimal())
 
     def sampled(self, *, evals: bool = False) -> list[int]:
-        """Steps whose rollouts are kept, in order; with `evals` the versions whose evaluations are."""
+        """Steps that have rollout logs, sorted; with `evals`, versions that have evaluation logs."""
         before = _before(evals)
         names = [path.stem.removeprefix(before) for path in (self.path / "rollouts").glob(f"{before}*.jsonl")]
         return sorted(int(name) for name in names if name.isdecimal())
 
     def each_rollout(self, number: int, *, evals: bool = False) -> Iterator[dict[str, Any]]:
-        """What a step sampled, or with `evals` the evaluation of a version: all at once may not fit into memory."""
+        """Yield the rollouts of a step, or with `evals` of an evaluation; together they may not fit into memory."""
         with (self.path / "rollouts" / f"{_before(evals)}{number}.jsonl").open("rb") as lines:  # text splits at U+2028
             for line in lines:
                 yield json.loads(line)
@@ -210,7 +210,7 @@ class JobDirectory:
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Add a line to a log; it counts from the next commit on."""
+        """Append a line to a log; the next commit includes it."""
         self._owner.check()
         line, known = dump_line(record), self._hash(path)
         with path.open("ab") as file:
@@ -225,11 +225,11 @@ class JobDirectory:
         self.append(self.checksums, {"file": path.name, "sha256": hashlib.sha256(text).hexdigest()})
 
     def commit(self, committed: Committed, save: Callable[[Path], None]) -> Committed:
-        """Make a step permanent: files synced, then one rename; the adapter is also linked as a version.
+        """Make a step permanent: sync all files, rename once, and link the adapter as a version.
 
         Args:
-            committed: what to remember; the lengths of the logs and all sums are filled in here.
-            save: writes (and syncs) adapter and optimizer into a directory.
+            committed: the counters to save; log lengths and sums are filled in here.
+            save: writes and syncs adapter and optimizer into a directory.
         """
         self._owner.check()
         lengths: dict[str, Any] = {}
@@ -241,14 +241,14 @@ class JobDirectory:
                 lengths[f"{path.stem}_bytes"] = file.tell()
         final = self.path / "state" / str(committed.step)
         draft = final.with_name(f".tmp-{committed.step}")
-        if final.exists():  # the same step was committed before the job was paused: the newer record wins
+        if final.exists():  # this step was committed before the job was paused: replace that commit
             own = {name: value for name, value in self.committed(committed.step).sums.items() if name not in sums}
             committed = dataclasses.replace(committed, **lengths, sums={**own, **sums}, after=self.manifest.head)
             replace_file(final / "state.json", sealed(asdict(committed)))
             return committed
         draft.mkdir()
         save(draft)
-        self._owner.check()  # it may have taken long, and whoever takes a job up removes what is not finished
+        self._owner.check()  # saving may take long, and a process that takes over removes unfinished drafts
         own = sums_of(draft)
         if self.materials is not None:
             own[RECEIPT] = _write_receipt(self, draft, committed, own)
@@ -262,7 +262,7 @@ class JobDirectory:
         return committed
 
     def forget(self) -> None:
-        """Read logs again before their sums are needed: somebody changed them."""
+        """Drop cached hashes after another writer changed the logs."""
         self._hashes.clear()
 
     def _hash(self, path: Path) -> hashlib._Hash:
@@ -272,7 +272,7 @@ class JobDirectory:
         return self._hashes[path]
 
     def link_version(self, step: int) -> None:
-        """Make versions/v<step> from the committed files: links, or copies on a file system that has none."""
+        """Create versions/v<step> from the committed files: hard links, or copies where the file system has none."""
         final, sums = self.version(step), self.committed(step).sums
         if RECEIPT in sums and not (receipt := self.receipts / f"v{step}.json").exists():
             self.receipts.mkdir(exist_ok=True)
@@ -300,9 +300,9 @@ class JobDirectory:
         self.manifest.record(steps, versions, logs, closed=closed, identity=identity)
 
     def prune(self, keep: int, rollouts_bytes: float, *, closed: bool = False) -> None:
-        """Delete commits beyond the newest `keep`, versions that are neither theirs nor their best, and old rollout logs.
+        """Delete all but the newest `keep` commits, versions that no kept commit needs, and old rollout logs.
 
-        The manifest is written first: what it does not list may be gone. `closed` as in `record`.
+        The manifest is written first, so a deleted file is never one that it lists. `closed` as in `record`.
         """
         steps = self.steps()
         kept = set(steps[-keep:])
@@ -317,9 +317,9 @@ class JobDirectory:
         _prune_rollouts(self.path / "rollouts", rollouts_bytes)
 
     def delete(self) -> None:
-        """Remove all of it."""
+        """Remove the whole directory."""
         self._owner.forget()
-        with contextlib.suppress(OSError):  # its last writer may still be at work
+        with contextlib.suppress(OSError):  # its last writer may still be active
             _remove(self.path)
 
     def write_status(self, status: Mapping[str, Any]) -> None:
@@ -328,7 +328,7 @@ class JobDirectory:
         replace_file(self.path / "status.json", dump_line(status))
 
     def read_status(self) -> dict[str, Any]:
-        """What `write_status` wrote last; empty before."""
+        """The last written status; empty before the first."""
         try:
             status: dict[str, Any] = json.loads((self.path / "status.json").read_text())
         except (OSError, ValueError):
@@ -337,7 +337,7 @@ class JobDirectory:
 
 
 def _write_receipt(job: JobDirectory, draft: Path, done: Committed, sums: Mapping[str, str]) -> str:
-    """Write the receipt of a commit under way; gives its sum."""
+    """Write the receipt of an unfinished commit and return its sum."""
     before = job.newest() or Committed()
     lines = _lines(job.checksums, job.checksums.stat().st_size, before.checksums_bytes)
     rollouts = [line for line in lines if not line["file"].startswith(_before(evals=True))]
@@ -349,7 +349,7 @@ def _write_receipt(job: JobDirectory, draft: Path, done: Committed, sums: Mappin
 
 
 def _cut_back(job: JobDirectory, committed: Committed | None) -> None:
-    """Forget what was written after the commit."""
+    """Remove everything written after the commit."""
     done = committed or Committed()
     job.forget()
     for path in job.logs:
@@ -366,7 +366,7 @@ def _cut_back(job: JobDirectory, committed: Committed | None) -> None:
 
 
 def _prune_rollouts(folder: Path, most_bytes: float) -> None:
-    """Delete the oldest logs, but never the first evaluation and the newest log."""
+    """Delete the oldest logs; keep the first evaluation and the newest log."""
     logs = [item for item in folder.iterdir() if item.name != "eval-0.jsonl"]
     logs.sort(key=lambda item: (item.stat().st_mtime_ns, item.name))
     total = sum(item.stat().st_size for item in logs)
@@ -378,7 +378,7 @@ def _prune_rollouts(folder: Path, most_bytes: float) -> None:
 
 
 def _before(evals: bool) -> str:
-    """What the names of rollout logs begin with."""
+    """Filename prefix of rollout logs."""
     return "eval-" if evals else ""
 
 
@@ -392,7 +392,7 @@ def _lines(path: Path, length: int, first: int = 0) -> list[dict[str, Any]]:
 
 
 def _remove(path: Path) -> None:
-    """All of a directory at once: half of one would pass for damage."""
+    """Rename first, then delete: a partly deleted directory would look damaged."""
     gone = path.with_name(f".tmp-{path.name}")
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)

@@ -1,7 +1,7 @@
-"""A session that a client drives: it obeys the commands of a journal, in order of their numbers.
+"""A session driven by a client: it executes the commands of a journal in the order of their numbers.
 
-Each optimizer step is a version and a commit. After a crash, a pause or a lost slot the session goes back to its last
-commit and obeys again what came later.
+Each optimizer step is a version and a commit. After a crash, a pause or a lost slot, the session returns to its last
+commit and executes the later commands again.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ from motet.runtime.steps import LearnedStep
 from motet.types import FloatArray
 
 ABOUT = "checkpoint.json"
-"""What is known of a checkpoint, beside its adapter."""
+"""Metadata file beside the adapter of a checkpoint."""
 _NOTE_SECONDS = 1.0
 _MOST_UNDONE = 3
-"""Cancels, for each step, of gradients under way: after each, those before it in the step are computed again."""
+"""Cancelled gradients allowed per step. After each one, the earlier gradients of the step are computed again."""
 _CANCELLED = j.Failed("the request was cancelled; it added no gradient")
 SNAPSHOTS = 32
-"""Newest unnamed snapshots of a session that are kept to sample from."""
+"""Unnamed snapshots kept per session for sampling, newest first."""
 
 
 class ClientLoop(Driver):
-    """Trains an adapter as its client says."""
+    """Trains an adapter by its client's commands."""
 
     def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
         super().__init__(job, services, committed)
         self._journal = j.Journal(job.directory.path)
         self._next = self.session.done.position
-        """The number of the next command."""
+        """Number of the next command."""
         self._journal.reveal(self._next)
         self._waiting = self._rest = False
         self._stats, self._samples, self._undone = LossStats(), 0, 0
-        """Of the gradient that waits for its step, and how often it was undone."""
+        """Of the gradient that is accumulating, and how often it was undone."""
         self._looked_until, self._looked = self._journal.looked(self.session.done.step)
         self._tokens = self._looked
-        """Of the step under way, times their targets; those without a gradient are among them."""
+        """Tokens times targets of the current step, including passes without a gradient."""
         self._noted = 0.0
 
     @property
     def ended(self) -> bool:
-        """Whether the client has finished, and everything that it asked is done."""
+        """Whether the client has finished and all its commands are done."""
         over = self._journal.finished and self._look() is None
         return over or super().ended
 
     async def step(self, step: int) -> None:
-        """Obey commands until one makes the next version, or there is a reason to stop."""
+        """Execute commands until one makes the next version or the loop must stop."""
         while not self._pause and not self.ended:
             command = await self._command()
             if command is not None:
@@ -77,23 +77,23 @@ class ClientLoop(Driver):
                 return
 
     def pause(self) -> None:
-        """Stop after the command under way."""
+        """Stop after the current command."""
         super().pause()
         self.job.news.set()
 
     @property
     def waits(self) -> bool:
-        """Whether the client asks for nothing just now."""
+        """Whether there is no command to execute."""
         return self._waiting
 
     def rest(self) -> None:
-        """Give the slot away: the session goes on with the next one."""
+        """Give up the slot; the session resumes when it gets one again."""
         self._rest = True
         self.job.news.set()
 
     async def _command(self) -> j.AnyCommand | None:
-        """The next command; None where it has not come, but something else may have happened."""
-        self.job.news.clear()  # before looking: nothing is missed
+        """The next command; None after another event."""
+        self.job.news.clear()  # cleared before reading, so that no event is lost
         command = await asyncio.to_thread(self._look)
         if command is None and not self._pause and not self._rest and not self._journal.finished:
             self._waiting, self.job.progress.phase = True, "waiting for its client"
@@ -102,7 +102,7 @@ class ClientLoop(Driver):
         return command
 
     def _look(self) -> j.AnyCommand | None:
-        """The next command, past those that were dropped when they were done."""
+        """The next command; skips numbers whose command is done and dropped."""
         while (command := self._journal.command(self._next)) is None and self._journal.outcome(self._next) is not None:
             self._next += 1
         return command
@@ -125,7 +125,7 @@ class ClientLoop(Driver):
             await self._answer(number, j.Failed(str(error)))
 
     async def _answer(self, number: int, outcome: j.AnyOutcome, *, keep: bool = False) -> None:
-        """Of a command that makes no version."""
+        """Write the outcome of a command that makes no version; `keep` leaves the command in the journal."""
 
         def write() -> None:
             self._journal.answer(number, outcome)
@@ -137,7 +137,7 @@ class ClientLoop(Driver):
         self.job.observer(CommandObeyed())
 
     async def _gradient(self, number: int, command: j.ForwardBackward) -> None:
-        """Obey it, unless its client cancels it before it is done."""
+        """Execute a gradient command unless the client cancels it first."""
         if await asyncio.to_thread(self._journal.cancelled, number):
             await self._answer(number, _CANCELLED)
             return
@@ -150,11 +150,11 @@ class ClientLoop(Driver):
             work.cancel()
             await asyncio.wait((work,))
             if not work.cancelled():
-                work.exception()  # nobody hears of it where the job ends, or the client cancelled
+                work.exception()  # nobody else reads this exception once the job ended or the client cancelled
         if not cancelled:
             await self._answer(number, work.result(), keep=not command.forward_only)
             return
-        if not command.forward_only:  # those before it in the step are obeyed again, and charged again
+        if not command.forward_only:  # earlier gradients of the step are computed again, and charged again
             self._undone += bool(self._samples)
             await self.session.undo()
             self._stats, self._samples = LossStats(), 0
@@ -165,9 +165,9 @@ class ClientLoop(Driver):
             self._next = self.session.done.position
 
     async def _cancelled_before(self, number: int, work: asyncio.Task[j.AnyOutcome], ends: bool) -> bool:
-        """Wait until work is done, or until its command was cancelled, where that `ends` it."""
+        """Wait until the work is done or, with `ends`, until its command is cancelled. Returns whether it was cancelled."""
         while not work.done():
-            self.job.news.clear()  # before looking: nothing is missed
+            self.job.news.clear()  # cleared before reading, so that no event is lost
             if ends and await asyncio.to_thread(self._journal.cancelled, number):
                 return True
             news = asyncio.create_task(self.job.news.wait())
@@ -195,7 +195,7 @@ class ClientLoop(Driver):
                     stats = sum((one.stats for one in trained), LossStats())
                     self._stats, self._samples = self._stats + stats, self._samples + len(samples)
                     value = stats.loss
-        finally:  # what was done is charged, also where the rest is given up
+        finally:  # work is charged even if the rest fails
             self._note_work()
         if command.forward_only:
             self._looked += self._tokens - before
@@ -204,7 +204,7 @@ class ClientLoop(Driver):
         return j.Gradient([j.Tensor.of(values[1:]) for values in logprobs], metrics)
 
     def _executed(self, work: int) -> None:
-        """Count a part of a command; tell of it now and then, because that is written down."""
+        """Count work of the current command; report it at intervals, because each report is written to disk."""
         self._tokens += work
         if time.monotonic() - self._noted > _NOTE_SECONDS:
             self._note_work()
@@ -214,7 +214,7 @@ class ClientLoop(Driver):
         self.job.observer(Executed(self.session.done.step, self._tokens))
 
     def _misfit(self, command: j.ForwardBackward) -> str | None:
-        """Why data do not fit the base; None where they do."""
+        """Why the data do not fit the base; None if they do."""
         positions, vocabulary = self.services.positions, self.services.vocabulary
         for index, datum in enumerate(command.data):
             largest = max(int(np.frombuffer(ids, "<i4").max()) for ids in (datum.tokens, datum.targets))
@@ -233,10 +233,7 @@ class ClientLoop(Driver):
         await self._finish(number, j.Done({"metrics": metrics}), optim, {"train": time.monotonic() - started})
 
     async def _finish(self, number: int, done: j.Done, optim: OptimStats | None, seconds: dict[str, float]) -> None:
-        """Record and commit the next version. Its outcome is written first: what is committed is never obeyed again.
-
-        The client has it when the version is there: what it asks next may be sampled from it.
-        """
+        """Write the outcome, record and commit the next version. This order never repeats a committed command."""
         learned, step = LearnedStep(StepBatch((), 1.0), self._stats, optim, self._tokens), self.session.done.step
         finished = FinishedStep(
             record={"step": step, "version": step, "samples": self._samples, **trained_record(learned)},
@@ -255,7 +252,7 @@ class ClientLoop(Driver):
         self.job.observer(CommandObeyed())
 
     async def _load(self, number: int, command: j.Load) -> None:
-        """Another start, which is a version of its own: what is sampled from it has to be told from what was before."""
+        """Load an adapter as a new version, so that samples of the old and the new weights have different versions."""
         name, source = self.job.name, Path(command.directory)
         await self.session.on_device(lambda trainer: trainer.load_adapter(name, source, optimizer=command.optimizer))
         self._stats, self._samples = LossStats(), 0
@@ -266,13 +263,13 @@ class ClientLoop(Driver):
         final = self.job.directory.path / "checkpoints" / command.place
 
         def write() -> None:
-            if _number(final) == number:  # written before a crash, by this very command
+            if _number(final) == number:  # this command wrote it before a crash
                 return
             draft = final.with_name(f".part-{final.name}")
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             trainer.save_adapter(name, draft, optimizer=command.optimizer)
-            ttl = command.about.get("ttl")  # not a moment: who sends the command again sends the same
+            ttl = command.about.get("ttl")  # relative to the time of saving; a repeated request sends the same value
             expires = None if ttl is None else time.time() + ttl
             (draft / ABOUT).write_bytes(msgspec.json.encode({**command.about, "expires": expires}))
             try:
@@ -294,7 +291,7 @@ class ClientLoop(Driver):
 
 
 def _number(checkpoint: Path) -> int | None:
-    """The command that saved a checkpoint; None where there is none."""
+    """The number of the command that saved a checkpoint; None if there is no checkpoint."""
     try:
         number: int = msgspec.json.decode((checkpoint / ABOUT).read_bytes())["number"]
     except FileNotFoundError:
@@ -303,7 +300,7 @@ def _number(checkpoint: Path) -> int | None:
 
 
 def _prune(directory: Path) -> None:
-    """Old snapshots that have no name go."""
+    """Delete old unnamed snapshots."""
     unnamed = [path for path in directory.glob("snapshot-*") if path.name.removeprefix("snapshot-").isdecimal()]
     unnamed.sort(key=lambda path: int(path.name.removeprefix("snapshot-")))
     for path in unnamed[:-SNAPSHOTS]:
@@ -313,7 +310,7 @@ def _prune(directory: Path) -> None:
 def _value(
     loss: ClientLoss, segments: Sequence[Segment], logprobs: Sequence[FloatArray], functions: LossFunctions | None
 ) -> float:
-    """The loss as a backward pass adds it up: segment by segment."""
+    """The loss, summed segment by segment as a backward pass does."""
     rest, total = iter(logprobs), 0.0
     for segment in segments:
         total += loss.value(segment.samples, list(itertools.islice(rest, len(segment.samples))), functions)

@@ -1,4 +1,4 @@
-"""A job's critic while it is trained: a second adapter, with a head, in the packed batches and commits of the first."""
+"""A job's critic during training: a second adapter with a value head, in the job's packed batches and commits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from motet.types import FloatArray
 
 
 class Critic:
-    """Values of a job's samples, and how they are learned."""
+    """Computes values of a job's samples, and trains the adapter that predicts them."""
 
     def __init__(self, session: Session, config: CriticConfig) -> None:
         self._session, self.config = session, config
@@ -24,7 +24,10 @@ class Critic:
         self._slot = Slot(session, self._name)
 
     async def open(self) -> None:
-        """Take a slot, and go on from what was committed; the session opens afterwards and commits it from then on."""
+        """Take a slot and load the committed state.
+
+        Call before the session opens; the session then commits the critic too.
+        """
         session, config = self._session, self.config
         shape = AdapterConfig(rank=config.rank, target_modules=session.job.config.adapter.target_modules)
         seed = seeds.key(session.job.seed, "critic") % (1 << 48)
@@ -34,11 +37,11 @@ class Critic:
         session.also_saved.append(self._save)
 
     async def close(self) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         await self._slot.give_back()
 
     async def values(self, batch: StepBatch) -> Sequence[FloatArray]:
-        """What each sampled token's place is worth, [T] of each sample."""
+        """Predicted values of sampled tokens, [T] for each sample."""
         return await self._session.forward(self.segments(batch))
 
     def segments(self, batch: StepBatch) -> tuple[Segment, ...]:
@@ -46,7 +49,7 @@ class Critic:
         return batch.segments(self._name, ValueLoss(self.config.clip), 1.0, self._session.services.micro_batch_tokens)
 
     async def optim_step(self, step: int) -> OptimStats:
-        """Clip, step and clear the gradient."""
+        """Clip the gradient, update, and clear the gradient."""
         job = self._session.job
         rate = job.base_rate if self.config.lr == "auto" else self.config.lr
         settings = adamw(job.config.optimizer, rate, step, job.config.steps)
@@ -60,5 +63,5 @@ class Critic:
 
 
 def _place(directory: Path) -> Path:
-    """Of the critic in a commit; versions are linked from the policy's files alone."""
+    """The critic's directory in a commit; versions contain only the policy's files."""
     return directory / "critic"

@@ -1,4 +1,4 @@
-"""Jobs that wait for disk space after the disk was full, or for room after their tenant stored as much as it may."""
+"""Jobs that wait because the disk is full or their tenant's storage is used up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from motet.runtime.job import Job
 from motet.runtime.storage_room import StorageRoom
 
 _MORE = 2**20
-"""Bytes that must have come free where nobody knows how many a commit takes."""
+"""Bytes that must become free when the size of the next commit is unknown."""
 
 
 def is_full(error: BaseException) -> bool:
@@ -30,13 +30,13 @@ def innermost(error: BaseException) -> BaseException:
 
 
 class DiskSpaceGate:
-    """Holds a job back until the bytes that its next commit takes are free."""
+    """Holds a job until there is room for its next commit."""
 
     def __init__(self) -> None:
         self._needs: dict[str, tuple[Callable[[], float], int]] = {}
 
     def block(self, job: Job, error: BaseException, room: StorageRoom) -> str:
-        """Hold back a job that found no room, and throw away what it left half written. Returns the message for its state."""
+        """Hold a job that ran out of space and delete its unfinished files. Returns the message for its state."""
         error, directory, tenant = innermost(error), job.directory, job.tenant
         committed = None
         with contextlib.suppress(OSError, RunError):
@@ -52,21 +52,21 @@ class DiskSpaceGate:
             needs = max(free + 1, 2 * sum(path.stat().st_size for path in state.iterdir()))
         self._needs[job.name] = (lambda: _free(directory)), needs
         return (
-            f"waits: the disk of the service is full; it goes on by itself when {needs / 1e6:,.1f} MB are free (deleting jobs "
-            "that have ended makes room). Nothing committed is lost"
+            f"waits: the disk of the service is full; it continues when {needs / 1e6:,.1f} MB are free (deleting jobs "
+            "that have ended frees space). Nothing committed is lost"
         )
 
     def blocks(self, job: str) -> bool:
-        """Whether there is still too little space for a job."""
+        """Whether a held job still has too little space."""
         free, needs = self._needs.get(job, (None, 0))
         return free is not None and free() < needs
 
     def may_open(self) -> bool:
-        """Whether there is space enough for any job that is held back."""
+        """Whether any held job now has enough space."""
         return any(free() >= needs for free, needs in self._needs.values())
 
     def forget(self, job: str) -> None:
-        """Hold a job back no longer."""
+        """Release a job."""
         self._needs.pop(job, None)
 
 

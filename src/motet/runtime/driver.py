@@ -1,4 +1,4 @@
-"""Whoever decides what comes next for a session. Every kind of loop is one: it says what a step is, the rest is here."""
+"""The base class of all loops. A subclass defines a step; this class opens, commits, publishes and closes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from motet.types import JobState
 
 
 class Driver:
-    """Drives one job's session from taking a slot to giving it back."""
+    """Runs one job's session from taking a slot to releasing it."""
 
     evaluation_seconds: tuple[str, ...] = ("train",)
-    """What the time of a last evaluation is listed under in timings.jsonl; it is measured with the steps before."""
+    """Keys in timings.jsonl for the time of the last evaluation; earlier evaluations are timed with their steps."""
 
     def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
         self.job, self.services = job, services
@@ -26,7 +26,7 @@ class Driver:
         self._pause = False
 
     async def run(self) -> JobState:
-        """Train until done or paused; cancellation and failure leave by exception. The slot is free afterwards."""
+        """Train until done or paused. Cancellation and failure raise; the slot is released in all cases."""
         job, session, scheduler = self.job, self.session, self.services.scheduler
         scheduler.join(job.name, weight_of(job.config.priority), job.tenant)
         try:
@@ -53,69 +53,71 @@ class Driver:
                 await session.commit()
             return JobState.PAUSED if self._pause else JobState.QUEUED
         finally:
-            async with contextlib.AsyncExitStack() as rest:  # from the last to the first, also where one is cut off
+            async with contextlib.AsyncExitStack() as rest:  # close in reverse order, even if one call is cancelled
                 rest.push_async_callback(session.close)
                 rest.push_async_callback(self.reference.close)
                 rest.callback(scheduler.leave, job.name)
                 await self.leave()
 
-    # --- what a loop says ----------------------------------------------------------------------------------------------
+    # --- methods of subclasses
+    # -------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Start what the loop needs beside the session; called before that opens."""
+        """Start resources that the loop needs; called before the session opens."""
 
     async def step(self, step: int) -> None:
         """Train step `step` and finish it."""
         raise NotImplementedError
 
     def published(self, version: int) -> None:
-        """Hear that a version is loaded and may be sampled from."""
+        """Called when a version is loaded and may be sampled from."""
 
     async def evaluated(self) -> Evaluated | None:
-        """The evaluation of the version that the step under way started from, where it is evaluated."""
+        """The evaluation of the current step's starting version; None if that version is not evaluated."""
         return None
 
     async def leave(self) -> None:
-        """End what `begin` started; called before the session closes."""
+        """Stop what `begin` started; called before the session closes."""
 
     @property
     def waits(self) -> bool:
-        """Whether the job waits for somebody's scores, and asks nothing of the device."""
+        """Whether the job waits for external scores and does not use the device."""
         return False
 
     def rest(self) -> None:
-        """Give up the scores that the step waits for; it ends with `ScorerAway`."""
+        """Stop waiting for scores; the step raises `ScorerAway`."""
 
     @property
     def ended(self) -> bool:
-        """Whether there is nothing left to train."""
+        """Whether training is complete."""
         return self.session.done.step >= self.job.config.steps
 
-    # --- what others ask -----------------------------------------------------------------------------------------------
+    # --- requests from outside
+    # -------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Stop after the step under way; at once where it waits for somebody to score, and nobody is there."""
+        """Stop after the current step; at once if it waits for scores and no scorer is connected."""
         self._pause = True
 
     def go_on(self) -> None:
-        """Take back `pause`."""
+        """Cancel `pause`."""
         self._pause = False
 
     @property
     def spent(self) -> bool:
-        """Whether the job may not begin another step because its budget is used up."""
+        """Whether the budget is used up before the last step."""
         budget, done = self.job.config.budget, self.session.done
         return budget is not None and done.tokens >= budget and done.step < self.job.config.steps
 
     @property
     def commits(self) -> bool:
-        """Whether the step under way goes to disk: also where it may turn out the best, or a resumed job samples from it."""
+        """Whether the current step is committed: also if it may be the best version, or if a resumed job samples from it."""
         config, version = self.job.config, self.session.done.step + 1
         wanted = version % config.checkpoint.every == 0 or version == config.steps or self._pause
         return wanted or self.job.evaluates(version) or config.algorithm.lag > 0
 
     async def _publish(self) -> None:
-        if self.session.versions.latest == self.session.done.step:  # nothing was trained: there was a reason to stop
+        if self.session.versions.latest == self.session.done.step:  # nothing was trained: the step was stopped
             return
         await self.session.publish()
         if not self.spent:
@@ -123,6 +125,6 @@ class Driver:
 
 
 def _only_away(error: Exception) -> bool:
-    """Whether nothing is wrong but that nobody scores."""
+    """Whether the only cause is a missing scorer."""
     rest = error.split(ScorerAway)[1] if isinstance(error, ExceptionGroup) else None
     return rest is None

@@ -1,4 +1,4 @@
-"""Begin a new job at a commit of another: weights, moments, counters and data position are those of that step."""
+"""Start a new job from a commit of another, with its weights, moments, counters and data position."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 
 
 def fork(job: JobDirectory, step: int, new: Path) -> JobDirectory:
-    """Copy what a job was at a commit to a new directory; it opens as any job that was changed with approval.
+    """Copy a commit to a new directory. The new job opens like one whose changes were accepted.
 
     Raises:
-        RunError: there is no such commit, or something is in the directory.
+        RunError: the commit does not exist, or the directory is not empty.
     """
     if step not in job.steps():
         kept = ", ".join(map(str, job.steps())) or "none"
         raise RunError(
-            f"{job.path} keeps no commit of step {step} (it has {kept}); raise checkpoint.keep to keep more of them"
+            f"{job.path} keeps no commit of step {step} (it has {kept}); raise checkpoint.keep to keep more commits"
         )
     if new.exists() and any(new.iterdir()):
-        raise RunError(f"{new} is not empty: give another place")
+        raise RunError(f"{new} is not empty: choose another directory")
     done = job.committed(step)
     draft = new.with_name(f".tmp-{new.name}")
     shutil.rmtree(draft, ignore_errors=True)
@@ -55,7 +55,7 @@ def fork(job: JobDirectory, step: int, new: Path) -> JobDirectory:
 
 
 def _copy_logs(job: JobDirectory, done: Committed, draft: Path) -> dict[str, Any]:
-    """Copy what a commit covers of the logs; gives what the new commit says of them. Rollouts that are gone are not listed."""
+    """Copy the committed part of the logs. Returns the new commit's lengths and sums, without deleted rollouts."""
     lengths, sums = dict[str, int](), dict(done.sums)
     for path in job.logs:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""What a function given from Python consists of: its source, and the functions, classes and constants that it reads.
+"""Checksums of a Python function: of its source, and of the functions, classes and constants that it reads.
 
-It follows how functions are sent to reward processes. What can be imported there is imported there, from its file; a function
-of the script or notebook, or one inside another, is sent with its closure and the globals that it reads.
+This mirrors how functions are sent to reward processes. Importable code is imported there from its file. Functions of
+the script or notebook, and nested functions, are sent with their closure and the globals that they read.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _PLAIN = (
 
 
 class FunctionSums:
-    """Adds to `CodeSums` what functions consist of."""
+    """Adds the content of functions to `CodeSums`."""
 
     def __init__(self, sources: CodeSums) -> None:
         self._sources = sources
-        self._seen: dict[int, Any] = {}  # the objects too: the id of one that is gone comes back
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, because Python reuses the id of a deleted object
         self._waiting = deque[tuple[str, Any]]()
 
     def add(self, name: str, value: Any) -> None:
-        """Add an object and what it reads; `name` is what messages call it."""
+        """Add an object and everything that it reads; `name` is used in messages."""
         self._later(name, value)
         while self._waiting:
             self._add(*self._waiting.popleft())
@@ -110,12 +110,12 @@ class FunctionSums:
         return None
 
     def _put(self, name: str, entry: dict[str, str]) -> None:
-        """Two objects may have one name."""
+        """Add an entry; a second object of the same name gets a name with `'`."""
         while self._sources.code.setdefault(name, entry) != entry:
             name += "'"
 
     def _add_code(self, name: str, value: Any) -> None:
-        """A function or a class."""
+        """Add a function or class."""
         module = sys.modules.get(value.__module__ or "")
         parts = value.__qualname__.split(".")
         there = functools.reduce(lambda where, part: getattr(where, part, None), parts, module)
@@ -139,7 +139,7 @@ class FunctionSums:
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 self._later(key, cell.cell_contents)
-            except ValueError:  # not assigned yet
+            except ValueError:  # unassigned cell
                 self._put(key, {"value": "nothing"})
         names = set(_names_of(value.__code__))
         for key in sorted(names & value.__globals__.keys()):
@@ -162,16 +162,16 @@ def _entry(value: types.FunctionType | type) -> dict[str, str]:
         return {**shown, "statements": statement_sums(tree, max(first, 1))}
     if isinstance(value, types.FunctionType):
         return {"sha256": hashlib.sha256(_instructions(value.__code__).encode()).hexdigest()[:SHOWN]}
-    return {"value": "a class"}  # its members are added one by one
+    return {"value": "a class"}  # members are added separately
 
 
 def _code_of(value: types.FunctionType | type) -> Any:
-    """What `inspect` finds the source of: of a function itself, not of the one that it wraps."""
+    """The argument for `inspect`: a wrapper's own code, not that of the wrapped function."""
     return value.__code__ if isinstance(value, types.FunctionType) else value
 
 
 def _plain(value: Any) -> dict[str, str] | None:
-    """A number, or the sum of text and of containers, which may be secret; None for anything else."""
+    """The value of a number; for text and containers, which may be secret, their checksum. None for other types."""
     try:
         text = _text(value, 0)
     except (TypeError, RecursionError):
@@ -184,10 +184,10 @@ def _plain(value: Any) -> dict[str, str] | None:
 
 
 def _text(value: Any, depth: int) -> str:
-    """A text that is the same in every process.
+    """A text that is equal in every process.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: the value contains another type.
     """
     if isinstance(value, enum.Enum):
         raise TypeError
@@ -208,13 +208,13 @@ def _text(value: Any, depth: int) -> str:
 
 
 def _is_own(kind: type) -> bool:
-    """Whether a class is of the script, or of the project."""
+    """Whether a class is defined in the script or the project."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "__main__" or (file is not None and of_project(Path(file).resolve()))
 
 
 def _names_of(code: types.CodeType) -> Iterator[str]:
-    """Globals and attributes that a function names, and functions in it."""
+    """Names of globals and attributes in a function's code, including nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -222,7 +222,7 @@ def _names_of(code: types.CodeType) -> Iterator[str]:
 
 
 def _instructions(code: types.CodeType) -> str:
-    """What a function without source does, apart from where it was written."""
+    """Bytecode, names and constants of a function without source, independent of its location."""
     inner = (
         _instructions(one) if isinstance(one, types.CodeType) else str(_plain(one) or repr(one))
         for one in code.co_consts
@@ -231,7 +231,7 @@ def _instructions(code: types.CodeType) -> str:
 
 
 def _tree(value: types.FunctionType | type) -> ast.AST | None:
-    """The syntax tree of a function or a class; of a lambda all those that begin in its line. None where there is no source."""
+    """The syntax tree of a function or class; for a lambda, of all lambdas that begin in its line. None without source."""
     code = _code_of(value)
     try:
         if value.__name__ != "<lambda>":

@@ -1,7 +1,7 @@
-"""Completions of one group while versions come and go: asked of the engine, continued under a newer version, or put aside.
+"""Completions of one group across versions: requested, continued under a newer version, or put aside.
 
-A draft is a completion so far. One that is interrupted keeps its tokens, each with the version that sampled it, and goes on
-as prompt and partial, with random numbers of their own for the draws that follow.
+A draft is an unfinished completion. After an interruption it keeps its tokens, each with the version that sampled it.
+The next request sends prompt and draft, with a new random seed for the remaining draws.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _numbers = itertools.count()
 
 
 class PutAside(Exception):
-    """A group was told to stop; what it has so far stays in its drafts."""
+    """The group was told to stop; its completions so far stay in its drafts."""
 
 
 @dataclass
 class Draft:
-    """One completion so far, of one version or several."""
+    """One unfinished completion, sampled by one or several versions."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     text: str = ""
     pieces: int = 0
-    """How often it was begun or continued."""
+    """Number of requests that it took so far."""
     sampled: int = 0
-    """Tokens that were sampled for it, those behind a stop string included."""
+    """Sampled tokens, including those after a stop string."""
     finish: FinishReason | None = None
     error: str = ""
 
     def take(self, chunk: Chunk) -> None:
-        """Add what an engine sampled; an abort does not finish it."""
+        """Append an engine's tokens; an abort does not finish the draft."""
         self.tokens.extend(chunk.token_ids.tolist())
         self.logprobs.extend(chunk.logprobs.tolist())
         self.versions.extend(chunk.versions.tolist())
@@ -57,7 +57,10 @@ class Draft:
             self.finish = chunk.finish_reason
 
     def settle(self, sampling: SamplingParams, chat: Chat) -> None:
-        """End one where it should have ended: engines see only what they added, and may be stopped before they say so."""
+        """Finish a draft that already reached its end.
+
+        An engine sees only its own tokens, and may abort before it reports the end.
+        """
         if self.finish is None and self.tokens:
             self.finish = ending(self.tokens, sampling)
         elif self.pieces < 2:
@@ -70,7 +73,7 @@ class Draft:
             self.finish = FinishReason.STOP
 
     def chunk(self, index: int) -> Chunk:
-        """The whole completion."""
+        """The whole completion as one chunk."""
         return Chunk(
             index,
             np.array(self.tokens, np.int32),
@@ -84,33 +87,33 @@ class Draft:
 
 @dataclass
 class Generation:
-    """What one group asks of an engine, from its first admission to its last token."""
+    """The requests of one group to an engine, from admission to the last token."""
 
     job: str
     name: str
-    """Names the group in requests."""
+    """Name of the group in request ids."""
     engine: RolloutEngine
     versions: Versions
     chat: Chat
     sampling: SamplingParams
     renew: bool
-    """Whether completions under way go on under a newer version as soon as there is one."""
+    """Whether running completions continue under a newer version as soon as it is published."""
     can_stop: bool
     """Whether the group may be put aside."""
     turns: bool = False
-    """Whether its episodes may have several, so that an engine does well to keep what it has computed."""
+    """Whether episodes may have several turns, so that the engine should keep the KV cache."""
     payer: tuple[str, float] = ("", 1.0)
     """The tenant and its share (`FairScheduler.payer`)."""
     drafts: dict[tuple[int, int], Draft] = field(default_factory=dict)
-    """By turn and index; those that are whole are not sampled again."""
+    """By turn and index; finished ones are not sampled again."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
     def sampled(self, turn: int, indices: Iterable[int]) -> int:
-        """Tokens so far of some completions."""
+        """Tokens sampled so far for the given completions."""
         return sum(self.drafts[turn, index].sampled for index in indices if (turn, index) in self.drafts)
 
     async def unless_stopped(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for something that a group needs before it can go on.
+        """Wait for something that the group needs before it can continue.
 
         Raises:
             PutAside: the group was stopped meanwhile.
@@ -132,10 +135,10 @@ class Generation:
         version: int,
         sampling: SamplingParams | None = None,
     ) -> list[Chunk]:
-        """Complete a prompt once for each index of `keys`, whose values seed the draws; `sampling` takes the group's place.
+        """Complete a prompt once for each index of `keys`, whose values seed the draws. `sampling` overrides the group's.
 
         Raises:
-            PutAside: the group was stopped before all were whole.
+            PutAside: the group was stopped before all completions were finished.
             EngineError: the engine cannot serve the request.
         """
         sampling = sampling or self.sampling
@@ -156,7 +159,7 @@ class Generation:
             interrupted = self.stop.is_set() or (renew and self.versions.latest > version)
             for draft in open_.values():
                 draft.settle(sampling, self.chat)
-                if draft.finish is None and not interrupted:  # somebody else aborted it, and may do so again
+                if draft.finish is None and not interrupted:  # aborted by someone else; a retry may be aborted again
                     draft.finish = FinishReason.ABORT
         return [drafts[index].chunk(index) for index in keys]
 
@@ -169,7 +172,7 @@ class Generation:
         ref: AdapterRef,
         sampling: SamplingParams,
     ) -> GenerateRequest:
-        """Fresh completions of one prompt together, or one that is continued."""
+        """A request for new completions of one prompt together, or for the rest of one draft."""
         so_far = next(iter(drafts.values())).tokens
         return GenerateRequest(
             id=f"{self.name}/{turn}/{next(_numbers)}",
@@ -187,11 +190,11 @@ class Generation:
         )
 
     def _renews(self, sampling: SamplingParams) -> bool:
-        """Where an answer stands in its grammar is known to one request alone."""
+        """Whether to renew: not with a grammar, because only one request knows the grammar's state."""
         return self.renew and not sampling.grammar
 
     async def release(self, *indices: int) -> None:
-        """These episodes have no further turn."""
+        """Tell the engine that these episodes have ended."""
         for index in indices if self.turns else ():
             await self.engine.abort(self._episode(index))
 
@@ -205,7 +208,7 @@ class Generation:
             drafts[chunk.index].take(chunk)
 
     async def _interruptibly(self, reading: list[Coroutine[Any, Any, None]], ids: list[str], until: int | None) -> None:
-        """Read to the end, or until version `until` or the word to stop ends the requests."""
+        """Read to the end, or abort the requests at version `until` or at the stop event."""
         tasks = [asyncio.create_task(one) for one in reading]
         watching = [asyncio.create_task(self._abort_when(event, ids)) for event in self._interruptions(until)]
         try:
@@ -226,7 +229,7 @@ class Generation:
 
 
 async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they are gone."""
+    """Cancel tasks and wait for them."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()

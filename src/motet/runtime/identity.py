@@ -1,4 +1,4 @@
-"""What the bytes of a job depend on, wherever its files lie: their contents count, and their names, not their places."""
+"""Everything that a job's bytes depend on. Files count by name and content, not by location."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from motet.tasks.reward_elsewhere import masked
 from motet.types import ADAPTER_WEIGHTS
 
 NOT_FOLLOWED = "not_followed"
-"""What of a job's identity says which code was not looked at."""
+"""Key in a job's identity that lists code that could not be checked."""
 _OWN_CODE = re.compile(r"[^\s:]+\.py:[\w.]+")
 
 
 def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The part that can be known before anything is loaded; `installed` says which functions an operator's rewards are."""
+    """The part that is known before anything is loaded; `installed` maps an operator's rewards to their functions."""
     job = config.model_dump(mode="json", exclude={"checkpoint", "priority", "budget"})
     for field in ("source", "eval_source"):
         job["data"][field] = _placeless(job["data"][field])
@@ -38,7 +38,7 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
     for section, field in code:
         file, colon, function = section[field].rpartition(":")
         section[field] = f"{_placeless(file)}:{function}" if colon else section[field]
-    job["rewards"] = [masked(reward) for reward in job["rewards"]]  # another password is no other job
+    job["rewards"] = [masked(reward) for reward in job["rewards"]]  # a changed password is not a changed job
     sources = _sources(config, installed or {})
     unknown = {NOT_FOLLOWED: sources.not_followed} if sources.not_followed else {}
     return {
@@ -50,7 +50,7 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
 
 
 def computed_by(directories: Iterable[JobDirectory]) -> list[str]:
-    """`ModelInfo.processor` of each job that has steps; empty where its job.yaml does not say so."""
+    """`ModelInfo.processor` of each job that has steps; jobs whose job.yaml does not name one are skipped."""
     found = []
     for directory in directories:
         if directory.steps():
@@ -61,7 +61,7 @@ def computed_by(directories: Iterable[JobDirectory]) -> list[str]:
 
 
 def _sources(config: JobConfig, installed: Mapping[str, str]) -> CodeSums:
-    """The project's own code that makes rewards, environment and algorithm."""
+    """Checksums of the project's own code for rewards, environment and algorithm."""
     sources = CodeSums()
     functions = FunctionSums(sources)
     for reward in config.rewards:
@@ -79,7 +79,7 @@ def _sources(config: JobConfig, installed: Mapping[str, str]) -> CodeSums:
 
 
 def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Each file of data that a job names, and rows that it was given, with the beginning of its sum."""
+    """Each data file of a job, and rows given inline, with the first digits of its checksum."""
     adapters = [
         name and str(Path(name) / ADAPTER_WEIGHTS) for name in (config.adapter.init, config.algorithm.compared_with)
     ]

@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM, or the stop button of a notebook: the first lets steps finish and saves, the second stops at once.
+"""Ctrl-C, SIGTERM or a notebook's stop button: the first lets steps finish and saves, the second stops at once.
 
-interrupt = Interrupt(tell=print)
-interrupt.run(main)              # main() enters `interrupt.heard(stop, jobs)` around what can be stopped
+interrupt = Interrupt(tell=print) interrupt.run(main)              # main() enters `interrupt.heard(stop, jobs)` around
+the part that can be stopped
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ECHO_SECONDS = 1.0
 
 
 class Interrupt:
-    """Hears that a person wants a run to end, and answers at once."""
+    """Handles requests to end a run, and reports at once that they were received."""
 
     def __init__(self, notify: Callable[[str], None] | None = None) -> None:
-        """Nothing is heard yet.
+        """Create it without installing signal handlers.
 
         Args:
             notify: called with a line for the person.
@@ -31,12 +31,12 @@ class Interrupt:
         self._notify = notify or (lambda line: None)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pressed = False
-        self._early = False  # asked for while nothing was heard yet
-        self._terminated = 0.0  # when the last SIGTERM that counts came
-        self._press: Callable[[], None] = lambda: None  # until something is heard
+        self._early = False  # requested before `heard`
+        self._terminated = 0.0  # time of the last accepted SIGTERM
+        self._press: Callable[[], None] = lambda: None  # replaced in `heard`
 
     def run(self, main: Callable[[], Awaitable[None]]) -> None:
-        """Run a coroutine to its end, also from inside a notebook, whose thread has a loop of its own already."""
+        """Run a coroutine to its end; also from a notebook, whose thread already has an event loop."""
 
         async def awaited() -> None:
             await main()
@@ -59,12 +59,12 @@ class Interrupt:
         def inside() -> None:
             try:
                 whole()
-            except BaseException as error:  # handed to the caller's thread
+            except BaseException as error:  # raised again in the caller's thread
                 failure.append(error)
             finally:
                 ended.set()
 
-        with self._handed_on():  # before anything runs that could be stopped
+        with self._handed_on():  # before the first line that could be interrupted
             threading.Thread(target=inside, name="motet-run").start()
             ended.wait()
         if failure:
@@ -72,7 +72,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def _handed_on(self) -> Iterator[None]:
-        """Ctrl-C in this thread is the run's to hear, and raises nothing here."""
+        """Forward Ctrl-C in this thread to the run; nothing is raised here."""
 
         def hand_on(*_: object) -> None:
             if self._loop is not None:
@@ -91,16 +91,16 @@ class Interrupt:
 
     @contextlib.contextmanager
     def heard(self, stop: Callable[[], None], jobs: Sequence[JobProgress]) -> Iterator[None]:
-        """While the block runs, end it when somebody asks.
+        """Handle requests to end while the block runs.
 
         Args:
-            stop: lets the steps under way finish, saves, and ends.
-            jobs: what goes on, for the answer.
+            stop: finishes the current steps, saves, and ends.
+            jobs: progress of the running jobs, for the message.
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def terminate() -> None:
-            """`timeout` and others send the signal twice, to the process and to its group: that is one word."""
+            """Ignore a repeated SIGTERM: `timeout` and others signal both the process and its group."""
             if not self._terminated or loop.time() - self._terminated > _ECHO_SECONDS:
                 self._terminated = loop.time()
                 press()
@@ -113,7 +113,7 @@ class Interrupt:
                 words = f"{_finishing(jobs)}; press Ctrl-C again to stop now"
                 stop()
             self._pressed = True
-            # whoever reads what is printed may have ended with the same Ctrl-C
+            # the reader of the output may have ended with the same Ctrl-C
             with contextlib.suppress(Exception, SystemExit):
                 self._notify(words)
 

@@ -1,4 +1,4 @@
-"""A job as the runtime knows it, and the one table of its transitions."""
+"""A job as the runtime sees it, and the table of its state transitions."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StateChanged:
-    """A job has another state, or another message with it."""
+    """A job's state or message changed."""
 
     state: JobState
     message: str
-    """Why, or what a person should know."""
+    """The reason, or a notice for a person."""
     inexact: tuple[str, ...]
-    """Why its bytes may depend on more than itself."""
+    """Why the job's bytes may depend on more than the job."""
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """A step is done, or the last version evaluated."""
+    """A step is done, or the last version was evaluated."""
 
     line: Mapping[str, Any]
-    """Of metrics.jsonl, with the tokens of the step and, where it was trained in this process, its seconds."""
+    """Line of metrics.jsonl, with the step's tokens and, if this process trained it, its seconds."""
 
 
 @dataclass(frozen=True)
 class Executed:
-    """A part of a step that a client drives was done, whether or not the step comes."""
+    """Part of a client-driven step was computed; it counts even if the step never completes."""
 
     step: int
-    """The version that it started from."""
+    """Version that the step started from."""
     tokens: int
-    """All of the step so far, times their targets."""
+    """Total of the step so far, times the number of targets."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ JobEvent = StateChanged | StepDone | Executed | CommandObeyed
 JobObserver = Callable[[JobEvent], None]
 
 
-def _unobserved(event: JobEvent) -> None:
-    """Drop the event."""
+def _unobserved(event: JobEvent) -> None: ...
 
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
@@ -86,7 +85,7 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 
 @dataclass(frozen=True)
 class Services:
-    """What every job of a run shares, put together by `launch`."""
+    """Shared by all jobs of a run; built by `launch`."""
 
     engine: RolloutEngine
     trainer: Trainer
@@ -97,84 +96,85 @@ class Services:
     rewards: RewardPool
     micro_batch_tokens: int
     probe_tolerance: float
-    """Largest mean logprob difference between engine and trainer at a publish; 0 where they share tensors and are exact."""
+    """Largest mean logprob difference between engine and trainer at a publish; 0 if they share tensors and are exact.
+    """
     engine_suffix: str
     """`{run id}.{attempt}`, so that engine-side names never repeat."""
     keep_versions: int | None = None
-    """Versions that an engine keeps besides those that are needed; 0 keeps all."""
+    """Unneeded versions that an engine keeps; 0 keeps all."""
     threads: int = 0
-    """Torch threads; 0 where there is no torch."""
+    """Torch threads; 0 without torch."""
     positions: int = 0
-    """Of the base's longest sequence."""
+    """Longest sequence of the base."""
     vocabulary: int = 0
-    """Tokens that the base knows."""
+    """Vocabulary size of the base."""
     functions: LossFunctions | None = None
-    """What the trainer's losses compute with; None is torch's."""
+    """Backend of the trainer's losses; None uses torch."""
     room: StorageRoom = field(default_factory=StorageRoom)
     agents: Callable[[str, EnvironmentConfig], OwnEnvironment] | None = None
-    """The agent of a job that runs elsewhere; None where there is no elsewhere."""
+    """Creates the environment of a job whose agent runs elsewhere; None if that is not supported."""
 
     @functools.cached_property
     def starts(self) -> StartTurns:
-        """Whose turn it is to start a job."""
+        """Limits how fast tenants start jobs."""
         return StartTurns(self.scheduler.others)
 
     async def on_device(self, job: str, call: Callable[[], Result]) -> Result:
-        """Run a trainer call of one job in the device's turn; its time is that job's."""
+        """Run a trainer call on the device; its time is charged to the job."""
         with used_by(job, *self.scheduler.payer(job)):
             return await self.device.run(call)
 
 
 @dataclass
 class Job:
-    """One job of a run: what was asked for, resolved, and where it stands."""
+    """One job of a run: its resolved configuration and its state."""
 
     config: JobConfig
     data: Dataset
     chat: Chat
     directory: JobDirectory
     base_rate: float
-    """The learning rate before warm-up and schedule."""
+    """Learning rate before warm-up and schedule."""
     stop_token_ids: tuple[int, ...]
     progress: JobProgress
     inexact: list[str] = field(default_factory=list)
-    """Why bytes may differ from a solo run; grows, never shrinks."""
+    """Why bytes may differ from a solo run; reasons are only added."""
     starts: int = 0
-    """How often the job took a slot in this process: part of engine-side names."""
+    """Slots taken in this process; part of engine-side names."""
     restarts: int = 0
-    """How often it was taken up again after a fault of the device."""
+    """Restarts after device errors."""
     held: bool = False
-    """Whether the rule of its tenant paused it; it resumes with that rule."""
+    """Whether a rule of its tenant paused it; it resumes when the rule is lifted."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there may be something that the job waits for."""
+    """Set when an event may have happened that the job waits for."""
     observer: JobObserver = _unobserved
     tenant: str = ""
-    """Whose job it is; a run without a service has one tenant."""
+    """Owner; empty in a run without a service."""
     before: Job | None = None
-    """The job of this run that has to succeed first, because this one goes on with its adapter."""
+    """A job of this run that must succeed first, because this one starts from its adapter."""
     before_version: str = "best"
-    """Which version of it: `best`, `latest`, or its number."""
+    """Which of its versions: `best`, `latest`, or a number."""
 
     @property
     def name(self) -> str:
-        """The job's name; its adapter's too."""
+        """Name of the job and of its adapter."""
         return self.config.name
 
     @property
     def seed(self) -> int:
-        """The job's seed."""
+        """The configured seed, or one derived from the job's name."""
         return self.config.effective_seed
 
     @property
     def state(self) -> JobState:
-        """Where the job stands."""
+        """The current state."""
         return self.progress.state
 
     def move(self, state: JobState, message: str = "") -> None:
-        """Change state and record it.
+        """Change the state and record it.
 
         Raises:
-            MotetError: the table does not allow it.
+            MotetError: the transition is not allowed.
         """
         if state not in TRANSITIONS[self.state]:
             raise MotetError(f"job {self.name!r} is {self.state} and cannot become {state}")
@@ -185,13 +185,13 @@ class Job:
         self.directory.write_status({"state": state.value, "message": message, "inexact": list(self.inexact)})
 
     def note(self, text: str) -> None:
-        """Tell a person something until the job has another state, beside why it has this one; once."""
+        """Append a notice to the message, once; it lasts until the state changes."""
         if text not in self.progress.message:
             self.progress.message = f"{self.progress.message}; {text}" if self.progress.message else text
             self.observer(StateChanged(self.state, self.progress.message, tuple(self.inexact)))
 
     def sampling(self) -> SamplingParams:
-        """How training rollouts are drawn."""
+        """Sampling parameters for training."""
         given = self.config.sampling
         return SamplingParams(
             temperature=given.temperature,
@@ -201,27 +201,27 @@ class Job:
         )
 
     def evaluation_sampling(self) -> SamplingParams:
-        """How evaluation rollouts are drawn."""
+        """Sampling parameters for evaluation."""
         given = self.config.eval
         return replace(
             self.sampling(), temperature=given.temperature, top_p=given.top_p, top_k=given.top_k, min_p=given.min_p
         )
 
     def init_directory(self) -> Path:
-        """The PEFT directory that the adapter starts from."""
+        """The PEFT directory of the initial adapter."""
         assert self.config.adapter.init is not None
         if self.before is not None:
             return self.before.directory.version_named(self.before_version)
         return Path(os.path.expanduser(self.config.adapter.init))
 
     def evaluates(self, version: int) -> bool:
-        """Whether this version is evaluated: the first, the last, and every so many."""
+        """Whether this version is evaluated: the first, the last, and every `eval.every`-th."""
         if not self.data.holdout:
             return False
         every = self.config.eval.every
         return version in (0, self.config.steps) or (every > 0 and version % every == 0)
 
     def note_inexact(self, reason: str) -> None:
-        """Remember that the job's bytes may depend on more than itself."""
+        """Record a reason why the job's bytes may depend on more than the job."""
         if reason not in self.inexact:
             self.inexact.append(reason)

@@ -1,20 +1,18 @@
-"""What a client asked of its session, one file a command, and what came of each.
+"""The commands that a client sent to its session, and their outcomes: one file each.
 
-The files are the journal: after a crash the session goes back to its last commit and obeys again what came later, which
-ends with the same bytes.
+After a crash, the session returns to its last commit and executes the later commands again, with identical results.
 
     <job>/commands/
-      model.json         what the client said of its model
-      <number>.cmd       one command; numbers begin at 0 and are obeyed in order, whatever order they come in
-      <number>.sum       its digest: who sends another under its number hears of it
+      model.json         the client's description of its model
+      <number>.cmd       one command; numbers begin at 0 and are executed in order, in whatever order they arrive
+      <number>.sum       its digest, to reject another command with the same number
       <number>.out       its outcome
-      <number>.new       its outcome while the version that it makes is committed
-      <number>.stop      there since its client cancelled it, where it was not done
-      finished           there since the client said that no more will come
-      looked             what commands without a gradient took of the step under way
+      <number>.new       its outcome while the version that it makes is being committed
+      <number>.stop      exists if its client cancelled it before it was done
+      finished           exists once the client has announced the end
+      looked             tokens used by commands without a gradient in the current step
 
-Whoever writes a file renames it into place when it is whole and synced. A command is written once: who sends it again
-changes nothing.
+Files are synced, then renamed into place. Sending the same command again changes nothing.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from motet.checksums import sync
 from motet.types import FloatArray
 
 KEPT = 4096
-"""Outcomes of so many commands before the newest commit are kept for a client that asks again."""
+"""Number of outcomes before the newest commit that a client can fetch again."""
 KEPT_BYTES = 2**26
-"""Of those outcomes, besides the ones of the newest commit."""
+"""Limit on the bytes of those outcomes; the newest commit's are not counted."""
 _UNDONE = (".cmd", ".part", ".new", ".stop")
-"""Ends of files that a session needs no more once it is over."""
+"""Suffixes of files that a finished session no longer needs."""
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -49,23 +47,23 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, values: FloatArray) -> Tensor:
-        """An array as a file keeps it."""
+        """Encode an array."""
         return cls(values.astype("<f4").tobytes(), values.shape)
 
     def array(self) -> FloatArray:
-        """The array again."""
+        """Decode the array."""
         return np.frombuffer(self.data, "<f4").reshape(self.shape)
 
 
 class Datum(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence of T tokens, and what each place of it is to predict."""
+    """One sequence of T tokens, with the targets of each position."""
 
     tokens: bytes
     """int32 [T]."""
     targets: bytes
-    """int32 [T] or [T, K]; those of place t are predicted from the tokens up to t."""
+    """int32 [T] or [T, K]; position t predicts its targets from the tokens up to and including t."""
     n_targets: int
-    """K, or 0 where there is one target of each place."""
+    """K, or 0 for a single target per position."""
     weights: Tensor | None = None  # [T] or [T, K]
     logprobs: Tensor | None = None  # [T]
     advantages: Tensor | None = None  # [T]
@@ -73,12 +71,12 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def length(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return len(self.tokens) // 4
 
     @property
     def work(self) -> int:
-        """What it is charged (`Sample.work`)."""
+        """Work that is charged (`Sample.work`)."""
         return (self.length + 1) * max(1, self.n_targets)
 
     def sample(self) -> Sample:
@@ -90,11 +88,11 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
-    """Base of what a client can ask."""
+    """Base class of client commands."""
 
 
 class ForwardBackward(Command, frozen=True):
-    """Add a gradient, or only look at the loss."""
+    """Add a gradient, or with `forward_only` compute only the loss."""
 
     data: list[Datum]
     loss: str
@@ -114,18 +112,19 @@ class OptimStep(Command, frozen=True):
 
 
 class Save(Command, frozen=True):
-    """Write the adapter down, with the optimizer's state and a gradient that waits for its step where asked."""
+    """Save the adapter; with `optimizer`, also the optimizer state and any accumulated gradient."""
 
     place: str
-    """Below the job's `checkpoints`."""
+    """Relative to the job's `checkpoints`."""
     optimizer: bool
     about: dict[str, Any] = {}
-    """Kept beside it; its `number` is the command's, and with a `ttl` it `expires` so many seconds after it was saved."""
+    """Stored with the checkpoint. `number` is the command's; with `ttl`, `expires` is that many seconds after saving.
+    """
     answer: dict[str, Any] = {}
 
 
 class Load(Command, frozen=True):
-    """Go on from an adapter that was saved, as the next version."""
+    """Load a saved adapter as the next version."""
 
     directory: str
     optimizer: bool
@@ -133,7 +132,7 @@ class Load(Command, frozen=True):
 
 
 class Nothing(Command, frozen=True):
-    """A number that stands for no work: the model's start, or a request that was refused."""
+    """A command without work: the model's creation, or a refused request."""
 
     answer: dict[str, Any] = {}
 
@@ -142,11 +141,11 @@ AnyCommand = ForwardBackward | OptimStep | Save | Load | Nothing
 
 
 class Outcome(msgspec.Struct, frozen=True, tag=True):
-    """Base of what comes of a command."""
+    """Base class of outcomes."""
 
 
 class Gradient(Outcome, frozen=True):
-    """What `ForwardBackward` gave."""
+    """Outcome of `ForwardBackward`."""
 
     logprobs: list[Tensor]
     """Of each datum's targets, [T] or [T, K]."""
@@ -154,14 +153,14 @@ class Gradient(Outcome, frozen=True):
 
 
 class Done(Outcome, frozen=True):
-    """A command that is no `ForwardBackward` was carried out."""
+    """Any other command was executed."""
 
     answer: dict[str, Any] = {}
-    """What the client is told."""
+    """Response to the client."""
 
 
 class Failed(Outcome, frozen=True):
-    """The command changed nothing, and why."""
+    """The command failed and changed nothing."""
 
     reason: str
 
@@ -174,7 +173,7 @@ class JournalError(ValueError):
 
 
 class Journal:
-    """The commands of one session. The client's side and the session's may be different processes."""
+    """The commands of one session. Client side and session side may be in different processes."""
 
     def __init__(self, job: Path) -> None:
         """`job` is the job's directory."""
@@ -183,15 +182,15 @@ class Journal:
     # --- the client's side ---------------------------------------------------------------------------------------------
 
     def write(self, number: int, command: AnyCommand) -> None:
-        """Keep a command; the same again changes nothing.
+        """Write a command; writing the same command again changes nothing.
 
         Raises:
-            JournalError: another has this number.
+            JournalError: another command has this number.
         """
         self.put(number, msgspec.msgpack.encode(command))
 
     def put(self, number: int, data: bytes) -> None:
-        """`write` of a command that is encoded already."""
+        """`write` for an encoded command."""
         digest = hashlib.sha256(data).digest()
         known = self._read(number, "sum")
         if known is None:
@@ -202,60 +201,60 @@ class Journal:
             raise JournalError(f"request {number} of this model was another one; numbers are used once")
 
     def outcome(self, number: int) -> AnyOutcome | None:
-        """What came of a command; None where it has not been obeyed yet."""
+        """The outcome of a command; None until it is done."""
         data = self._read(number, "out")
         return None if data is None else msgspec.msgpack.decode(data, type=AnyOutcome)
 
     def done(self, number: int) -> bool:
-        """Whether there is an outcome of a command."""
+        """Whether a command has an outcome."""
         return self._file(number, "out").exists()
 
     def known(self, number: int) -> bool:
-        """Whether a command of this number ever came."""
+        """Whether a command with this number was ever written."""
         return self._file(number, "sum").exists() or self._file(number, "cmd").exists()
 
     def cancel(self, number: int) -> None:
-        """Ask the session to end a gradient, if it is not done."""
+        """Ask the session to stop a gradient that is not done."""
         if self.known(number) and not self.done(number):
             self._file(number, "stop").touch()
 
     def cancelled(self, number: int) -> bool:
-        """Whether a command was cancelled before its outcome was there."""
+        """Whether a command was cancelled before it was done."""
         return self._file(number, "stop").exists() and not self.done(number)
 
     def end(self, *, outcomes: bool) -> None:
-        """Remove what a session that is over needs no more: commands, and unless they may be fetched, their outcomes."""
+        """Delete the files of a finished session: commands and, unless `outcomes` keeps them, outcomes."""
         for path in list(self.path.glob("*")):
             if path.stem.partition(".")[0].isdecimal() and (path.suffix in _UNDONE or not outcomes):
                 path.unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """No more commands will come."""
+        """Announce that no more commands will come."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "finished").touch()
 
     def describe(self, about: dict[str, Any]) -> None:
-        """Keep what the client said of its model."""
+        """Store the client's description of its model."""
         self.path.mkdir(parents=True, exist_ok=True)
         _write(self.path / "model.json", msgspec.json.encode(about))
 
     def description(self) -> dict[str, Any]:
-        """What `describe` kept; empty before."""
+        """The stored description; empty before `describe`."""
         try:
             return msgspec.json.decode((self.path / "model.json").read_bytes(), type=dict[str, Any])
         except FileNotFoundError:
             return {}
 
     def waiting_bytes(self) -> int:
-        """Of the commands that wait, and of the gradients that wait for their step."""
+        """Bytes of waiting commands and of gradients that wait for their step."""
         n_bytes = 0
         for path in self.path.glob("*.cmd"):
-            with contextlib.suppress(FileNotFoundError):  # the session's side drops what is done
+            with contextlib.suppress(FileNotFoundError):  # the session deletes finished commands meanwhile
                 n_bytes += path.stat().st_size
         return n_bytes
 
     def work_again(self) -> int:
-        """What a session that resumes is charged again: for gradients that are done and wait for their step (`Sample.work`)."""
+        """Work (`Sample.work`) charged again on resume: finished gradients that wait for their step."""
         numbers = [int(path.stem) for path in self.path.glob("*.cmd") if self.done(int(path.stem))]
         kept = (one for number in numbers if isinstance(one := self.command(number), ForwardBackward))
         return sum(datum.work for one in kept for datum in one.data)
@@ -263,16 +262,16 @@ class Journal:
     # --- the session's side --------------------------------------------------------------------------------------------
 
     def command(self, number: int) -> AnyCommand | None:
-        """A command; None where it has not come yet."""
+        """A command; None if it has not arrived."""
         data = self._read(number, "cmd")
         return None if data is None else msgspec.msgpack.decode(data, type=AnyCommand)
 
     def answer(self, number: int, outcome: AnyOutcome, *, hidden: bool = False) -> None:
-        """Keep what came of a command; a hidden outcome is there once it is revealed."""
+        """Write an outcome; a hidden one becomes visible with `reveal`."""
         self._put(number, "new" if hidden else "out", msgspec.msgpack.encode(outcome))
 
     def looked(self, step: int) -> tuple[int, int]:
-        """The last command without a gradient of a step, and the tokens of all of them: they are dropped when they are done."""
+        """The step's last command without a gradient, and the tokens of all such commands, whose files are deleted."""
         try:
             of, number, tokens = msgspec.msgpack.decode((self.path / "looked").read_bytes(), type=tuple[int, int, int])
         except FileNotFoundError:
@@ -280,11 +279,11 @@ class Journal:
         return (number, tokens) if of == step else (-1, 0)
 
     def look(self, step: int, number: int, tokens: int) -> None:
-        """Keep these."""
+        """Store the values that `looked` returns."""
         _write(self.path / "looked", msgspec.msgpack.encode((step, number, tokens)))
 
     def reveal(self, before: int) -> None:
-        """Hidden outcomes of commands before a number, which are in a commit, are there; others never came to be."""
+        """Make hidden outcomes before a number visible; their versions are committed. Delete the others."""
         for path in list(self.path.glob("*.new")):
             if int(path.stem) < before:
                 path.rename(path.with_suffix(".out"))
@@ -293,17 +292,17 @@ class Journal:
 
     @property
     def finished(self) -> bool:
-        """Whether no more commands will come."""
+        """Whether the client announced the end."""
         return (self.path / "finished").exists()
 
     def drop(self, number: int) -> None:
-        """A command that changed nothing, or what lies in files, is done: it need never be obeyed again."""
+        """Delete a finished command that need not be executed again: it changed nothing, or its result is in files."""
         self._file(number, "cmd").unlink(missing_ok=True)
 
     def forget(self, before: int, since: int = 0) -> None:
-        """Commands before a number are in a commit: their bodies go, and outcomes that nobody can still want.
+        """Delete the bodies of committed commands, and old outcomes beyond the limits.
 
-        `since` is the first command of that commit: outcomes from there on stay, whatever their size.
+        `since` is the first command of the newest commit; outcomes from there on are kept, whatever their size.
         """
         kept_bytes = 0
         for path in sorted(self.path.iterdir(), reverse=True):

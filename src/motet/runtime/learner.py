@@ -1,8 +1,8 @@
-"""The learn loop's shared half: passes of all jobs take turns on the device, micro-batches packed together.
+"""The shared part of learning: micro-batches of all jobs are packed into passes, which take turns on the device.
 
-While the device is busy, cuts of several jobs gather; the next pass takes as many as the budget holds, those of the tenants
-that have consumed least first. A pass with more work than the budget gives the device back between its pieces. Each turn is
-charged when it ends.
+While the device is busy, micro-batches of several jobs collect. The next pass takes as many as the budget allows, first
+from tenants that have consumed the least. A pass larger than the budget releases the device between its pieces. Each
+turn is charged when it ends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from motet.tenant_turns import Cost, Payer
 from motet.types import FloatArray
 
 Executed = Callable[[int], None]
-"""Hears the work of a job that was just executed, in tokens times targets."""
+"""Called with the work just done for a job, in tokens times targets."""
 
 
 def unheard(work: int) -> None:
-    """Drop it."""
+    """Ignore the work."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,36 +40,36 @@ class _Entry:
     executed: Executed
     learns: bool = True
     base: bool = False
-    """Whether the adapter is left out."""
+    """Whether to score without the adapter."""
 
 
 @dataclass(eq=False)
 class _Pass:
-    """Entries that the device works on, in one turn or several."""
+    """Entries that the device computes in one or several turns."""
 
     entries: list[_Entry]
     pieces: Pieces[Any] | None = None
-    """Once it has begun."""
+    """Set once it has begun."""
     charged: int = 0
-    """Work of its pieces so far; only a pass of one entry has several turns."""
+    """Work charged so far; only a pass of one entry has several turns."""
     payers: Mapping[str, Payer] = field(default_factory=dict)
     """By job."""
     begun: bool = False
-    """Whether the device has its turn; what is cancelled before that is not worked on."""
+    """Whether its turn on the device has begun; entries cancelled before that are skipped."""
 
 
 class Learner:
     """Trains and scores the segments of all jobs on one device."""
 
     def __init__(self, trainer: Trainer, device: Device, budget: int, scheduler: FairScheduler) -> None:
-        """`budget` is the most work of a turn."""
+        """`budget` is the largest work of a turn."""
         self._trainer = trainer
         self._device = device
         self._budget = budget
         self._scheduler = scheduler
         self._waiting: list[_Entry] = []
         self._paused: _Pass | None = None
-        """The pass that gave the device back; at most one, because it keeps its memory."""
+        """The paused pass; at most one, because it keeps its memory."""
         self._running: asyncio.Task[None] | None = None
         self._turn_of: _Pass | None = None
         self._charged = asyncio.Event()
@@ -79,14 +79,14 @@ class Learner:
         self._parking = trainer if isinstance(trainer, Parking) and trainer.parks else None
 
     async def train(self, job: str, segments: tuple[Segment, ...], executed: Executed = unheard) -> tuple[Trained, ...]:
-        """Add the gradients of a job's segments, in their order, and return what each was trained with."""
+        """Add the gradients of a job's segments in order. Returns the results of each segment."""
         loop = asyncio.get_running_loop()
         return await self._all([_Entry(job, segment, loop.create_future(), executed) for segment in segments])
 
     async def score(
         self, job: str, segments: tuple[Segment, ...], executed: Executed = unheard, *, base: bool = False
     ) -> list[FloatArray]:
-        """Logprobs of each sample, without a gradient; `base=True` leaves the adapter out."""
+        """Logprobs [T] of each sample, without a gradient; `base=True` disables the adapter."""
         loop = asyncio.get_running_loop()
         entries = [_Entry(job, one, loop.create_future(), executed, learns=False, base=base) for one in segments]
         return [logprobs for scored in await self._all(entries) for logprobs in scored]
@@ -104,7 +104,7 @@ class Learner:
                     entry.done.exception()
                 entry.done.cancel()
             while (turn := self._turn_of) is not None and turn.begun and not set(entries).isdisjoint(turn.entries):
-                await self._charged.wait()  # who cancels knows all work that was done
+                await self._charged.wait()  # so a cancelled caller returns after all its work is charged
 
     async def _drain(self) -> None:
         while True:
@@ -131,7 +131,7 @@ class Learner:
                 results = await self._on_device(chosen)
             finally:
                 await ahead
-        except Exception as error:  # whoever waits for these segments has to know
+        except Exception as error:  # passed on to the callers that wait for these segments
             self._paused = None if self._paused is chosen else self._paused
             self._fail(chosen.entries, error)
             return
@@ -145,20 +145,20 @@ class Learner:
                 entry.done.set_result(result)
 
     async def _on_device(self, chosen: _Pass) -> tuple[Any, ...] | None:
-        """Work on a pass in the turn of the tenant that it was chosen for."""
+        """Run a pass in the turn of the tenant that it was chosen for."""
         chosen.payers = {one.job: Payer(one.job, *self._scheduler.payer(one.job)) for one in chosen.entries}
         first = chosen.payers[chosen.entries[0].job]
-        with used_by("", first.tenant, first.share):  # the turn says itself whose its time was
+        with used_by("", first.tenant, first.share):  # the turn accounts for its own time
             return await self._device.run(lambda: self._turn(chosen))
 
     async def _give_up(self, paused: _Pass) -> None:
-        """End a pass that nobody waits for; what its pieces added up is dropped with its adapter, or never added."""
+        """Drop a pass that nobody waits for; the gradient of its pieces is discarded."""
         self._paused = None
         if paused.pieces is not None:
             await self._device.run(paused.pieces.close, light=True)
 
     def _charge(self, turn: _Pass, *, ended: bool) -> None:
-        """Charge the work of a turn, or the rest of a pass that has ended."""
+        """Charge the work of a turn, or the rest of a finished pass."""
         before, entries = turn.charged, turn.entries
         if not entries:
             return
@@ -171,19 +171,22 @@ class Learner:
             entry.executed(work)
 
     async def _bring_in(self, entries: list[_Entry]) -> None:
-        """Have what the device is about to train there, where adapters may be elsewhere."""
+        """Load the adapters of the next pass, if adapters may be parked elsewhere."""
         if self._parking is not None and entries:
             await asyncio.to_thread(self._parking.bring_in, _adapters(entries))
 
     async def _bring_in_next(self, chosen: list[_Entry]) -> None:
-        """Have what comes after `chosen` there too, where there is room; what fails now fails again in its own turn."""
+        """Load the adapters of the pass after `chosen` if there is room. An error is raised again in their own turn."""
         if self._parking is not None and self._waiting:
             following = _adapters(self._choose().entries)
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(self._parking.bring_in, following, _adapters(chosen))
 
     def _fail(self, chosen: list[_Entry], error: Exception) -> None:
-        """A batch of one job fails that job. Of several, nobody knows whose fault it was: from now on, each trains apart."""
+        """Fail a pass.
+
+        With one job, the job gets the error; with several, the cause is unknown, so each job trains alone from now on.
+        """
         if len({entry.job for entry in chosen}) > 1:
             self._apart = True
             cause, error = error, DeviceError(f"the device failed while training several jobs: {error!r}")
@@ -193,9 +196,9 @@ class Learner:
                 entry.done.set_exception(error)
 
     def _choose(self) -> _Pass:
-        """Whose turn it is: a piece of the pass that paused, or the next pass.
+        """Choose the next turn: a piece of the paused pass, or a new pass.
 
-        While a pass is paused, its job waits for it, and so do others that would pause as well.
+        While a pass is paused, its job waits for it, and so do jobs whose pass would pause too.
         """
         paused, waiting = self._paused, self._waiting
         if paused is not None:
@@ -215,7 +218,7 @@ class Learner:
         return _Pass([one for one in chosen if one.learns and (one.job == first.job or not self._apart)])
 
     def _room(self, offers: list[Waiting]) -> int:
-        """Work of the next pass: a tenant's little is not made to wait for as much of others as would fit."""
+        """Largest work of the next pass, so that a small tenant does not wait for a full budget of other tenants' work."""
         work = Counter[str]()
         for offer in offers:
             work[offer.standing.tenant] += offer.tokens
@@ -224,10 +227,10 @@ class Learner:
         return min(most, len(work) * work[offers[first].standing.tenant])
 
     def _turn(self, turn: _Pass) -> tuple[Any, ...] | None:
-        """Work on a pass; None where there is more to do. In the device's thread."""
-        turn.begun = True  # before looking: who cancels later waits
+        """Work on a pass in the device's thread; None if it is not finished."""
+        turn.begun = True  # set before the check: a later cancellation waits for the turn
         wanted = [entry for entry in turn.entries if not entry.done.cancelled()]
-        if not wanted:  # given up since it was chosen
+        if not wanted:  # cancelled since it was chosen
             if turn.pieces is not None:
                 turn.pieces.close()
             turn.entries = []
@@ -268,7 +271,7 @@ class Learner:
 
 
 def _at_once(call: Callable[[], Any]) -> Pieces[Any]:
-    """A pass of a trainer that does not pause."""
+    """The generator interface for a trainer that cannot pause."""
     yield from ()
     return call()
 

@@ -1,4 +1,4 @@
-"""From the groups of a step to the next version: samples, what they need, micro-batches, and one or more optimizer updates."""
+"""From the groups of a step to the next version: samples, reference logprobs, micro-batches and optimizer updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from motet.runtime.steps import LearnedStep, SampledStep, Valued
 
 @dataclass(frozen=True)
 class _Lesson:
-    """What a critic learns beside the policy."""
+    """Training data of a critic in the same step."""
 
     critic: Critic
     segments: tuple[Segment, ...]
@@ -27,7 +27,7 @@ class _Lesson:
 async def learn(
     session: Session, reference: Reference, critic: Critic | None, sampled: SampledStep, *, with_reference: bool
 ) -> LearnedStep:
-    """All updates of a step. Without a trainable sample the weights stay as they are (and no moment decays)."""
+    """Run all updates of a step. Without a trainable sample, weights and moments stay unchanged."""
     job = session.job
     algorithm, sampling = job.config.rl, job.config.sampling
     batch = algorithm.batch(sampled.groups, sampling.max_tokens)
@@ -55,12 +55,12 @@ async def train(
     updates: int = 1,
     lesson: _Lesson | None = None,
 ) -> LearnedStep:
-    """So many optimizer updates on the segments of a step; a critic's lie beside them in the packed batches."""
+    """Run `updates` optimizer updates on the segments of a step, with a critic's segments in the same packed batches."""
     job = session.job
     if not batch.samples:
         return LearnedStep(batch, LossStats(), None, 0)
     first, optim, valued = LossStats(), None, None
-    if lesson is not None and step < lesson.critic.config.warmup_steps:  # the policy waits
+    if lesson is not None and step < lesson.critic.config.warmup_steps:  # only the critic trains during its warm-up
         segments = ()
     beside = () if lesson is None else lesson.segments
     tokens = batch.tokens * (bool(segments) + bool(beside))

@@ -13,15 +13,15 @@ _WIDTH_POWER = {"llama": 1.5, "qwen": 0.08}
 def auto_learning_rate(hidden_size: int, model_type: str) -> float:
     """A starting rate for LoRA with reinforcement learning: 4e-5 · (4096 / width)^p.
 
-    The anchor and p = 0.08 for Qwen-shaped bases follow the fit that Thinking Machines published for Tinker (2025). For all
-    others p = 1.5, from sweeps at widths 256 and 576: `docs/learning.md` has the curves.
+    The anchor and p = 0.08 for Qwen-like bases follow the fit that Thinking Machines published for Tinker (2025). For
+    other bases p = 1.5, from sweeps at widths 256 and 576; `docs/learning.md` has the curves.
     """
     family = "qwen" if model_type.startswith("qwen") else "llama"
     return float(4e-5 * (4096 / hidden_size) ** _WIDTH_POWER[family])
 
 
 def learning_rate(config: OptimizerConfig, base_rate: float, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up, then constant, linear or half-cosine decay to 0."""
+    """The rate of step `step` (from 0) of `steps`: linear warm-up, then constant, or linear or half-cosine decay to 0."""
     if step < config.warmup_steps:
         return base_rate * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -33,6 +33,6 @@ def learning_rate(config: OptimizerConfig, base_rate: float, step: int, steps: i
 
 
 def adamw(config: OptimizerConfig, base_rate: float, step: int, steps: int) -> AdamW:
-    """The optimizer's step `step` (from 0) of `steps`."""
+    """AdamW settings of step `step` (from 0) of `steps`."""
     rate = learning_rate(config, base_rate, step, steps)
     return AdamW(rate, config.betas, config.eps, config.weight_decay, config.clip_norm)

@@ -1,8 +1,8 @@
-"""The manifest of a job: what must be in its directory since its newest commit.
+"""The manifest of a job: the files that must be in its directory since its newest commit.
 
-manifest.jsonl holds the newest record and the one before; each record holds the sum of the record before it. A commit
-renames state/<n> into place, links its version, replaces the manifest, and only then deletes older commits. So a crash
-leaves at most one commit that the manifest does not list: its state.json names the record that it follows.
+manifest.jsonl holds the two newest records; each contains the sum of its predecessor. A commit renames state/<n> into
+place, links its version, replaces the manifest, and only then deletes older commits. So a crash leaves at most one
+commit that the manifest does not list; its state.json names the record that it follows.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ MANIFEST = "manifest.jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """What was in a job's directory at one moment."""
+    """The content of a job's directory at one moment."""
 
     state: Mapping[str, str]
-    """sha256 of the state.json of each commit that is kept, by step."""
+    """sha256 of the state.json of each kept commit, by step."""
     versions: Mapping[str, str]
-    """sha256 of each version's list of sums, by number; empty for a version without one."""
+    """sha256 of each version's list of sums, by number; empty if it has no list."""
     logs: Mapping[str, tuple[int, str]]
-    """Bytes that count of each log, and their sha256."""
+    """Committed bytes of each log, and their sha256."""
     job: str
     """sha256 of job.yaml."""
     closed: bool
-    """Whether the job stopped here in good order: nothing may follow in the logs."""
+    """Whether the job stopped cleanly here: nothing may follow in the logs."""
     previous: str = ""
-    """Sum of the record before."""
+    """Sum of the preceding record."""
     sum: str = ""
     """Of this record."""
 
@@ -46,10 +46,10 @@ class Manifest:
         self._records: list[Record] | None = None
 
     def read(self) -> list[Record]:
-        """The newest record last; none in a directory of an earlier version of Motet.
+        """The records, newest last; empty in a directory written by an older release of Motet.
 
         Raises:
-            ValueError: it is not what was saved.
+            ValueError: the manifest is damaged.
         """
         if not self.path.exists():
             return []
@@ -79,14 +79,14 @@ class Manifest:
         closed: bool = False,
         identity: bytes | None = None,
     ) -> None:
-        """Record what must be in the directory.
+        """Record the required content of the directory.
 
         Args:
-            steps: of the commits.
-            versions: their numbers.
+            steps: steps of the commits.
+            versions: version numbers.
             logs: as in `Record`.
             closed: nothing may follow in the logs.
-            identity: what job.yaml is about to say, where it changes.
+            identity: the new content of job.yaml, if it changes.
         """
         place, job = self.path.parent, self.path.with_name("job.yaml")
         self._write(
@@ -109,7 +109,7 @@ class Manifest:
         self._records = [*before, replace(record, sum=json.loads(lines[-1])["sha256"])]
 
     def begin(self) -> None:
-        """Begin a new chain of records: the old one is damaged."""
+        """Start a new chain of records after damage."""
         self._records = []
 
 
@@ -120,5 +120,5 @@ def _values(record: Record) -> dict[str, object]:
 
 
 def sum_of(path: Path) -> str:
-    """sha256 of a file; empty where there is none."""
+    """sha256 of a file; empty if it does not exist."""
     return hash_of(path).hexdigest() if path.is_file() else ""

@@ -1,4 +1,4 @@
-"""Whose the device's time was: seconds of decoding and training shared out to those who used them, window by window."""
+"""Device time by user: each window's seconds of decoding and training are divided among those who used them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping
 from motet.device import BusyTime
 
 COMPLETIONS = "answers/"
-"""What precedes a tenant in the name of its completions."""
+"""Prefix of a tenant in the name of its completions."""
 IDLE = ""
-"""In the place of a name: time in which the device did nothing for anybody."""
+"""The name for time in which the device was idle."""
 _MICRO = 1_000_000
 
 
 def apportion(total: int, weights: Mapping[str, int]) -> dict[str, int]:
-    """Share out whole units by weights, so that they sum to the total (largest remainder, Hamilton).
+    """Divide whole units by weights so that they sum to the total (largest remainder, Hamilton).
 
-    Example: 10 units for {"a": 2, "b": 1} are {"a": 7, "b": 3}. Ties of remainders go by name.
+    Example: 10 units for {"a": 2, "b": 1} are {"a": 7, "b": 3}. Ties of remainders are broken by name.
 
     Args:
-        total: units to share out; not negative.
-        weights: by name; not negative, at least one of them positive. Nobody gets a whole unit beyond the exact share.
+        total: units to divide; not negative.
+        weights: by name; not negative, at least one positive. Each result is its exact share, rounded up or down.
     """
     whole = sum(weights.values())
     shares = {name: total * weight // whole for name, weight in weights.items()}
@@ -33,10 +33,10 @@ def apportion(total: int, weights: Mapping[str, int]) -> dict[str, int]:
 
 
 class Meter:
-    """Reads a device's clocks and says whose each microsecond was.
+    """Reads a device's clocks and assigns each microsecond to a user.
 
-    Seconds of decoding are shared out by the time that the rows of each name took in the window; training calls know theirs.
-    What sampling processes tell late is made good in the windows that follow, so every window sums to its length.
+    Decoding is divided by the row time of each name in the window; training calls know their user. Late reports of
+    sampling processes are added to later windows, so every window still sums to its length.
     """
 
     def __init__(self, busy: BusyTime, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,19 +45,19 @@ class Meter:
         decode, self._decoded, self._spent = busy.read()
         self._decode = self._microseconds(decode)
         self._owed: Counter[str] = Counter()
-        """Used, and not yet in any window, in microseconds."""
+        """Microseconds used but not yet in any window."""
 
     @staticmethod
     def _microseconds(seconds: float) -> int:
         return int(seconds * _MICRO)
 
     def window(self) -> dict[str, int]:
-        """Microseconds since the last window by name, `IDLE` included; they sum to its length."""
+        """Microseconds by name since the last window, including `IDLE`; they sum to its length."""
         until = self._microseconds(self._clock())
         length, self._until = until - self._until, until
         decode, decoded, spent = self._busy.read()
         parts = {name: n - self._decoded.get(name, 0) for name, n in decoded.items() if n > self._decoded.get(name, 0)}
-        if parts:  # else what was decoded belongs to the tokens that come next
+        if parts:  # otherwise the decoding belongs to tokens that are reported later
             used = self._microseconds(decode) - self._decode
             self._owed.update(apportion(used, parts))
             self._decode += used

@@ -1,6 +1,6 @@
-"""What a step leaves in metrics.jsonl, timings.jsonl and the rollout log. Pure functions.
+"""The lines of metrics.jsonl, timings.jsonl and the rollout log. Pure functions.
 
-metrics.jsonl holds nothing that depends on time or company; seconds and rates are in timings.jsonl.
+metrics.jsonl holds nothing that depends on time or on other jobs; seconds and rates are in timings.jsonl.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from motet.runtime.steps import LearnedStep, SampledStep
 from motet.types import Group, Rollout
 
 _REASONS, _REASON = 3, 300
-"""How many reasons of failed rewards a step keeps, and their characters."""
+"""Number of failure reasons that a step keeps, and their maximum characters."""
 STEP_FIELDS: Mapping[str, str] = {
     "step": "the step, from 0; the last line has the number of steps and only the final evaluation",
     "version": "the adapter version that was sampled",
@@ -83,7 +83,7 @@ def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
 
 
 def trained_record(learned: LearnedStep) -> dict[str, Any]:
-    """What the line of a step that sampled nothing has to tell."""
+    """Metrics of a step without sampling."""
     figures = _trained(learned.stats, learned.optim)
     return {
         "tokens": learned.stats.tokens,
@@ -93,7 +93,7 @@ def trained_record(learned: LearnedStep) -> dict[str, Any]:
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float | int | Mapping[str, float]]:
-    """What rollouts alone tell about a step or an evaluation."""
+    """Metrics computed from rollouts alone, for a step or an evaluation."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [rollout for rollout in rollouts if not rollout.error]
     rewards = np.array([rollout.reward for rollout in scored], np.float64)
@@ -115,7 +115,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float | int | Mapping[st
 
 
 def _turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """What there is to say of several turns; nothing where there is one each."""
+    """Metrics of multi-turn rollouts; empty if all have one turn and no tool call."""
     if all(len(rollout.turns) <= 1 and not any(turn.tool_calls for turn in rollout.turns) for rollout in rollouts):
         return {}
     of_tools = [
@@ -131,7 +131,7 @@ def _turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def distinct(groups: Sequence[Group]) -> float:
-    """Share of a group's answers that differ from each other, mean over groups; 1 where no two are alike."""
+    """Share of a group's answers that differ from each other, mean over groups; 1 if no two are equal."""
     shares = [
         len({rollout.completion for rollout in group.scored}) / len(group.scored) for group in groups if group.scored
     ]
@@ -139,7 +139,7 @@ def distinct(groups: Sequence[Group]) -> float:
 
 
 def _trained(stats: LossStats, optim: OptimStats | None) -> dict[str, float | None]:
-    """What the update tells of its tokens; nothing is known where there was none, which is not the same as 0."""
+    """Metrics of the update; None, not 0, if nothing was trained."""
     tokens = max(stats.tokens, 1)
     figures = {
         "loss": stats.loss,
@@ -164,7 +164,7 @@ def evaluation_record(evaluation: SampledStep) -> dict[str, Any]:
 
 
 def errors_of(groups: Sequence[Group]) -> dict[str, int]:
-    """The commonest reasons why rollouts have no reward, shortened, with how many rollouts have each."""
+    """The most common reasons for missing rewards, shortened, with the number of rollouts for each."""
     reasons = Counter(rollout.error[:_REASON] for group in groups for rollout in group.rollouts if rollout.error)
     return dict(reasons.most_common(_REASONS))
 
@@ -177,7 +177,7 @@ def timing_record(
     busy: BusyTime,
     errors: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The line of timings.jsonl of one step; `errors` as from `errors_of`."""
+    """The line of timings.jsonl for one step; `errors` as returned by `errors_of`."""
     elapsed = max(time.monotonic() - busy.started, 1e-9)
     return {
         **({"errors": dict(errors)} if errors else {}),
@@ -202,7 +202,7 @@ def rollout_records(
     Args:
         sampled: groups of a step or an evaluation.
         purpose: `train` or `eval`.
-        texts: the text of each of some tokens.
+        texts: returns the text of each token id.
     """
     for group in sampled.groups:
         prompt = group.problem.messages[-1].content
@@ -227,7 +227,7 @@ def rollout_records(
 
 
 def _conversation(rollout: Rollout, texts: Callable[[Sequence[int]], Sequence[str]]) -> dict[str, Any]:
-    """What an environment has the model read first and says to each turn, and what each was worth."""
+    """The environment's opening, its replies and the rewards of each turn."""
     fields: dict[str, Any] = {}
     if rollout.opening and rollout.branches:
         fields["opening"] = "".join(texts(rollout.prompt_ids.tolist()))
@@ -241,7 +241,7 @@ def _conversation(rollout: Rollout, texts: Callable[[Sequence[int]], Sequence[st
 
 
 def _token_fields(rollout: Rollout, texts: Callable[[Sequence[int]], Sequence[str]]) -> dict[str, Any]:
-    """Everything from the first sampled token of each branch on; what the model read in between has no logprob."""
+    """Tokens and logprobs from the first sampled token of each branch; tokens that were only read have no logprob."""
     token_texts: list[str] = []
     logprobs: list[float | None] = []
     branches: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Opening a job's directory: is it this job's, and is all as it was saved?"""
+"""Open a job's directory: check that it belongs to this job and is undamaged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from motet.runtime.manifest import Record, sum_of
 from motet.runtime.receipts import differences
 from motet.runtime.source_sums import code_changes
 
-_GO_ON = "put it back, or go on with what is there by --accept-changes"
-_REMOVE = "remove it, or go on with what is there by --accept-changes"
+_GO_ON = "put it back, or use --accept-changes to continue with the present files"
+_REMOVE = "remove it, or use --accept-changes to keep it"
 _BEFORE = "computed_before"
 _LOOKS = 5
 
@@ -26,19 +26,19 @@ _LOOKS = 5
 def open_job(
     directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool = False, accept_damage: bool = False
 ) -> tuple[str, ...]:
-    """Make the directory, or make sure that it is this job's and whole.
+    """Create the directory, or check that it belongs to this job and is undamaged.
 
     Args:
-        directory: of the job.
-        identity: everything the job's bytes depend on; kept in job.yaml.
-        accept_changes: go on although it differs from what the directory was made with.
-        accept_damage: go on although logs, rollouts or versions are not what was saved; weights and moments have to be.
+        directory: the job's directory.
+        identity: everything the job's bytes depend on; stored in job.yaml.
+        accept_changes: continue although the identity differs from the stored one.
+        accept_damage: continue although logs, rollouts or versions are damaged; weights and moments must be intact.
 
     Returns:
-        How steps that are done were computed otherwise than those to come: the job's bytes are those of neither.
+        How finished steps were computed differently from the coming ones; the job's bytes then match neither setup.
 
     Raises:
-        RunError: it belongs to a different job, and what differs; or it is damaged, and what to do.
+        RunError: it belongs to a different job or is damaged; the message says what to do.
     """
     accept_changes = accept_changes or (directory.path / FORKED).exists()
     check_identity(directory, identity, accept_changes=accept_changes)
@@ -60,7 +60,7 @@ def open_job(
 
 
 def _accept_changes(directory: JobDirectory, described: bytes) -> None:
-    """Take job.yaml as it is to be, and go back to the newest commit where later ones were removed."""
+    """Update job.yaml; if later commits were lost, continue from the newest one."""
     lost = directory.steps() != [] and any(_lost_commits(directory))
     changed = any(identity_damage(directory))
     if changed:
@@ -85,13 +85,13 @@ def _computed_otherwise(directory: JobDirectory, identity: Mapping[str, Any]) ->
 
 
 def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool) -> list[str]:
-    """Compare a job, or the part of it that is given, with what its directory was made with.
+    """Compare a job, or the given part of its identity, with the identity in its directory.
 
     Returns:
-        The differences that were accepted, a line each.
+        The accepted differences, one line each.
 
     Raises:
-        RunError: something differs, and it is not accepted.
+        RunError: something differs and `accept_changes` is not set.
     """
     path = directory.path / "job.yaml"
     if not path.exists() or not directory.steps():
@@ -101,21 +101,21 @@ def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, acce
     if before is None and accept_changes:
         return []
     if before is None:
-        raise RunError(f"{path} is damaged: put it back, or go on with the job as it is by --accept-changes")
+        raise RunError(f"{path} is damaged: put it back, or use --accept-changes to continue with the job as it is")
     now = yaml.safe_load(_as_yaml(identity))
     changes = _changes(before, now)
     if changes and not accept_changes:
         listed = "\n  ".join(changes)
         raise RunError(
             f"{directory.path} was made by a different job, and has done {directory.steps()[-1]} steps of it:\n  {listed}\n"
-            "Use another run directory, change it back, or go on with the changed job by --accept-changes "
+            "Use another run directory, undo the change, or continue with the changed job by --accept-changes "
             "(accept_changes=True in Python)."
         )
     return changes
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Where a job differs from what its directory was made with, a line each; steps that are added are no difference."""
+    """The differences between a job and its directory, one line each; additional steps do not count."""
     lines = list(code_changes(before.get("code") or {}, now.get("code", {})))
     then = {key: before.get(key) for key in now if key not in ("code", NOT_FOLLOWED)}
     lines += differences(then, {key: now[key] for key in then})
@@ -123,14 +123,14 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _known(before: Any, now: Any) -> Any:
-    """What of a tree was in an earlier one too: a field that is new in this version of Motet is no change."""
+    """Drop fields that an earlier tree does not have: a field added by a newer Motet is not a change."""
     if isinstance(before, dict) and isinstance(now, dict):
         return {key: _known(before[key], value) for key, value in now.items() if key in before}
     return now
 
 
 def _read_identity(path: Path) -> dict[str, Any] | None:
-    """What job.yaml says; None where it cannot be read."""
+    """The content of job.yaml; None if it cannot be read."""
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -139,7 +139,7 @@ def _read_identity(path: Path) -> dict[str, Any] | None:
 
 
 def _more_steps(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether more steps are wanted of a job whose past does not depend on how many there are."""
+    """Whether only the number of steps grew, under a schedule that does not depend on it."""
     old, new = (tree.get("job") or {} for tree in (before, now))
     constant = (new.get("optimizer") or {}).get("schedule") == "constant"
     return constant and isinstance(old.get("steps"), int) and old["steps"] < new.get("steps", 0)
@@ -150,7 +150,7 @@ def _as_yaml(identity: Mapping[str, Any]) -> str:
 
 
 def damages(directory: JobDirectory) -> list[Damage]:
-    """What is missing, added or altered; looked at again where another process commits meanwhile."""
+    """Missing, added and altered files. Checked again if another process commits meanwhile."""
     wrong: list[Damage] = []
     for _ in range(_LOOKS):
         before = sum_of(directory.manifest.path)
@@ -165,14 +165,14 @@ def _damages(directory: JobDirectory) -> Iterator[Damage]:
     yield from identity_damage(directory)
     try:
         newest = directory.newest()
-    except RunError:  # reported already
+    except RunError:  # already reported
         return
     if newest is not None:
         yield from record_damages(directory, newest)
 
 
 def commit_damages(directory: JobDirectory) -> Iterator[Damage]:
-    """What is wrong with weights and moments: nobody can train without them."""
+    """Damage to weights and moments, which prevents training."""
     logs = {path.name for path in directory.logs}
     for step in directory.steps():
         path = directory.path / "state" / str(step)
@@ -188,7 +188,7 @@ def commit_damages(directory: JobDirectory) -> Iterator[Damage]:
 
 
 def _records(directory: JobDirectory) -> list[Record]:
-    """The manifest; empty where it is damaged, which `record_damages` reports."""
+    """The manifest; empty if damaged, which `record_damages` reports."""
     try:
         return directory.manifest.read()
     except ValueError:
@@ -200,8 +200,8 @@ def _closed(directory: JobDirectory) -> bool:
 
 
 def identity_damage(directory: JobDirectory) -> Iterator[Damage]:
-    """Whether job.yaml says what it said when the job was opened last."""
-    path, remedy = directory.path / "job.yaml", "put it back, or go on with the job as it is by --accept-changes"
+    """Whether job.yaml is unchanged since the job was last opened."""
+    path, remedy = directory.path / "job.yaml", "put it back, or use --accept-changes to continue with the job as it is"
     allowed = {record.job for record in _records(directory)} - {""}  # it is written after the record that lists it
     if not directory.steps():
         return
@@ -214,33 +214,33 @@ def identity_damage(directory: JobDirectory) -> Iterator[Damage]:
 
 
 def _lost_commits(directory: JobDirectory) -> Iterator[Damage]:
-    """Commits after the newest that is there: without them, the job would be trained over its own versions."""
+    """Commits newer than the newest one found. Without them, the job would train over its own versions."""
     steps, records, state = directory.steps(), _records(directory), directory.path / "state"
     anew = f"put it back, or remove {directory.path} to train the job from the start"
     if not records and not steps and directory.versions():
         yield Damage(state, "is missing", anew)
-    remedy = f"put it back, or go back to step {steps[-1]} by --accept-changes" if steps else anew
+    remedy = f"put it back, or return to step {steps[-1]} with --accept-changes" if steps else anew
     for step in sorted(map(int, records[-1].state)) if records else []:
         if step > max(steps, default=-1):
             yield Damage(state / str(step), "is missing", remedy)
 
 
 def _added_commits(directory: JobDirectory) -> Iterator[Damage]:
-    """Commits that the manifest neither lists nor is followed by; those before it may wait to be deleted."""
+    """Commits that the manifest does not list and that do not follow it; older ones may wait for deletion."""
     records = _records(directory)
     known = {pair for record in records for pair in record.state.items()}
     for step in directory.steps() if records else []:
         path = directory.path / "state" / str(step)
         try:
             follows = directory.committed(step).after == records[-1].sum
-        except RunError:  # reported already
+        except RunError:  # already reported
             continue
         if not follows and (str(step), sum_of(path / "state.json")) not in known:
             yield Damage(path, "was not saved here", "put the saved one back, or remove it")
 
 
 def _manifest_damage(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
-    """The manifest itself, and versions and older commits that it lists or does not know."""
+    """Damage to the manifest, and missing or unlisted versions and older commits."""
     try:
         records = directory.manifest.read()
     except ValueError as error:
@@ -258,7 +258,10 @@ def _manifest_damage(directory: JobDirectory, committed: Committed) -> Iterator[
         path = directory.version(int(number))
         if not path.is_dir():
             yield Damage(path, "is missing", _GO_ON)
-        elif wanted and sum_of(path / SUMS) not in (wanted, ""):  # without it, its owner changed the version
+        elif wanted and sum_of(path / SUMS) not in (
+            wanted,
+            "",
+        ):  # without a list of sums, the owner changed the version
             yield Damage(path, "is not what was saved", _GO_ON)
     known = {number for record in records for number in record.versions} | set(map(str, steps))
     for number in map(str, versions):
@@ -267,13 +270,13 @@ def _manifest_damage(directory: JobDirectory, committed: Committed) -> Iterator[
 
 
 def _late_damage(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
-    """What was added to logs and rollouts after the job had stopped in good order."""
+    """Additions to logs and rollouts after the job stopped cleanly."""
     if not _closed(directory):
         return
     for path in directory.logs:
         length = committed.length(path)
         if path.is_file() and (more := path.stat().st_size - length) > 0:
-            cut = f"cut it to its first {length} bytes, which --accept-changes does too"
+            cut = f"truncate it to {length} bytes, or use --accept-changes, which does that"
             yield Damage(path, f"has {more} bytes after those that were saved", cut)
     known = rollout_sums(directory, committed)
     for path in sorted((directory.path / "rollouts").glob("*.jsonl")):
@@ -282,7 +285,7 @@ def _late_damage(directory: JobDirectory, committed: Committed) -> Iterator[Dama
 
 
 def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
-    """What is wrong with logs, rollouts and versions: training could go on without them."""
+    """Damage to logs, rollouts and versions; training could continue without them."""
     intact = True
     for path in directory.logs:
         length = committed.length(path)
@@ -311,7 +314,10 @@ def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
 
 
 def _rollout_damage(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
-    """The oldest go when there are too many, all but the first evaluation; one that is missing after another is damage."""
+    """Missing rollout files.
+
+    The oldest may be pruned, except the first evaluation; a gap after an existing file is damage.
+    """
     sums = rollout_sums(directory, committed)
     folder: Path = directory.path / "rollouts"
     there = [name for name in sums if (folder / name).is_file()]
@@ -323,13 +329,13 @@ def _rollout_damage(directory: JobDirectory, committed: Committed) -> Iterator[D
 
 
 def rollout_sums(directory: JobDirectory, committed: Committed) -> dict[str, str]:
-    """sha256 of each file of rollouts that a commit covers, by name, in the order in which they were written."""
+    """sha256 of each rollout file that a commit covers, by name, in the order of writing."""
     lines = directory.checksums.read_bytes()[: committed.checksums_bytes].splitlines()
     return {entry["file"]: entry["sha256"] for entry in map(json.loads, lines)}
 
 
 def accept(directory: JobDirectory, committed: Committed) -> None:
-    """Take logs, rollouts and versions as they are: whole lines stay, and their sums are made anew."""
+    """Accept damaged logs, rollouts and versions: keep complete lines and compute new sums."""
     for path in directory.logs:
         lines = path.read_bytes()[: committed.length(path)].splitlines(keepends=True) if path.is_file() else []
         path.write_bytes(b"".join(line for line in lines if _is_whole(line)))

@@ -1,4 +1,4 @@
-"""The environment that a job brings: a class, an agent that runs beside it, or one that runs on a machine of its owner's."""
+"""The environment that a job brings: a class, an agent in a local process, or an agent on its owner's machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _check_not_put_aside(config: JobConfig) -> None:
 
 
 async def own_environment(job: Job, services: Services) -> OwnEnvironment:
-    """The environment that a job brings, ready.
+    """Start the environment that a job brings.
 
     Raises:
         EnvironmentFault: it cannot be used.
@@ -39,7 +39,7 @@ async def own_environment(job: Job, services: Services) -> OwnEnvironment:
 
 
 async def check_environment(config: JobConfig, log: Path) -> None:
-    """Load what a job without a service brings, and let go of it.
+    """Load the environment of a job without a service, and close it.
 
     Raises:
         EnvironmentFault: it cannot be used.
@@ -48,7 +48,7 @@ async def check_environment(config: JobConfig, log: Path) -> None:
 
 
 async def _loaded(config: JobConfig, log: Path) -> EnvironmentWorkers:
-    """A class with its process; an agent is known to have all that it needs."""
+    """Start an environment process; agents are checked for missing packages."""
     if config.environment.elsewhere:
         raise EnvironmentFault(
             "environment 'agent' runs beside a service (`motet agent`); here, name the function as `file.py:function`"

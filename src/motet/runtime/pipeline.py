@@ -1,6 +1,6 @@
-"""All jobs of a run at once: who has a slot, who waits, and what happens when a job ends, fails, is paused or cancelled.
+"""Runs all jobs of a run: assigns slots and handles the end, failure, pause and cancellation of jobs.
 
-A job's fault is that job's: whatever leaves its loop becomes its state and a reason, and every other job goes on.
+An exception in a job's loop becomes that job's state and reason; other jobs continue.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from motet.types import JobState
 
 _POLL_SECONDS = 0.3
 MAX_RESTARTS = 3
-"""How often a job is taken up again after a fault of the device."""
+"""Restarts of a job after device errors."""
 
 
 @dataclass
@@ -40,12 +40,12 @@ class Running:
     loop: Driver | None = None
     """None until the task has begun."""
     pause: str | None = None
-    """Why it stops after the step under way, empty where a person asked; None while it continues."""
+    """Why it stops after the current step, empty if a person asked; None while it continues."""
     preempted: bool = False
-    """Whether it then returns to the queue because another job gets its slot."""
+    """Whether it returns to the queue because another job gets its slot."""
 
     def stop_after_step(self, reason: str = "") -> None:
-        """Finish the step under way, also where the task has not made its loop yet."""
+        """Stop after the current step, even if the loop does not exist yet."""
         self.pause = reason
         if self.loop is not None:
             self.loop.pause()
@@ -64,7 +64,7 @@ class Pipeline:
         max_idle: float = MAX_IDLE,
         turns: SlotTurns | None = None,
     ) -> None:
-        """`stays` keeps running without jobs, for more to come, until `stop`; jobs that only wait then lose their slots."""
+        """`stays` keeps running without jobs until `stop`; jobs that only wait then lose their slots."""
         self._turns = turns or SlotTurns()
         self._stays, self._timeouts = stays, IdleSlotTimeouts(max_idle)
         self.jobs = {job.name: job for job in jobs}
@@ -76,13 +76,13 @@ class Pipeline:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Run until every job has ended, or is paused and the run is stopping; one that stays, until it is stopped."""
+        """Run until every job has ended or, after `stop`, is paused. With `stays`, run until stopped."""
         poll = asyncio.create_task(self._poll())
         poll.add_done_callback(lambda _: self._changed.set())
         try:
             while True:
                 if poll.done():
-                    poll.result()  # a fault of ours must not leave jobs waiting for ever
+                    poll.result()  # an internal error must not leave jobs waiting forever
                 self._changed.clear()
                 self._fill_slots()
                 if not self._running and (self._stopping or not (self._stays or self._waiting())):
@@ -96,20 +96,21 @@ class Pipeline:
                 task.cancel()
             await asyncio.gather(poll, *tasks, return_exceptions=True)
 
-    # --- what people ask for -----------------------------------------------------------------------------------------
+    # --- requests
+    # --------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Finish the steps under way, save, and end the run."""
+        """Finish the current steps, save, and end the run."""
         self._stopping = True
         for name in self.jobs:
             self.pause(name)
         self._changed.set()
 
     def add(self, job: Job) -> None:
-        """Take another job, beside those that run.
+        """Add a job to a running pipeline.
 
         Raises:
-            RunError: there is one of this name.
+            RunError: a job of this name exists.
         """
         if job.name in self.jobs:
             raise RunError(f"there is a job {job.name!r} already")
@@ -118,14 +119,14 @@ class Pipeline:
         self._changed.set()
 
     def forget(self, name: str) -> None:
-        """Let go of a job that has no slot; what it saved stays."""
+        """Remove a job without a slot; its files stay."""
         if name not in self._running:
             self.jobs.pop(name, None)
             self._disk_gate.forget(name)
             self._timeouts.forget(name)
 
     def pause(self, name: str, reason: str = "") -> None:
-        """Finish the job's step, save and give its slot away."""
+        """Finish the job's step, save and release its slot."""
         job, running = self.jobs[name], self._running.get(name)
         job.held = False
         if running is not None:
@@ -136,7 +137,7 @@ class Pipeline:
         self._changed.set()
 
     def resume(self, name: str) -> None:
-        """Put a paused or failed job back into the queue; one that was to pause goes on; any other stays where it is."""
+        """Queue a paused or failed job; cancel a pending pause; otherwise do nothing."""
         job, running = self.jobs[name], self._running.get(name)
         job.held = False
         if running is not None and running.pause is not None:
@@ -149,7 +150,7 @@ class Pipeline:
         self._changed.set()
 
     def rule(self, tenant: str, rule: Rule) -> None:
-        """Set what holds for a tenant's jobs. While it holds them they are paused, and they go on by themselves afterwards."""
+        """Set a tenant's rule. A hold pauses its jobs; they resume when it is lifted."""
         self._rules[tenant] = rule
         self._services.scheduler.share(tenant, rule.share)
         self._services.room.set(tenant, rule.room)
@@ -161,7 +162,7 @@ class Pipeline:
         self._changed.set()
 
     def _obey(self, job: Job) -> None:
-        """Pause a job whose tenant is held, unless a person paused it."""
+        """Pause a job whose tenant is on hold, unless a person paused it."""
         reason = self._rules.get(job.tenant, FREE).hold
         stays = self._pauses(job.name) and not self._running[job.name].preempted
         if reason and not stays and job.state in (JobState.QUEUED, JobState.RUNNING):
@@ -169,18 +170,18 @@ class Pipeline:
             job.held = True
 
     def _pauses(self, name: str) -> bool:
-        """Whether a job has a slot that it leaves after the step under way."""
+        """Whether a job will release its slot after the current step."""
         return name in self._running and self._running[name].pause is not None
 
     def change(self, name: str, **fields: int | None) -> None:
-        """Give a job another `budget` or `priority`; it counts from the next step, or the next request, on."""
+        """Change a job's `budget` or `priority`, from the next step or request on."""
         job = self.jobs[name]
         job.config = job.config.model_copy(update=fields)
         self._services.scheduler.reweigh(name, weight_of(job.config.priority))
         self._changed.set()
 
     def cancel(self, name: str) -> None:
-        """End a job now; what it committed stays on disk."""
+        """End a job now; its commits stay on disk."""
         if name in self._running:
             self._running[name].task.cancel()
         elif not self.jobs[name].state.final:
@@ -198,7 +199,7 @@ class Pipeline:
         return [_claim(job) for job in queued if not self._disk_gate.blocks(job.name)]
 
     def _keeping(self) -> tuple[list[Claim], int]:
-        """Jobs that have a slot and keep it, and how many slots there are for those and others."""
+        """Jobs that keep their slot, and the number of slots for them and for new jobs."""
         keeping = [_claim(one.job) for one in self._running.values() if not one.preempted]
         return keeping, self._slots - sum(one.job.config.slots for one in self._running.values() if one.preempted)
 
@@ -242,18 +243,18 @@ class Pipeline:
                 job.held = False
             _move(job, *_outcome(job, state, running.pause or "", preempted=running.preempted))
         except asyncio.CancelledError:
-            if not (self._closing and self._stays):  # a service that is torn down leaves its jobs as they are
+            if not (self._closing and self._stays):  # a service that shuts down leaves the state of its jobs
                 _move(job, *_cut_off(self._closing, f"after step {job.progress.step}"))
         except DeviceError as error:
             self._restart(job, error)
-        except Exception as error:  # the boundary of a tenant: its fault must not reach the others
+        except Exception as error:  # one tenant's error must not affect others
             full = self._stays and is_full(error)
             _fail(job, error, self._disk_gate.block(job, error, self._services.room) if full else "")
         finally:
             self._release(job)
 
     def _never_began(self, job: Job, task: asyncio.Task[None]) -> None:
-        """A task that is cancelled before its first line runs neither that line nor its `finally`."""
+        """Clean up after a task that was cancelled before its first line; its `finally` does not run."""
         running = self._running.get(job.name)
         if running is not None and running.task is task:
             if not (self._closing and self._stays):
@@ -265,14 +266,14 @@ class Pipeline:
         self._changed.set()
 
     def _restart(self, job: Job, error: DeviceError) -> None:
-        """A fault of the device that may be another job's: go on from the last commit, which ends with the same bytes."""
+        """Requeue a job after a device error that another job may have caused. It ends with the same bytes."""
         job.restarts += 1
         again = (JobState.QUEUED, f"taken up again from the last commit: {error}")
         failed = (JobState.FAILED, f"{error} (after {MAX_RESTARTS} new starts from the last commit)")
         _move(job, *(failed if job.restarts > MAX_RESTARTS else again))
 
     async def _poll(self) -> None:
-        """Look after those that wait, and obey what another process tells one job of this run."""
+        """Check waiting jobs at intervals, and execute commands of other processes."""
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             if self._stays:
@@ -283,7 +284,7 @@ class Pipeline:
                 getattr(self, command)(name)
 
     def _preempt_idle(self) -> None:
-        """Jobs that do nothing but wait for scores stop where they are to stop anyway, or another has a use for their slot."""
+        """Take slots from jobs that only wait for scores, if they must stop anyway or another job needs the slot."""
         waiting = {
             name: one.loop
             for name, one in self._running.items()
@@ -301,20 +302,20 @@ class Pipeline:
 
 
 def _move(job: Job, state: JobState, message: str = "") -> None:
-    """Change a job's state; that its own directory does not take it is its own business."""
+    """Change a job's state, even if its directory cannot be written."""
     try:
         job.move(state, message)
-    except (RunError, OSError) as error:  # the state holds here, and the next process starts from the last commit
+    except (RunError, OSError) as error:  # the state holds here; the next process starts from the last commit
         job.progress.message = f"{message} ({error})" if message else str(error)
 
 
 def _cut_off(closing: bool, when: str) -> tuple[JobState, str]:
-    """The state of a job that is ended on its way, and what to say of it; when its run closes, it may go on later."""
+    """State and message of a job that ended early; if the run closes, it can be resumed."""
     return (JobState.PAUSED, f"stopped {when}") if closing else (JobState.CANCELLED, f"cancelled {when}")
 
 
 def _may_begin(job: Job) -> bool:
-    """Whether what it goes on with is there; a job that has begun needs it no more."""
+    """Whether the adapter that it starts from exists; a job with commits no longer needs it."""
     return job.before is None or job.before.state is JobState.SUCCEEDED or bool(job.directory.steps())
 
 
@@ -331,7 +332,7 @@ def _fail_chained(jobs: Iterable[Job]) -> None:
 
 
 def driver_of(job: Job) -> type[Driver]:
-    """`RowLoop` for rows of data, `ClientLoop` for a client's commands, `RolloutLoop` for everything else."""
+    """The loop of a job: `RowLoop` for rows of data, `ClientLoop` for a client's commands, else `RolloutLoop`."""
     match job.config.algorithm:
         case ClientDriven():
             return ClientLoop
@@ -341,27 +342,27 @@ def driver_of(job: Job) -> type[Driver]:
 
 
 def _outcome(job: Job, state: JobState, reason: str, *, preempted: bool) -> tuple[JobState, str]:
-    """The state of a job whose loop has ended, and what to say of it.
+    """State and message of a job whose loop has ended.
 
     Args:
-        job: which.
-        state: as its loop says.
-        reason: why it was to pause.
+        job: the job.
+        state: as returned by its loop.
+        reason: why it was paused.
         preempted: whether another job gets its slot.
     """
     done = f"after step {job.progress.step}"
     if state is JobState.QUEUED:
         waited = "it waited for scores, for an agent or for its client"
-        return state, f"gave its slot away {done} because {waited}; goes on when one is free"
+        return state, f"released its slot {done} because {waited}; continues when a slot is free"
     if state is not JobState.PAUSED:
         return state, ""
     if job.progress.spent:
         return state, (
-            f"paused {done}: its budget of {job.config.budget} tokens is spent; to go on, give it a larger one "
-            "(`motet resume JOB --budget TOKENS`, or `budget` in the job file and the same command again)"
+            f"paused {done}: its budget of {job.config.budget} tokens is spent; to continue, raise it "
+            "(`motet resume JOB --budget TOKENS`, or `budget` in the job file and the same command)"
         )
     if preempted:
-        return JobState.QUEUED, f"gave its slot to another tenant's job {done}; goes on when one is free"
+        return JobState.QUEUED, f"gave its slot to another tenant's job {done}; continues when a slot is free"
     return state, f"paused {done}: {reason}" if reason else f"paused {done}"
 
 
@@ -370,9 +371,9 @@ def _claim(job: Job) -> Claim:
 
 
 def _fail(job: Job, error: BaseException, waits: str) -> None:
-    """The state of a job whose loop failed; `waits` is what for, where it goes on by itself."""
+    """Set the state of a job whose loop failed; `waits` is the message if it resumes automatically."""
     if isinstance(innermost(error), RankGone):
-        return  # the run ends, and leaves its jobs as they are
+        return  # the run ends and leaves its jobs unchanged
     _move(job, JobState.QUEUED if waits else JobState.FAILED, waits or _reason(job, error))
 
 
@@ -383,9 +384,9 @@ def _reason(job: Job, error: BaseException) -> str:
     if isinstance(error, MotetError):
         return str(error)
     log = job.directory.path / "error.log"
-    pointer = f"the whole story is in {log}"
+    pointer = f"traceback in {log}"
     try:
         log.write_text("".join(traceback.format_exception(error)))
     except OSError:
         pointer = f"{log} could not be written"
-    return f"{type(error).__name__}: {error} ({pointer}); this is a fault of Motet, please report it"
+    return f"{type(error).__name__}: {error} ({pointer}); this is an internal error of Motet, please report it"

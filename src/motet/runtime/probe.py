@@ -1,10 +1,10 @@
-"""The probe at each publish: the adapter that answers is the adapter that was trained.
+"""The probe at each publish: it checks that the engine answers with the trained adapter.
 
-A fixed probe text is scored at temperature 1 by the engine and by the trainer, each with the new version and without an
-adapter. With the version they must agree: in the mean, because single logprobs of unlikely tokens differ widely between two
-implementations in bfloat16. Where they cannot agree to the bit, a second question is asked: does the engine's
-answer move away from its own base as the trainer's does, and from the version before as the trainer's did in the step? An
-engine that answers with the base, with somebody else's adapter or with the version before shows none of that move.
+Engine and trainer score a fixed text at temperature 1, with the new version and without an adapter. With the version,
+the mean difference must be within the tolerance; single logprobs of unlikely tokens differ widely between
+implementations in bfloat16. Where exact agreement is impossible, the probe also compares changes: from the base, and
+from the version before. An engine that answers with the base, another adapter or an old version does not show the
+trainer's change.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from motet.types import AdapterRef, FloatArray, IntArray, Problem
 
 PROBE_TOKENS = 32
 PROBE_TEXT = "Question: a train leaves at 9:40 and arrives at 13:05. How long does it take, and why?"
-"""Of adapters whose client brings the data."""
+"""For jobs whose client brings the data."""
 CLEAR = 4.0
-"""An adapter's effect is visible from this many times the norm of what sets engine and trainer apart without it. By the
-triangle inequality the share of the effect that a right engine shows is then at least a half, and that of a base at most."""
+"""An adapter's effect is visible if it is this many times the norm of the difference between engine and trainer without
+it. By the triangle inequality, a correct engine then shows at least half of the effect, and an engine that answers with
+the base at most half.
+"""
 SURE = 4.0
-"""Standard errors between the share of a step that an engine shows and all of it, from which on it cannot be chance."""
+"""Standard errors between a shown share of a step and the full step that rule out chance."""
 
 
 def probe_ids(chat: Chat, problems: Sequence[Problem] = ()) -> IntArray:
-    """The first prompt of a job, or a fixed one where it has no data, [T]."""
+    """The first prompt of a job, or a fixed text without data, [T]."""
     return chat.prompt_ids(problems[0]) if problems else np.asarray(chat.tokenizer.encode(PROBE_TEXT), np.int32)
 
 
 class Probe:
-    """Probes one job's adapter; what the base answers is asked once."""
+    """Probes one job's adapter; the base's answer is requested once."""
 
     def __init__(self, job: str, token_ids: IntArray, tolerance: float) -> None:
         self._job = job
@@ -44,10 +46,10 @@ class Probe:
         self._base: FloatArray | None = None
         self._trainers_base: FloatArray | None = None
         self._before: tuple[int, FloatArray, FloatArray] | None = None
-        """The version that passed last, as the trainer and as the engine had it."""
+        """The last version that passed, with the logprobs [T] of trainer and engine."""
 
     def trained(self, trainer: Trainer) -> FloatArray:
-        """The trainer's logprobs [T] of the probe; runs on the device."""
+        """The trainer's logprobs [T] of the probe; call it on the device."""
         n_tokens = len(self._token_ids)
         mask = np.arange(n_tokens) > 0
         nothing = np.zeros(n_tokens, np.float32)
@@ -59,7 +61,7 @@ class Probe:
         return logprobs
 
     async def check(self, engine: RolloutEngine, ref: AdapterRef, trained: FloatArray) -> float:
-        """Compare; returns the mean difference of a logprob between engine and trainer.
+        """Compare engine and trainer; returns the mean absolute difference of their logprobs.
 
         Raises:
             ProbeError: the engine does not answer with the trained adapter.
@@ -87,7 +89,7 @@ class Probe:
         return gap
 
     def _follows(self, ref: AdapterRef, answered: FloatArray, trained: FloatArray, base: FloatArray) -> None:
-        """Within the tolerance, too, the engine has to show what training changed, as soon as that can be seen."""
+        """Check that the engine shows the change from the base, if it is large enough to see."""
         trainers_base = base if self._trainers_base is None else self._trainers_base
         wanted, shown = trained - trainers_base, answered - base
         size, apart = float(np.linalg.norm(wanted)), float(np.linalg.norm(base - trainers_base))
@@ -101,10 +103,10 @@ class Probe:
             )
 
     def _steps(self, ref: AdapterRef, answered: FloatArray, trained: FloatArray, base: FloatArray) -> None:
-        """The version before is told from this one where a step changed more than what sets engine and trainer apart.
+        """Check that the engine shows the change of the last step, if it is large enough to see.
 
-        The engine's change is fitted by the trainer's, which gives the share that it shows; what the fit leaves is noise, and
-        says how sure the share is. A right engine shows 1, one that answers with the version before 0.
+        A least-squares fit of the engine's change by the trainer's gives the share that the engine shows; the residual
+        gives its standard error. A correct engine shows 1, an engine with the version before shows 0.
         """
         if self._before is None:
             return

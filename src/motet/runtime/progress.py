@@ -1,4 +1,4 @@
-"""What a person may see of a job while it runs: written by the job's loops, read by views."""
+"""Live progress of a job: written by its loops, read by views."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from motet.tasks.reward_elsewhere import monitors_of
 from motet.types import JobState
 
 _EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_trained", "errors"}
-"""What the last line of a job has, which no step made."""
+"""Fields of a job's last line, which belongs to no step."""
 REWARD, LOG_LIKELIHOOD, ACCURACY = "reward", "log-lik", "accuracy"
 
 
 def figure_of(line: Mapping[str, Any]) -> tuple[str, float]:
-    """What a line of the metrics, or its `eval` part, says of the adapter; nan where it is unknown."""
+    """Name and value of the main figure in a metrics line or its `eval` part; nan if unknown."""
     if ACCURACY in line and REWARD not in line:
         return ACCURACY, math.nan if line[ACCURACY] is None else float(line[ACCURACY])
     name = REWARD if REWARD in line else LOG_LIKELIHOOD
@@ -29,50 +29,52 @@ def figure_of(line: Mapping[str, Any]) -> tuple[str, float]:
 
 @dataclass
 class JobProgress:
-    """A snapshot of one job, always current."""
+    """Current progress of one job."""
 
     name: str
     steps: int
-    """Steps that the job will do."""
+    """Steps configured."""
     state: JobState = JobState.QUEUED
     step: int = 0
     """Steps done."""
     phase: str = ""
-    """What is going on: `sampling`, `training`, `evaluating`, `saving`."""
+    """Current activity: `sampling`, `training`, `evaluating`, `saving`."""
     rollouts_done: int = 0
     """Of the step that is being sampled."""
     rollouts_wanted: int = 0
     rewards: list[float] = field(default_factory=list)
-    """What each step done says of the adapter, the higher the better: the mean of `figure`."""
+    """Mean of `figure` for each step done; higher is better."""
     figure: str = REWARD
-    """`reward`, or `log-lik`, the mean log-likelihood of a token of the answers where nothing is rewarded; of preferences
-    `accuracy`."""
+    """`reward`;
+
+    `log-lik`, the mean log-likelihood of an answer token, for jobs without rewards; or `accuracy` for preferences.
+    """
     evaluations: list[tuple[int, float]] = field(default_factory=list)
-    """(version, the same of held-out problems)."""
+    """(version, figure of the held-out problems)."""
     errors: list[float] = field(default_factory=list)
-    """The standard error of each evaluation; nan where it is unknown."""
+    """Standard error of each evaluation; nan if unknown."""
     signs: Signs = field(default_factory=Signs)
-    """What its metrics warn of."""
+    """Warnings derived from the metrics."""
     tokens: int = 0
-    """Sampled and trained in this process."""
+    """Tokens sampled and trained in this process."""
     started: float = 0.0
-    """Monotonic time at which the job began to run; 0 before."""
+    """Monotonic start time; 0 before."""
     first_step: int = 0
-    """Step from which this process went on."""
+    """Step at which this process started."""
     message: str = ""
-    """Why the job failed, or what a person should know."""
+    """Reason of a failure, or a notice."""
     spent: bool = False
     """Whether it is paused because its budget is spent."""
     setting: str = ""
-    """The same for jobs that differ only in their seed; empty where it is unknown."""
+    """Equal for jobs that differ only in their seed; empty if unknown."""
 
     @classmethod
     def of(cls, config: JobConfig, setting: str = "") -> JobProgress:
-        """Of a job that is not begun."""
+        """Progress of a job that has not begun."""
         return cls(config.name, config.steps, signs=Signs(monitors_of(config.rewards)), setting=setting)
 
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Take in what an earlier process recorded."""
+        """Add what an earlier process recorded."""
         for line in lines:
             if not line.keys() <= _EVALUATION_ALONE:
                 self.stepped(line)
@@ -80,27 +82,27 @@ class JobProgress:
                 self.evaluated(int(line["step"]), line["eval"])  # of the version that the step started from
 
     def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None:
-        """Take in the `eval` part of a line."""
+        """Add the `eval` part of a line."""
         error = evaluation.get("reward_stderr")
         self.evaluations.append((version, figure_of(evaluation)[1]))
         self.signs.see_evaluation(version, evaluation)
         self.errors.append(math.nan if error is None else float(error))
 
     def stepped(self, line: Mapping[str, Any]) -> None:
-        """Take in the line of a step that is done."""
+        """Add the line of a finished step."""
         self.figure, value = figure_of(line)
         self.rewards.append(value)
         self.signs.see(line)
 
     @property
     def tokens_per_second(self) -> float:
-        """Since the job began to run."""
+        """Mean since the job began to run."""
         seconds = time.monotonic() - self.started if self.started else 0.0
         return self.tokens / seconds if seconds > 0 else 0.0
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated from the steps done so far; None before the first."""
+        """Estimate from the steps done so far; None before the first."""
         done = self.step - self.first_step
         if not self.started or done <= 0:
             return None

@@ -1,10 +1,10 @@
-"""Receipts: how each version of a job came about, as an in-toto statement with SLSA provenance.
+"""Receipts: the provenance of each version, as an in-toto statement with SLSA provenance.
 
 A receipt names the version's files by sha256, and everything that they depend on: base, data, own code, configuration,
-versions of libraries, the rollouts of each step, and the receipt of the version before. It holds no time and no place, so
-whoever trains the job again gets the same receipt. It proves how bytes can be made again, not that the data is honest.
+library versions, the rollouts of each step, and the receipt of the version before. It contains no time and no path, so
+training the job again gives the same receipt. It proves how to reproduce the bytes, not that the data is honest.
 
-    <job>/receipts/v<n>.json      all of them, also of versions that were deleted
+    <job>/receipts/v<n>.json      all receipts, also of deleted versions
     <job>/versions/v<n>/receipt.json
 """
 
@@ -34,7 +34,7 @@ RECEIPT = "receipt.json"
 STATEMENT, PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:motet:training:v1"
 SOURCE = "motet-source"
-"""Kind of digest of own code: of its statements, so that comments do not count."""
+"""Digest type of own code: over its statements, without comments."""
 _REMEDY = "put the saved one back"
 _BASE_FILES = frozenset({".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py"})
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -42,10 +42,10 @@ _LOCK = threading.Lock()
 
 
 class Materials:
-    """What all versions of a job are made of. Sums of large files are made with the first receipt."""
+    """Inputs that all versions of a job share. Large files are hashed with the first receipt."""
 
     def __init__(self, identity: Mapping[str, Any], base: str, data: Dataset) -> None:
-        """`identity` is what job.yaml says, `base` what the base was loaded as."""
+        """`identity` is the content of job.yaml, `base` the name that the base was loaded by."""
         self._identity = {**identity, "job": _settings(identity["job"])}
         self._base = base
         self._data = data
@@ -63,9 +63,9 @@ class Materials:
         Args:
             step: steps done; also the version's number.
             sums: sha256 of the commit's files.
-            before: number of the version before and sha256 of its receipt.
-            rollouts: `file` and `sha256` of what was trained on since then.
-            inexact: why the bytes may depend on more than what the receipt names.
+            before: number of the version before, and sha256 of its receipt.
+            rollouts: `file` and `sha256` of the rollouts trained on since then.
+            inexact: why the bytes may depend on inputs that the receipt does not name.
         """
         chain = [] if before is None else [_material(f"version v{before[0]}", "sha256", before[1])]
         sampled = [_material(f"rollouts/{one['file']}", "sha256", one["sha256"]) for one in rollouts]
@@ -91,7 +91,7 @@ class Materials:
         return (json.dumps(statement, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="replace")
 
     def changes(self, receipt: Mapping[str, Any], without: str | None = None) -> Iterator[str]:
-        """What a receipt names that is not the same here, a line each; `without` leaves names with this beginning out."""
+        """The inputs of a receipt that differ here, one line each; `without` skips names with this prefix."""
         before, now = (
             materials_of(receipt),
             {one["name"]: next(iter(one["digest"].values())) for one in self.dependencies},
@@ -106,9 +106,9 @@ class Materials:
 
     @functools.cached_property
     def dependencies(self) -> Sequence[Mapping[str, Any]]:
-        """Base, data and code, the same for all versions."""
+        """Base, data and code, equal for all versions."""
         data = {"train": self._data.train, "holdout": Problems.of(self._data.holdout)}
-        with _LOCK:  # jobs share a base: one of them reads it
+        with _LOCK:  # jobs share a base: only one of them hashes it
             base = _base_sums(self._base)
         return [
             *(_material(f"base/{name}", "sha256", digest) for name, digest in base.items()),
@@ -119,10 +119,10 @@ class Materials:
 
 
 def _settings(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that bytes depend on, with short sums of what may be secret or long: arguments of code, queries of addresses."""
+    """The settings that bytes depend on; code arguments and URL queries, which may be secret or long, become short sums."""
     hidden = dict(job)
     if job["optimizer"]["schedule"] == "constant":
-        del hidden["steps"]  # no step depends on how many follow
+        del hidden["steps"]  # no step depends on the number of steps after it
     hidden["environment"] = _hidden(job["environment"])
     hidden["rewards"] = [_hidden(reward) for reward in job["rewards"]]
     return hidden
@@ -144,14 +144,14 @@ def _material(name: str, kind: str, digest: str) -> dict[str, Any]:
 
 
 def _code_sum(entry: Mapping[str, str]) -> str:
-    """Of one entry of `CodeSums.code`."""
+    """Sum of one entry of `CodeSums.code`."""
     statements = [one.partition(":")[2] for one in entry.get("statements", "").split()]
     return hashlib.sha256(json.dumps(statements or dict(entry), sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache
 def _base_sums(name: str) -> dict[str, str]:
-    """sha256 of each file of a base; empty where it was not loaded from files that are here."""
+    """sha256 of each file of a base; empty if it was not loaded from local files."""
     folder, gguf = _place(name)
     files = [folder / gguf] if folder and gguf else sorted(folder.iterdir()) if folder else []
     return {path.name: _file_sum(path) for path in files if gguf or path.suffix in _BASE_FILES}
@@ -172,7 +172,7 @@ def _place(name: str) -> tuple[Path | None, str | None]:
 
 
 def _file_sum(path: Path) -> str:
-    """The hub's cache names large files by their sha256; others are read."""
+    """The hub's cache names large files by their sha256; other files are hashed."""
     stored = path.resolve().name
     return stored if path.is_symlink() and _SHA256.fullmatch(stored) else hash_of(path).hexdigest()
 
@@ -184,7 +184,7 @@ def _builder() -> dict[str, str]:
 
 @functools.cache
 def _motet_sum() -> str:
-    """Of the Python and C++ sources of this package."""
+    """sha256 over the Python and C++ sources of this package."""
     root, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     for path in sorted(path for suffix in ("py", "cpp", "hpp") for path in root.rglob(f"*.{suffix}")):
         digest.update(f"{path.relative_to(root)}\0{hash_of(path).hexdigest()}\n".encode())
@@ -195,7 +195,7 @@ def _motet_sum() -> str:
 
 
 def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """Where two trees of plain values differ, one line each."""
+    """The differences between two trees of plain values, one line each."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
             yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
@@ -204,10 +204,10 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
-    """One receipt.
+    """Read a receipt.
 
     Raises:
-        RunError: it is missing, or is none.
+        RunError: the file is missing or is not a receipt.
     """
     try:
         statement: dict[str, Any] = json.loads(path.read_bytes())
@@ -216,7 +216,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise RunError(f"{path} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunError(f"{path} is no receipt that Motet wrote ({error})") from error
+        raise RunError(f"{path} is not a receipt written by Motet ({error})") from error
     return statement
 
 
@@ -226,19 +226,19 @@ def subjects_of(statement: Mapping[str, Any]) -> dict[str, str]:
 
 
 def dependencies_of(statement: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of what the version was made of, by name."""
+    """Digests of the version's inputs, by name."""
     listed = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
     return {str(one["name"]): str(next(iter(one["digest"].values()))) for one in listed}
 
 
 def materials_of(statement: Mapping[str, Any]) -> dict[str, str]:
-    """Digests of base, data and code, by name: of what is the same for all versions of a job."""
+    """Digests of base, data and code by name: the inputs that all versions of a job share."""
     found = dependencies_of(statement)
     return {name: digest for name, digest in found.items() if not name.startswith(("rollouts/", "version "))}
 
 
 def changed_materials(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    """Where these differ, a line each."""
+    """The differences, one line each."""
     for name in [*before, *(name for name in now if name not in before)]:
         if before.get(name) != now.get(name):
             yield f"{name} is not what it was"
@@ -251,7 +251,7 @@ def version_before(statement: Mapping[str, Any]) -> tuple[int, str] | None:
 
 
 def receipt_damages(folder: Path, newest: int, wanted: str) -> Iterator[Damage]:
-    """What is wrong with the chain of receipts that ends with this version, whose receipt has the sum `wanted`."""
+    """Damage to the chain of receipts that ends with version `newest`, whose receipt has the sum `wanted`."""
     known, number = set[int](), newest
     while True:
         path = folder / f"v{number}.json"

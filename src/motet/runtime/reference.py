@@ -1,4 +1,4 @@
-"""What a policy is compared with: the base, another adapter on it, or a model on a server."""
+"""References that a policy is compared with: the base, another adapter, or a model on a server."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from motet.tasks.scoring_server import ScoringServer
 from motet.types import ADAPTER_CONFIG, FloatArray
 
 _AT_ONCE = 8
-"""Samples that a server is asked about at a time."""
+"""Concurrent requests to a server."""
 
 
 class Reference(ABC):
-    """Finds how likely something other than the policy thinks a job's samples are."""
+    """Computes logprobs of a job's samples with a model other than the policy."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     async def open(self) -> None:  # noqa: B027 - not every one has something to open
-        """Get ready."""
+        """Acquire resources."""
 
     @abstractmethod
     async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
         """Logprobs [T] of each sample."""
 
     async def close(self) -> None:  # noqa: B027
-        """Let go of what was opened."""
+        """Release resources."""
 
 
 class BaseReference(Reference):
@@ -50,7 +50,7 @@ class BaseReference(Reference):
 
 
 class AdapterReference(Reference):
-    """An adapter from a directory; it stands in the trainer under a name of its own and takes a slot."""
+    """An adapter from a directory; it has its own name in the trainer and takes a slot."""
 
     def __init__(self, session: Session, directory: Path) -> None:
         super().__init__(session)
@@ -59,7 +59,7 @@ class AdapterReference(Reference):
         self._slot = Slot(session, self._name)
 
     async def open(self) -> None:
-        """Load it.
+        """Load the adapter.
 
         Raises:
             AdapterError: the directory holds no adapter of this base.
@@ -74,7 +74,7 @@ class AdapterReference(Reference):
         return await self._session.forward(tuple(replace(segment, adapter=self._name) for segment in segments))
 
     async def close(self) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         await self._slot.give_back()
 
 
@@ -86,7 +86,7 @@ class ServerReference(Reference):
         self._server = server
 
     async def open(self) -> None:
-        """What a server answers is no function of the job alone."""
+        """Connect, and mark the job inexact: a server's answers do not depend on the job alone."""
         job = self._session.job
         job.note_inexact(f"a server judges what is learned (algorithm.{job.config.algorithm.compared_field})")
         await self._server.open()
@@ -108,7 +108,7 @@ class ServerReference(Reference):
 
 
 def reference_of(session: Session) -> Reference:
-    """The reference that a job's algorithm names."""
+    """The reference that a job's algorithm configures."""
     job, algorithm = session.job, session.job.config.algorithm
     name = algorithm.compared_with
     if (server := algorithm.reference_server) is not None:
@@ -125,7 +125,7 @@ def shape_of(directory: Path) -> AdapterConfig:
     """The shape of the adapter in a PEFT directory.
 
     Raises:
-        AdapterError: there is none.
+        AdapterError: the directory holds no readable adapter.
     """
     find_adapter(directory)
     path = directory / ADAPTER_CONFIG

@@ -1,6 +1,6 @@
 """Reinforcement learning, step by step: sample → learn → record → commit → publish.
 
-The sample side runs ahead as far as `max_off_policy_steps` lets it; the learn side takes steps in order.
+Sampling runs up to `max_off_policy_steps` ahead; steps are learned in order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from motet.types import Group
 
 
 class RolloutLoop(Driver):
-    """Trains an adapter on what it samples."""
+    """Trains an adapter on its own rollouts."""
 
     evaluation_seconds = ("sample", "reward", "train")
 
@@ -38,13 +38,13 @@ class RolloutLoop(Driver):
         self._critic = None if critic is None else Critic(self.session, critic)
 
     async def begin(self) -> None:
-        """Rewards, environment and critic are there before the first answer."""
+        """Start rewards, environment and critic."""
         await self._sampler.open()
         if self._critic is not None:
             await self._critic.open()
 
     async def step(self, step: int) -> None:
-        """Sample, learn, record, commit; the driver publishes."""
+        """Sample, learn, record and commit; the driver publishes."""
         sampled = await self._sampled(step)
         self.job.progress.phase, started = "training", time.monotonic()
         learned = await learn(
@@ -67,7 +67,7 @@ class RolloutLoop(Driver):
         await self.session.finish(finished, evaluated, commit=self.commits)
 
     def published(self, version: int) -> None:
-        """Begin what may be sampled from it."""
+        """Start the sampling that this version allows."""
         if self.job.evaluates(version) and self.session.done.evaluated < version:
             self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
         last = min(self.job.config.steps, version + self.job.config.algorithm.lag + 1)
@@ -76,7 +76,7 @@ class RolloutLoop(Driver):
                 self._begin(step)
 
     async def evaluated(self) -> Evaluated | None:
-        """The evaluation that was begun with the version that the step under way started from, once it is there."""
+        """The evaluation of the current step's starting version; waits until it is done."""
         if self._evaluation is None:
             return None
         self.job.progress.phase = "evaluating"
@@ -90,7 +90,7 @@ class RolloutLoop(Driver):
         return Evaluated(sampled.version, record, float(record["reward"]), sampled.tokens)
 
     async def leave(self) -> None:
-        """Stop sampling, and let rewards and environment go."""
+        """Stop sampling, and close rewards and environment."""
         tasks = [*self._steps.values(), *([self._evaluation] if self._evaluation else [])]
         for task in tasks:
             task.cancel()
@@ -103,20 +103,20 @@ class RolloutLoop(Driver):
 
     @property
     def waits(self) -> bool:
-        """Whether the job waits for somebody's scores, and asks nothing of the device."""
+        """Whether the job waits for external scores and does not use the device."""
         return self._sampler.waits
 
     def rest(self) -> None:
-        """Wait for no score any longer: the step that wants it ends with `ScorerAway`."""
+        """Stop waiting for scores; the step that needs them raises `ScorerAway`."""
         self._sampler.rest()
 
     def pause(self) -> None:
-        """Stop after the step under way; at once where it waits for somebody to score, and nobody is there."""
+        """Stop after the current step; at once if it waits for scores and no scorer is connected."""
         super().pause()
         self.services.rewards.rest(self.job.name, True)
 
     def go_on(self) -> None:
-        """Take back `pause`; the rewards of the job are asked for scores again."""
+        """Cancel `pause`, and ask for scores again."""
         super().go_on()
         self.services.rewards.rest(self.job.name, False)
 
@@ -137,7 +137,7 @@ def check_failures(groups: Sequence[Group], limit: float) -> None:
     """Stop a job whose rollouts mostly fail.
 
     Raises:
-        JobFailed: with the commonest reason.
+        JobFailed: with the most common reason.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     errors = [rollout.error for rollout in rollouts if rollout.error]

@@ -1,4 +1,4 @@
-"""Learning from rows, step by step: rows → scores where they are compared → learn → record → commit → publish."""
+"""Learning from rows, step by step: rows → reference logprobs if needed → learn → record → commit → publish."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from motet.types import Problem
 
 
 class RowLoop(Driver):
-    """Trains an adapter on rows of its data. Nothing is sampled."""
+    """Trains an adapter on rows of its data; it samples nothing."""
 
     def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
         super().__init__(job, services, committed)
@@ -28,7 +28,7 @@ class RowLoop(Driver):
         self._algorithm = algorithm
 
     async def step(self, step: int) -> None:
-        """Learn a step's rows and record them; the driver publishes."""
+        """Learn and record a step's rows; the driver publishes."""
         job, algorithm = self.job, self._algorithm
         started = time.monotonic()
         evaluated = await self.evaluated()
@@ -56,7 +56,7 @@ class RowLoop(Driver):
         await self.session.finish(finished, evaluated, commit=self.commits)
 
     async def evaluated(self) -> Evaluated | None:
-        """What the version finds of the held-out rows."""
+        """Evaluate the current version on the held-out rows."""
         job, version = self.job, self.session.done.step
         if not job.evaluates(version) or self.session.done.evaluated >= version:
             return None

@@ -1,4 +1,4 @@
-"""The directory of a run: one process at a time, an identity that every attempt shares, and commands from other processes."""
+"""The directory of a run: a lock, an identity shared by all attempts, and commands from other processes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from motet.runtime.job import Job
 from motet.types import JobState
 
 CONTROL = "control"
-"""The file in a job's directory with a command: `pause`, `resume` or `cancel`; it is removed when it is read."""
+"""File in a job's directory with the command `pause`, `resume` or `cancel`; deleted once read."""
 _COMMANDS = ("pause", "resume", "cancel")
 
 
 class RunDirectory:
-    """Locked while open. `run_id` stays, `attempt` counts openings: together they keep engine-side names unique."""
+    """A run directory, locked while open.
+
+    `run_id` is fixed, `attempt` counts openings; both make engine-side names unique.
+    """
 
     def __init__(self, path: Path, part: str = "") -> None:
-        """Open it for this process alone, or, with `part`, beside others that are other parts of one run."""
+        """Lock it for this process alone or, with `part`, beside processes that have other parts of the run."""
         self.path, self.part = path, part
         self._made = [one for one in (path, *path.parents) if not one.exists()]
         with contextlib.ExitStack() as locks:
@@ -50,7 +53,7 @@ class RunDirectory:
         self._locks.close()
 
     def discard(self) -> None:
-        """Close it, and remove the directories that opening it made; one in which more was written stays."""
+        """Close it, and remove the directories that opening created, unless something else was written."""
         own = {".lock", ".lock.count", "run.json", *([f".lock.{self.part}"] if self.part else [])}
         with contextlib.suppress(OSError):
             if self._made and {one.name for one in self.path.iterdir()} <= own:
@@ -95,7 +98,7 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def opened(path: Path, part: str = "") -> Iterator[RunDirectory]:
-    """A run directory while the block runs; where the block raises before anything was written, nothing stays."""
+    """Open a run directory for the block; if the block raises before writing anything, remove what opening created."""
     directory = RunDirectory(path, part)
     try:
         yield directory
@@ -107,9 +110,9 @@ def opened(path: Path, part: str = "") -> Iterator[RunDirectory]:
 
 
 def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, str]]:
-    """(job's name, command) for each file that lies there now; a command that the job's state has no use for is dropped.
+    """Yield (job name, command) for each command file; commands that the job's state does not allow are dropped.
 
-    One that cannot be read or removed, as it is another user's, is a note of the job.
+    A file that cannot be read or removed, such as another user's, adds a note to the job.
     """
     for job in jobs:
         path, obeys = job.directory.path / CONTROL, not job.state.final or job.state is JobState.FAILED
@@ -121,7 +124,8 @@ def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, str]]:
         except OSError as error:
             if obeys:
                 job.note(
-                    f"a command in {path} is not obeyed: {error.strerror}; remove the file, and ask as who runs this"
+                    f"a command in {path} is ignored: {error.strerror}; remove the file, and send the command as the "
+                    "user who started the run"
                 )
             continue
         if command in _COMMANDS and obeys:

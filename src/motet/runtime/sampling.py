@@ -1,8 +1,8 @@
-"""The sample loop's half of a job: problems of a step become groups of scored rollouts.
+"""The sampling half of a job: problems of a step become groups of scored rollouts.
 
-What is sampled is a function of the job's seed (in evaluations, of the held-out problems), the step, the problem's place in it
-and the version; never of when. Two options give that up for speed, and the job says so: rollouts that go on under newer
-versions, and steps that take the groups that are done first (`algorithm.in_flight`, `algorithm.over_provision`).
+Samples depend on the job's seed (in evaluations, on the held-out problems), the step, the problem's place in it, and
+the version; never on time. Two options give that up for speed and mark the job inexact: continuing rollouts under newer
+versions (`algorithm.in_flight`), and taking the groups that finish first (`algorithm.over_provision`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from motet.tasks.reward_pool import ScoreOutcome
 from motet.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
 
 _BEGUN_AT_ONCE = 16
-"""Groups whose prompts are read before others have the event loop."""
+"""Groups started before other tasks get the event loop."""
 _WAITING = 64
-"""Requests of a job that wait for their turn before more groups begin: thousands of them take the process's time and memory."""
+"""Waiting requests of a job at which it starts no further groups, to limit the process's time and memory."""
 
 
 @dataclass
@@ -43,54 +43,54 @@ class _Cost:
 
 @dataclass(eq=False)
 class _Task:
-    """One group on its way; a group that is put aside is taken up again with what it has."""
+    """One group; a group that was put aside resumes with its drafts."""
 
     problem: Problem
     position: int
-    """In the step's window; over-provisioned, in the whole sequence of problems."""
+    """In the step's window; with over-provisioning, in the whole sequence of problems."""
     step: int
-    """The step that it was begun for; seeds depend on it."""
+    """The step that it was begun for; its seeds depend on it."""
     generation: Generation
     rollouts: tuple[Rollout, ...] | None = None
-    """Once it is whole."""
+    """Set once it is complete."""
 
 
 @dataclass(frozen=True)
 class _Purpose:
-    """Why something is sampled, and how."""
+    """Sampling settings for training or evaluation."""
 
     name: str
-    """`train` or `eval`: random numbers depend on it."""
+    """`train` or `eval`; part of the random seed."""
     seed: int
     """The job's for training; for evaluation that of the held-out problems."""
     n: int
-    """Completions of each problem."""
+    """Completions per problem."""
     sampling: SamplingParams
     renew: bool = False
     can_stop: bool = False
     common_numbers: bool = False
-    """Whether random numbers are the same at every step."""
+    """Whether every step uses the same random numbers."""
 
     def key(self, task: _Task, *parts: int) -> int:
-        """Of what is random about a group."""
+        """The random key of a group."""
         step = 0 if self.common_numbers else task.step
         return seeds.key(self.seed, self.name, step, task.position, task.problem.id, *parts)
 
 
 @dataclass
 class Supply:
-    """How far the sequence of problems is used up, where steps do not take a window each."""
+    """Progress through the sequence of problems, where steps do not take fixed windows."""
 
     position: int = 0
-    """The next problem that was never begun."""
+    """The first problem that was never begun."""
     pending: set[int] = field(default_factory=set)
-    """Begun and not trained."""
+    """Problems begun but not trained."""
 
 
 async def _begun(
     tasks: asyncio.TaskGroup, works: Iterable[Coroutine[Any, Any, Result]], scheduler: FairScheduler, job: str
 ) -> list[asyncio.Task[Result]]:
-    """Begin works as tasks while few requests of the job wait; others have the event loop in between."""
+    """Start works as tasks while few requests of the job wait, and yield to other tasks in between."""
     running = []
     for count, work in enumerate(works, 1):
         running.append(tasks.create_task(work))
@@ -113,7 +113,7 @@ class JobSampler:
         self._own_environment: OwnEnvironment | None = None
 
     async def open(self) -> None:
-        """Have the rewards and the environment ready.
+        """Start the rewards and the environment.
 
         Raises:
             RewardError, EnvironmentFault: one of them cannot be used.
@@ -124,20 +124,20 @@ class JobSampler:
             self._own_environment = await own_environment(job, self._services)
 
     async def close(self) -> None:
-        """End the processes of the job's rewards and environment."""
+        """Close the job's rewards and environment."""
         await self._services.rewards.unregister(self._job.name)
         if self._own_environment is not None:
             await self._own_environment.close()
 
     @property
     def waits(self) -> bool:
-        """Whether the job waits for scores or for an agent to come, and asks nothing of the device."""
+        """Whether the job waits for scores or an agent and does not use the device."""
         own = self._own_environment
         asked = bool(self._scoring) or (own is not None and own.waits)
         return asked and self._services.scheduler.idle(self._job.name)
 
     def rest(self) -> None:
-        """Wait for no score and no agent any longer: the step that wants it ends with `ScorerAway`."""
+        """Stop waiting for scores and agents; the step that needs them raises `ScorerAway`."""
         for asked in self._scoring:
             asked.cancel()
         if self._own_environment is not None:
@@ -170,12 +170,13 @@ class JobSampler:
         purpose = _Purpose("eval", seed, config.n, job.evaluation_sampling(), common_numbers=common)
         return await self._all(job.data.holdout, version, version, purpose)
 
-    # --- which groups -----------------------------------------------------------------------------------------------------
+    # --- choice of groups
+    # -------------------------------------------------------------------------------------------------
 
     async def _until_full(self, problems: Sequence[Problem], step: int, version: int, purpose: _Purpose) -> SampledStep:
-        """Dynamic sampling: of the step's problems, in data order, as many as fill it with groups that have a signal.
+        """Dynamic sampling: take problems in data order until enough groups have a signal.
 
-        How many that is depends on their rewards alone. Without oversampling it is all of them.
+        Their number depends on rewards alone. Without oversampling, all problems are taken.
         """
         wanted = self._job.config.rl.groups_per_step
         sampled = await self._all(problems[:wanted], step, version, purpose)
@@ -192,7 +193,7 @@ class JobSampler:
     async def _all(
         self, problems: Sequence[Problem], step: int, version: int, purpose: _Purpose, first: int = 0
     ) -> SampledStep:
-        """`first` is the place of the first of these problems in the step's window."""
+        """`first` is the index of the first problem in the step's window."""
         cost, started = _Cost(), time.monotonic()
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
@@ -204,9 +205,9 @@ class JobSampler:
         return SampledStep(step, version, groups, time.monotonic() - started, cost.reward_seconds, cost.tokens)
 
     async def _first_done(self, step: int, version: int, width: int, begin: int, purpose: _Purpose) -> SampledStep:
-        """Begin more groups than a step trains, take those that are done first, and put the rest aside.
+        """Begin more groups than a step trains, take those that finish first, and put the rest aside.
 
-        Those that were put aside are waited for, the oldest first, so that each is trained within a few steps.
+        The next steps wait for groups put aside, oldest first, so that each is trained within a few steps.
         """
         self._job.note_inexact("steps take the groups that are done first (algorithm.over_provision)")
         cost, started = _Cost(), time.monotonic()
@@ -229,7 +230,7 @@ class JobSampler:
         await self._versions.collect()
         done = [
             task for task in running.values() if task.rollouts is not None
-        ]  # in data order, those that were due first
+        ]  # in data order; groups due from earlier steps first
         taken = done[:width]
         self._aside += [task for task in running.values() if task not in taken]
         groups = [Group(task.problem, step, version, task.rollouts or ()) for task in taken]
@@ -263,10 +264,11 @@ class JobSampler:
         )
         return _Task(problem, position, step, generation)
 
-    # --- one group --------------------------------------------------------------------------------------------------------
+    # --- one group
+    # --------------------------------------------------------------------------------------------------------
 
     async def _sample(self, task: _Task, version: int, purpose: _Purpose, cost: _Cost) -> tuple[Rollout, ...] | None:
-        """Sample and score one group; None where it was put aside."""
+        """Sample and score one group; None if it was put aside."""
         job, services, problem, generation = self._job, self._services, task.problem, task.generation
         generation.stop.clear()
         calls: set[asyncio.Task[list[Chunk]]] = set()
@@ -283,7 +285,7 @@ class JobSampler:
                     return await generation.complete(prompt_ids, keys, turn, version, sampling)
                 finally:
                     tokens = generation.sampled(turn, indices) - before
-                    services.scheduler.spend(job.name, tokens)  # before whoever is next is chosen
+                    services.scheduler.spend(job.name, tokens)  # before the next request is chosen
                     cost.tokens += tokens
                     job.progress.tokens += tokens
 
@@ -313,7 +315,7 @@ class JobSampler:
             except EngineError as error:
                 task.rollouts = tuple(Rollout(problem, index, (), (), error=str(error)) for index in range(purpose.n))
             except PutAside:
-                await asyncio.wait(calls)  # second turns run side by side, and each keeps what it has
+                await asyncio.wait(calls)  # the turns of a group run concurrently, and each keeps its draft
                 return None
             finally:
                 await ended(calls)
@@ -344,13 +346,13 @@ class JobSampler:
             me = asyncio.current_task()
             if me is not None and me.cancelling():
                 raise
-            raise ScorerAway("the scores did not come, and another job has a use for the slot") from None
+            raise ScorerAway("no scores arrived, and another job needs the slot") from None
         finally:
             self._scoring.discard(asked)
 
 
 def _transcripts(config: JobConfig, rollouts: Sequence[Rollout]) -> list[tuple[Message, ...]]:
-    """The conversations; none where each is the prompt and one turn, which would be sent to be scored for nothing."""
+    """The conversations; empty if each is only a prompt and one turn, which scorers already have."""
     several = config.environment.own or config.environment.turns > 1
     return [one.transcript for one in rollouts] if several else []
 
@@ -358,11 +360,11 @@ def _transcripts(config: JobConfig, rollouts: Sequence[Rollout]) -> list[tuple[M
 async def _until_done(
     running: dict[asyncio.Task[tuple[Rollout, ...] | None], _Task], due: list[_Task], width: int
 ) -> None:
-    """Wait until as many groups are done as a step wants, and all that are due."""
+    """Wait until `width` groups are done, and all that are due."""
     waiting = set(running)
     while waiting:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for one in done:
-            one.result()  # a fault of the job leaves here
+            one.result()  # raises the job's error
         if len(running) - len(waiting) >= width and not any(running[one] in due for one in waiting):
             return

@@ -1,7 +1,8 @@
-"""Who may sample next: fair shares of the engine, in tokens consumed, between tenants and then between the jobs of one.
+"""Fair shares of the engine, in tokens consumed, first between tenants and then between each tenant's jobs.
 
-The next one is of the tenant with the least weighted tokens per share, and of its waiting jobs the one with the least tokens
-per weight; how many jobs a tenant has does not enter, and ties go by name. Accounts are kept so that nobody has to look at all.
+The next request comes from the tenant with the least weighted tokens per share, and there from the job with the least
+tokens per weight. The number of a tenant's jobs does not count; ties are broken by name. Heaps avoid a scan over all
+accounts.
 """
 
 from __future__ import annotations
@@ -18,58 +19,58 @@ from dataclasses import dataclass, field
 from motet.algorithms.packing import Standing
 
 _MOMENT = 60.0
-"""Seconds that a tenant counts as working after it was charged."""
+"""Seconds that a tenant counts as active after a charge."""
 
 
 @dataclass
 class Account:
-    """What one job has used and is waiting for."""
+    """Tokens used by one job, and its waiting requests."""
 
     tenant: str
     weight: float
-    """Its share relative to others of its tenant."""
+    """Its share relative to its tenant's other jobs."""
     consumed: float = 0.0
     """Tokens sampled and trained so far."""
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
-    """Rows asked for, first come first served within the job."""
+    """Rows of each waiting request, first come first served within the job."""
     running: int = 0
-    """Requests that were let in and have not ended, and steps that are being trained."""
+    """Admitted requests that have not ended, and steps that are training."""
     active: bool = False
-    """Whether it counts among those of its tenant that ask for something."""
+    """Whether it counts in its tenant's `active`."""
 
     @property
     def idle(self) -> bool:
-        """Whether it asks for nothing."""
+        """Whether nothing waits or runs."""
         return not self.waiting and not self.running
 
     @property
     def had(self) -> float:
-        """Tokens per weight, by which a tenant's jobs are ordered."""
+        """Tokens per weight, which orders a tenant's jobs."""
         return self.consumed / self.weight
 
 
 class Least:
-    """Names by figures that grow, and of which only the least is asked for: a heap whose entries are mended at its front.
+    """Finds the name with the least figure, for figures that mostly grow. A heap with lazy updates.
 
-    A figure that grew is found out when its entry comes to the front. One that fell is added again.
+    A grown figure is corrected when its entry reaches the front; a fallen one is added again.
     """
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, str]] = []
         self._current: dict[str, float] = {}
-        """The figure of each name's one entry that counts."""
+        """The figure of each name's valid entry."""
 
     def add(self, name: str, figure: float) -> None:
-        """Take a name in, or tell that its figure may have fallen."""
+        """Add a name, or report that its figure may have fallen."""
         if figure < self._current.get(name, math.inf):
             self._current[name] = figure
             heapq.heappush(self._entries, (figure, name))
 
     def first(self, figure_of: Callable[[str], float | None]) -> str | None:
-        """The name with the least figure, of several the first by name; None where there is none.
+        """The name with the least figure, ties broken by name; None if there is none.
 
         Args:
-            figure_of: a name's figure by now; None takes it out.
+            figure_of: returns a name's current figure; None removes the name.
         """
         while self._entries:
             figure, name = self._entries[0]
@@ -89,41 +90,40 @@ class Least:
 
 @dataclass
 class TenantAccount:
-    """What the jobs of one tenant have used together."""
+    """Tokens used by all jobs of one tenant."""
 
     share: float
     consumed: float = 0.0
-    """Tokens divided by the weights of their jobs, so that a token of a job with twice the weight counts for half."""
+    """Tokens divided by their jobs' weights: a token of a job with weight 2 counts half."""
     level: float = 0.0
-    """The most tokens per weight that one of its jobs had consumed when it was let in."""
+    """The most tokens per weight that any of its jobs had consumed when admitted."""
     jobs: int = 0
     active: int = 0
-    """How many of its jobs ask for something."""
+    """Number of its jobs with waiting or running requests."""
     rows: int = 0
-    """Of the engine's capacity, those that it holds."""
+    """Rows of the engine's capacity that it holds."""
     spent_at: float = -math.inf
-    """When it was charged last."""
+    """Time of its last charge."""
     waiting: Least = field(default_factory=Least)
-    """Its jobs that wait for a turn."""
+    """Its jobs that wait for admission."""
 
     @property
     def had(self) -> float:
-        """Weighted tokens per share, by which tenants are ordered."""
+        """Weighted tokens per share, which orders tenants."""
         return self.consumed / self.share
 
 
 def weight_of(priority: int) -> float:
-    """A job's share: every 10 points of priority double it."""
+    """A job's weight: every 10 points of priority double it."""
     return float(2.0 ** (priority / 10))
 
 
 class FairScheduler:
-    """Admits completions to an engine while there is room for them.
+    """Admits completions to an engine while it has room.
 
-    Whoever comes, or comes back after having asked for nothing, starts level with the one that was served last: tokens that
-    were not asked for at their time are no credit, or the others would stand still until it is used up (start-time fair
-    queueing, Goyal et al. 1996; in two levels, as hierarchical SFQ there). That goes for tenants among each other, and for
-    the jobs of one tenant.
+    A tenant or job that is new, or returns after being idle, starts level with the one served last. Idle time earns no
+    credit: otherwise the others would wait until it is used up (start-time fair queueing, Goyal et al. 1996;
+    hierarchical SFQ for the two levels).
     """
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -133,23 +133,23 @@ class FairScheduler:
         self._tenants: dict[str, TenantAccount] = {}
         self._shares: dict[str, float] = {}
         self._factors: Mapping[str, float] = {}
-        """By how much shares grow here."""
+        """Factors on tenants' shares on this host."""
         self.used: defaultdict[str, float] = defaultdict(float)
         """Tokens by tenant, each divided by the weight of its job."""
         self._waiting = Least()
-        """Tenants with a job that waits for a turn."""
+        """Tenants with a job that waits for admission."""
         self._level = 0.0
-        """The most weighted tokens per share that a tenant had consumed when a job of it was let in."""
+        """The most weighted tokens per share that any tenant had consumed when one of its jobs was admitted."""
 
     def join(self, job: str, weight: float, tenant: str = "") -> None:
-        """Open an account for a job; of its tenant too, where that has none."""
+        """Open an account for a job, and for its tenant if that has none."""
         self._accounts[job] = Account(tenant, weight)
         if tenant not in self._tenants:
             self._tenants[tenant] = TenantAccount(self._share_here(tenant))
         self._tenants[tenant].jobs += 1
 
     def leave(self, job: str) -> None:
-        """Close an account; whoever still waits on it is cancelled."""
+        """Close an account; its waiting requests are cancelled."""
         account = self._accounts.pop(job)
         for _, turn in account.waiting:
             turn.cancel()
@@ -161,12 +161,12 @@ class FairScheduler:
             del self._tenants[account.tenant]
 
     def share(self, tenant: str, share: float) -> None:
-        """Set a tenant's share, now and for jobs to come; what it has had stays as much per share."""
+        """Set a tenant's share, now and for later jobs; its consumption per share stays the same."""
         self._shares[tenant] = share
         self._share_again(tenant)
 
     def even_out(self, factors: Mapping[str, float]) -> None:
-        """Let shares of tenants grow by so much here, from now on, because others have had more elsewhere."""
+        """Multiply tenants' shares on this host by factors, to balance their consumption on other hosts."""
         self._factors = factors
         for tenant in self._tenants:
             self._share_again(tenant)
@@ -179,22 +179,22 @@ class FairScheduler:
             share = self._share_here(tenant)
             account.consumed *= share / account.share
             account.share = share
-            self._waiting.add(tenant, account.had)  # it may have fallen by a rounding
+            self._waiting.add(tenant, account.had)  # it may have fallen by rounding
 
     def reweigh(self, job: str, weight: float) -> None:
-        """Change a job's weight; what it has had stays as much per weight."""
+        """Change a job's weight; its consumption per weight stays the same."""
         if (account := self._accounts.get(job)) is not None:
             account.consumed *= weight / account.weight
             account.weight = weight
             self._tenants[account.tenant].waiting.add(job, account.had)
 
     def idle(self, job: str) -> bool:
-        """Whether a job asks for nothing."""
+        """Whether a job has no waiting or running request."""
         account = self._accounts.get(job)
         return account is None or account.idle
 
     async def few_wait(self, job: str, most: int) -> None:
-        """Wait until fewer requests of a job than `most` wait for their turn."""
+        """Wait until fewer than `most` requests of a job wait for admission."""
         waiting = self._accounts[job].waiting
         while len(waiting) >= most and not (turn := waiting[-most][1]).done():
             await asyncio.wait([turn])
@@ -208,26 +208,26 @@ class FairScheduler:
             self._tenants[account.tenant].spent_at = self._clock()
 
     def payer(self, job: str) -> tuple[str, float]:
-        """The tenant that a job is charged to, and its share; no tenant where the job has no account."""
+        """The tenant that a job is charged to, and its share; no tenant if the job has no account."""
         account = self._accounts.get(job)
         return ("", 1.0) if account is None else (account.tenant, self._tenants[account.tenant].share)
 
     def others(self, tenant: str) -> float:
-        """Shares of other tenants whose jobs work or did a moment ago, divided by this one's share."""
+        """Shares of other tenants active in the last minute, divided by this tenant's share."""
         since = self._clock() - _MOMENT
         busy = [one for name, one in self._tenants.items() if name != tenant and (one.active or one.spent_at > since)]
         whole = sum(one.share for one in busy)
         return whole / self._share_here(tenant)
 
     def standing(self, job: str) -> Standing:
-        """What a job and its tenant have had."""
+        """Consumption and weights of a job and its tenant."""
         account = self._accounts[job]
         tenant = self._tenants[account.tenant]
         return Standing(account.consumed, account.weight, account.tenant, tenant.consumed, tenant.share)
 
     @contextlib.contextmanager
     def working(self, job: str) -> Iterator[None]:
-        """While a step is trained: the job waits for the device, so what it does not sample meanwhile is not given away."""
+        """Count the job as active while a step trains, so that its turn is not given away."""
         account = self._accounts[job]
         self._come_back(account)
         account.running += 1
@@ -242,7 +242,8 @@ class FairScheduler:
     async def permit(self, job: str, rows: int, *, at_once: bool = False) -> AsyncIterator[None]:
         """Wait for this job's turn, then hold `rows` of the engine's capacity.
 
-        `at_once` waits for no other tenant while this one stays within its share: the engine makes others give way to it.
+        `at_once` skips other tenants' turns while this tenant stays within its share; the engine then makes room for
+        it.
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         account = self._accounts[job]
@@ -267,7 +268,7 @@ class FairScheduler:
             if (rows, turn) in account.waiting:
                 account.waiting.remove((rows, turn))
                 self._count(job, account)
-                self._grant()  # it may have kept smaller requests behind it from going
+                self._grant()  # it may have blocked smaller requests behind it
             elif turn.done() and not turn.cancelled():
                 self._free(job, account, rows)
             raise
@@ -277,7 +278,7 @@ class FairScheduler:
             self._free(job, account, rows)
 
     def _come_back(self, account: Account) -> None:
-        """Bring one that asked for nothing level with the others."""
+        """Raise an idle account to the level of the others."""
         tenant = self._tenants[account.tenant]
         if account.idle:
             account.consumed = max(account.consumed, tenant.level * account.weight)
@@ -285,13 +286,13 @@ class FairScheduler:
             tenant.consumed = max(tenant.consumed, self._level * tenant.share)
 
     def _count(self, job: str, account: Account) -> None:
-        """Keep the number of a tenant's jobs that ask for something, after a job began or ended to."""
+        """Update a tenant's number of active jobs after one changed."""
         if self._accounts.get(job) is account and account.active == account.idle:
             account.active = not account.idle
             self._tenants[account.tenant].active += 1 if account.active else -1
 
     def _within_share(self, tenant: str, rows: int) -> bool:
-        """Whether a tenant holds no more than its share of the capacity with so many more rows."""
+        """Whether a tenant stays within its share of the capacity with `rows` more."""
         return self._tenants[tenant].rows + rows <= self.capacity / (1 + self.others(tenant))
 
     def _let_in(self, account: Account, rows: int) -> None:
@@ -311,7 +312,7 @@ class FairScheduler:
         self._grant()
 
     def _first_of(self, tenant: str) -> str | None:
-        """The job of a tenant that is next; None where none waits."""
+        """The next job of a tenant; None if none waits."""
         account = self._tenants.get(tenant)
         return None if account is None else account.waiting.first(self._figure_of_job)
 
@@ -323,7 +324,7 @@ class FairScheduler:
         return None if self._first_of(tenant) is None else self._tenants[tenant].had
 
     def _grant(self) -> None:
-        """Let in whoever has had the least of all that wait, as long as there is room."""
+        """Admit waiting requests, least consumption first, while there is room."""
         while (name := self._waiting.first(self._figure_of_tenant)) is not None:
             job = self._first_of(name)
             assert job is not None

@@ -1,7 +1,7 @@
-"""One adapter while it is trained: its slot, its versions and its commits. What comes next is its driver's to say.
+"""One adapter during training: its slot, versions and commits. Its driver decides the next call.
 
-session.open → forward_backward* → optim_step → finish (record, commit) → publish → … → close
-Nothing is published before it is committed, where it is committed at all.
+session.open → forward_backward* → optim_step → finish (record, commit) → publish → … → close A version that is
+committed is published only after its commit.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class Evaluated:
 
     version: int
     record: Mapping[str, Any]
-    """The `eval` part of a line."""
+    """The `eval` part of a metrics line."""
     score: float
-    """The higher the better."""
+    """Higher is better."""
     tokens: int = 0
-    """Sampled for it."""
+    """Tokens sampled for it."""
 
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """What a driver says of a step that is trained."""
+    """A driver's description of a trained step."""
 
     record: Mapping[str, Any]
     """The line of metrics.jsonl, without the evaluation."""
     seconds: Mapping[str, float]
-    """By what they were spent on."""
+    """Keyed by activity."""
     optim: OptimStats | None
-    """None where nothing was trainable."""
+    """None if nothing was trainable."""
     tokens_sampled: int = 0
     tokens_trained: int = 0
     position: int = 0
     pending: Iterable[int] = ()
-    """How far the sequence of problems is used up, where steps do not take a window each (`Committed`)."""
+    """Progress through the problems, where steps do not take fixed windows (`Committed`)."""
     rollouts: Iterable[Mapping[str, Any]] | None = field(default=None, repr=False)
     """Lines of the rollout log."""
     errors: Mapping[str, int] = field(default_factory=dict)
@@ -66,13 +66,13 @@ class FinishedStep:
 
 
 class Slot:
-    """An adapter's place in the trainer, under a name; a cancellation finds it taken or free."""
+    """An adapter's place in the trainer. A cancellation cannot leave it half taken."""
 
     def __init__(self, session: Session, name: str) -> None:
         self._session, self._name, self._taken = session, name, False
 
     async def take(self, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
-        """Fill it with a fresh adapter."""
+        """Add a new adapter to the trainer."""
         await uninterrupted(self._take(shape, seed, head))
 
     async def _take(self, shape: AdapterConfig, seed: int, head: bool) -> None:
@@ -80,7 +80,7 @@ class Slot:
         self._taken = True
 
     async def give_back(self) -> None:
-        """Free it, where it is taken."""
+        """Remove the adapter, if it was added."""
         if self._taken:
             self._taken = False
             await uninterrupted(self._session.on_device(lambda trainer: trainer.remove_adapter(self._name)))
@@ -93,11 +93,13 @@ class Session:
         self.job, self.services = job, services
         self.done = committed or Committed()
         self.moved = False
-        """Whether the trainer is ahead of what was done."""
+        """Whether the trainer has changes that are not in `done`."""
         self._resumed = committed is not None
         self.also_saved: list[Callable[[Path], None]] = []
-        """What else writes itself into a commit's directory."""
-        job.starts += 1  # a version trained again after a pause or a failure is another one, as it is after a crash
+        """Callbacks that write more files into a commit's directory."""
+        job.starts += (
+            1  # a version trained again after a pause or failure gets another engine-side name, as after a crash
+        )
         engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
         self.versions = Versions(job.name, engine_name, services.engine, services.sync, services.keep_versions)
         self._probe = Probe(job.name, probe_ids(job.chat, job.data.train), services.probe_tolerance)
@@ -106,16 +108,16 @@ class Session:
 
     @property
     def oldest_needed(self) -> int:
-        """The oldest version that a step not yet trained samples from."""
+        """The oldest version that an untrained step samples from."""
         return max(0, self.done.step - self.job.config.algorithm.lag)
 
     @property
     def committed(self) -> Path | None:
-        """The commit that the session goes on from."""
+        """The commit that the session resumes from."""
         return self.job.directory.path / "state" / str(self.done.step) if self._resumed else None
 
     async def open(self) -> None:
-        """Take a slot, restore what was committed, and make the versions that may be asked for servable."""
+        """Take a slot, restore the committed state, and load the versions that may be sampled from."""
         job, services, start = self.job, self.services, self.done.step
         adapter, state = job.config.adapter, job.directory.path / "state"
         await self._slot.take(adapter, job.seed)
@@ -139,14 +141,14 @@ class Session:
         job.progress.started = time.monotonic()
 
     async def close(self) -> None:
-        """Give the slot back, whatever happened."""
+        """Unload all versions and release the slot, also after an error."""
         try:
             await self.versions.drop_all()
         finally:
             await self._slot.give_back()
 
     async def on_device(self, call: Callable[[Trainer], Result]) -> Result:
-        """A call of the trainer in the device's turn; its time is the job's."""
+        """Run a trainer call on the device; its time is charged to the job."""
         return await self.services.on_device(self.job.name, lambda: call(self.services.trainer))
 
     # --- training ----------------------------------------------------------------------------------------------------
@@ -154,30 +156,30 @@ class Session:
     async def forward_backward(
         self, segments: tuple[Segment, ...], executed: Executed = unheard
     ) -> tuple[Trained, ...]:
-        """Add the gradients of segments, in their order, in one packed batch with those of other sessions."""
+        """Add the gradients of segments in order; they may share a packed batch with other sessions."""
         self.moved = True
         return await self.services.learner.train(self.job.name, segments, executed)
 
     async def forward(
         self, segments: tuple[Segment, ...], executed: Executed = unheard, *, base: bool = False
     ) -> list[FloatArray]:
-        """Logprobs of each sample; `base=True` leaves the adapter out."""
+        """Logprobs [T] of each sample; `base=True` disables the adapter."""
         return await self.services.learner.score(self.job.name, segments, executed, base=base)
 
     async def optim_step(self, adamw: AdamW) -> OptimStats:
-        """Clip, step and clear the gradient; the next version is ready to commit and publish."""
+        """Clip the gradient, update, and clear the gradient; the next version can then be committed and published."""
         return await self.on_device(lambda trainer: trainer.optim_step(self.job.name, adamw))
 
     async def undo(self) -> None:
-        """Drop the gradient: the adapter and its optimizer are those of the last step again, which has to be committed."""
+        """Drop the gradient by loading the last step's adapter and optimizer, which must be committed."""
         name, place = self.job.name, self.job.directory.path / "state" / str(self.done.step)
         await self.on_device(lambda trainer: trainer.load_adapter(name, place, optimizer=True))
         self.moved = False
 
-    # --- what lasts --------------------------------------------------------------------------------------------------
+    # --- records, commits, versions ----------------------------------------------------------------------------------
 
     async def finish(self, step: FinishedStep, evaluated: Evaluated | None, *, commit: bool) -> None:
-        """Record a trained step, which makes the next version, and commit it where asked.
+        """Record a trained step as the next version; with `commit`, also commit it.
 
         Raises:
             JobFailed: too many steps in a row had a gradient that was not finite.
@@ -217,7 +219,7 @@ class Session:
         job.observer(StepDone({**line, **tokens, "seconds": seconds}))
 
     async def end(self, evaluated: Evaluated | None, seconds: Mapping[str, float]) -> None:
-        """Record the evaluation of the last version in a last line of the metrics, and commit."""
+        """Record the evaluation of the last version in a final metrics line, and commit."""
         if evaluated is not None:
             record = {"step": evaluated.version, "version": evaluated.version, "eval": evaluated.record}
             tokens = {"tokens_sampled": evaluated.tokens, "tokens_trained": 0}
@@ -228,7 +230,7 @@ class Session:
         await self.commit(closed=True)
 
     async def commit(self, *, closed: bool = False) -> None:
-        """Make what was done permanent; `closed` where nothing follows before the job is opened again."""
+        """Commit the current step; `closed` if nothing follows before the job is opened again."""
         job, trainer, done = self.job, self.services.trainer, self.done
         job.progress.phase = "saving"
         keep = max(job.config.checkpoint.keep, job.config.algorithm.lag + 1)
@@ -237,7 +239,7 @@ class Session:
             trainer.save_adapter(job.name, path, optimizer=True)
             for also in self.also_saved:
                 also(path)
-            if len(job.directory.steps()) < keep:  # otherwise an older commit goes
+            if len(job.directory.steps()) < keep:  # otherwise an older commit is deleted
                 self.services.room.take(job.tenant, path)
 
         def write() -> Committed:
@@ -248,7 +250,7 @@ class Session:
         self.done = await asyncio.to_thread(write)
 
     async def publish(self) -> None:
-        """Let the engine have the version that was finished last, probe it, and let sampling have it."""
+        """Load the newest version into the engine, probe it, and announce it for sampling."""
         services, version = self.services, self.done.step
         started = time.monotonic()
         await self.versions.publish(version)
@@ -275,7 +277,7 @@ class Session:
 
 
 def _with_evaluation(done: Committed, evaluated: Evaluated | None) -> Committed:
-    """Remember that a version was evaluated, and whether it is the best so far."""
+    """Record that a version was evaluated, and whether it is the best so far."""
     if evaluated is None:
         return done
     score = evaluated.score

@@ -1,7 +1,7 @@
-"""Jobs that differ only in their seed are one setting; its figure is a mean with a 95 % interval by Student's t.
+"""Jobs that differ only in their seed form a setting; its figure is a mean with a 95 % interval by Student's t.
 
-setting_of(identity)                          # the same text for two seeds of one setting
-settings([(name, setting, evaluations), …])   # one `Setting` for each, in the order of their first jobs
+setting_of(identity)                          # the same text for two seeds of one setting settings([(name, setting,
+evaluations), …])   # one `Setting` for each, in the order of their first jobs
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 
 _SEED = re.compile(r"-seed=-?\d+")
 OVER_SEEDS = "mean over the seeds, ± half of its 95 % interval (Student's t)"
-"""What a setting's held-out figure is."""
+"""Describes a setting's held-out figure."""
 _NORMAL_FROM = 500
-"""Degrees of freedom from which on the normal distribution is within 0.2 % of Student's t."""
+"""Degrees of freedom from which the normal distribution is within 0.2 % of Student's t."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean of figures, and how far it may be off."""
+    """A mean with a confidence interval."""
 
     n: int
-    """Figures."""
+    """Number of figures."""
     mean: float
     half: float
-    """Half the width of the interval; NaN for a single figure, which has none."""
+    """Half the width of the interval; NaN for a single figure."""
 
     @classmethod
     def of(cls, figures: Sequence[float], level: float = 0.95) -> Mean:
@@ -44,20 +44,23 @@ class Mean:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the seeds of one setting came to."""
+    """Results of all seeds of one setting."""
 
     name: str
-    """What the names of its jobs have in common."""
+    """The common part of its jobs' names."""
     jobs: tuple[str, ...]
     """Their names."""
     before: Mean | None
-    """The first held-out figure of the jobs that are in `held_out`."""
+    """The first held-out figure, over the jobs in `held_out`."""
     held_out: Mean | None
-    """The held-out figure of the newest version that was evaluated, of the jobs that have come so far; None before any."""
+    """The held-out figure of the newest version that some job has evaluated, over the jobs that reached it;
+
+    None before any.
+    """
 
 
 def setting_of(identity: Mapping[str, Any]) -> str:
-    """A text that is the same for jobs whose identities (`identity.of_config`, or job.yaml) differ only in name and seed."""
+    """A text that is equal for jobs whose identities (`identity.of_config`, or job.yaml) differ only in name and seed."""
     job = identity.get("job")
     if not isinstance(job, Mapping):
         return ""
@@ -70,8 +73,8 @@ def settings(jobs: Iterable[tuple[str, str, Sequence[tuple[int, float]]]]) -> li
     """Group jobs by setting.
 
     Args:
-        jobs: the name, the setting (empty where it is unknown: then the job is its own) and the evaluations of each,
-            (version, figure), higher is better.
+        jobs: (name, setting, evaluations) of each job. An empty setting means unknown: the job forms its own. An evaluation is
+            (version, figure); higher is better.
     """
     groups: dict[str, list[tuple[str, Sequence[tuple[int, float]]]]] = {}
     for name, setting, evaluations in jobs:
@@ -89,7 +92,7 @@ def _setting(group: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> Settin
 
 
 def common_name(names: Sequence[str]) -> str:
-    """What names have in common: all but their seeds, or what all begin with."""
+    """The names without their seeds if those are equal, otherwise their common prefix."""
     without = {_SEED.sub("", name) for name in names}
     if len(without) == 1:
         return without.pop()
@@ -98,9 +101,9 @@ def common_name(names: Sequence[str]) -> str:
 
 
 def t_quantile(level: float, degrees: int) -> float:
-    """The t within which Student's t of so many degrees of freedom is with probability `level`.
+    """The quantile t with P(|T| ≤ t) = `level` for Student's t with `degrees` degrees of freedom.
 
-    By bisection of the closed form for whole degrees (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    Bisection of the closed form for whole degrees (Abramowitz and Stegun 26.7.3 and 26.7.4).
     """
     if degrees >= _NORMAL_FROM:
         return NormalDist().inv_cdf((1 + level) / 2)

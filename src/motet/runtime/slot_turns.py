@@ -1,4 +1,4 @@
-"""How long jobs keep their slots: tenants who cannot all have one at a time take turns, and a job that only waits loses its."""
+"""How long jobs keep their slots: tenants take turns if slots are scarce, and a job that only waits loses its slot."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from motet import seeds
 from motet.runtime.slots import FREE, Claim, Rule
 
 TURN_SECONDS = 60.0
-"""By how much a tenant may get ahead of one that is entitled to as much: a turn goes from one behind to one ahead, and takes
-two of these at least."""
+"""Lead that a tenant may have over another with the same share.
+
+A turn moves a slot from a tenant that is behind by this much to one that is ahead, so it lasts at least twice this
+long.
+"""
 LOOK_SECONDS = 6.0
-"""How often it is worth to look whether a turn is over."""
+"""Seconds between checks whether a turn is over."""
 MAX_IDLE = 120.0
-"""Seconds that a job keeps its slot while it waits for scores and asks nothing of the device."""
+"""Seconds that a job keeps its slot while it waits for scores without using the device."""
 
 
 class SlotTurns:
     """Counts the slots that tenants hold over time.
 
-    A tenant that comes starts level with the one that has had least, or a part of a round later: another part on each host, so
-    that it does not wait on all of them at once. Nobody is more than two turns behind whoever has had most: waiting, for
-    whatever reason, is no credit beyond that.
+    A new tenant starts level with the tenant that has had the least, or up to one round later. That delay differs by
+    host, so that it does not wait on all hosts at once. No tenant falls more than two turns behind the leader: waiting
+    longer earns no credit.
     """
 
     def __init__(self, host: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """`host` is its name where there are several."""
+        """`host` is the host's name if there are several."""
         self.had: dict[str, float] = {}
-        """Turns of a slot by tenant, per share, of those that have a slot or want one."""
+        """Slot turns per share, of tenants that have a slot or want one."""
         self._host, self._clock = host, clock
         self._holding: tuple[Claim, ...] = ()
         self._since = clock()
@@ -36,17 +39,17 @@ class SlotTurns:
 
     @property
     def due(self) -> bool:
-        """Whether a look may show that a turn is over."""
+        """Whether a turn may be over."""
         return self._wanted and len(self.had) > 1 and self._clock() - self._since >= LOOK_SECONDS
 
     def look(self, running: Sequence[Claim], queued: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> None:
-        """Count the time since the last look.
+        """Count the time since the last call.
 
         Args:
-            running: jobs that have one of the slots.
+            running: jobs that have a slot.
             queued: jobs that want one.
-            slots: how many there are.
-            rules: of tenants; those that are not named are free.
+            slots: number of slots.
+            rules: by tenant; tenants without one have no limits.
         """
         now, had = self._clock(), self.had
         turns, self._since = (now - self._since) / TURN_SECONDS, now
@@ -67,34 +70,34 @@ class SlotTurns:
         self._wanted = bool(queued)
 
     def hold(self, running: Sequence[Claim]) -> None:
-        """Say who has a slot from the last look on."""
+        """Set the jobs that hold slots from the last `look` on."""
         self._holding = tuple(running)
 
     def _part_of_round(self, tenant: str) -> float:
-        """How late a tenant is on this host, from 0 to 1."""
+        """Delay of a tenant's start on this host, from 0 to 1 rounds."""
         return seeds.key(0, f"turn/{self._host}/{tenant}") / 2**64
 
 
 class IdleSlotTimeouts:
-    """When a job that only waits loses its slot.
+    """Decides when a job that only waits loses its slot.
 
-    The time doubles each time that it is preempted without a step since the last time, so that slow rewards get on too.
+    The limit doubles with each preemption without a step in between, so that jobs with slow rewards still progress.
     """
 
     def __init__(self, seconds: float = MAX_IDLE, clock: Callable[[], float] = time.monotonic) -> None:
-        """`seconds` is how long a job may wait the first time."""
+        """`seconds` is the first limit."""
         self._seconds, self._clock = seconds, clock
         self._since: dict[str, float] = {}
         self._preemptions: dict[str, tuple[int, int]] = {}
-        """The step at which a job was preempted last, and how often at that step."""
+        """The step of a job's last preemption, and the number of preemptions at that step."""
 
     def expired(self, job: str, step: int, *, waits: bool) -> bool:
-        """Whether a job has waited for too long; asked again and again.
+        """Whether a job has waited too long; call it repeatedly.
 
         Args:
             job: its name.
-            step: steps that it has done.
-            waits: whether it waits now.
+            step: its steps done.
+            waits: whether it is waiting now.
         """
         if not waits:
             self._since.pop(job, None)
@@ -108,7 +111,7 @@ class IdleSlotTimeouts:
         self._preemptions[job] = step, self._times(job, step) + 1
 
     def forget(self, job: str) -> None:
-        """Drop what is known of a job that has ended."""
+        """Remove a job that has ended."""
         self._since.pop(job, None)
         self._preemptions.pop(job, None)
 

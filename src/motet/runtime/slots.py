@@ -1,4 +1,4 @@
-"""Admission to slots and preemption. Pure functions; who runs when changes no byte of a job."""
+"""Admission to slots, and preemption. Pure functions; the order in which jobs run changes no byte."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """A job that wants a slot or has one."""
+    """A job that has a slot or wants one."""
 
     job: str
     tenant: str = ""
     priority: int = 0
     slots: int = 1
-    """How many adapters it has: a critic, or a reference that is an adapter, is another one."""
+    """Number of its adapters: a critic or a reference adapter counts too."""
     base: str = ""
-    """The name of the base that it is for, where there are several."""
+    """The base that it needs, if there are several."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What holds for the jobs of one tenant."""
+    """Limits on the jobs of one tenant."""
 
     running: int | None = None
     """Most slots at a time; further jobs wait in the queue."""
     hold: str = ""
-    """Why none of its jobs may run now, for a person; empty when they may."""
+    """Why its jobs may not run now, as a message; empty if they may."""
     share: float = 1.0
     """Its share of slots and tokens among tenants."""
     highest: int = 0
-    """The highest priority that counts against other tenants; a higher one only goes before its own jobs."""
+    """Cap on priority against other tenants; above it, priority only orders the tenant's own jobs."""
     room: int | None = None
-    """Bytes that the tenant may still store; None where the limit is far."""
+    """Bytes that the tenant may still store; None if that limit is far away."""
 
 
 FREE = Rule()
 NOTHING: Mapping[str, float] = {}
-"""No turns that were had."""
+"""No past turns."""
 
 
 def admitted(
@@ -50,15 +50,15 @@ def admitted(
 ) -> list[str]:
     """The jobs that get the free slots.
 
-    By priority, as far as it counts against others; then of the tenant with the fewest slots for its share, those that it has
-    had before included; then by priority among its own jobs, and in order.
+    Ordered by capped priority; then by the tenant's slots per share, including past turns; then by priority among its
+    own jobs; then by arrival.
 
     Args:
-        queued: jobs that wait, in the order they came.
+        queued: waiting jobs, in order of arrival.
         running: jobs that have a slot.
-        slots: how many there are.
-        rules: of tenants; those that are not named are free.
-        had: turns of a slot that tenants have had, per share (`SlotTurns`).
+        slots: number of slots.
+        rules: by tenant; tenants without one have no limits.
+        had: past turns per share, by tenant (`SlotTurns`).
     """
     waiting, held = list(queued), _held(running)
     free = slots - taken(running)
@@ -68,7 +68,9 @@ def admitted(
         if not able:
             break
         chosen = min(able, key=lambda claim: _queue_key(claim, held, rules, had))
-        if chosen.slots > free and (running or chosen_jobs):  # it is the first, so nobody takes what it waits for
+        if chosen.slots > free and (
+            running or chosen_jobs
+        ):  # it is first in the queue, so no other job takes the slots that it waits for
             break
         waiting.remove(chosen)
         held[chosen.tenant] += chosen.slots
@@ -84,19 +86,18 @@ def preempted_for_share(
     rules: Mapping[str, Rule],
     had: Mapping[str, float] = NOTHING,
 ) -> str | None:
-    """The running job to preempt, so that tenants have slots by their shares; None where nobody has to give way.
+    """The running job to preempt so that tenants hold slots by their shares; None if there is none.
 
-    It is the job that came last among those of the lowest priority of the tenant with the most slots for its share, of those
-    that may give way: nobody does to a lower priority, to a tenant with as many slots for its share, or where the other would
-    have more afterwards. Turns that a tenant has had count as slots: where there are fewer slots than tenants, or they do not
-    divide, they go around.
+    Candidates belong to the tenant with the most slots per share; among those of lowest priority, the newest is chosen.
+    No job is preempted for a lower priority, for a tenant with as many slots per share, or if the order would then be
+    reversed. Past turns count as slots: where slots are scarce or do not divide evenly, they rotate.
 
     Args:
-        queued: jobs that wait, in the order they came.
+        queued: waiting jobs, in order of arrival.
         running: jobs that have a slot, in the order they got it.
-        slots: how many there are.
-        rules: of tenants; those that are not named are free.
-        had: turns of a slot that tenants have had, per share (`SlotTurns`).
+        slots: number of slots.
+        rules: by tenant; tenants without one have no limits.
+        had: past turns per share, by tenant (`SlotTurns`).
     """
     if not running or not queued or slots - taken(running) >= min(claim.slots for claim in queued):
         return None
@@ -111,7 +112,7 @@ def preempted_for_share(
         return None
     richest = max((each.tenant for each in gives), key=lambda tenant: _part(tenant, held[tenant], rules, had))
     if _part(asks.tenant, held[asks.tenant], rules) >= _part(richest, held[richest], rules):
-        return None  # it has as many for its share now: turns that were had move no slot between the two
+        return None  # equal shares now: past turns move no slot between the two
     if _part(asks.tenant, held[asks.tenant] + 1, rules, had) > _part(richest, held[richest] - 1, rules, had):
         return None
     return min(reversed([each for each in gives if each.tenant == richest]), key=lambda each: each.priority).job
@@ -125,26 +126,26 @@ def preempted_if_idle(
     rules: Mapping[str, Rule],
     had: Mapping[str, float] = NOTHING,
 ) -> str | None:
-    """The running job to preempt because it only waits; None where nobody else would get its slot.
+    """The running job to preempt because it only waits; None if no other job would get its slot.
 
     Args:
-        queued: jobs that want a slot, in the order they came.
+        queued: jobs that want a slot, in order of arrival.
         running: jobs that have one, in the order they got it.
-        waiting: those of them that do nothing but wait.
-        slots: how many there are.
-        rules: of tenants; those that are not named are free.
-        had: turns of a slot that tenants have had, per share (`SlotTurns`).
+        waiting: names of running jobs that only wait.
+        slots: number of slots.
+        rules: by tenant; tenants without one have no limits.
+        had: past turns per share, by tenant (`SlotTurns`).
     """
     for claim in reversed(running if taken(running) >= slots else ()):
         others = [other for other in running if other is not claim]
-        first = admitted([*queued, claim], others, taken(running), rules, had)  # as if it stood at the end of the queue
+        first = admitted([*queued, claim], others, taken(running), rules, had)  # as if it were last in the queue
         if claim.job in waiting and first and first != [claim.job]:
             return claim.job
     return None
 
 
 def taken(claims: Sequence[Claim]) -> int:
-    """The slots that jobs have."""
+    """Total slots of the jobs."""
     return sum(claim.slots for claim in claims)
 
 
@@ -158,18 +159,18 @@ def _held(running: Sequence[Claim]) -> Counter[str]:
 def _queue_key(
     claim: Claim, held: Mapping[str, int], rules: Mapping[str, Rule], had: Mapping[str, float]
 ) -> tuple[float, float, float]:
-    """The order of the queue; the least is first."""
+    """Sort key of the queue; the least is first."""
     part = _part(claim.tenant, held[claim.tenant], rules, had)
     return -_effective_priority(claim, rules), part, -claim.priority
 
 
 def _part(tenant: str, slots: int, rules: Mapping[str, Rule], had: Mapping[str, float] = NOTHING) -> float:
-    """A tenant's part if it holds so many slots for a turn: those and what it has had, per share."""
+    """Slots per share if the tenant holds `slots`, plus past turns."""
     return slots / rules.get(tenant, FREE).share + had.get(tenant, 0.0)
 
 
 def _effective_priority(claim: Claim, rules: Mapping[str, Rule]) -> int:
-    """A job's priority against jobs of other tenants."""
+    """A job's priority against other tenants' jobs."""
     return min(claim.priority, rules.get(claim.tenant, FREE).highest)
 
 

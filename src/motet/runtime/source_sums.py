@@ -1,7 +1,8 @@
-"""What a project's own code says: a sum of each statement of a file and of the project's modules that it imports.
+"""Checksums of a project's own code: one for each statement of a file and of the project's modules that it imports.
 
-Sums are of the syntax tree, so comments, blank lines and formatting do not count. Docstrings do: an environment's are its
-tools' descriptions, which the model reads. Installed packages and the standard library are not followed.
+Sums are computed from the syntax tree, so comments, blank lines and formatting do not count. Docstrings do: an
+environment's docstrings are tool descriptions that the model reads. Installed packages and the standard library are not
+followed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SHOWN = 16
-"""Digits of a sum that tell two contents apart."""
+"""Hex digits kept of a checksum."""
 _MOST_FILES, _MOST_BYTES, _MOST_STATEMENTS, _MOST_LINES, _MOST_NOTES = 500, 1 << 24, 20_000, 5, 20
 _BLOCKS = frozenset({"body", "orelse", "finalbody", "handlers", "cases"})
 _BY_NAME = frozenset({"import_module", "__import__", "spec_from_file_location", "run_path", "run_module"})
@@ -32,7 +33,7 @@ _MOTET = Path(__file__).resolve().parents[1]
 
 
 def statement_sums(tree: ast.AST, first_line: int = 1) -> str:
-    """`line:sum` of each statement below a node, in order; `first_line` is where the source of the tree begins."""
+    """`line:sum` of each statement below a node, in order; `first_line` is the line where the tree's source begins."""
     return " ".join(f"{line + first_line - 1}:{digest}" for line, digest in _statements(tree, 0))
 
 
@@ -47,7 +48,10 @@ def _statements(node: ast.AST, depth: int) -> Iterator[tuple[int, str]]:
 
 
 def _canonical(node: Any, *, head: bool = False) -> str:
-    """A node without its place, and with `head` without its blocks; empty fields are left out, as Python versions add some."""
+    """A node without its position, and with `head` without its blocks.
+
+    Empty fields are left out, because Python versions add some.
+    """
     if isinstance(node, list):
         return f"[{', '.join(map(_canonical, node))}]"
     if not isinstance(node, ast.AST):
@@ -61,9 +65,9 @@ def _canonical(node: Any, *, head: bool = False) -> str:
 
 
 def sum_of_code(*names: str) -> str:
-    """A short sum of all the project's code behind `file.py:name`, `file.py` or `module:name`; comments do not count.
+    """A short checksum of the project's code behind `file.py:name`, `file.py` or `module:name`, without comments.
 
-    Empty where there is no such code, as behind a function object.
+    Empty if there is no such code, as for a function object.
     """
     sums = CodeSums()
     for name in names:
@@ -78,17 +82,17 @@ def _without_lines(statements: str | None) -> list[str]:
 
 @dataclass
 class CodeSums:
-    """The project's files that some code consists of."""
+    """The project's files that a piece of code consists of."""
 
     code: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By name below the project: `sha256` of the bytes, and `statements` where it is Python that can be parsed."""
+    """By path below the project: `sha256` of the bytes, and `statements` for valid Python."""
     not_followed: list[str] = field(default_factory=list)
-    """Why a change of something that the code reads may go unnoticed; a sentence each."""
+    """Why changes of some code may go unnoticed; one sentence each."""
     _seen: set[Path] = field(default_factory=set)
     _bytes: int = 0
 
     def add(self, name: str) -> None:
-        """Add the file or module of `file.py:name` or `module:name`; one that is not there is not added."""
+        """Add the file or module of `file.py:name` or `module:name`; a missing one is ignored."""
         importlib.invalidate_caches()
         source = name.rpartition(":")[0]
         if source.endswith(".py"):
@@ -99,7 +103,7 @@ class CodeSums:
             self.add_module(source, [*sys.path, str(Path.cwd())])
 
     def add_module(self, name: str, search: Sequence[str]) -> None:
-        """Add a module of the project, and the packages that it is in."""
+        """Add a module of the project, and its parent packages."""
         parts, places = name.split("."), search
         for number in range(1, len(parts) + 1):
             spec = _find(".".join(parts[:number]), places)
@@ -141,7 +145,7 @@ class CodeSums:
             self.add_imports(tree, label, package, search)
 
     def add_imports(self, tree: ast.AST, label: str, package: str, search: Sequence[str]) -> None:
-        """Add the project's modules that some code imports."""
+        """Add the project's modules that a syntax tree imports."""
         for node in _imports(tree):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -159,7 +163,7 @@ class CodeSums:
                 self.add_module(name, search)
 
     def note(self, text: str) -> None:
-        """Remember why something is not followed."""
+        """Record why some code is not followed."""
         if text not in self.not_followed and len(self.not_followed) <= _MOST_NOTES:
             more = "changes of more than that are not noticed"
             self.not_followed.append(text if len(self.not_followed) < _MOST_NOTES else more)
@@ -173,7 +177,7 @@ def _absolute(module: str, level: int, package: str) -> str:
 
 
 def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom | ast.Call]:
-    """Imports, also in functions, and calls that import; those for type checkers alone never run."""
+    """Import statements, also in functions, and calls that import; `TYPE_CHECKING` blocks are skipped."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING":
             for other in node.orelse:
@@ -200,7 +204,7 @@ def _find(name: str, places: Sequence[str]) -> ModuleSpec | None:
 
 @functools.cache
 def of_project(path: Path) -> bool:
-    """Whether a file is somebody's own: neither Motet's, nor Python's, nor of an installed package."""
+    """Whether a file belongs to the user: not to Motet, Python or an installed package."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     installed = [Path(folder).resolve() for folder in {*folders, *site.getsitepackages(), site.getusersitepackages()}]
     names = {"site-packages", "dist-packages"}
@@ -208,10 +212,10 @@ def of_project(path: Path) -> bool:
 
 
 def code_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Where two records of `CodeSums.code` differ, by file and line."""
+    """The differences between two records of `CodeSums.code`, by file and line."""
     for label in [*before, *(label for label in now if label not in before)]:
         old, new = before.get(label), now.get(label)
-        if label in before and not isinstance(old, Mapping):  # somebody wrote something else there
+        if label in before and not isinstance(old, Mapping):  # edited by hand
             yield f"{label} was edited"
         elif old is None:
             yield f"{label} is new: the code did not use it before"

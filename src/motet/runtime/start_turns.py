@@ -1,6 +1,6 @@
-"""Tenants take turns at starting jobs: reading data, starting processes and taking a slot is work that no device counts.
+"""Tenants take turns at starting jobs, because reading data, starting processes and taking a slot are not device time.
 
-While jobs of others run, a tenant's starts take no more of the time than its share.
+While other tenants' jobs run, a tenant's starts take no more of the time than its share.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from weakref import WeakValueDictionary
 
 MOST_REST = 10.0
-"""Seconds that a tenant waits at most after a start, however long that took."""
+"""Longest wait of a tenant after a start, in seconds."""
 
 _LOOKS = 0.5
-"""Seconds between two looks at what may end a wait."""
+"""Seconds between checks during a wait."""
 
 
 class StartTurns:
-    """One job at a time is prepared, and one of each tenant is opened. Lives in one event loop.
+    """Prepares one job at a time, and opens one per tenant at a time. Use it in one event loop.
 
-    A tenant with many jobs to prepare gets one turn, then each other tenant that waits gets one.
+    A tenant with many jobs to prepare gets one turn, then each other waiting tenant gets one.
     """
 
     def __init__(
@@ -30,26 +30,26 @@ class StartTurns:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`others` gives the shares of the other tenants with running jobs, divided by the tenant's own."""
+        """`others` returns the shares of other tenants with running jobs, divided by the tenant's own."""
         self._others, self._clock, self._sleep = others, clock, sleep
         self._preparing = asyncio.Lock()
         self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         self._rests: dict[str, float] = {}
-        """When a tenant may start the next job."""
+        """When each tenant may start its next job."""
 
     @contextlib.asynccontextmanager
     async def preparing(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for the turn to prepare a job, and hold it while the block runs."""
-        async with self._lock("prepare", tenant):  # one of each tenant waits for the next lock, so that goes around
+        """Wait for the turn to prepare a job, and hold it during the block."""
+        async with self._lock("prepare", tenant):  # one job per tenant waits for the next lock, so tenants alternate
             await self._rest(tenant)
             async with self._preparing, self._charged(tenant):
                 yield
 
     @contextlib.asynccontextmanager
     async def opening(self, tenant: str, gives_up: Callable[[], bool] = lambda: False) -> AsyncIterator[bool]:
-        """Wait for the turn to open a job, and hold it while the block runs; a run without tenants does not wait.
+        """Wait for the turn to open a job, and hold it during the block; without a tenant there is no wait.
 
-        Gives whether it is the job's turn: who `gives_up` while waiting has none.
+        Yields whether it is the job's turn; False after `gives_up` returned True.
         """
         if not tenant:
             yield True

@@ -1,4 +1,4 @@
-"""What a step sampled, and what it trained."""
+"""Records of a sampled step and a trained step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from motet.types import Group
 
 @dataclass
 class SampledStep:
-    """All groups of one step, in data order, and what they cost."""
+    """All groups of one step, in data order, with their cost."""
 
     step: int
     version: int
@@ -21,10 +21,10 @@ class SampledStep:
     tokens: int
     """Tokens that were sampled."""
     positions: tuple[int, ...] = ()
-    """The groups' positions in the sequence of problems, where they are not a window of it."""
+    """The groups' positions in the sequence of problems, where steps do not take fixed windows."""
 
     def with_more(self, more: SampledStep) -> SampledStep:
-        """The step with groups that were sampled after these."""
+        """The step with further groups appended."""
         return replace(
             self,
             groups=self.groups + more.groups,
@@ -35,7 +35,7 @@ class SampledStep:
 
     @property
     def oldest(self) -> int:
-        """The oldest version that sampled a token."""
+        """The oldest version that sampled one of its tokens."""
         branches = (branch for group in self.groups for rollout in group.rollouts for branch in rollout.branches)
         sampled = (branch.versions[branch.loss_mask] for branch in branches if branch.sampled)
         return min((int(versions.min()) for versions in sampled), default=self.version)
@@ -43,24 +43,24 @@ class SampledStep:
 
 @dataclass(frozen=True)
 class Valued:
-    """What a critic learned in a step."""
+    """Results of training a critic."""
 
     loss: float
     """Before the first update."""
     explained: float
-    """Share of the returns' variance that its values explained."""
+    """Share of the returns' variance that its values explain."""
 
 
 @dataclass(frozen=True)
 class LearnedStep:
-    """What a step trained and what came of it."""
+    """The trained batch of a step, and its statistics."""
 
     batch: StepBatch
     stats: LossStats
     """Of the first update."""
     optim: OptimStats | None
-    """Of the last update; None where nothing was trainable."""
+    """Of the last update; None if nothing was trainable."""
     tokens: int
-    """Tokens that were run through the trainer."""
+    """Tokens that passed through the trainer."""
     valued: Valued | None = None
-    """Where there is a critic."""
+    """Set with a critic."""

@@ -1,4 +1,4 @@
-"""How many bytes tenants may still store: as the service said last, less what their jobs have written since."""
+"""Bytes that tenants may still store: the service's last value, less what their jobs have written since."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from motet.errors import StorageFull
 
 
 class StorageRoom:
-    """Bytes by tenant; a tenant that is not named has no limit. Threads may share it."""
+    """Bytes by tenant; a tenant without an entry has no limit. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._room: dict[str, int] = {}
 
     def set(self, tenant: str, room: int | None) -> None:
-        """Let a tenant store so many bytes more; None is no limit."""
+        """Set the bytes that a tenant may still store; None is no limit."""
         with self._lock:
             self._room.pop(tenant, None)
             if room is not None:
                 self._room[tenant] = room
 
     def of(self, tenant: str) -> float:
-        """What a tenant may store now."""
+        """Bytes that a tenant may store now; inf without a limit."""
         return self._room.get(tenant, math.inf)
 
     def take(self, tenant: str, draft: Path) -> None:
-        """Count the files of a directory that is about to be kept.
+        """Count the files of a directory before it is committed.
 
         Raises:
             StorageFull: they do not fit.
@@ -38,8 +38,8 @@ class StorageRoom:
             room = self._room.get(tenant, size)
             if size > room:
                 raise StorageFull(
-                    f"waits: storage_mb: to save takes {size / 2**20:.1f} MB, and this tenant may store {room / 2**20:.1f} "
-                    "more; delete files, adapters, checkpoints or jobs that have ended, and it goes on by itself, or when "
+                    f"waits: storage_mb: saving takes {size / 2**20:.1f} MB, and this tenant may store {room / 2**20:.1f} "
+                    "more; it continues once files, adapters, checkpoints or ended jobs are deleted, or when "
                     "an admin raises it with motet tenants limit --storage-mb. Nothing committed is lost",
                     size,
                 )

@@ -1,4 +1,4 @@
-"""Work that a cancellation does not cut in two: a slot is taken and noted, or given back, as a whole."""
+"""Protects work from being cancelled halfway, such as taking or releasing a slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
-    """Wait for work to its end; a cancellation meanwhile is raised afterwards, in the place of what the work returns."""
+    """Wait for work to finish. A cancellation meanwhile is raised afterwards, instead of returning the result."""
     task, cut = asyncio.ensure_future(work), None
     while not task.done():
         try:

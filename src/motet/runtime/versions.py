@@ -1,7 +1,8 @@
-"""Which versions of an adapter an engine holds, and until when: by reference count, never by a timer.
+"""The versions of an adapter that an engine holds, freed by reference count, never by a timer.
 
-A version may go when no request holds it and no admission can ask for it any more. A reference names one set of weights for
-ever: engine-side names carry the run and the attempt, so a version that is trained again after a crash is another one.
+A version is dropped when no request holds it and no admission can ask for it any more. A reference always names the
+same weights: engine-side names contain the run and the attempt, so a version trained again after a crash has another
+name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Versions:
     def __init__(
         self, job: str, engine_name: str, engine: RolloutEngine, sync: WeightSync, keep: int | None = None
     ) -> None:
-        """`keep` is how many versions stay besides those that are needed; 0 keeps all, also after the job has left."""
+        """`keep` is the number of unneeded versions to keep; 0 keeps all, also after the job has left."""
         self._job = job
         self._engine_name = engine_name
         self._engine = engine
@@ -34,7 +35,7 @@ class Versions:
         self.latest = -1
 
     def ref(self, version: int) -> AdapterRef:
-        """The engine's name for a version."""
+        """The engine's reference to a version."""
         return AdapterRef(self._engine_name, version)
 
     async def restore(self, version: int, directory: Path) -> None:
@@ -43,12 +44,12 @@ class Versions:
         self._holds[version] = 0
 
     async def publish(self, version: int) -> None:
-        """Make the trainer's weights servable as this version. Nobody can sample from it before `announce`."""
+        """Load the trainer's weights as this version. It is not sampled from before `announce`."""
         await self._sync.publish(self._job, self.ref(version))
         self._holds[version] = 0
 
     async def announce(self, version: int, oldest_needed: int) -> None:
-        """Let admissions have the version, and drop those that nobody can ask for any more."""
+        """Allow sampling from the version, and drop versions older than `oldest_needed` that nothing holds."""
         async with self._arrived:
             self.latest = version
             self._oldest = oldest_needed
@@ -62,7 +63,7 @@ class Versions:
 
     @contextlib.contextmanager
     def hold(self, version: int) -> Iterator[AdapterRef]:
-        """Keep a version alive while sampling from it."""
+        """Keep a version loaded while sampling from it."""
         self._holds[version] += 1
         try:
             yield self.ref(version)
@@ -70,7 +71,7 @@ class Versions:
             self._holds[version] -= 1
 
     async def collect(self) -> None:
-        """Drop what nobody holds and no admission can ask for."""
+        """Unload versions that nothing holds and no admission can ask for."""
         if self._keep == 0:
             return
         oldest = self._oldest - (self._keep or 0)
@@ -78,13 +79,13 @@ class Versions:
         await self._unload(gone)
 
     async def drop_all(self) -> None:
-        """The job left: unload everything, unless all is kept."""
+        """Unload all versions when the job leaves, unless all are kept."""
         if self._keep == 0:
             return
         await self._unload(list(self._holds))
 
     async def _unload(self, gone: Sequence[int]) -> None:
-        for version in gone:  # all at once: another collection may run while this one waits for the engine
+        for version in gone:  # remove them first: another collection may run while this one waits for the engine
             del self._holds[version]
         await uninterrupted(self._unload_all([self.ref(version) for version in gone]))
 

@@ -1,1 +1,1 @@
-"""The service: jobs of many tenants over one base or several, asked for and watched over HTTP."""
+"""The service: jobs of many tenants over one or several bases, submitted and watched over HTTP."""

@@ -1,4 +1,4 @@
-"""What the engine answers, as pieces; and a base or a stored version as a `Completer` of chats."""
+"""Answers of the engine as pieces; a base or stored version as a `Completer` of chats."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _CHAT_TOKENS = 512
 
 
 async def ask(engine: Hosts, question: Complete, name: str = "") -> tuple[PromptRead, AsyncIterator[AnswerPiece]]:
-    """What the engine has read, and the pieces of its answers, whose ids begin with `name`.
+    """Returns the engine's reading of the prompt, and the answer's pieces, whose ids begin with `name`.
 
     Raises:
-        EngineError, ConfigError: it cannot answer, now or ever. The pieces raise them too.
+        EngineError, ConfigError: it cannot answer. The iterator raises them too.
     """
     answers = engine.ask(question)
     first = await anext(answers)
@@ -53,9 +53,9 @@ async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str)
 
 
 async def all_whole(engine: Hosts, questions: Sequence[Complete]) -> list[tuple[int, list[AnswerPiece]]]:
-    """Ask several questions at once: the prompt's tokens and the whole answers to each.
+    """Ask several questions at once; returns the prompt tokens and complete answers of each.
 
-    When one cannot be answered, the others are abandoned.
+    If one fails, the others are cancelled.
 
     Raises:
         EngineError, ConfigError: one cannot be answered.
@@ -74,14 +74,14 @@ async def all_whole(engine: Hosts, questions: Sequence[Complete]) -> list[tuple[
 
 
 class StoredVersion:
-    """A base, or a stored version of an adapter, for one request."""
+    """A base or a stored version of an adapter, for one request."""
 
     def __init__(self, engine: Hosts, question: Complete, model: str, name: str) -> None:
-        """`question` has everything but the conversation; `model` and `name`, the answer's id, are shown to the client."""
+        """`question` has everything but the conversation; `model` and `name` (the answer's id) appear in the response."""
         self._engine, self._question, self._model, self._name = engine, question, model, name
 
     async def reply(self, asked: Conversation) -> Reply:
-        """Begin to answer; see `Completer`."""
+        """Start the answer; see `Completer`."""
         limits = asked.limits
         sampling = dataclasses.replace(
             self._question.sampling,

@@ -49,18 +49,18 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 _OBSERVERS_SECONDS = 5.0
-"""Time that observers have for the rest when the service stops; they receive it after the next start."""
+"""Seconds for observers to receive pending steps at shutdown; the next start sends the rest."""
 
 
 class Lifecycle:
-    """Starts and stops the parts that need it, in order."""
+    """Starts and stops the parts of a service in order."""
 
     def __init__(self, service: Service, tinker: Tinker, watch: KeyWatch) -> None:
         self._service, self._tinker, self._keys = service, tinker, watch
         self._watching: asyncio.Future[Any] | None = None
 
     async def open(self) -> None:
-        """Start the engine, and watch over jobs and quotas."""
+        """Start the engine and the background tasks."""
         service = self._service
         service.followers.start()
         with contextlib.suppress(*AWAY):  # the next start sends it
@@ -72,7 +72,7 @@ class Lifecycle:
         )  # a second Ctrl-C skips `close`
 
     def drain(self, seconds: float) -> None:
-        """Let everybody go who waits for events or for work; answers under way have so many seconds."""
+        """Release everybody who waits for events or work; running answers have `seconds` to finish."""
         self._service.bus.close()
         reason = "the service is stopping; ask again when it is there"
         asyncio.get_running_loop().call_later(seconds, self._service.hosts.refuse, reason)
@@ -85,7 +85,7 @@ class Lifecycle:
         self._keys.close()
         service.recorder.close()
         stopping = asyncio.create_task(service.hosts.stop())
-        await asyncio.sleep(0)  # jobs are asked to stop before those that wait for a worker are sent to rest
+        await asyncio.sleep(0)  # jobs are asked to stop before those that wait for a worker are released
         service.reward_workers.close()
         service.agent_workers.close()
         service.scoring.close()
@@ -102,11 +102,11 @@ class Lifecycle:
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """A service over one base, or several.
+    """Create the service over one or several bases.
 
     Raises:
         StoreError: the database cannot be opened.
-        ConfigError: the key of its secrets is not there.
+        ConfigError: the key for stored secrets is missing.
     """
     sys.set_int_max_str_digits(MOST_DIGITS)
     settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Copy a service's directory and database, also while the service runs, and put a copy back.
+"""Backs up a service's directory and database, also while it runs, and restores them.
 
-The database is copied first. A job tells the database again whatever it did after that copy, so the two need not be of one
-moment. A commit or version is copied whole or not at all, and a job's logs after its commits, so they cover them.
+The database is copied first. Jobs report later events again, so the two copies need not be simultaneous. Commits and
+versions are copied completely or not at all, and a job's logs after its commits, so that the logs cover them.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ _TRIES = 50
 _PIECE = 1 << 20
 
 Progress = Callable[[str], None]
-"""Called with each place that is copied."""
+"""Called with each place before it is copied."""
 
 
 @dataclass
 class Copied:
-    """What a backup holds."""
+    """The contents of a backup."""
 
     jobs: int = 0
     files: dict[str, str] = field(default_factory=dict)
     """sha256 by path within the backup."""
     bytes: int = 0
     linked: dict[tuple[int, int, int, int], Path] = field(default_factory=dict)
-    """Copies of files that have several names, by device, inode, time of change and size."""
+    """Copies of hard-linked files, by device, inode, modification time and size."""
 
 
 def back_up(directory: Path, target: Path, database: str, progress: Progress) -> Copied:
     """Write a backup to a new directory.
 
     Args:
-        directory: of the service.
-        target: must not exist yet.
+        directory: the service's directory.
+        target: must not exist.
         database: a SQLAlchemy URL; empty for SQLite in the directory.
         progress: see `Progress`.
 
@@ -87,15 +87,15 @@ def back_up(directory: Path, target: Path, database: str, progress: Progress) ->
 
 
 def restore(backup: Path, directory: Path, database: str, progress: Progress) -> Copied:
-    """Make a service's directory, and its database, from a backup; every file is compared with its sum.
+    """Restore a service's directory and database from a backup; every file is checked against its sum.
 
     Raises:
-        RunError: the backup is not whole or is damaged, the directory exists, or the database refuses it.
+        RunError: the backup is incomplete or damaged, the directory exists, or the database rejects it.
     """
     try:
         sums: dict[str, str] = json.loads((backup / MANIFEST).read_bytes())["files"]
     except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"{backup} is not a whole backup: its {MANIFEST} cannot be read") from error
+        raise RunError(f"{backup} is not a complete backup: its {MANIFEST} cannot be read") from error
     if bool(database) != (_POSTGRES in sums):
         kind = "PostgreSQL: name a new one with --database" if _POSTGRES in sums else "SQLite: leave out --database"
         raise RunError(f"{backup} has a copy of {kind}")
@@ -110,7 +110,7 @@ def restore(backup: Path, directory: Path, database: str, progress: Progress) ->
                 raise RunError(f"{source} is missing: the backup is damaged")
             _copy(source, draft / name, draft, copied)
             if copied.files[name] != expected:
-                raise RunError(f"{source} has other bytes than were saved: the backup is damaged")
+                raise RunError(f"{source} differs from what was saved: the backup is damaged")
         copied.jobs = sum(1 for path in draft.glob("run/*") if path.is_dir())
         if database:
             progress("database")
@@ -124,7 +124,7 @@ def restore(backup: Path, directory: Path, database: str, progress: Progress) ->
 
 @contextlib.contextmanager
 def _draft_of(target: Path) -> Iterator[Path]:
-    """A new directory beside another, which goes where the block fails."""
+    """A new directory beside another, removed if the block fails."""
     draft = target.with_name(f".part-{target.name}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(mode=0o700, parents=True)
@@ -140,7 +140,7 @@ def _left_out(path: Path) -> bool:
 
 
 def _copy_job(job: Path, draft: Path, copied: Copied) -> None:
-    """A commit that is cleared away meanwhile makes room for a newer one: then the job is copied again."""
+    """Copy a job; start again if a commit was deleted meanwhile, because a newer one exists."""
     place = draft / "run" / job.name
     for _ in range(_TRIES):
         place.mkdir(parents=True, exist_ok=True)
@@ -156,11 +156,11 @@ def _copy_job(job: Path, draft: Path, copied: Copied) -> None:
                 copied.jobs += 1
                 return
         _drop(place, draft, copied)
-    raise RunError(f"{job} changes faster than it can be copied, or is damaged: motet verify says more")
+    raise RunError(f"{job} changes faster than it can be copied, or is damaged: run motet verify")
 
 
 def _settle(copy: JobDirectory, draft: Path, copied: Copied) -> bool:
-    """Drop what the job has cleared away since it was copied; gives whether all is there that must be."""
+    """Remove what the job has deleted since it was copied; returns whether the copy is complete."""
     committed = copy.newest()
     try:
         listed = copy.manifest.read()[-1:]
@@ -186,14 +186,14 @@ def _drop(place: Path, draft: Path, copied: Copied) -> None:
 
 
 def _copy(source: Path, target: Path, draft: Path, copied: Copied) -> bool:
-    """A file or a directory with all below it; False where a part of it went away meanwhile."""
+    """Copy a file or directory tree; False if a part disappeared meanwhile."""
     whole = True
     for path in _files_of(source):
         there = target / path.relative_to(source) if path != source else target
         there.parent.mkdir(parents=True, exist_ok=True)
         try:
             status = path.stat()
-            # its number alone is not enough: a file that was deleted meanwhile may have given it to another
+            # the inode alone is not enough: it may have been reused after a deletion
             identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
             twin = copied.linked.get(identity) if status.st_nlink > 1 else None
             if twin is not None and twin.exists():

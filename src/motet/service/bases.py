@@ -1,4 +1,4 @@
-"""The bases of a service: what each is, and how jobs, adapters and clients name it."""
+"""The bases of a service: their locations, and the names used by jobs, adapters and clients."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ SMALL_BASE = Path(__file__).parents[1] / "assets" / "small-base"
 
 
 class Bases:
-    """One or several bases by name; a single one has what it is (`small`, a hub id, a path) as its name."""
+    """One or several bases by name; a single one is named after its location (`small`, a hub id, a path)."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
-        """`places` says what each base is; the first is meant where none is named."""
+        """`places` maps names to locations; the first is the default."""
         self._places = self.places = dict(places)
         self.known: Mapping[str, str] = {}
-        """What the bases of this service are or were, by name, the first ever first; none where it never had several."""
+        """Current and former bases by name, oldest first; empty if the service never had several."""
 
     @property
     def first(self) -> str:
-        """The name of the base that is meant where none is named."""
+        """Name of the default base."""
         return next(iter(self._places))
 
     @property
     def names(self) -> list[str]:
-        """All names, the first base's first."""
+        """All names, default first."""
         return list(self._places)
 
     @property
     def several(self) -> bool:
-        """Whether it has to be said which."""
+        """Whether there are several bases."""
         return len(self._places) > 1
 
     def place(self, name: str) -> str:
-        """What a base is: `small`, a hub id, a directory or a file."""
+        """Location of a base: `small`, a hub id, a directory or a file."""
         return self._places[name]
 
     def tokenizer(self, name: str) -> str:
-        """What `transformers.AutoTokenizer` finds its tokenizer under."""
+        """The name or path for `transformers.AutoTokenizer`."""
         return str(SMALL_BASE) if self.place(name) == "small" else self.place(name)
 
     def find(self, given: str | None) -> str | None:
-        """The name of the base that somebody means by its name, by what it is, or by naming none; None where it is not here."""
+        """Resolve a base's name or location, with None for the default; returns None if it is not served."""
         if given is None or given == "base":
             return self.first
         if given in self._places:
@@ -51,10 +51,10 @@ class Bases:
         return next((name for name, place in self._places.items() if place == given), None)
 
     def named(self, given: object) -> str:
-        """The same.
+        """As `find`.
 
         Raises:
-            ConfigError: there is no such base here, and which there are.
+            ConfigError: it is not served; the message lists the bases.
         """
         name = self.find(given) if given is None or isinstance(given, str) else None
         if name is None:
@@ -62,7 +62,7 @@ class Bases:
         return name
 
     def of(self, stored: str | None) -> str:
-        """The base of a job or an adapter that was stored under a name; a base that was always alone is that of all.
+        """The current base of an object stored under a name. A base that was always the only one matches every name.
 
         Raises:
             ConfigError: it is not served any more.
@@ -72,41 +72,41 @@ class Bases:
         return self._now(stored) or self.first
 
     def missing(self, stored: str | None) -> str | None:
-        """That, and what to do, where what was stored is of a base that is not served now."""
+        """A message if the base of a stored object is not served now; otherwise None."""
         if self._now(stored) is not None or not (self.several or self._former(stored)):
             return None
         name = self._former(stored) or stored
         return f"its base {name!r} is no longer served; the service's operator can put it back under `bases`"
 
     def _former(self, stored: str | None) -> str | None:
-        """The name of one of several that were served once, as something was stored under it, or under what that base is."""
+        """The former name of one of several bases that a stored name or location refers to."""
         if stored is None or stored in self.known:
             return stored or next(iter(self.known), None)
         return next((name for name, place in self.known.items() if place == stored), None)
 
     def _now(self, stored: str | None) -> str | None:
-        """The name under which the base is served now that something was stored under."""
+        """The current name of the base of a stored object."""
         if (former := self._former(stored)) is None:
             return self.find(stored)
         return (stored and self.find(stored)) or self.find(former) or self.find(self.known[former])
 
     def hides(self, name: str) -> bool:
-        """Whether a model of this name would be taken for a base; a single base has had its name from the start."""
+        """Whether a model of this name would be confused with a base; a single base reserves no name."""
         return self.several and self.find(name) is not None
 
     def shown(self, stored: str | None) -> str | None:
-        """What people are told of where something stored belongs; None where there is one base alone."""
+        """The base to show for a stored object; None if there is only one base."""
         return self.called(stored) if self.several else None
 
     def called(self, stored: str | None) -> str:
-        """The name of the base that something was stored under, as it is served now, or as it was."""
+        """The current name of a stored object's base, or its former name if it is not served."""
         stored = stored or None
         if self.missing(stored) is None:
             return self._now(stored) or self.first
         return self._former(stored) or str(stored)
 
     def alike(self, given: str) -> str | None:
-        """The base that a client means by a path of its own machine, or by the last part of a name, where it is one alone."""
+        """The base for a client's local path or the last part of a name; None if several match."""
         alike = [name for name in self._places if given in self._called(name)]
         if not alike and Path(given).is_absolute():
             last = Path(given).name
@@ -118,10 +118,10 @@ class Bases:
         return {name, place, self.tokenizer(name), Path(place).name}
 
     def public(self, name: str) -> str:
-        """The name of a base for somebody without a key, to whom it is no business where things lie on this machine."""
+        """The name of a base without this machine's paths, for requests without a key."""
         return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name
 
     @property
     def listed(self) -> str:
-        """All names, for a person."""
+        """All names, as text for messages."""
         return ("are " if self.several else "is ") + ", ".join(map(repr, self._places))

@@ -1,4 +1,4 @@
-"""What a service is made of."""
+"""Assembles the parts of a service."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from motet.tasks.reward_http import HttpRewards
 from motet.tracking.follow import Followers
 
 JOBS_AHEAD = 4
-"""Jobs of each tenant that a host prepares while its slots are taken; the others wait in the database."""
+"""Jobs of each tenant that a host prepares while its slots are taken; others wait in the database."""
 _CHECKING, _READING = 4, 8
-"""Threads that check jobs, and that read files: one tenant has one of each at a time."""
+"""Threads that check jobs, and that read files; each tenant uses at most one of each."""
 
 
 class Service:
-    """The parts of a service, each made of parts above it; routes read them by name."""
+    """The parts of a service; routes access them by name."""
 
     def __init__(self, settings: Settings, store: Store, secrets: Secrets) -> None:
         config, http, bases = settings.config, settings.config.http, settings.bases
@@ -99,7 +99,7 @@ class Service:
         self.request_metrics, self.request_files = RequestMetrics(), RequestFiles(settings.directory)
 
     def handlers(self) -> HostHandlers:
-        """What hosts report to."""
+        """Callbacks for reports of hosts."""
 
         def rest(job_id: str, wanted: bool) -> None:
             self.reward_workers.rest(job_id, wanted)

@@ -1,4 +1,4 @@
-"""What a route can depend on: the service, and whoever asks."""
+"""Dependencies of routes: the service and the requester."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ServiceDep = Annotated[Service, Depends(_service)]
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do a piece of work as long as the client waits for it; the body of its request has been read."""
+    """Run work while the client is connected; call it after reading the request's body."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -48,11 +48,11 @@ def _principal(request: Request, service: ServiceDep) -> Principal:
 
 
 Asker = Annotated[Principal, Depends(_principal)]
-"""Whose key the request brings."""
+"""The principal of the request's key."""
 
 
 def admin_only(who: Asker) -> Principal:
-    """The asker, who has to be an admin."""
+    """The requester, who must be an admin."""
     if not who.admin:
         raise Refusal(403, "this needs an admin's key")
     return who
@@ -66,4 +66,4 @@ def _named_job(job: str, who: Asker, service: ServiceDep) -> StoredJob:
 
 
 NamedJob = Annotated[StoredJob, Depends(_named_job)]
-"""The job that a path names, among the asker's."""
+"""The job named in the path, among those of the requester."""

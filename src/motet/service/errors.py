@@ -1,4 +1,4 @@
-"""How requests are refused: errors as answers, all of one shape."""
+"""Errors as responses, all of one shape."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ TYPES = {
     429: "rate_limit_error", 503: "unavailable_error", 507: "unavailable_error",
 }  # fmt: skip
 _LONGEST = 10_000
-"""Characters of a message: some quote what they were given."""
+"""Most characters of a message, which may quote its input."""
 _TINKER = "/tinker/"
-"""Below it a conflict is a 400: clients would ask again and again after a 409."""
+"""Below this path conflicts are 400, because clients would repeat a 409 forever."""
 _BAD_REQUESTS = (
     "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fine_tuning/", _TINKER,
 )  # fmt: skip
-"""Paths where a request that does not fit is a 400, as users of the packages know it whose protocol it is."""
+"""Paths where invalid requests are 400 instead of 422, as in the protocols of those packages."""
 
 
 _SOON = {"Retry-After": "1"}
-"""Of what comes back by itself: the engine, the database."""
+"""For temporary failures of the engine or the database."""
 
 
 class Refusal(Exception):
-    """An answer that is not a success."""
+    """A response that is not a success."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -62,15 +62,15 @@ class Refusal(Exception):
 
 
 def bad_field(field: str, reason: object) -> Refusal:
-    """Of a request one of whose fields cannot be used, and why."""
+    """A refusal because of one field."""
     return Refusal(400, f"{field}: {reason}", field)
 
 
 def existing(thing: Thing | None, missing: str) -> Thing:
-    """What was looked up.
+    """Return the object.
 
     Raises:
-        Refusal: it is not there, in the words of `missing`.
+        Refusal: it is None; 404 with the message `missing`.
     """
     if thing is None:
         raise Refusal(404, missing)
@@ -78,13 +78,13 @@ def existing(thing: Thing | None, missing: str) -> Thing:
 
 
 def handle_errors(app: FastAPI, without_places: Callable[[str], str]) -> None:
-    """Give every error one shape, with words for a person, `without_places` of this machine."""
+    """Convert every error to one shape; `without_places` removes this machine's paths from messages."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         asked = asked_of(request.scope)
         asked.reason = str(error)
         answer = _answer(request, error, without_places)
-        if answer.status_code == 500:  # past the middleware that adds it
+        if answer.status_code == 500:  # this response bypasses the middleware that adds it
             answer.headers["x-request-id"] = asked.id
         return answer
 
@@ -105,14 +105,14 @@ def handle_errors(app: FastAPI, without_places: Callable[[str], str]) -> None:
             raise error
         return _answer(request, error, without_places)
 
-    app.add_exception_handler(OSError, of_disk)  # after a handler of Exception the connection would be closed
+    app.add_exception_handler(OSError, of_disk)  # without it, the handler of Exception would close the connection
 
 
 def _answer(request: Request, error: Exception, without_places: Callable[[str], str] = str) -> JSONResponse:
     match error:
         case Refusal():
             return error_body(error.status, without_places(error.message), error.param, error.headers)
-        case ClientDisconnect():  # nobody reads it; without a handler each would be a traceback in the log
+        case ClientDisconnect():  # nobody reads it; without a handler the log would get a traceback
             return error_body(408, "the request did not arrive whole")
         case HTTPException():
             return error_body(error.status_code, str(error.detail), headers=error.headers)
@@ -147,13 +147,13 @@ def _answer(request: Request, error: Exception, without_places: Callable[[str], 
             return error_body(507, "the disk of the service is full; try again once its operator has made room")
         case MotetError():
             return error_body(500, without_places(str(error)))
-    return error_body(500, f"{type(error).__name__}; this is a fault of Motet, its log has the whole story")
+    return error_body(500, f"{type(error).__name__}; internal error of Motet; traceback in its log")
 
 
 def error_body(
     status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """An error as it is answered."""
+    """The response of an error."""
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST]}…"
     detail: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Events of jobs: who waits for them is woken, and whoever is behind reads them from memory or from the database."""
+"""Events of jobs: wakes waiting readers, who then read from memory or from the database."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from motet.service.database.tenants import Principal
 from motet.service.schemas import JobEvent, TenantEvent
 
 ANY_JOB = ""
-"""The topic of whatever happens to a job; each job's id is a topic too."""
+"""Topic of events of any job; each job's id is a topic too."""
 WAITING_JOBS = "waiting jobs"
-"""The topic of whatever may let a job start that waits for others."""
+"""Topic of events after which a waiting job may start."""
 
 
 class EventBus:
-    """Wakes those who wait for a topic. Any thread may publish; those who wait are in one event loop."""
+    """Wakes readers that wait for a topic. Any thread may publish; readers are in one event loop."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next: dict[str, asyncio.Event] = {}
         self.published = 0
-        """How often something happened to any job."""
+        """Number of published events of all jobs."""
         self.closed = False
-        """Whether the service stops: nobody is to wait for anything any more."""
+        """Whether the service is stopping, so that nobody should wait."""
 
     def next(self, topic: str) -> asyncio.Event:
-        """Set when the topic is published the next time. Whoever takes it before looking misses nothing."""
+        """An event that is set at the topic's next publication. Get it before reading, to miss nothing."""
         self._loop = asyncio.get_running_loop()
         return self._next.setdefault(topic, asyncio.Event())
 
     def publish(self, *topics: str) -> None:
-        """Wake those who wait for one of these topics."""
+        """Wake all who wait for one of these topics."""
         self.published += ANY_JOB in topics
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake, topics)
 
     def close(self) -> None:
-        """Wake everybody, for good."""
+        """Wake everybody permanently."""
         self.closed = True
         self._wake(tuple(self._next))
 
@@ -56,7 +56,7 @@ class EventBus:
 
 
 async def within(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, at most so long."""
+    """Wait for an event, at most `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -66,7 +66,7 @@ async def within(event: asyncio.Event, seconds: float) -> None:
 
 def as_sent(event: JobEvent) -> str:
     """A server-sent event."""
-    # ASCII: some clients end a line at U+2028 too
+    # ASCII, because some clients also end a line at U+2028
     return f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json(ensure_ascii=True)}\n\n"
 
 
@@ -81,26 +81,26 @@ class Entry:
 
 
 class EventLog:
-    """Events as the database keeps them; the newest of all jobs are read once for everybody. Threads may share it."""
+    """Stored events; the newest of all jobs are kept in memory for all readers. Thread-safe."""
 
     def __init__(self, store: Store, bus: EventBus, most: int = 1000) -> None:
-        """`most`: events in memory; who is further behind reads the database."""
+        """`most`: events in memory; readers further behind use the database."""
         self._store, self._bus, self._most = store, bus, most
         self._lock = threading.Lock()
         self._kept: deque[Entry] = deque()
         self._floor: int | None = None
-        """All events after this one are in memory, up to `_top`."""
+        """Later events up to `_top` are in memory."""
         self._top = 0
         self._published = -1
 
     def newest(self) -> int:
-        """The id of the newest event of all."""
+        """The id of the newest event."""
         return self._store.scalar(select(func.max(Event.id))) or 0
 
     def since(self, who: Principal, after: int, limit: int) -> list[Entry]:
-        """Events of a tenant's jobs (an admin's: of all) after one of them, in order, about `limit` at most."""
+        """Events of a tenant's jobs (an admin's: of all) after a given one, in order, at most about `limit`."""
         with self._lock:
-            published = self._bus.published  # before looking: what comes meanwhile is looked for the next time
+            published = self._bus.published  # before reading: later events are found the next time
             if published != self._published:
                 self._load()
                 self._published = published
@@ -110,13 +110,13 @@ class EventLog:
         return [entry for entry in kept if entry.id > after and (who.admin or entry.tenant_id == who.tenant_id)]
 
     def steps(self, job_id: str, points: int, fields: Collection[str] = ()) -> tuple[list[dict[str, Any]], int]:
-        """Steps of a job in order, and the id of its newest event: a stream goes on from there.
+        """Steps of a job in order, and the id of its newest event, from which a stream can continue.
 
         Args:
-            job_id: whose.
-            points: about the most steps to give; between them steps are left out evenly. The last one and those that hold
-                an evaluation are always given.
-            fields: of the lines of metrics.jsonl, besides `step`; all of them where none is named.
+            job_id: the job.
+            points: approximate number of steps to return, evenly spaced. The last step and those with an evaluation are
+                always included.
+            fields: fields of metrics.jsonl besides `step`; all if empty.
         """
         with self._store.transaction() as session:
             last = session.scalar(select(func.max(Event.id)).where(Event.job_id == job_id)) or 0
@@ -129,12 +129,12 @@ class EventLog:
         return kept, last
 
     def first_missing_step(self, job_id: str) -> int:
-        """The first step of a job that is not kept, or not sure to be: the engine has to send it again, and those after it."""
+        """The first step that may be missing; the engine must send it and later ones again."""
         number = cast(Event.key, Integer)
         query = select(func.count(), func.max(number)).where(Event.job_id == job_id, Event.kind == "step")
         with self._store.transaction() as session:
             count, last = session.execute(query).one()
-        return int(count) if count and count == last + 1 else 0  # else one of them is missing
+        return int(count) if count and count == last + 1 else 0  # otherwise one is missing
 
     def _load(self) -> None:
         if self._floor is None:

@@ -1,4 +1,4 @@
-"""A line of `access.log` for each request, of `audit.log` for refusals, of `admin.log` for admins' reads; their latency."""
+"""Logs requests: `access.log` for all, `audit.log` for refusals, `admin.log` for reads by admins; measures latency."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-"""An id that a client or a proxy may give its request."""
+"""Valid request ids from a client or a proxy."""
 _FILE_BYTES, _FILES = 32 * 2**20, 8
-"""Of each log: when a file is full, a new one begins, and the oldest is deleted."""
+"""Size and number of files per log; the oldest is deleted."""
 _LONGEST = 300
 """Characters of a path or a reason in a line."""
 _BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 REFUSED = (401, 403, 413, 429)
-"""Statuses of answers that deny something to the asker."""
+"""Status codes of refusals."""
 _SCOPE = "motet.request"
 
 
 @dataclass
 class Asked:
-    """One request, filled in while it is answered."""
+    """A request's record, filled in during its handling."""
 
     id: str
     key: str = ""
-    """The id of the key; empty without a good one."""
+    """The id of the key; empty without a valid one."""
     tenant: str = ""
     admin: bool = False
     reason: str = ""
-    """Why it was refused."""
+    """Reason of a refusal."""
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
     sent: int = 0
-    """Bytes of the answer's body."""
+    """Bytes of the response body."""
     written: bool = False
 
 
 def asked_of(scope: Mapping[str, Any]) -> Asked:
-    """The record of a request; one that is dropped, for a request that came past `RequestLog`."""
+    """The record of a request; a discarded one if the request bypassed `RequestLog`."""
     asked: Asked = scope.get(_SCOPE) or Asked("")
     return asked
 
@@ -77,7 +77,7 @@ class RequestMetrics:
 
 
 class _Lines:
-    """A rotated file of JSON lines. A full disk loses lines, and delays nobody."""
+    """A rotating file of JSON lines. A full disk loses lines, and delays nobody."""
 
     def __init__(self, path: Path) -> None:
         self._file = _Rotated(path, maxBytes=_FILE_BYTES, backupCount=_FILES - 1, encoding="utf-8", delay=True)
@@ -99,7 +99,7 @@ class RequestFiles:
 
     def __init__(self, directory: Path) -> None:
         self.access, self.audit = _Lines(directory / "access.log"), _Lines(directory / "audit.log")
-        self.reads = _Lines(directory / "admin.log")  # apart: strangers fill the other two
+        self.reads = _Lines(directory / "admin.log")  # separate, because strangers can fill the other two
 
     def close(self) -> None:
         """Close the files."""
@@ -109,13 +109,13 @@ class RequestFiles:
 
 
 class RequestLog:
-    """ASGI middleware, outermost: it sees each answer as the client does."""
+    """The outermost ASGI middleware: it sees each response as the client does."""
 
     def __init__(self, app: ASGIApp, files: RequestFiles, metrics: RequestMetrics) -> None:
         self._app, self._files, self._metrics = app, files, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, and write it down when the answer has ended."""
+        """Handle one request, and log it when the response ends."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -130,20 +130,20 @@ class RequestLog:
                 message["headers"] = [*others, (b"x-request-id", asked.id.encode())]
             else:
                 asked.sent += len(message.get("body", b""))
-                if not message.get("more_body"):  # first the line: whoever has the answer finds it
+                if not message.get("more_body"):  # log first, so that a client with the response finds the line
                     self._write(scope, asked)
             await send(message)
 
         try:
             await self._app(scope, receive, sent)
-        except Exception:  # answered outside of all middleware
+        except Exception:  # answered outside all middleware
             asked.status = asked.status or 500
             raise
         finally:
             self._write(scope, asked)
 
     def _write(self, scope: Scope, asked: Asked) -> None:
-        """Once per request. Status 499: the client left before it was answered."""
+        """Log once per request. Status 499: the client left before the response."""
         if asked.written:
             return
         asked.written = True
@@ -164,6 +164,6 @@ class RequestLog:
 
 
 def _method(scope: Scope) -> str:
-    """A method that HTTP knows, so that a stranger makes no new label."""
+    """The method, or `other` for unknown ones, so that strangers cannot create labels."""
     method: str = scope["method"]
     return method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS") else "other"

@@ -1,7 +1,7 @@
-"""Secrets of jobs (the headers of HTTP rewards), encrypted with the operator's key; the database has them in no other form.
+"""Secrets of jobs (headers of HTTP rewards), encrypted with the operator's key; the database has no other form.
 
-The key is `secret.key` in the service's directory, made at the first start, or another file, or `MOTET_SECRET_KEY`. Several
-keys may be given, separated by spaces or lines: the first encrypts, all of them decrypt.
+The key is `secret.key` in the service's directory, created at the first start, or another file, or `MOTET_SECRET_KEY`.
+Several keys may be given, separated by spaces or lines: the first encrypts, all of them decrypt.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Secrets:
     """Encrypts and decrypts."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        """Raises ValueError where a text is no key of Fernet."""
+        """Raises ValueError if a text is not a Fernet key."""
         self._keys = [key.encode() for key in keys]
         self._fernet = MultiFernet([Fernet(key) for key in self._keys])
         own = [hmac.digest(key, b"motet texts for clients", "sha256") for key in self._keys]
         self._of_clients = MultiFernet([Fernet(base64.urlsafe_b64encode(key)) for key in own])
-        """With a key of their own, what tenants have sealed is no text for clients."""
+        """A separate key, so that sealed secrets of tenants are never accepted as state from clients."""
 
     def seal(self, text: str) -> str:
-        """A text as it is kept; one that is sealed already stays as it is."""
+        """Encrypt a text; an encrypted one is unchanged."""
         return text if text.startswith(SEALED) else f"{SEALED}{self._fernet.encrypt(text.encode()).decode()}"
 
     def open(self, text: str) -> str:
-        """The text that was sealed.
+        """Decrypt a text.
 
         Raises:
-            ConfigError: it was sealed with another key.
+            ConfigError: it was encrypted with another key.
         """
         try:
             return self._fernet.decrypt(text.removeprefix(SEALED).encode()).decode()
@@ -59,19 +59,19 @@ class Secrets:
             ) from None
 
     def signature(self, text: str) -> str:
-        """16 letters that cannot be made of a text without the key."""
+        """16 letters that cannot be computed without the key."""
         return _signature(self._keys[0], text)
 
     def signed(self, text: str, signature: str) -> bool:
-        """Whether a signature is that of a text, by any of the keys."""
+        """Whether a signature matches a text, for any of the keys."""
         return any(hmac.compare_digest(_signature(key, text), signature) for key in self._keys)
 
     def pack(self, purpose: str, fields: Mapping[str, Any]) -> str:
-        """Fields as a text that this service alone can make and read, for a client to keep."""
+        """Encrypt fields as a text for a client to store."""
         return self._of_clients.encrypt(json.dumps([purpose, fields]).encode()).decode()
 
     def unpack(self, purpose: str, text: str, seconds: int) -> dict[str, Any] | None:
-        """The fields of such a text; None if it is no such text, for another purpose, or older."""
+        """The fields of a text from `pack`; None if it is invalid, expired, or for another purpose."""
         try:
             sealed_for, fields = json.loads(self._of_clients.decrypt(text.encode(), seconds))
         except InvalidToken:
@@ -81,23 +81,23 @@ class Secrets:
     # --- jobs -----------------------------------------------------------------------------------------------------------
 
     def sealed(self, config: JobConfig) -> JobConfig:
-        """A job as it is kept."""
+        """A job in its stored form."""
         plain = [one.model_dump(include={"name", "args"}) for one in config.rewards]
         args = [with_headers(one, self.seal)["args"] for one in plain]
         rewards = [one.model_copy(update={"args": own}) for one, own in zip(config.rewards, args, strict=True)]
         return config.model_copy(update={"rewards": rewards})
 
     def opened(self, reward: RewardConfig) -> RewardConfig:
-        """A reward as its owner gave it.
+        """A reward as its owner submitted it.
 
         Raises:
-            ConfigError: it was sealed with another key.
+            ConfigError: it was encrypted with another key.
         """
         args = with_headers(reward.model_dump(include={"name", "args"}), self.open)["args"]
         return reward.model_copy(update={"args": args})
 
     def asking(self, ask: Elsewhere) -> Elsewhere:
-        """Ask for scores of a reward that is opened for it."""
+        """Wrap a scorer so that it gets decrypted rewards."""
 
         async def asked(
             job: str, reward: RewardConfig, problem: dict[str, object], texts: list[str], transcripts: Transcripts
@@ -112,10 +112,10 @@ class Secrets:
 
 
 def load_secrets(directory: Path, file: str, store: Store) -> Secrets:
-    """The operator's key, made where there is none; `file` is another one than that of the directory.
+    """Load the operator's key, or create it; `file` overrides the directory's file.
 
     Raises:
-        ConfigError: it is no key, or not the one with which this service encrypted before.
+        ConfigError: it is invalid, or not the key that this service used before.
     """
     path = Path(file).expanduser() if file else directory / KEY_FILE
     given = os.environ.get(KEY_VARIABLE, "").replace(",", " ").split()
@@ -155,7 +155,7 @@ def _opens(secrets: Secrets, proof: str) -> bool:
 
 
 def _write(path: Path, secrets: Secrets) -> None:
-    """Keep a new key, which only the owner of the service may read."""
+    """Write a new key, readable for the service's owner only."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.new")
     draft.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How a service is run."""
+"""Settings of a service."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from motet.tasks.reward_installed import Installed
 
 @dataclass(frozen=True)
 class Settings:
-    """What whoever starts a service says of it."""
+    """Options given at the start of a service."""
 
     base: str
-    """The one base, where `config` has none."""
+    """The only base, if `config` has none."""
     directory: Path
     """Jobs, uploaded files, logs, and the database unless it has a URL."""
     database: str = ""
-    """A SQLAlchemy URL; SQLite in the directory without one."""
+    """A SQLAlchemy URL; by default SQLite in the directory."""
     config: ServiceConfig = field(default_factory=ServiceConfig)
     open_to_all: bool = False
-    """No key is needed: only for a service that this machine alone can reach."""
+    """No keys: only for a service that is reachable from this machine only."""
     public_url: str = ""
-    """Where browsers reach the service, a scheme and a host; needed with `config.oidc`."""
+    """Scheme and host under which browsers reach the service; required with `config.oidc`."""
     hub: bool = False
     """Whether jobs may read data from the hub."""
     rewards: Mapping[str, Installed] = field(default_factory=dict)
-    """The functions of `config.rewards`, looked at: those that jobs may use by name, besides the built-in rewards."""
+    """The functions of `config.rewards`, inspected: jobs may use them by name, besides the built-in rewards."""
 
     @cached_property
     def bases(self) -> Bases:
-        """The bases that the service serves, by name."""
+        """The bases by name."""
         return Bases({name: one.base for name, one in self.config.bases.items()} or {self.base: self.base})
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Where the files of a service lie."""
+"""Locations of a service's files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _ROOTS = {sys.prefix, sys.base_prefix, str(wall.PACKAGE_ROOT), os.path.expanduser("~"), gettempdir()} - {"/", "~"}
 _ANY_ROOT = "|".join(re.escape(one) for one in sorted(_ROOTS, key=len, reverse=True))
 _PLACES = re.compile(rf"(?<![\w/.:])(?:{_ANY_ROOT})/(?:[\w.@+-]+/)*")
-"""Where things lie on this machine."""
+"""Paths on this machine."""
 
 
 class Storage:
@@ -26,11 +26,11 @@ class Storage:
         self.directory, self.run, self.adapters = directory, directory / "run", directory / "adapters"
 
     def job(self, job_id: str) -> JobDirectory:
-        """The files of a job."""
+        """The directory of a job."""
         return JobDirectory(self.run / job_id)
 
     def version(self, job_id: str, wanted: str) -> tuple[int, Path] | None:
-        """A saved version of a job and its PEFT directory; `wanted` is a number, `latest` or `best`."""
+        """A stored version of a job and its PEFT directory; `wanted` is a number, `latest` or `best`."""
         directory = self.job(job_id)
         versions = directory.versions()
         committed = directory.newest() if versions else None
@@ -42,19 +42,19 @@ class Storage:
         return None if number not in versions else (number, directory.version(number))
 
     def version_names(self, job_id: str) -> list[str]:
-        """What the versions of a job can be called: their numbers, then `latest` and `best`."""
+        """Names of a job's versions: their numbers, then `latest` and `best`."""
         numbers = [str(number) for number in self.job(job_id).versions()]
         return [*numbers, "latest", "best"] if numbers else []
 
     def samples(self, tenant_id: str) -> Path:
-        """Where the service keeps what a tenant's samples were asked, until their answers are fetched."""
+        """The directory of a tenant's sampling requests, kept until their answers are fetched."""
         return self.directory / "samples" / tenant_id
 
     def upload(self, file_id: str, filename: str) -> Path:
-        """Where an uploaded file of rows lies; its ending says what it is.
+        """The path of an uploaded file of rows.
 
         Raises:
-            ConfigError: it has another ending.
+            ConfigError: its suffix is not supported.
         """
         ending = Path(filename).suffix.lower()
         if ending not in (".jsonl", ".parquet"):
@@ -62,9 +62,9 @@ class Storage:
         return self.directory / "files" / f"{file_id}{ending}"
 
     def without_places(self, text: str) -> str:
-        """A text for tenants, to whom it is no business where things lie on this machine: of a path the last part stays.
+        """Remove this machine's paths from a text for tenants; only the last part of a path stays.
 
-        Of a traceback what went wrong stays.
+        Of a traceback, only the error stays.
         """
         before, trace, after = text.partition(_TRACEBACK)
         if trace:

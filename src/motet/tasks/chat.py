@@ -1,7 +1,7 @@
-"""Between messages and token ids.
+"""Conversion between messages and token ids.
 
-Sampled tokens are never decoded and tokenised again: what the model wrote is what it is trained on, so a conversation
-goes on by appending ids to ids.
+Sampled tokens are never decoded and tokenised again: training uses exactly the sampled tokens, so a conversation is
+continued by appending ids to ids.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Chat:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the template (`enable_thinking`, …)."""
     _pairs: dict[tuple[int, int], str] = field(default_factory=dict, repr=False, compare=False)
-    """What a token adds after another, as it was found before."""
+    """Text that a token adds after another; a cache."""
 
     def __post_init__(self) -> None:
-        """Refuse a template that is not there.
+        """Check that the tokenizer has a chat template.
 
         Raises:
-            ConfigError: the tokenizer has no chat template.
+            ConfigError: it has none.
         """
         if self.chat_template and not self.tokenizer.chat_template:
             raise ConfigError(
@@ -62,7 +62,7 @@ class Chat:
 
     @classmethod
     def of(cls, tokenizer: Any, config: DataConfig) -> Chat:
-        """The chat that a job's data section asks for."""
+        """The chat for a job's data section."""
         return cls(tokenizer, config.chat_template, config.chat_template_kwargs)
 
     @classmethod
@@ -71,27 +71,27 @@ class Chat:
         return cls(tokenizer, bool(tokenizer.chat_template))
 
     def prompt_text(self, problem: Problem) -> str:
-        """What the model reads before it answers, as text."""
+        """The prompt as text."""
         return self._render(self._spoken(problem.messages))
 
     def prompt_ids(self, problem: Problem) -> IntArray:
-        """What the model reads before it answers, [T].
+        """The prompt's token ids, [T].
 
         Raises:
-            BaseModelError: the template refuses the conversation.
+            BaseModelError: the template rejects the conversation.
         """
         return self._encode(self.prompt_text(problem), special=not self.chat_template)
 
     def conversation(self, messages: Sequence[Message], first: int, tools: Tools = ()) -> Example:
-        """A conversation as the model would have read and sampled it, one turn appended to another.
+        """Tokens of a conversation, appended turn by turn as in sampling.
 
         Args:
-            messages: all of it.
-            first: the place of the first turn that is learned, an assistant's; what lies before is the prompt.
-            tools: that the model may call.
+            messages: the whole conversation.
+            first: index of the first trained turn, an assistant's; earlier messages form the prompt.
+            tools: tools that the model may call.
 
         Raises:
-            BaseModelError: the template refuses the conversation.
+            BaseModelError: the template rejects the conversation.
         """
         given, messages = len(messages), self.with_tools(tuple(messages), tools)
         first += len(messages) - given
@@ -112,7 +112,7 @@ class Chat:
         return Example(np.concatenate(ids).astype(np.int32), np.concatenate(mask))
 
     def _spoken(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[Message, ...]:
-        """Messages whose contents say everything: the tool calls of an assistant too, and what tools answered."""
+        """Messages with everything in their contents, including tool calls and results."""
         spoken: list[Message] = []
         for message in messages:
             if message.tool_calls:
@@ -146,7 +146,7 @@ class Chat:
         return _most_tokens(text) > most and len(self._encode(text, special=not self.chat_template)) > most
 
     def longest(self, problems: Sequence[Problem]) -> tuple[int, Problem]:
-        """The tokens of the longest prompt, and whose it is; of equal ones the first."""
+        """Number of tokens of the longest prompt, and its problem; the first of equal ones."""
         most_tokens, longest_index = 0, 0
         for first in range(0, len(problems), _TOGETHER):
             texts = [self.prompt_text(one) for one in problems[first : first + _TOGETHER]]
@@ -163,19 +163,19 @@ class Chat:
     def follow_up_ids(
         self, before: Sequence[Message], sampled_ids: IntArray, replies: Sequence[Message], tools: Tools = ()
     ) -> IntArray:
-        """What to append after a sampled turn so that the model reads what comes next and may answer, [T].
+        """Token ids between a sampled turn and the model's next turn, [T].
 
         The conversation is rendered with a placeholder for the sampled text, and the part after it is tokenised. The
-        end-of-turn token stands once: it is left out here when the model sampled it.
+        end-of-turn token appears once: it is omitted here if the model sampled it.
 
         Args:
             before: the messages before the sampled turn.
-            sampled_ids: the tokens of the sampled turn, its end-of-turn token included if it was sampled.
-            replies: what is said to it.
-            tools: as `prompt_of` gets them.
+            sampled_ids: the tokens of the sampled turn, including a sampled end-of-turn token.
+            replies: the messages that follow it.
+            tools: as for `prompt_of`.
 
         Raises:
-            BaseModelError: the template refuses the conversation or does not repeat the assistant's text.
+            BaseModelError: the template rejects the conversation or does not repeat the assistant's text.
         """
         if not self.chat_template:
             return self._encode("\n\n" + "".join(f"{reply.content}\n\n" for reply in replies), special=False)
@@ -192,14 +192,14 @@ class Chat:
         return ids
 
     def extends(self, token_ids: IntArray, messages: Sequence[Message], tools: Tools = ()) -> bool:
-        """Whether a conversation, as the template has it now, begins with what was read and sampled, spaces aside."""
+        """Whether a rendered conversation begins with the tokens read and sampled so far, ignoring spaces."""
         if not self.chat_template:
             return True
         now, before = self._render(messages, tools), self._decode(token_ids)
         return "".join(now.split()).startswith("".join(before.split()))
 
     def prompt_of(self, messages: Sequence[Message], tools: Tools = ()) -> IntArray:
-        """What the model reads before it answers a conversation, [T]."""
+        """The token ids of a conversation up to the model's next turn, [T]."""
         return self._encode(self._render(messages, tools), special=not self.chat_template)
 
     def with_roles(self, messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -207,11 +207,11 @@ class Chat:
         return tuple(replace(one, role=self.tool_role) if one.role == "tool" else one for one in messages)
 
     def opening(self, messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
-        """A conversation as the model reads it whose turns come as text: tool calls written out, tools introduced."""
+        """A conversation with tool calls as text and an introduction of the tools."""
         return self.with_tools(tuple(map(_written, self.with_roles(messages))), tools)
 
     def with_tools(self, messages: tuple[Message, ...], tools: Tools) -> tuple[Message, ...]:
-        """A conversation whose model knows its tools: by the template if it has a place for them, or by a system message."""
+        """A conversation with its tools, passed to the template if it supports them, otherwise in a system message."""
         if not tools or self._names(tools):
             return messages
         listed = "\n".join(json.dumps(tool) for tool in tools)
@@ -220,7 +220,7 @@ class Chat:
 
     @cached_property
     def tool_role(self) -> str:
-        """The role of what a tool answers: `user` where the template has none for it."""
+        """The role of tool results: `user` if the template has no tool role."""
         turns = (Message("user", "hi"), Message("assistant", "call"), Message("tool", _PLACEHOLDER, name="f"))
         try:
             return "tool" if _PLACEHOLDER in self._render(turns) else "user"
@@ -242,9 +242,9 @@ class Chat:
         return "\n".join(f"{at:>6} {'*' if on else ' '} {token:>7} {self._decode([token])!r}" for at, token, on in rows)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, special ones too; together they are the text of all.
+        """The text of each token, including special ones; their concatenation is the text of all.
 
-        A letter that several tokens make up is the first one's; the others have no text.
+        A character that spans several tokens belongs to the first; the others are empty.
         """
         texts: list[str] = []
         before = -1
@@ -270,7 +270,7 @@ class Chat:
         return texts
 
     def completion_text(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, without special tokens: what rewards see."""
+        """Text of sampled tokens without special tokens, as rewards see it."""
         return str(self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True))
 
     def _render(self, messages: Sequence[Message], tools: Tools = ()) -> str:
@@ -305,7 +305,7 @@ def _whole_characters(text: str) -> str:
 
 
 def _most_tokens(text: str) -> int:
-    """A token stands for a byte at least, but for a few around the text: most texts need not be tokenised to be compared."""
+    """An upper limit on the tokens of a text, which avoids tokenising most texts: a token has at least one byte."""
     return len(text.encode("utf-8", "surrogatepass")) + _AROUND
 
 

@@ -41,7 +41,7 @@ class Dataset:
 
     @cached_property
     def evaluation_seed(self) -> int:
-        """Of the held-out problems alone: jobs that share them share the chance of their evaluations, and compare better."""
+        """Derived from the held-out problems only, so jobs that share them use the same random numbers."""
         facts = [
             [problem.id, problem.answer, *([message.role, message.content] for message in problem.messages)]
             for problem in self.holdout
@@ -59,7 +59,7 @@ class Source:
 
     problems: Problems
     evaluation: Problems | None
-    """Those of `data.eval_source`; None where problems are held out instead."""
+    """Problems of `data.eval_source`; None if problems are held out instead."""
     scorer: ScorerSpec | None
 
 
@@ -69,14 +69,14 @@ def load_dataset(config: DataConfig, bounds: RowLimits | None = None, longer: Lo
 
 
 def read_source(config: DataConfig, bounds: RowLimits | None = None) -> Source:
-    """Read every row of a job's data and make problems of them. No tokenizer is needed.
+    """Read all rows of a job's data as problems; needs no tokenizer.
 
     Args:
         config: the job's data section.
-        bounds: of somebody else's data; None for data of one's own.
+        bounds: limits for untrusted data; None for the user's own.
 
     Raises:
-        DataError: the source cannot be read, or a row does not fit; says where and what to do.
+        DataError: the source cannot be read, or a row is invalid; the message says where and what to do.
     """
     rows, scorer = read_rows(config, bounds)
     problems = Problems.of(_problems(config, rows, bounds))
@@ -87,11 +87,11 @@ def read_source(config: DataConfig, bounds: RowLimits | None = None) -> Source:
 
 
 def split(config: DataConfig, source: Source, longer: Longer | None = None) -> Dataset:
-    """Leave long prompts out and hold problems out. The split depends on `config.seed` only, so jobs of a sweep share it.
+    """Remove long prompts and hold problems out. The split depends on `config.seed` only, so jobs of a sweep share it.
 
     Args:
         config: the job's data section.
-        source: what was read for it.
+        source: its rows.
         longer: for `config.max_prompt_tokens`; without it no prompt is too long.
 
     Raises:
@@ -103,7 +103,7 @@ def split(config: DataConfig, source: Source, longer: Longer | None = None) -> D
     else:
         order = seeds.permutation(seeds.key(config.seed, "holdout"), len(problems))
         holdout = tuple(problems[i] for i in sorted(order[: config.held_out_of(len(problems))]))
-    # A prompt that stands twice in the data must not be both trained on and evaluated.
+    # a prompt that occurs twice must not be both trained on and evaluated
     train = problems.without(holdout)
     if not train:
         raise DataError(_nothing_left(config, problems))
@@ -114,7 +114,7 @@ def split(config: DataConfig, source: Source, longer: Longer | None = None) -> D
 
 
 def _short(config: DataConfig, source: str, problems: Problems, longer: Longer | None) -> tuple[Problems, list[str]]:
-    """The problems of a source whose prompts are not too long, and a note about the others."""
+    """The problems with short enough prompts, and a note about the others."""
     most = config.max_prompt_tokens
     if most is None or longer is None:
         return problems, []
@@ -133,7 +133,7 @@ def _short(config: DataConfig, source: str, problems: Problems, longer: Longer |
 
 
 def _nothing_left(config: DataConfig, problems: Sequence[Problem]) -> str:
-    """Why there is nothing to train on, and what to do."""
+    """Why no problems are left to train on, and what to do."""
     n, different = len(problems), len({problem.messages for problem in problems})
     rows = f"data.source {config.source!r} has {n} row{'' if n == 1 else 's'}"
     held_out = config.held_out_of(n)
@@ -151,10 +151,10 @@ def _nothing_left(config: DataConfig, problems: Sequence[Problem]) -> str:
 
 
 def data_window(problems: Sequence[Problem], step: int, width: int, seed: int, shuffle: bool = True) -> list[Problem]:
-    """The problems that step `step` owns: positions [step·width, (step + 1)·width) of the endless sequence of passes.
+    """The problems of step `step`: positions [step·width, (step + 1)·width) in the endless sequence of passes.
 
-    Each pass over the data is a permutation of its own (the order of the source where `shuffle` is off). A pure
-    function: which problems a step gets never depends on what was sampled before or finished first.
+    Each pass is a new permutation of the data, or the source's order without `shuffle`. A pure function: the problems
+    of a step never depend on rollouts or timing.
     """
     n = len(problems)
     if n == 0 or width < 1 or step < 0:
@@ -247,10 +247,10 @@ def _filled(template: str, row: Row, where: str) -> str:
 
 
 def parts_of(template: str) -> list[tuple[str, str | None]]:
-    """A template as plain texts, each with the column that follows it.
+    """Split a template into plain texts, each with the column that follows it.
 
     Raises:
-        DataError: it asks for more than columns, which could be made to take any amount of memory.
+        DataError: a field is more than a column name; format expressions could use any amount of memory.
     """
     hint = "Write {column} for a column, {{ and }} for braces"
     try:

@@ -1,16 +1,16 @@
 """The process in which environments run: `python -m motet.tasks.environment_process PARENT_PID`.
 
-It loads a class; then calls of episodes, each of which has an instance of the class, one reply each. A class of a person's
-own is written in one of two ways, or in both:
+It loads a class, then handles calls of episodes, one reply per call; each episode has an instance. A user's class
+implements one or both of two forms:
 
-    def reset(self, **row) -> str | None      # columns of the row; what it returns is added to the prompt
+    def reset(self, **row) -> str | None      # columns of the row; the result is added to the prompt
     def any_public_method(self, x: int) -> str    # a tool, by its signature and docstring (TRL's environments)
-    def step(self, text) -> str | None | tuple    # what is said to a turn, or (text, reward[, done]); None ends the episode
+    def step(self, text) -> str | None | tuple    # the reply to a turn, or (text, reward[, done]); None ends the episode
     def get_reward(self) -> float             # of the whole episode
-    def list_tools(self) -> list              # schemas of tools that are no methods, which
-    def call_tool(self, name, arguments)      # is asked for
-    done: bool                                # once true, the episode has ended
-    reward: float                             # of the whole episode, where neither these nor the job have a reward
+    def list_tools(self) -> list              # schemas of further tools,
+    def call_tool(self, name, arguments)      # which are called with this
+    done: bool                                # True ends the episode
+    reward: float                             # of the whole episode, if neither these nor the job give a reward
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Environments:
         """Load the class.
 
         Raises:
-            EnvironmentFault: it is not there, or is no environment.
+            EnvironmentFault: it does not exist or is not an environment.
         """
         self._class, self._args = OWN.find(name), dict(args)
         self._agent = inspect.isfunction(self._class)
@@ -69,11 +69,11 @@ class Environments:
         self._instances: dict[str, Any] = {}
 
     def about(self) -> m.EnvironmentLoaded:
-        """What the parent has to know of the class."""
+        """Description of the class for the parent."""
         if self._agent:
             return m.EnvironmentLoaded(agent=True)
         tools = tuple(_schema(name, function) for name, function in self._tools.items())
-        first = self._class(**self._args)  # arguments that do not fit are told before the first episode
+        first = self._class(**self._args)  # report invalid arguments before the first episode
         if self._lists:
             try:
                 tools += tuple(first.list_tools())
@@ -149,7 +149,7 @@ def _close(instance: Any) -> None:
 
 
 def _worth(instance: Any) -> float | None:
-    """What an episode is worth; where nothing says so, `reward`, which functions of TRL's read from their environments."""
+    """Reward of an episode; falls back to `reward`, which TRL's functions set."""
     if hasattr(instance, "get_reward"):
         return _number(instance.get_reward(), "get_reward returned")
     worth = getattr(instance, "reward", None)

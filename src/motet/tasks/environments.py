@@ -1,7 +1,7 @@
-"""Environments of a person's own: an instance for each rollout, in worker processes, and the rollouts that come of it.
+"""User-defined environments: one instance per rollout, in worker processes, and the resulting rollouts.
 
-The model's turn goes to the tools that it calls, or as text to `step`; what they say is read next. Tokens that were sampled
-stay: what follows is appended to them, and where the template rewrites what was read before, a new branch begins.
+The model's turn is passed to the tools that it calls, or as text to `step`; their results are read next. Sampled tokens
+stay: later text is appended to them. If the template rewrites earlier tokens, a new branch begins.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class EnvironmentWorkers(OwnEnvironment):
     async def ask(
         self, slot: _WorkerSlot, done: list[m.EpisodeCall], call: m.EpisodeCall, served: _Worker | None
     ) -> tuple[m.EpisodeReply, _Worker]:
-        """One call; an instance that went with its process does again what it had done."""
+        """Call an instance; if its process died, repeat its earlier calls in a new one first."""
         async with slot.turn:
             worker = slot.worker or await self._start(slot)
             reply = m.EpisodeReply()
@@ -140,7 +140,7 @@ class EnvironmentInstance:
         self._worker: _Worker | None = None
 
     async def do(self, action: m.AnyAction) -> m.EpisodeReply:
-        """One call; what goes wrong is in the reply, never raised."""
+        """Run one call; errors are in the reply, never raised."""
         config, number = self._workers.config, len(self._done)
         call = m.EpisodeCall(self._name, self._seed, number, config.cpu_seconds, config.memory_mb, action)
         try:
@@ -165,7 +165,7 @@ class EnvironmentInstance:
 async def _open(
     workers: EnvironmentWorkers, context: GroupContext, index: int, episode: EnvironmentInstance
 ) -> Rollout:
-    """A rollout whose instance is there, with what the model reads first."""
+    """A new rollout with its opening, once the instance exists."""
     problem = context.problem
     row = {**problem.metadata, "answer": problem.answer, "prompt": problem.messages[-1].content}
     reply = await episode.do(m.Reset(row))
@@ -227,7 +227,7 @@ async def _run_episode(
             prompt = read
         try:
             (chunk,) = await whole(context.generate(prompt, (rollout.index,), turn), 1)
-        except EngineError as error:  # so many turns may be too long for this rollout and not for the others
+        except EngineError as error:  # this rollout may have too many turns for the context
             return replace(rollout, error=str(error))
     info = workers.info
     return await _with_own_rewards(rollout, episode, info.judges or not (info.steps or context.judged))
@@ -236,7 +236,7 @@ async def _run_episode(
 async def _replies(
     workers: EnvironmentWorkers, chat: Chat, episode: EnvironmentInstance, text: str, calls: Sequence[ToolCall]
 ) -> tuple[tuple[Message, ...], float | None, bool, str]:
-    """What is said to a turn, its reward, whether the episode has ended, and what went wrong."""
+    """The reply to a turn, its reward, whether the episode has ended, and any error."""
     if calls:
         replies, done = [], False
         for call in calls:
@@ -254,7 +254,7 @@ async def _replies(
 
 
 async def _with_own_rewards(rollout: Rollout, episode: EnvironmentInstance, asked: bool) -> Rollout:
-    """With what the environment gives: the sum of its turns' rewards, and, where it is `asked`, of the whole episode."""
+    """Add the environment's rewards: the sum over turns and, if `asked`, the episode's."""
     if rollout.error:
         return rollout
     parts = {}

@@ -1,6 +1,7 @@
-"""How one problem becomes rollouts: which prompts are generated from, what the environment answers, what is rewarded.
+"""Turns a problem into rollouts: chooses prompts, replies and rewards.
 
-An environment sees neither engine nor adapter, only two functions: `Generate` draws completions, `ScoreRollouts` judges them.
+An environment sees neither engine nor adapter, only two functions: `Generate` samples completions, `ScoreRollouts`
+scores them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Generate(Protocol):
     def __call__(
         self, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
     ) -> Awaitable[list[Chunk]]:
-        """One whole completion per index, in order, as the job samples or as `sampling` says. Index and turn seed the draw."""
+        """Complete a prompt once per index, in order, with the job's sampling or `sampling`. Index and turn seed the draw."""
         ...
 
 
@@ -41,7 +42,7 @@ async def _nothing_kept(_: int) -> None:
 
 @dataclass(frozen=True)
 class GroupContext:
-    """What an environment makes the rollouts of one group with."""
+    """What an environment needs to create the rollouts of one group."""
 
     problem: Problem
     chat: Chat
@@ -49,13 +50,13 @@ class GroupContext:
     generate: Generate
     score: ScoreRollouts
     seed: int = 0
-    """Of the group, for what an environment draws."""
+    """Random seed of the group, for the environment."""
     judged: bool = True
     """Whether the job has rewards."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How the job samples."""
     release: Release = _nothing_kept
-    """Told the index of each rollout that has no further turn, as soon as that is so."""
+    """Called with the index of each rollout that has no further turn."""
 
 
 Environment = Callable[[GroupContext], Awaitable[tuple[Rollout, ...]]]
@@ -70,11 +71,11 @@ class OwnEnvironment:
 
     @property
     def waits(self) -> bool:
-        """Whether its episodes are offered, and nobody has taken one."""
+        """Whether its episodes are offered and none has been taken."""
         return False
 
     def rest(self) -> None:
-        """Wait for nobody any longer: groups that do end with `ScorerAway`."""
+        """Stop waiting; waiting groups raise `ScorerAway`."""
 
     async def close(self) -> None:
         """End its processes."""
@@ -87,7 +88,7 @@ class OwnEnvironment:
 RETRY_MESSAGE = "That is not right. Please answer again."
 _NO_TOKENS = Branch(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.float32), np.zeros(0, np.int32))
 SECOND_TRY = 0.5
-"""What a right answer at the second try is worth, so that being right at once stays the better policy."""
+"""Factor on a correct second answer, so that a correct first answer stays better."""
 
 
 async def single_turn(context: GroupContext) -> tuple[Rollout, ...]:
@@ -97,10 +98,10 @@ async def single_turn(context: GroupContext) -> tuple[Rollout, ...]:
 
 
 async def retry(context: GroupContext) -> tuple[Rollout, ...]:
-    """Two turns: an answer that is not fully right (reward below 1) is told so and may be given once more.
+    """Two turns: after an answer with a reward below 1, the model is told so and may answer once more.
 
-    The reward is that of the last turn, times `SECOND_TRY` where that is the second; `reward_parts["first_try"]` keeps
-    the first turn's. A first answer that was cut off at `max_tokens` has not ended its turn: it gets no second.
+    The reward is that of the last turn, times `SECOND_TRY` for a second one; `reward_parts["first_try"]` keeps the
+    first. A first answer cut off at `max_tokens` gets no second turn.
     """
     rollouts = await _first_turn(context)
     rollouts = await _rewarded(rollouts, context.score, {rollout.index: 1.0 for rollout in rollouts})
@@ -147,7 +148,7 @@ async def whole(generating: Awaitable[list[Chunk]], n: int) -> list[Chunk]:
 
 
 def answered(rollout: Rollout, replies: tuple[Message, ...], reward: float | None = None) -> Rollout:
-    """The rollout once something was said to its last turn."""
+    """The rollout with replies to its last turn."""
     *before, last = rollout.turns
     return replace(rollout, turns=(*before, replace(last, replies=replies, reward=reward)))
 
@@ -162,9 +163,9 @@ def extended(
     calls: tuple[ToolCall, ...] = (),
     trained: bool = True,
 ) -> Rollout:
-    """The rollout after the model read some tokens and sampled a turn; `anew` begins a branch with what was read.
+    """The rollout with tokens read and a sampled turn; `anew` begins a branch with the tokens read.
 
-    That branch goes on from the turn `after`, if any. A turn that is not trained is as if it had been read.
+    The branch continues from the turn `after`, if any. An untrained turn counts as read tokens.
     """
     begun = rollout.branches
     if anew or not begun:
@@ -192,7 +193,7 @@ def extended(
 
 
 async def judged(rollouts: list[Rollout], context: GroupContext) -> tuple[Rollout, ...]:
-    """Rollouts with what the job's own rewards say of the last turn added to the parts that they have, and with their sums."""
+    """Rollouts with the job's own rewards for the last turn added to their parts, and the sums."""
     left = [rollout for rollout in rollouts if context.judged and not rollout.error]
     for rollout, result in zip(left, await context.score(left) if left else [], strict=True):
         parts = {**rollout.reward_parts, **result.parts}
@@ -212,7 +213,7 @@ def _totalled(rollout: Rollout) -> Rollout:
 
 
 async def _rewarded(rollouts: Sequence[Rollout], score: ScoreRollouts, worth: Mapping[int, float]) -> list[Rollout]:
-    """Rollouts with the reward of their last turn; those that failed before are passed on as they are."""
+    """Rollouts with the reward of their last turn; failed ones are unchanged."""
     sound = [rollout for rollout in rollouts if not rollout.error]
     results = await score(sound) if sound else []
     by_index = {rollout.index: scored for rollout, scored in zip(sound, results, strict=True)}

@@ -1,4 +1,4 @@
-"""Messages as rows have them: checked, and with what tools are called for."""
+"""Messages of rows: validation, and their tool calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OPENAI_PAIR = {"preferred_output": "chosen", "non_preferred_output": "rejected"
 
 
 def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
-    """A text or a list of messages.
+    """Convert a text or a list of messages.
 
     Args:
         value: of a row's column.
@@ -45,9 +45,9 @@ def plain_preference(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_prompt(row: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What `chosen` and `rejected` begin with alike, where a row of preferences has no prompt of its own, and the rest.
+    """The common beginning of `chosen` and `rejected`, for preferences without a prompt, and the row with the rest.
 
-    Of texts up to the last space, as TRL finds it; of messages up to the first that differs.
+    Texts are split at a space, as TRL does; messages at the first difference.
     """
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if not (isinstance(chosen, str) and isinstance(rejected, str)) and not (
@@ -84,7 +84,7 @@ def _learned(item: Mapping[str, Any], where: str) -> bool:
 
 
 def _tool_call(value: Any, where: str) -> ToolCall:
-    """OpenAI's form, or the function alone; arguments may be an object or its JSON."""
+    """A tool call in OpenAI's form, or only its function; arguments may be an object or its JSON."""
     call = value.get("function", value) if isinstance(value, dict) else None
     try:
         assert isinstance(call, dict)

@@ -1,7 +1,6 @@
-"""Rows out of parquet. A few kilobytes of it may stand for terabytes, and nothing of Arrow's has bounds of its own.
+"""Rows from parquet. A few kilobytes may expand to terabytes, and Arrow has no limits.
 
-What somebody else gives is therefore read in a process of its own, whose memory and time are limited and which writes each
-row as a line of JSON.
+Untrusted files are read in a separate process with limits on memory and time, which writes each row as a line of JSON.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Gene
 
     Args:
         path: the file.
-        seconds: the time that reading may take.
-        memory_mb: the memory of the process that reads.
-        longest: bytes of a line; what is longer comes in several pieces.
+        seconds: time limit.
+        memory_mb: memory limit of the reading process.
+        longest: bytes of a line; longer ones come in several pieces.
 
     Raises:
         DataError: it cannot be read, or not within the limits.

@@ -1,4 +1,4 @@
-"""A job's problems, kept as bytes and made when they are asked for: as objects, a large file's take gigabytes."""
+"""A job's problems, stored as bytes and decoded on access, because objects of a large file take gigabytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from motet.types import IntArray, Message, Problem, ToolCall
 
 _IN_MEMORY = 2**22
-"""Bytes; more lie in a file without a name, which goes with the process."""
+"""Bytes; larger data is in an unlinked file, which disappears with the process."""
 
 
 class Problems(Sequence[Problem]):
@@ -49,7 +49,7 @@ class Problems(Sequence[Problem]):
         return Problems(self._text, self._places[chosen], self._prompts[chosen])
 
     def without(self, others: Sequence[Problem]) -> Problems:
-        """Those whose prompts are none of the others'."""
+        """The problems without those whose prompts also occur in `others`."""
         prompts = {problem.messages for problem in others}
         like = np.isin(self._prompts, [hash(prompt) for prompt in prompts])
         return self.only(row for row in range(len(self)) if not like[row] or self[row].messages not in prompts)

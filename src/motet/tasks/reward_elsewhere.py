@@ -1,7 +1,6 @@
-"""Rewards that are scored elsewhere, not in a process of the job: at an HTTP address, by a reward worker, by a judge model.
+"""Rewards that are scored outside the job's processes: by HTTP, a reward worker, or a judge model.
 
-`RewardPool` gets a function for each of their names. What such a function says of a completion is a number, or the reason
-why there is none.
+`RewardPool` gets a function for each kind, which returns a number for each completion, or the reason for a missing one.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from motet.config import Config, RewardConfig
 from motet.errors import RewardError
 
 MOST_LETTERS = 4000
-"""Of the text that says why there is no score."""
+"""Most characters of a reason."""
 LONGEST_TRANSCRIPT = 2**20
 """Characters of a conversation, as JSON, that is sent to be scored."""
 MOST_TOGETHER = 2**25
-"""Bytes of answers and conversations that are sent together: half of what a message holds, as the problem is sent too."""
+"""Most bytes of answers and conversations in one message: half of its limit, because the problem is sent too."""
 
 
 class Chance(str):
@@ -33,7 +32,7 @@ class Chance(str):
 
 
 ScoreOrReason = float | str | None
-"""What was said of a completion: a finite number, the reason why there is none, or None where the reward does not apply."""
+"""A finite number, the reason for a missing score, or None if the reward does not apply."""
 Transcripts = list[list[dict[str, Any]]]
 """The messages of each completion's whole conversation; none at all where each is the prompt and the completion."""
 Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str], Transcripts], Awaitable[list[ScoreOrReason]]]
@@ -42,9 +41,9 @@ Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str], Transcripts]
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 _OWN_HEADERS = ("host", "content-length", "content-type", "transfer-encoding", "connection", "accept-encoding")
 MASK = "•••"
-"""What is shown in the place of a header's value."""
+"""Shown instead of a header's value."""
 SEALED = "sealed:"
-"""What a header's value begins with that a service keeps encrypted."""
+"""Prefix of encrypted header values in a service."""
 _LONGEST_HEADER, _LONGEST_SEALED = 8000, 11_000
 
 
@@ -106,16 +105,16 @@ class JudgeArgs(Config):
 
 
 ELSEWHERE: Mapping[str, type[Config]] = {"http": HttpArgs, "worker": WorkerArgs, "judge": JudgeArgs}
-"""Rewards that no process of the job scores, with their arguments; a model's first line says who scores."""
+"""Rewards scored outside the job's processes, with their arguments; a model's first line says who scores."""
 SEES_ALL = frozenset({"http", "worker"})
-"""Those of them that are sent whole conversations."""
+"""Rewards among these that get whole conversations."""
 
 
 def check(reward: RewardConfig) -> None:
-    """Look at the arguments of a reward that is scored elsewhere.
+    """Check the arguments of such a reward.
 
     Raises:
-        RewardError: what is wrong with them.
+        RewardError: they are invalid.
     """
     if reward.function is not None or reward.name not in ELSEWHERE:
         return
@@ -155,14 +154,14 @@ def needs_a_service(name: str) -> RewardError:
 
 
 def label_of(reward: RewardConfig) -> str:
-    """What the reward is called in metrics: a worker's by its function, one of a file without the folder."""
+    """Name of a reward in metrics: for a worker, its function; for a file, without the folder."""
     name = str(reward.args.get("function") or reward.name) if reward.name == "worker" else reward.name
     file, _, function = name.rpartition(":")
     return f"{Path(file).name}:{function}" if file.endswith(".py") else name
 
 
 def labels_of(rewards: Sequence[RewardConfig]) -> list[str]:
-    """What each reward of a job is called in metrics; a second one of a name is `name#2`."""
+    """Names of a job's rewards in metrics; a repeated name becomes `name#2`."""
     labels: list[str] = []
     for reward in rewards:
         label = label_of(reward)
@@ -177,7 +176,7 @@ def monitors_of(rewards: Sequence[RewardConfig]) -> tuple[str, ...]:
 
 
 def number(value: Any) -> ScoreOrReason:
-    """What a JSON value is worth: a finite number, or the reason why it is none."""
+    """A finite number from a JSON value, or the reason why it is none."""
     if value is None:
         return "gave no score"
     if not isinstance(value, int | float):
@@ -208,7 +207,7 @@ def to_wire(scores: Sequence[ScoreOrReason]) -> list[Any]:
 
 
 def from_wire(values: Any, n: int) -> list[ScoreOrReason]:
-    """What `to_wire` wrote of so many completions; what cannot be read is a reason."""
+    """Decode the result of `to_wire` for `n` completions; invalid values become reasons."""
     if not isinstance(values, list) or len(values) != n:
         count = f"{len(values)} scores" if isinstance(values, list) else _kind(values)
         return [f"gave {count} for {n} completions"] * n

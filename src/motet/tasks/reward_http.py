@@ -1,8 +1,8 @@
-"""The reward `http`: problem and completions are posted to an address, which answers with scores.
+"""The reward `http`: posts the problem and its completions to an address, which returns scores.
 
-What answers is not trusted: it may hang, lie, be slow byte by byte, answer without end, or point elsewhere. Whatever it
-does costs the rollouts that it was asked about, and nothing else. Where the asker is a service, names are resolved here
-and the connection goes to an address that was looked at, so that a name cannot mean another machine the second time.
+The address is not trusted: it may hang, send invalid or endless data, or redirect. Its errors affect only the rollouts
+that it should score. In a service, names are resolved here and the connection uses a checked address, so that a name
+cannot resolve to another machine later.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from motet.errors import RewardError
 from motet.tasks.reward_elsewhere import Chance, HttpArgs, ScoreOrReason, Transcripts, number
 
 ATTEMPTS = 3
-"""How often an address that fails is asked in all."""
+"""Attempts in total for an address that fails."""
 AT_ONCE = 16
-"""Calls of one job that are under way at a time."""
+"""Concurrent calls per job."""
 _PAUSE_SECONDS = 0.5
 _CONNECT_SECONDS = 10.0
 _ANSWER_BYTES = 2**20
@@ -40,7 +40,7 @@ _ANY = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class _Refused(Exception):
-    """The address answered, or may not be asked, and asking again would not help; the text says why."""
+    """A final failure: a retry would not help; the text says why."""
 
 
 class _Failed(Exception):
@@ -95,7 +95,7 @@ def _host_and_port(url: str) -> tuple[str, int]:
 
 
 def is_public(address: _ANY) -> bool:
-    """Whether an address is one of the open internet: not of this machine, this network, or a way around to them."""
+    """Whether an address is on the public internet: not this machine, this network, or a tunnel to them."""
     if isinstance(address, ipaddress.IPv4Address):
         return address.is_global and not address.is_multicast
     inner: list[ipaddress.IPv4Address | None] = [address.ipv4_mapped, address.sixtofour]
@@ -112,7 +112,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 _RESOLVING = ThreadPoolExecutor(64, "motet-names")
-"""Of its own: a name server that does not answer holds threads for a long time, and others wait for those of the loop."""
+"""A separate pool: a name server that does not answer blocks threads for a long time."""
 
 
 async def _resolve(host: str, port: int) -> list[str]:
@@ -122,17 +122,17 @@ async def _resolve(host: str, port: int) -> list[str]:
 
 
 class HttpRewards:
-    """Asks addresses for scores, for all jobs. Lives in one event loop."""
+    """Requests scores from addresses, for all jobs. Use in one event loop."""
 
     def __init__(
         self, addresses: Addresses, resolve: Resolve | None = None, trust: ssl.SSLContext | None = None
     ) -> None:
-        """Nobody is asked yet.
+        """Connects to nothing yet.
 
         Args:
-            addresses: which addresses may be asked.
-            resolve: how a name becomes addresses; the system's way unless given.
-            trust: which certificates are good; those that the system's are unless given.
+            addresses: allowed addresses.
+            resolve: resolves names; default: the system's resolver.
+            trust: trusted certificates; default: the system's.
         """
         self._addresses, self._resolve, self._trust = addresses, resolve or _resolve, trust
         self._gates: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
@@ -145,7 +145,7 @@ class HttpRewards:
         completions: list[str],
         transcripts: Transcripts,
     ) -> list[ScoreOrReason]:
-        """Scores of completions. What goes wrong is a reason."""
+        """Scores of completions, or reasons for missing ones."""
         args = HttpArgs.model_validate(reward.args)
         asked = {"problem": problem, "completions": completions, "args": args.args}
         body = json.dumps({**asked, "transcripts": transcripts} if transcripts else asked).encode()
@@ -234,10 +234,10 @@ class HttpRewards:
 
 
 async def _read(response: httpx2.Response) -> bytes:
-    """The body of an answer, as long as it may be.
+    """Read a response body up to its limit.
 
     Raises:
-        _Refused, _Failed: it is not one that could hold scores.
+        _Refused, _Failed: it cannot contain scores.
     """
     status = response.status_code
     if status >= 500 or status == 429:
@@ -258,10 +258,10 @@ async def _read(response: httpx2.Response) -> bytes:
 
 
 def _scores(body: bytes, n: int) -> list[ScoreOrReason]:
-    """Scores of so many completions.
+    """Parse the scores of `n` completions.
 
     Raises:
-        _Refused: the answer is not `{"scores": […]}` with one for each.
+        _Refused: the response is not `{"scores": […]}` with one for each.
     """
     try:
         reply = json.loads(body)

@@ -1,6 +1,6 @@
-"""Which rewards run behind a wall (`motet.wall`): those that a service scores, and everywhere those that ship with Motet.
+"""Which rewards run behind a wall (`motet.wall`): those scored by a service, and everywhere those that ship with Motet.
 
-A person's own code, in `motet run` and in a reward worker, is as free as its owner, unless its job says `wall: true`.
+A user's own code in `motet run` or a reward worker has its owner's rights, unless its job says `wall: true`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ EVALUATING = frozenset({"scorer", "math", "code"})
 """Rewards that ship with Motet and evaluate an answer, or parts of it, as Python."""
 
 SANDBOXED = frozenset({"code"})
-"""Rewards that ship with Motet whose process starts another one for each answer, behind a wall of its own."""
+"""Rewards of Motet whose process starts another one, with its own wall, for each answer."""
 
 
 @dataclass(frozen=True)
 class Walls:
-    """What a place asks of the processes that score."""
+    """Requirements on scoring processes."""
 
     required: bool = False
-    """Whether what evaluates answers is refused where this machine has no wall; otherwise it runs without one."""
+    """Whether rewards that evaluate answers are refused on a machine without walls; otherwise they run without one."""
     exempt: frozenset[str] = frozenset()
-    """Rewards that ship with Motet and run without a wall all the same."""
+    """Rewards of Motet that run without a wall nevertheless."""
     missing: Callable[[], str] = wall.missing
     """Why this machine has no wall; empty where it has one."""
 
     def around(self, reward: RewardConfig, installed: Installed | None = None) -> bool:
-        """Whether a reward runs behind a wall; `installed` is what its name stands for, where an operator installed it.
+        """Whether a reward runs behind a wall; `installed` is the operator's reward of its name, if any.
 
         Raises:
-            RewardError: it must, and there is none.
+            RewardError: it must, but this machine has no walls.
         """
         ours = installed is None and reward.function is None and ":" not in reward.name
         if ours:

@@ -1,4 +1,4 @@
-"""Rows out of files, one after another. What a stranger uploads is bounded: a few kilobytes may stand for a million rows."""
+"""Rows from files, one by one. Untrusted files are limited: a few kilobytes may expand to a million rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SMALL = 2**18
 
 @dataclass(frozen=True)
 class RowLimits:
-    """The most that rows may take which somebody else gives."""
+    """Limits on untrusted rows."""
 
     rows: int = 2_000_000
     row_bytes: int = 2**20
@@ -39,20 +39,20 @@ class RowLimits:
 
 
 UPLOADED = RowLimits()
-"""Those of a service, of a file."""
+"""Limits of a service per file."""
 OF_A_JOB = RowLimits(rows=200_000)
-"""Those of a service, of one job: each of its rows is looked at before it begins."""
+"""Limits of a service per job, which checks each row before it begins."""
 
 
 def rows_of(path: Path, bounds: RowLimits | None = None) -> Iterator[Row]:
     """The rows of a .jsonl, .json, .csv or .parquet file, in order.
 
     Args:
-        path: the file; its ending says what it is.
-        bounds: None for a file of one's own, which may be as large as the memory allows.
+        path: the file; its suffix gives the format.
+        bounds: None for a user's own file, which may be as large as memory allows.
 
     Raises:
-        DataError: it cannot be read, holds something other than rows, or more than the bounds.
+        DataError: it cannot be read, contains something other than rows, or exceeds the limits.
     """
     for number, row in enumerate(READERS[path.suffix.lower()](path, bounds)):
         if bounds is not None and number >= bounds.rows:
@@ -74,10 +74,10 @@ def count_rows(path: Path, bounds: RowLimits) -> int:
 
 
 def count_apart(path: Path, bounds: RowLimits) -> int:
-    """What `count_rows` gives. Anything but a small file is read in a process with limits of its own.
+    """As `count_rows`; large files are read in a separate process with limits.
 
     Raises:
-        DataError: as `count_rows`, or reading takes too much time or memory.
+        DataError: as `count_rows`, or a limit on time or memory is exceeded.
     """
     if path.suffix.lower() == ".parquet" or path.stat().st_size <= _SMALL:  # parquet has a process already
         return count_rows(path, bounds)
@@ -187,7 +187,7 @@ def _object(value: Any, where: str) -> Row:
 
 
 def _csv(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
-    """Every field is text: what looks like a number may be a code, and `007` is not 7."""
+    """All fields stay texts: `007` may be a code, not the number 7."""
     csv.field_size_limit(sys.maxsize)  # of the whole process; rows have bounds of their own
     reader = csv.reader(_texts(path, bounds), strict=True)
     try:
@@ -237,7 +237,7 @@ READERS: dict[str, Callable[[Path, RowLimits | None], Iterator[Row]]] = {
 
 
 def _counted(path: Path, bounds: RowLimits) -> int | str:
-    """The rows of a file, or what is wrong with it."""
+    """The number of rows in a file, or what is wrong with it."""
     try:
         return count_rows(path, bounds)
     except DataError as error:

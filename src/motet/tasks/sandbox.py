@@ -31,24 +31,24 @@ _LOOK_SECONDS = 0.02
 _BY_THE_CLOCK = 3.0
 """How many times its CPU time a program may take by the clock, so that a busy machine decides nothing."""
 _SHOWN = 4000
-"""Characters of a long text that a model is told, from its beginning and from its end."""
+"""Characters shown to the model from the start and from the end of a long text."""
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What came of a program."""
+    """Result of a program."""
 
     output: str
-    """What it printed."""
+    """Standard output."""
     errors: str
-    """What it wrote to standard error."""
+    """Standard error."""
     status: int | None
     """Its exit status, or minus the signal that ended it; None where its time was up."""
     wrote: str = ""
-    """What it wrote too much of: it was ended, and all files of its sandbox were removed."""
+    """Why it was stopped for writing too much; all files of its sandbox were deleted."""
 
     def __str__(self) -> str:
-        """As a model is told."""
+        """As shown to a model."""
         ended = "[ended: it took too long]" if self.status is None else f"[exit status {self.status}]"
         ended = f"[ended: it wrote more than {self.wrote}; all files were removed]" if self.wrote else ended
         said = (_shortened(text.rstrip("\n")) for text in (self.output, self.errors))
@@ -56,13 +56,13 @@ class ProgramResult:
 
 
 class Sandbox:
-    """Where programs of one episode run, one after another; files that they write are there for the next one."""
+    """Runs the programs of one episode in sequence; files that they write stay for the next one."""
 
     _sizes: ClassVar[dict[Path, int]] = {}
     """Bytes of the sandboxes of this process that are open, as they were looked at last."""
 
     def __init__(self, seconds: float = SECONDS, memory_mb: int = MEMORY_MB) -> None:
-        """Each program has so many seconds of CPU time, three times as many by the clock, and so much memory."""
+        """Limits per program: CPU seconds, three times as many by the clock, and memory."""
         self._seconds, self._memory_mb = seconds, memory_mb
         self._made = tempfile.TemporaryDirectory(prefix="motet-sandbox-")
         self.directory = Path(self._made.name)
@@ -87,7 +87,7 @@ class Sandbox:
         return self._run("shell", command, given)
 
     def tested(self, code: str, tests: Sequence[str]) -> list[bool]:
-        """Run a program, then in what it left each of some tests; which of them raise nothing."""
+        """Run a program, then each test in the state that it left; returns which tests raise nothing."""
         nonce = os.urandom(16).hex()
         ran = self._run("tests", code, json.dumps({"nonce": nonce, "tests": list(tests)}))
         _, known, said = ran.output.rpartition(nonce)
@@ -118,7 +118,7 @@ class Sandbox:
             return ProgramResult(output, said, None if status == -signal.SIGXCPU else status, wrote)
 
     def _watched(self, process: subprocess.Popen[bytes], sent: bytes) -> str:
-        """Wait until a program has ended, its time is up, or it has written too much; says what of."""
+        """Wait until a program has ended, timed out, or written too much; returns the excess, if any."""
         until, given = time.monotonic() + self._seconds * _BY_THE_CLOCK, sent or None
         while (left := until - time.monotonic()) > 0:
             try:
@@ -131,7 +131,7 @@ class Sandbox:
         return ""
 
     def _too_much(self, program: int) -> str:
-        """What the files of this sandbox are too much of; empty where they are not."""
+        """Which limit the sandbox's files exceed; empty if none."""
         count, size = 0, _unlinked(program)
         for root, directories, files in os.walk(self.directory):
             count += len(directories) + len(files)

@@ -1,4 +1,4 @@
-"""What goes to the processes in which somebody's own code runs, and what comes back."""
+"""Messages to and from processes that run a user's code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ScoreCompletions(ChannelMessage, frozen=True):
     """Score the completions of one problem."""
 
     reward: int
-    """Its place among those loaded."""
+    """Index among the loaded rewards."""
     problem: Problem
     completions: list[str]
     cpu_seconds: float
@@ -63,7 +63,7 @@ class ScoreCompletions(ChannelMessage, frozen=True):
 
 
 class Scores(ChannelMessage, frozen=True):
-    """What a reward says of each completion."""
+    """A reward's scores of each completion."""
 
     values: list[float | None]
     """Finite; None where there is no score: it failed, or does not apply."""
@@ -86,7 +86,7 @@ class LoadEnvironment(ChannelMessage, frozen=True):
 
 
 class EnvironmentLoaded(ChannelMessage, frozen=True):
-    """What the class offers."""
+    """Description of the class."""
 
     tools: tuple[dict[str, Any], ...] = ()
     steps: bool = False
@@ -117,11 +117,11 @@ class CallTool(ChannelMessage, frozen=True, tag="call"):
 
 
 class JudgeEpisode(ChannelMessage, frozen=True, tag="get_reward"):
-    """Say what the whole episode is worth."""
+    """Ask for the reward of the whole episode."""
 
 
 class Close(ChannelMessage, frozen=True, tag="close"):
-    """Let go of the instance."""
+    """Release the instance."""
 
 
 AnyAction = Reset | EnvironmentStep | CallTool | JudgeEpisode | Close
@@ -140,7 +140,7 @@ class EpisodeCall(ChannelMessage, frozen=True):
 
 
 class EpisodeReply(ChannelMessage, frozen=True):
-    """What a call of an episode gave."""
+    """Result of a call in an episode."""
 
     error: str = ""
     text: str = ""

@@ -1,8 +1,8 @@
-"""A process in which somebody's own code runs, with limits: one message each way, until the input ends.
+"""A process that runs a user's code with limits: one message each way, until the input ends.
 
-What the code prints goes to standard error, so it cannot be mistaken for replies. A call is limited here in CPU time and
-memory. Where Python cannot be interrupted the kernel ends the process; where neither time nor memory runs out but nothing
-comes back, the parent ends it (`worker_link`).
+The code's output goes to standard error, so it cannot be mistaken for replies. Calls are limited in CPU time and
+memory. If Python cannot be interrupted, the kernel ends the process; if a call hangs without using either, the parent
+does (`worker_link`).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class WorkerLimits:
     def run(
         self, call: Callable[[], Result], kind: str, cpu_seconds: float, memory_mb: int
     ) -> tuple[Result | None, str, Limit]:
-        """What somebody's code gives, or why it gave nothing, and the limit that it hit.
+        """The result of a user's code, or its error, and the limit that it hit.
 
         Args:
             call: runs it.
             kind: `reward` or `environment`, the section of the job that has the limits.
-            cpu_seconds: the time that it may take.
-            memory_mb: the memory that it may take.
+            cpu_seconds: limit on CPU time.
+            memory_mb: limit on memory.
         """
         self._cpu_seconds, self._memory_mb = cpu_seconds, memory_mb
         exceeded: Limit = ""

@@ -1,4 +1,4 @@
-"""The trained state of one adapter in contiguous memory: fp32 masters, gradient and AdamW moments, and the version in use."""
+"""The trained state of one adapter in contiguous memory: fp32 masters, gradient, AdamW moments and the version in use."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ HEAD = "value_head.safetensors"
 
 @dataclass(frozen=True)
 class ValueHead:
-    """Makes one number of a hidden state, in fp32: its weights [D] and a bias, one behind the other."""
+    """Computes one number from a hidden state, in fp32: weights [D] followed by a bias."""
 
     flat: Tensor  # [D + 1]
-    gradient: Tensor  # [D + 1] that of a batch is added to it
+    gradient: Tensor  # [D + 1] gradients of batches are added to it
 
 
 class AdapterArena:
-    """Owned by the trainer, one per adapter; made anew for every job, so a slot never remembers its last owner.
+    """The trainer makes a new arena for each adapter, so nothing remains of a slot's last owner.
 
-    A parked one keeps its version in use on the device and nothing else; it has to be brought in before all but `weights`.
+    A parked arena keeps only its version in use on the device; call `bring_in` before using anything but `weights`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class AdapterArena:
     ) -> None:
         """Start from masters; `own` kernels step, or torch does.
 
-        `head` numbers, zero at first, stand behind the matrices: a vector as wide as the model, and a bias.
+        `head` further numbers, initially zero, follow the matrices: weights as wide as the model, and a bias.
         """
         flat = new_vector(len(masters) + head, masters.dtype, masters.device)
         flat[: len(masters)] = masters
@@ -58,7 +58,7 @@ class AdapterArena:
         self.scaling = scaling
         self._own = own
         self.valuing = head > 0
-        """Whether it makes values."""
+        """Whether it has a value head."""
         self.dtype = dtype
         self.masters = torch.nn.Parameter(flat)
         self.gradient = new_vector(len(flat), flat.dtype, flat.device)
@@ -69,7 +69,7 @@ class AdapterArena:
         self._adamw = self._new_adamw()
         self.weights = self._compute_copy()
         self.parked = 0
-        """How many vectors lie elsewhere."""
+        """Number of parked vectors."""
         self._outside: Tensor | None = None  # [4, size]
 
     def _new_adamw(self) -> torch.optim.AdamW:
@@ -80,14 +80,14 @@ class AdapterArena:
 
     @property
     def head(self) -> ValueHead | None:
-        """What makes a value of a hidden state; None where the adapter has none."""
+        """The value head; None if the adapter has none."""
         size = self.layout.size
         if not self.valuing:
             return None
         return ValueHead(self.masters.detach()[size:], self.gradient[size:])
 
     def set_masters(self, flat: Tensor) -> None:
-        """Start from these weights, with fresh moments."""
+        """Replace the weights and reset the moments."""
         with torch.no_grad():
             self.masters[: self.layout.size].copy_(flat)
         self.gradient.zero_()
@@ -96,9 +96,9 @@ class AdapterArena:
         self.weights = self._compute_copy()
 
     def add(self, parts: dict[str, LoraMatrices]) -> None:
-        """Add the gradient of a segment, that of A without alpha / rank: it is scaled within the sum, as in a backward pass.
+        """Add the gradient of a segment; A's part comes without alpha / rank, which is applied here.
 
-        Own kernels round what they scale before they add it.
+        That is the order of a backward pass. Own kernels round after scaling, before adding.
         """
         for leader, own in self.gradient_matrices.items():
             if self._own is None:
@@ -110,7 +110,7 @@ class AdapterArena:
         self.pending = True
 
     def step(self, adamw: AdamW) -> OptimStats:
-        """Clip by norm and apply AdamW; a gradient that is not finite changes nothing but is cleared."""
+        """Clip by norm and apply AdamW; a gradient that is not finite is only cleared."""
         norm = float(torch.linalg.vector_norm(self.gradient)) if self._own is None else self._own.norm(self.gradient)
         skipped = not (norm < float("inf"))
         if not skipped:
@@ -135,7 +135,7 @@ class AdapterArena:
         self._own.adamw(adamw, int(state["step"]), masters, self.gradient, *(state[name] for name in MOMENTS))
 
     def park(self, directory: Path | None) -> None:
-        """Move masters, moments and a gradient that waits for its step to host memory, or to disk in a directory.
+        """Move masters, moments and a pending gradient to host memory, or to disk in a directory.
 
         Raises:
             OSError: the disk has no room; nothing was moved.
@@ -154,7 +154,7 @@ class AdapterArena:
         self.gradient, self.gradient_matrices = nothing, {}
 
     def bring_in(self) -> None:
-        """Take back what `park` moved: the same bits."""
+        """Restore what `park` moved, with the same bits."""
         if not self.parked:
             return
         assert self._outside is not None
@@ -169,7 +169,7 @@ class AdapterArena:
         self.parked = 0
 
     def save_optimizer(self, directory: Path) -> None:
-        """Write AdamW's moments and step count, and a gradient that waits for its step."""
+        """Write AdamW's moments and step count, and a pending gradient."""
         state = self._adamw.state.get(self.masters, {})
         moments = {name: state.get(name, torch.zeros(len(self.masters))).cpu() for name in MOMENTS}
         tensors = {
@@ -181,7 +181,7 @@ class AdapterArena:
         save_tensors(tensors, directory / OPTIMIZER, self._metadata())
 
     def save_head(self, directory: Path) -> None:
-        """Write the head, where there is one, beside the adapter."""
+        """Write the value head, if there is one, beside the adapter."""
         if (head := self.head) is not None:
             save_tensors({"head": head.flat.cpu()}, directory / HEAD, {})
 
@@ -200,7 +200,7 @@ class AdapterArena:
             raise AdapterError(f"{path} cannot be read: {error}") from error
 
     def _metadata(self) -> dict[str, str]:
-        """Which layers the moments belong to; one entry, because safetensors writes several in random order."""
+        """Names the layers of the moments. A single entry, because safetensors writes several in random order."""
         layout = {"places": self.layout.paths, "rank": self.layout.rank}
         return {"layout": json.dumps(layout)}
 
@@ -233,12 +233,12 @@ class AdapterArena:
 
 
 def _outside(rows: int, size: int, device: torch.device, directory: Path | None) -> Tensor:
-    """Room for vectors off the device: host memory, or a file that is mapped into memory and gone with the process."""
+    """Memory for vectors off the device: host memory, or a mapped file that is deleted with the process."""
     if directory is None:
         return torch.empty(rows, size, pin_memory=device.type == "cuda")
     handle, name = tempfile.mkstemp(prefix="motet-parked-", dir=directory)
     try:
-        # a full disk says so here, and not by a signal when a page is written
+        # report a full disk here, not by a signal when a page is written
         os.posix_fallocate(handle, 0, rows * size * 4)
         return torch.from_file(name, shared=True, size=rows * size, dtype=torch.float32).view(rows, size)
     finally:

@@ -1,7 +1,7 @@
-"""A trainer without torch: `FakeTrainer` learns the fake base's adapters with exact policy gradients and AdamW, in numpy.
+"""A trainer without torch: `FakeTrainer` trains the fake base's adapters with exact policy gradients and AdamW, in numpy.
 
-Rewards really rise and a wrong sample really shows in the weights, so a test of what surrounds a trainer can compare bytes.
-It is good for pipelines, commits and resumption; nothing about a neural network can be learnt from it.
+Rewards really rise, and a wrong sample changes the weights, so tests of the surrounding code can compare bytes. Use it
+for pipelines, commits and resumption, not for claims about neural networks.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class FakeTrainer:
     """A `Trainer` over the fake base.
 
     Args:
-        slots: adapters that fit at a time.
+        slots: most adapters at a time.
         seconds: how long each forward pass blocks the device.
     """
 
     def __init__(self, *, slots: int = 16, seconds: float = 0.0) -> None:
         self.slots = slots
         self.batches: list[tuple[str, ...]] = []
-        """The adapters of every batch that was trained, one name per segment."""
+        """The adapters of each trained batch, one name per segment."""
         self._seconds = seconds
         self._slots: dict[str, _Slot] = {}
 
     def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
-        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
+        """Take a slot for a new adapter (B = 0), with zero moments and step count 0.
 
         Raises:
-            AdapterError: the name is taken, no slot is free, or a head is wanted, which no hidden state is there for.
+            AdapterError: the name is taken, no slot is free, or a head is requested, which needs hidden states.
         """
         if head:
             raise AdapterError("the fake base has no hidden states for a critic")
@@ -71,12 +71,12 @@ class FakeTrainer:
         self._slots[name] = _Slot(FakeAdapter.fresh(shape.rank, shape.alpha, seed))
 
     def remove_adapter(self, name: str) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         self._slot(name)
         del self._slots[name]
 
     def weights(self, name: str) -> FakeAdapter:
-        """The version in use; never written again once made."""
+        """The version in use; immutable."""
         return self._slot(name).adapter
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
@@ -87,7 +87,7 @@ class FakeTrainer:
         return tuple(map(Trained, stats, self._logprobs(batch, base=False)))
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
-        """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
+        """Logprobs [T] per sample per segment, no gradient; `base=True` disables the adapters (the KL reference)."""
         time.sleep(self._seconds)
         return self._logprobs(batch, base=base)
 
@@ -103,7 +103,7 @@ class FakeTrainer:
         return tuple(of_segments)
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
-        """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
+        """Clip, step and clear the gradient of one adapter; the next version can then be published."""
         slot, lr = self._slot(name), adamw.lr
         gradient, slot.gradient = slot.gradient, np.zeros(VOCABULARY)
         norm = float(np.sqrt((gradient**2).sum()))
@@ -121,7 +121,7 @@ class FakeTrainer:
         return OptimStats(norm, lr, skipped=False)
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
-        """Write the adapter under PEFT's file names, and the optimizer's state where asked; the directory exists."""
+        """Write the adapter under PEFT's file names, with `optimizer` also the optimizer's state; the directory exists."""
         slot = self._slot(name)
         write_adapter(directory, slot.adapter)
         if optimizer:
@@ -137,7 +137,7 @@ class FakeTrainer:
         """Read what `save_adapter` wrote.
 
         Raises:
-            AdapterError: it is not there, damaged, or of another shape.
+            AdapterError: missing, damaged, or of another shape.
         """
         slot, adapter = self._slot(name), read_adapter(directory)
         if (adapter.rank, adapter.alpha) != (slot.adapter.rank, slot.adapter.alpha):
@@ -156,11 +156,11 @@ class FakeTrainer:
         return self._slots[name]
 
     def _learn(self, segment: Segment, slot: _Slot) -> LossStats:
-        """The unclipped surrogate −A · ratio, and the k3 penalty to the base where there is one."""
+        """The unclipped surrogate −A · ratio, plus the k3 penalty to the base if configured."""
         policy, total = FakePolicy(slot.adapter), LossStats()
         scale = slot.adapter.alpha / slot.adapter.rank * slot.adapter.a
         for sample in segment.samples:
-            with np.errstate(all="ignore"):  # what overflows shows in the gradient's norm
+            with np.errstate(all="ignore"):  # an overflow shows in the gradient's norm
                 stats, gradient = _sample_gradient(policy, segment, sample)
                 slot.gradient = slot.gradient + scale * gradient
             total = total + stats

@@ -1,4 +1,4 @@
-"""One round of gloo between processes, to find out whether they reach each other."""
+"""One all-reduce with gloo between processes, to test whether they reach each other."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import distributed
 
 _MEBIBYTE = 2**18
-"""In numbers of four bytes."""
+"""In float32 numbers."""
 
 
 def gloo_round(rank: int, world: int, address: str, seconds: float) -> float:
-    """Add a MiB over all ranks; the seconds that it took.
+    """Sum a MiB over all ranks; returns the seconds that it took.
 
     Args:
         rank: of this process.
-        world: how many there are.
-        address: HOST:PORT, where rank 0 listens.
-        seconds: to wait for the others.
+        world: number of ranks.
+        address: HOST:PORT where rank 0 listens.
+        seconds: time limit for finding the others.
 
     Raises:
-        RuntimeError: they did not find each other in time, or what came is not the sum.
+        RuntimeError: the ranks did not connect in time, or the sum is wrong.
     """
     limit = timedelta(seconds=seconds)
     distributed.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=world, timeout=limit)
@@ -34,5 +34,5 @@ def gloo_round(rank: int, world: int, address: str, seconds: float) -> float:
     finally:
         distributed.destroy_process_group()
     if not bool((numbers == world * (world + 1) / 2).all()):
-        raise RuntimeError("what was added up is not the sum")
+        raise RuntimeError("the result of the all-reduce is wrong")
     return taken

@@ -31,10 +31,10 @@ def whole(pieces: Pieces[Result]) -> Result:
 def head_logprobs(
     base: LoraModel, hidden_TD: Tensor, row_N: Tensor, target_N: Tensor, temperature: float
 ) -> Pieces[tuple[Tensor, Tensor]]:
-    """Logprobs and entropies [N] of targets at rows of the hidden states; the frozen head never gets a gradient.
+    """Logprobs and entropies [N] of targets at rows of the hidden states; the frozen head gets no gradient.
 
-    [N, V] is never held for all rows. A logprob's gradient with respect to its own hidden state does not depend on what comes
-    after, so it is made while the probabilities are at hand.
+    [N, V] never exists for all rows at once. A logprob's gradient with respect to its hidden state does not depend on
+    later operations, so it is computed while the probabilities are in memory.
     """
     n_targets = len(row_N)
     hidden_ND = hidden_TD.index_select(0, base.pad(row_N))
@@ -59,7 +59,7 @@ def head_logprobs(
 def _chunk(
     base: LoraModel, hidden_ND: Tensor, target_N: Tensor, temperature: float, slope_ND: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies [N]; fills in the slopes where they are wanted."""
+    """Logprobs and entropies [N]; fills `slope_ND` if it is given."""
     logprobs, entropies = [], []
     raw_NV = base.raw_logits(hidden_ND)
     if base.math is not None:
@@ -79,7 +79,7 @@ def _chunk(
 def _own_chunk(
     base: LoraModel, own: MathKernels, raw_NV: Tensor, target_N: Tensor, temperature: float, slope_ND: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same by own kernels, which put slopes in the place of logits."""
+    """`_chunk` with own kernels, which overwrite the logits with slopes."""
     logits_NV = base.finish_logits(raw_NV)
     if slope_ND is None:
         return own.logprobs(logits_NV, target_N, temperature)
@@ -89,7 +89,7 @@ def _own_chunk(
 
 
 class _WithSlopes(torch.autograd.Function):
-    """Logprobs [N] whose gradients were made with them: the backward pass only scales these."""
+    """Logprobs [N] with precomputed gradients, which the backward pass only scales."""
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, logprobs_N: Tensor, slope_ND: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
-"""Layer inputs that a pass keeps, in a file instead of in the device's memory, until its gradient has come back to them.
+"""Stores layer inputs of a pass in a file instead of device memory until the backward pass needs them.
 
-The file has no name: it is gone with the process, however that ends.
-
-Legend: T packed rows, D model width.
+The file is unlinked, so it disappears with the process. Legend: T packed rows, D model width.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ class _Stored:
 
 
 class LayerInputs:
-    """Those of one pass. A layer that is computed again keeps nothing else that is as long as the pass."""
+    """The layer inputs of one pass. A recomputed layer keeps no other tensor as long as the pass."""
 
     def __init__(self, directory: Path | None) -> None:
-        """`directory` is where the file is made; without one nothing is moved."""
+        """`directory` is where the file is created; None moves nothing."""
         self._directory = directory
         self._file: IO[bytes] | None = None
         self._end = 0
@@ -46,7 +44,7 @@ class LayerInputs:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """From before the forward pass to after the backward pass."""
+        """Context for the forward and the backward pass."""
         with contextlib.ExitStack() as stack:
             if self._takes_more:
                 try:
@@ -58,7 +56,7 @@ class LayerInputs:
 
     @contextlib.contextmanager
     def moved(self, n_rows: int) -> Iterator[None]:
-        """Move what is saved inside, which is the forward pass alone: tensors […, T, D] of so many rows."""
+        """Context for the forward pass only: moves saved tensors […, T, D] with `n_rows` rows."""
         if not self._takes_more:
             yield
             return
@@ -74,7 +72,7 @@ class LayerInputs:
             while left:
                 n_written = os.pwrite(self._file.fileno(), left, self._end)
                 left, self._end = left[n_written:], self._end + n_written
-        except OSError as error:  # more memory than was wanted is better than a step that is lost
+        except OSError as error:  # using more memory is better than losing a step
             self._stay(error)
             return tensor
         return _Stored(place, tensor.shape, tensor.dtype, tensor.device)

@@ -1,4 +1,4 @@
-"""How long a sequence can be trained: what a pass keeps of each row, measured on a few, and what comes and goes beside it.
+"""Memory of training passes: measures the bytes that a pass keeps per row, and derives the longest trainable sequence.
 
 Legend: T rows of a sequence.
 """
@@ -19,44 +19,44 @@ from motet.model.routing import TrainerRouting, TrainSegment
 from motet.training.head import HEAD_ROWS
 
 _ROWS = 64
-"""Of the pass that is looked at."""
+"""Rows of the measured pass."""
 _RANK = 8
 _MOST = 1 << 30
 _SCORES = 4
-"""Copies in fp32 of the scores of a block of keys that attention's backward pass has at a time."""
+"""Copies in fp32 of one block's attention scores during the backward pass."""
 _SUMS = 4
-"""Copies of the last hidden states that the head makes: those that are learned, their slopes and gradients."""
+"""Copies of the last hidden states that the head makes: hidden states, slopes and gradients."""
 
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Bytes that training one sequence takes, beside weights and adapters."""
+    """Bytes for training one sequence, without weights and adapters."""
 
     whole: int
-    """For each row of a sequence whose MLPs take all rows at once."""
+    """Per row, for sequences whose MLPs run all rows at once."""
     tiled: int
-    """For each row of one that is longer than `long_rows`."""
+    """Per row, for sequences longer than `long_rows`."""
     long_rows: int
     heads: int
     tile: int
-    """Of an MLP."""
+    """Of an MLP tile."""
 
     def of(self, n_tokens: int) -> int:
-        """Of a sequence of so many tokens; within half and twice of what it comes to."""
+        """Bytes for a sequence of `n_tokens`; measured values are between half and twice of it."""
         scores = 4 * min(KEPT_SCORES, self.heads * n_tokens**2 // 2)
         if n_tokens <= self.long_rows:
             return scores + n_tokens * self.whole
         return scores + self.tile + n_tokens * self.tiled
 
     def longest(self, n_bytes: int) -> int:
-        """Tokens of the longest sequence that so many bytes are enough for."""
+        """The longest sequence that fits into `n_bytes`, in tokens."""
         whole, tiled = range(1, self.long_rows + 1), range(self.long_rows + 1, _MOST)
         in_tiles = bisect.bisect_right(tiled, n_bytes, key=self.of)
         return self.long_rows + in_tiles if in_tiles else bisect.bisect_right(whole, n_bytes, key=self.of)
 
 
 def pass_memory(base: LoraModel, *, recompute: bool, offload: bool = False) -> PassMemory:
-    """Look at a pass of a few rows, forth alone; with `offload` the inputs of layers lie elsewhere."""
+    """Measure a forward pass of a few rows; with `offload`, inputs of layers are stored elsewhere."""
     arithmetic = base.arithmetic
     rows = max(_ROWS, arithmetic.rows)
     if base.kernels is not None:
@@ -74,7 +74,7 @@ def pass_memory(base: LoraModel, *, recompute: bool, offload: bool = False) -> P
 
 
 def _of_own_kernels(base: LoraModel, recompute: bool) -> PassMemory:
-    """They say themselves what a pass takes, which grows with its rows; the head has a block of logits beside."""
+    """Own kernels report their memory themselves; the head adds a block of logits."""
     assert base.kernels is not None
     weights = _adapter(base)
     few, many = (
@@ -98,12 +98,12 @@ def _routing(base: LoraModel, rows: int, weights: AdapterWeights) -> TrainerRout
 
 
 def _for_each_row(base: LoraModel, rows: int, recompute: bool, inputs: int) -> int:
-    """With `recompute` so many layers' inputs are there."""
+    """With `recompute`, `inputs` layers' inputs are in memory."""
     config, size = base.model.config.get_text_config(), base.dtype.itemsize
     kept, layers = _kept(base, rows) / rows, int(config.num_hidden_layers)
     scores = _SCORES * 4 * base.block_size * int(config.num_attention_heads)
     widest = 0
-    if base.arithmetic.long_rows:  # in tiles what comes and goes is a tile's
+    if base.arithmetic.long_rows:  # in tiles, temporary memory is that of one tile
         widest = 2 * max(fused.frozen.shape[0] for fused in (layer.fused for layer in base.linears.values()))
     passing = scores + size * (widest + _SUMS * base.info.hidden_size)
     held = kept / layers + size * inputs * base.info.hidden_size if recompute else kept
@@ -111,7 +111,7 @@ def _for_each_row(base: LoraModel, rows: int, recompute: bool, inputs: int) -> i
 
 
 def _kept(base: LoraModel, rows: int) -> int:
-    """Bytes that a pass keeps for its backward pass, the base's weights apart."""
+    """Bytes that a pass keeps for its backward pass, without the base's weights."""
     weights = _adapter(base)
     routing = _routing(base, rows, weights)
     weights_held = {each.untyped_storage().data_ptr() for each in (weights.flat, *base.model.parameters())}
@@ -121,12 +121,12 @@ def _kept(base: LoraModel, rows: int) -> int:
     def note(tensor: Tensor) -> Tensor:
         if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in weights_held:
             sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            held.append(tensor)  # or its place would be given to another
+            held.append(tensor)  # keep a reference, so that its address is not reused
         return tensor
 
     training = [module for module in base.model.modules() if module.training]
     for module in training:
-        module.training = False  # layers that are computed again keep nothing that is seen here
+        module.training = False  # recomputed layers keep nothing that this would see
     places = torch.arange(rows, device=base.device)
     try:
         with base.routed(routing), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, _same):

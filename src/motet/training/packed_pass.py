@@ -1,9 +1,7 @@
 """One packed pass over a base: segments of several adapters, laid out in rows, forward and backward.
 
-Every segment of a batch keeps to itself: its rows, its padding, its head products and its reductions are what they would be if
-it were alone, so its gradient is too.
-
-Legend: T packed rows, N trainable tokens of a segment, D model width, V vocabulary.
+Each segment has its own rows, padding, head products and reductions, as if it were alone. So its gradient does not
+depend on other segments. Legend: T packed rows, N trainable tokens of a segment, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,33 +32,33 @@ from motet.types import FloatArray, IntArray
 
 @dataclass(frozen=True)
 class Learning:
-    """The adapter of a segment, and where its gradient goes."""
+    """The adapter of a segment, and the destination of its gradient."""
 
     weights: AdapterWeights
     gradients: dict[str, LoraMatrices]
-    """What is added to."""
+    """Gradients are added to these."""
     unscaled: bool = False
-    """Whether alpha / rank is left to who adds the parts up (see `TrainSegment.unscaled`)."""
+    """Whether the caller applies alpha / rank when it sums the parts (see `TrainSegment.unscaled`)."""
     head: ValueHead | None = None
-    """Where the segment learns values."""
+    """Set if the segment trains values."""
 
 
 class PackedPass:
-    """A batch laid out for one pass. Nothing is computed before `train` or `score`."""
+    """A batch laid out for one pass; computed by `train` or `score`."""
 
     def __init__(self, base: LoraModel, batch: Batch, *, share: bool, inputs: Path | None = None) -> None:
         """A batch without segments is a pass of padding.
 
         Args:
-            base: whose adapters are trained.
-            batch: what is laid out.
-            share: run what neighbouring samples share (`Segment.shared`) once; logprobs have the same bits either way.
-            inputs: a directory to which `train` moves the inputs of layers that are computed again.
+            base: the base of the adapters.
+            batch: the batch to lay out.
+            share: run the shared prefix of neighbouring samples (`Segment.shared`) once; no effect on logprobs.
+            inputs: a directory to which `train` moves the inputs of recomputed layers.
         """
         self._base, self._batch = base, batch
         self._inputs = LayerInputs(inputs)
         self.in_step = False
-        """Whether every gather of `train` was made, so that other ranks do not wait for this one."""
+        """Whether `train` made every gather that other ranks wait for."""
         self._plan = _Plan.of(batch, base, share=share)
         self._rows = [
             _TrainableRows.of(segment, places, base.device)
@@ -95,10 +93,10 @@ class PackedPass:
                     self.in_step = True
                 else:
                     self._keep_step(hidden_TD)
-        for one, head in zip(adapters, heads, strict=True):  # in the order of the segments, however they were batched
+        for one, head in zip(adapters, heads, strict=True):  # in the order of the segments, whatever the batches
             if one.head is not None and head is not None and head.grad is not None:
                 one.head.gradient.add_(head.grad)
-        wait_for(base.device)  # or whoever waits next would be charged for it
+        wait_for(base.device)  # otherwise the next caller that waits would be charged for it
         return tuple(
             Trained(stats, rows.scatter(logprobs_N, segment))
             for segment, rows, (_, stats, logprobs_N) in zip(self._batch.segments, self._rows, losses, strict=True)
@@ -132,14 +130,14 @@ class PackedPass:
         return tuple(outputs)
 
     def _between(self, pieces: Pieces[Result], routing: TrainerRouting) -> Pieces[Result]:
-        """Leave the base as others expect it while this pass waits."""
+        """Restore the base's normal state while this pass is paused."""
         while True:
             try:
                 done = next(pieces)
             except StopIteration as end:
                 result: Result = end.value
                 return result
-            wait_for(self._base.device)  # or whoever waits next would be charged for it
+            wait_for(self._base.device)  # otherwise the next caller that waits would be charged for it
             with self._base.aside(routing), torch.no_grad():
                 yield done
 
@@ -149,7 +147,7 @@ class PackedPass:
         return self._base.hidden(plan.token_ids_T, plan.positions_T, attention)
 
     def _keep_step(self, hidden_TD: Tensor) -> None:
-        """Where the base lies in shards, gather what other ranks do in a backward pass, with nothing to learn."""
+        """With a sharded base, run the gathers of a backward pass without a gradient, as other ranks expect."""
         if self._base.shards is not None:
             (hidden_TD.float().sum() * 0).backward()
             self.in_step = True
@@ -185,7 +183,7 @@ class PackedPass:
 
 @contextlib.contextmanager
 def _one_order(device: torch.device) -> Iterator[None]:
-    """On a GPU what is added to one row from several is added in one order, not in that of the atomic additions."""
+    """On a GPU, use deterministic additions where several values are added to one row."""
     if device.type != "cuda":
         yield
         return
@@ -198,11 +196,11 @@ def _one_order(device: torch.device) -> Iterator[None]:
 
 
 _Stretches = tuple[tuple[int, int], ...]
-"""Where a sample's tokens lie among its segment's rows: first row and length of each stretch; the last is its own."""
+"""Position of a sample's tokens in its segment's rows: first row and length of each stretch; the last is its own."""
 
 
 def _beginning(place: _Stretches, length: int) -> _Stretches:
-    """Where the first tokens of a sample lie."""
+    """The stretches of a sample's first `length` tokens."""
     stretches = []
     for row, own in place:
         if length > 0:
@@ -212,13 +210,13 @@ def _beginning(place: _Stretches, length: int) -> _Stretches:
 
 
 def _rows(place: _Stretches) -> NDArray[np.int64]:
-    """The row of each of its tokens."""
+    """The row of each token."""
     return np.concatenate([np.arange(row, row + length) for row, length in place])
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A batch laid out in packed rows; each segment ends with padding of its own, up to a multiple of `arithmetic.rows`."""
+    """A batch laid out in packed rows; each segment is padded to a multiple of `arithmetic.rows`."""
 
     token_ids_T: Tensor
     positions_T: Tensor
@@ -226,7 +224,7 @@ class _Plan:
     prefixes: list[Prefix | None]
     spans: list[tuple[int, int]]
     places: list[list[_Stretches]]
-    """Of each segment's samples."""
+    """By segment and sample."""
 
     @classmethod
     def of(cls, batch: Batch, base: LoraModel, *, share: bool) -> _Plan:
@@ -272,7 +270,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _TrainableRows:
-    """Where a segment's trainable tokens are predicted: the row of the token before each of them."""
+    """Rows that predict a segment's trainable tokens: the row of the token before each."""
 
     row_N: Tensor
     target_N: Tensor
@@ -293,16 +291,16 @@ class _TrainableRows:
         )
 
     def gather(self, segment: Segment, name: str) -> Tensor:
-        """A field of all samples at the trainable places, once for each target there, fp32; 1 where a sample has none."""
+        """A field of all samples at the trainable positions, once per target, fp32; 1 for samples without it."""
         values = [_at_targets(sample, getattr(sample, name)) for sample in segment.samples]
         return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(self.row_N.device)
 
     def gather_optional(self, segment: Segment, name: str) -> Tensor | None:
-        """The same for a field that is there for all samples of a segment, or for none."""
+        """`gather` for a field that all samples of a segment have, or none."""
         return None if getattr(segment.samples[0], name) is None else self.gather(segment, name)
 
     def scatter(self, values_N: Tensor, segment: Segment) -> tuple[FloatArray, ...]:
-        """Back to one array [T], or [T, K] where there are K targets, per sample; 0 where nothing is trained."""
+        """Convert to one array [T] per sample, or [T, K] with K targets; 0 at positions that are not trained."""
         flat, arrays, start = values_N.float().cpu().numpy(), [], 0
         for sample in segment.samples:
             like = sample.token_ids if sample.targets is None else sample.targets
@@ -315,7 +313,7 @@ class _TrainableRows:
 
 
 def _at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
-    """A field [T] or [T, K] at each target of the trainable places."""
+    """A field [T] or [T, K] at each target of the trainable positions."""
     if values is None:
         return np.ones(sample.n_trainable * sample.n_targets, np.float32)
     chosen = values[sample.loss_mask]
@@ -323,7 +321,7 @@ def _at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
 
 
 def _values(hidden_TD: Tensor, rows: _TrainableRows, head: Tensor, base: LoraModel) -> Tensor:
-    """What each trainable token's place is worth [N], before it is sampled; in fp32."""
+    """Values [N] of the states before each trainable token; in fp32."""
     hidden_ND = hidden_TD.index_select(0, rows.row_N).float()
     if base.math is not None:
         return base.math.values(hidden_ND, head)

@@ -1,4 +1,4 @@
-"""Which adapters have their masters and moments on the device: those that were used last; the others wait elsewhere."""
+"""Keeps masters and moments of recently used adapters on the device; parks the others in host memory or on disk."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ _log = logging.getLogger(__name__)
 
 
 class Residence:
-    """The arenas of a trainer. May be called from several threads: one saves what another does not train."""
+    """The arenas of a trainer. Thread-safe: one thread may save an adapter while another trains others."""
 
     def __init__(self, room: int, parking: Path | None) -> None:
-        """Nothing is there yet.
+        """Start without arenas.
 
         Args:
-            room: how many arenas stay on the device, apart from those in use; 0 is all.
-            parking: a directory on a disk for the others; None is host memory.
+            room: most arenas on the device that are not in use; 0 keeps all.
+            parking: a directory for parked arenas; None uses host memory.
         """
         self.room, self._parking = room, parking
         self.arenas: dict[str, AdapterArena] = {}
-        self._in: OrderedDict[str, AdapterArena] = OrderedDict()  # on the device, used longest ago first
+        self._in: OrderedDict[str, AdapterArena] = OrderedDict()  # on the device, least recently used first
         self._users: Counter[str] = Counter()
         self._moving: dict[str, threading.Lock] = {}
-        """Held while an arena comes or goes; others are used meanwhile."""
-        self._changing = threading.Lock()  # taken inside of those, and never the other way around
+        """Held while an arena moves; other arenas remain usable."""
+        self._changing = threading.Lock()  # taken inside those locks, never the other way around
 
     def add(self, name: str, arena: AdapterArena) -> None:
-        """Take an arena in."""
+        """Add an arena."""
         with self._changing:
             self.arenas[name] = self._in[name] = arena
             self._moving[name] = threading.Lock()
         self._park_others()
 
     def remove(self, name: str) -> None:
-        """Let go of one."""
+        """Remove an arena."""
         with self._changing:
             del self.arenas[name], self._moving[name]
             self._in.pop(name, None)
 
     @contextlib.contextmanager
     def using(self, names: Sequence[str]) -> Iterator[list[AdapterArena]]:
-        """Arenas that are on the device until the block ends."""
+        """Keep arenas on the device during the block."""
         with self._changing:
             self._users.update(names)
         try:
@@ -60,11 +60,11 @@ class Residence:
                 self._users.subtract(names)
 
     def bring_in(self, names: Sequence[str], beside: Sequence[str] = ()) -> None:
-        """Have arenas on the device before they are used, where `beside` leaves room; names that are gone are left out."""
+        """Load arenas before they are used, if `beside` leaves room; unknown names are ignored."""
         if beside and len({*names, *beside}) > self.room:
             return
         for name in names:
-            with contextlib.suppress(KeyError), self.using([name]):  # it may go meanwhile
+            with contextlib.suppress(KeyError), self.using([name]):  # it may be removed meanwhile
                 pass
 
     def _bring_in(self, name: str) -> None:
@@ -84,11 +84,11 @@ class Residence:
         for number, (name, arena, moving) in enumerate(leaving):
             with moving:
                 with self._changing:
-                    if self._users[name] or name in self._in:  # it was wanted again
+                    if self._users[name] or name in self._in:  # it is in use again
                         continue
                 try:
                     arena.park(self._parking)
-                except OSError as error:  # more memory than was wanted is better than a step that is lost
+                except OSError as error:  # using more memory is better than losing a step
                     _log.warning(
                         "adapters stay on the device because %s cannot take them: %s", self._parking, error.strerror
                     )

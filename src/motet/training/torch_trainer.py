@@ -37,15 +37,15 @@ class TorchTrainer:
         parking: Path | None = None,
         inputs: Path | None = None,
     ) -> None:
-        """Nothing is trained yet.
+        """Start without adapters.
 
         Args:
-            base: what it trains adapters of.
-            slots: how many adapters there may be.
+            base: the base of the adapters.
+            slots: most adapters at a time.
             recompute: compute activations again in the backward pass.
             share_prompts: run the prompt of neighbouring samples once; logprobs have the same bits either way.
-            resident: adapters that keep their masters and moments on the device; 0 is all.
-            parking: a directory on a disk for those of the others; None is host memory.
+            resident: adapters that keep masters and moments on the device; 0 keeps all there.
+            parking: a directory for those of the others; None uses host memory.
             inputs: with `recompute`, a directory for the inputs of layers; None keeps them on the device.
 
         Raises:
@@ -62,7 +62,7 @@ class TorchTrainer:
 
     @classmethod
     def of(cls, base: LoraModel, engine: EngineConfig) -> TorchTrainer:
-        """The trainer that a configuration asks for.
+        """The trainer for a configuration.
 
         Raises:
             BaseModelError: the base cannot recompute.
@@ -78,13 +78,13 @@ class TorchTrainer:
         )
 
     def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
-        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0; one with a `head` gives values.
+        """Take a slot for a new adapter (B = 0), with zero moments and step count 0; `head` adds a value head.
 
         Raises:
             AdapterError: the name is taken, no slot is free, or a target module does not exist.
         """
         if name in self._arenas:
-            raise AdapterError(f"adapter {name!r} is there already")
+            raise AdapterError(f"adapter {name!r} exists already")
         if len(self._arenas) >= self.slots:
             raise AdapterError(f"all {self.slots} adapter slots are taken; raise engine.slots or wait for a job to end")
         layout = self.base.adapter_layout(shape.target_modules, shape.rank)
@@ -96,13 +96,13 @@ class TorchTrainer:
         self._shapes[name] = shape
 
     def remove_adapter(self, name: str) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         self._arena(name)
         self._residence.remove(name)
         del self._shapes[name]
 
     def weights(self, name: str) -> AdapterWeights:
-        """The version in use, as tensors; never written again once made."""
+        """The version in use, as tensors; immutable."""
         return self._arena(name).weights
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
@@ -110,7 +110,7 @@ class TorchTrainer:
         return whole(self.train_in_pieces(batch))
 
     def train_in_pieces(self, batch: Batch) -> Pieces[tuple[Trained, ...]]:
-        """As `forward_backward`."""
+        """`forward_backward` as a generator of pieces."""
         packed = PackedPass(self.base, batch, share=self._share_prompts, inputs=self.inputs)
         with self._using(*(segment.adapter for segment in batch.segments)) as arenas:
             trained = yield from packed.train(
@@ -121,23 +121,23 @@ class TorchTrainer:
         return trained
 
     def head(self, name: str) -> ValueHead | None:
-        """What makes values of hidden states; None where the adapter has none."""
+        """The value head; None if the adapter has none."""
         with self._using(name) as (arena,):
             return arena.head
 
     def add_gradient(self, name: str, parts: dict[str, LoraMatrices], head: Tensor | None) -> None:
-        """Add what another rank made of a segment, that of A unscaled, as `forward_backward` adds it."""
+        """Add a segment's gradient from another rank, with A unscaled, as `forward_backward` adds it."""
         with self._using(name) as (arena,):
             arena.add(parts)
             if arena.head is not None and head is not None:
                 arena.head.gradient.add_(head)
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
-        """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
+        """Logprobs [T] per sample per segment, no gradient; `base=True` disables the adapters (the KL reference)."""
         return whole(self.score_in_pieces(batch, base=base))
 
     def score_in_pieces(self, batch: Batch, *, base: bool = False) -> Pieces[tuple[tuple[FloatArray, ...], ...]]:
-        """As `forward`."""
+        """`forward` as a generator of pieces."""
         packed = PackedPass(self.base, batch, share=self._share_prompts)
         if base:
             return (yield from packed.score(None))
@@ -148,12 +148,12 @@ class TorchTrainer:
             return (yield from packed.score([arena.weights for arena in arenas], [arena.head for arena in arenas]))
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
-        """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
+        """Clip, step and clear the gradient of one adapter; the next version can then be published."""
         with self._using(name) as (arena,):
             return arena.step(adamw)
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
-        """Write PEFT files, and the optimizer's state where asked; the directory exists. May run beside the device."""
+        """Write PEFT files, with `optimizer` also the optimizer's state; the directory exists. May run beside the device."""
         with self._using(name) as (arena,), _no_openmp_team():
             shape = self._shapes[name]
             write_adapter(directory, self.base, arena.layout, shape.alpha, shape.target_modules, arena.masters)
@@ -176,11 +176,11 @@ class TorchTrainer:
 
     @property
     def parks(self) -> bool:
-        """Whether not all adapters have all that they are trained with on the device."""
+        """Whether some adapters have their training state off the device."""
         return self._residence.room > 0
 
     def bring_in(self, names: Sequence[str], beside: Sequence[str] = ()) -> None:
-        """Have adapters whole on the device before they are trained; see `Parking`."""
+        """Load adapters' training state before they are trained; see `Parking`."""
         with _no_openmp_team():
             self._residence.bring_in(names, beside)
 
@@ -189,7 +189,7 @@ class TorchTrainer:
         return self._shapes[name]
 
     def _using(self, *names: str) -> contextlib.AbstractContextManager[list[AdapterArena]]:
-        """Arenas with all that they are trained with on the device."""
+        """Arenas with their training state on the device."""
         for name in names:
             self._arena(name)
         return self._residence.using(names)
@@ -204,7 +204,7 @@ class TorchTrainer:
 
 
 def _recompute(base: LoraModel) -> None:
-    """Have layers keep their inputs alone; only they are in training mode, for what is inside may add noise there."""
+    """Enable recomputation. Only the layers enter training mode, because their modules may add noise there."""
     model = base.model
     if not model.supports_gradient_checkpointing:
         raise BaseModelError(f"{base.info.name} cannot compute its layers again; set engine.recompute to false")
@@ -218,12 +218,12 @@ def _recompute(base: LoraModel) -> None:
 
 @contextlib.contextmanager
 def _no_openmp_team() -> Iterator[None]:
-    """One torch thread in the thread that this runs in.
+    """Use one torch thread in the current thread during the block.
 
-    A thread takes over, at its first operation, the number that any thread has set last: that of the device, while it trains.
-    OpenMP would keep a second team for it, and where there are more threads than cores every team waits by sleeping.
+    A thread adopts, at its first operation, the number of threads that any thread set last: the device's, while it
+    trains. OpenMP would then keep a second team, and with more threads than cores every team waits by sleeping.
     """
-    before = torch.get_num_threads()  # the number is taken over here, not inside
+    before = torch.get_num_threads()  # the number is adopted here, not inside
     torch.set_num_threads(1)
     try:
         yield

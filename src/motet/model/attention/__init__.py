@@ -1,4 +1,4 @@
-"""How a base attends: by torch's products, or by kernels in Triton. Each has its own page of metadata beside it."""
+"""Attention of a base: with torch's products, or with Triton kernels. Each backend has its own metadata module."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from motet.model.attention.torch_attention import TorchAttention
 __all__ = ["AttentionBackend", "AttentionPass", "LayerCall", "Prefix", "ReplayablePass", "Span"]
 
 NAME = "motet"
-"""Under which the function is registered with transformers' `AttentionInterface`."""
+"""Name in transformers' `AttentionInterface`."""
 
 INSTEAD = "take a base of another architecture"
-"""What a person can do where Motet refuses how a model attends."""
+"""Advice in messages about unsupported attention."""
 
 _UNDERSTOOD = {"use_cache", "position_ids", "cache_position", "output_attentions", "return_dict", "is_causal"}
 
@@ -26,11 +26,11 @@ _UNDERSTOOD = {"use_cache", "position_ids", "cache_position", "output_attentions
 def attention_backend(
     arithmetic: Arithmetic, device: torch.device, dtype: torch.dtype, *, width: int, block_size: int
 ) -> AttentionBackend:
-    """The backend that an arithmetic names; torch's reads so many keys at a time, of heads that have this width at least."""
+    """The backend that an arithmetic selects; torch's reads `block_size` keys at a time, of heads of at least `width`."""
     if arithmetic.attention == "torch":
         return TorchAttention(device, dtype, width=width, block_size=block_size, rows=arithmetic.rows)
     from motet.model.attention.triton_attention import (
-        TritonAttention,  # there is no Triton on most machines without a GPU
+        TritonAttention,  # most machines without a GPU have no Triton
     )
 
     return TritonAttention(device)
@@ -50,22 +50,20 @@ def motet_attention(
     attention_pass: AttentionPass | None = None,
     **unknown: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer; query [1, H, T, E], key and value [1, K, T, E] → [1, T, H, E].
+    """Called by transformers in every layer; query [1, H, T, E], key and value [1, K, T, E] → [1, T, H, E].
 
     Raises:
-        BaseModelError: the model passes something that this function does not understand.
+        BaseModelError: the model passes an unsupported argument.
     """
     name = type(module).__name__
     strange = sorted(key for key, value in unknown.items() if value is not None and key not in _UNDERSTOOD)
     if attention_pass is None:
-        raise BaseModelError(f"{name} does not hand keyword arguments on to its attention function; {INSTEAD}")
+        raise BaseModelError(f"{name} does not pass keyword arguments to its attention function; {INSTEAD}")
     if getattr(module, "is_causal", True) is False:
-        raise BaseModelError(
-            f"{name} looks at what comes after a token, so this is no causal language model; {INSTEAD}"
-        )
+        raise BaseModelError(f"{name} attends to later tokens, so it is not a causal language model; {INSTEAD}")
     if strange or attention_mask is not None:
         what = ", ".join(strange) or "an attention mask"
-        raise BaseModelError(f"{name} asks its attention for {what}, which Motet does not understand; {INSTEAD}")
+        raise BaseModelError(f"{name} needs attention with {what}, which Motet does not support; {INSTEAD}")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = LayerCall(int(getattr(module, "layer_idx", -1)), scaling, sliding_window, softcap, s_aux)
     attention_pass.calls.append(call)

@@ -1,4 +1,4 @@
-"""The seam between a base and its attention: a backend is chosen once, when a base is loaded, and makes what each pass needs.
+"""The interface between a base and its attention. A backend is chosen when a base is loaded, and creates the passes.
 
 Legend: T packed rows, H query heads, K KV heads, E head width.
 """
@@ -26,92 +26,92 @@ class Span:
     blocks: Sequence[int] = ()
     """The sequence's KV blocks."""
     slot: int = 0
-    """Where its states are, on a base whose layers have some (see `StateCache`)."""
+    """Slot of its states, on a base whose layers have states (see `StateCache`)."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Packed rows of what comes before a sequence's own rows and is shared with others: a prompt, or more."""
+    """Packed rows that precede a sequence's own rows and are shared with other sequences, such as a prompt."""
 
     row: int
     length: int
     before: tuple[tuple[int, int], ...] = ()
-    """First row and length of each stretch of rows before those, where it goes through several sequences."""
+    """First row and length of earlier stretches, if the prefix spans several sequences."""
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
-        """First row and length of all, in the order of the tokens."""
+        """First row and length of each stretch, in token order."""
         return *self.before, (self.row, self.length)
 
     @property
     def rows(self) -> IntArray:
-        """Of each token."""
+        """Row of each token."""
         return np.concatenate([np.arange(row, row + length, dtype=np.int32) for row, length in self.stretches])
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What one layer asks of its attention."""
+    """The arguments of one layer's attention."""
 
     layer: int
     scaling: float
     window: int | None
     softcap: float | None
     sinks_H: Tensor | None = None
-    """For each query head a score that takes its share of the softmax and has no value (gpt-oss)."""
+    """For each query head, a score that takes part in the softmax but has no value (gpt-oss)."""
 
 
 def prefix_length(prefix: Prefix | None) -> int:
-    """Keys that come before a sequence's own."""
+    """Number of keys before a sequence's own."""
     return 0 if prefix is None else sum(length for _, length in prefix.stretches)
 
 
 class AttentionPass(Protocol):
-    """Which row attends to which keys in one pass through the decoder; handed to every layer."""
+    """The keys of each row in one pass through the decoder; passed to every layer."""
 
     calls: list[LayerCall]
-    """Those of a pass so far, for the proof at load."""
+    """Calls of the pass so far, for the proof at load."""
 
     def attend(self, call: LayerCall, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
-        """Causal attention [T, H, E] of one layer, with gradients where there is no cache.
+        """Causal attention [T, H, E] of one layer, with gradients if there is no cache.
 
-        With a cache the new keys and values are written to it first.
+        With a cache, the new keys and values are written to it first.
         """
         ...
 
 
 class ReplayablePass(AttentionPass, Protocol):
-    """A pass whose shapes stay while sequences grow: it can be recorded, and replayed with other values."""
+    """A pass with fixed shapes while sequences grow: it can be recorded and replayed with other values."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Device memory that a replay reads; `values` are copied into it first."""
+        """Device memory that a replay reads; copy `values` into it first."""
         ...
 
     def values(self, spans: Sequence[Span]) -> tuple[Tensor, ...]:
-        """What the tensors have to hold, on the host, for as many other spans."""
+        """New contents of the tensors, on the host, for the same number of other spans."""
         ...
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention, the same for sampling and training."""
+    """A way to compute attention, the same for sampling and training."""
 
     fixed_shapes: bool
-    """Whether its products have the same shapes in any company; on a GPU nothing is exact otherwise."""
+    """Whether its products always have the same shapes; exactness on a GPU requires it."""
     reads_past_end: bool
-    """Whether it reads keys after a sequence's end, and hides them: blocks of a cache have to be zeroed for it."""
+    """Whether it reads keys after a sequence's end and masks them; cache blocks must then be zeroed."""
 
     def packed(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> AttentionPass:
-        """A pass over whole sequences that together are all rows (training, scoring).
+        """A pass over whole sequences that together form all rows (training, scoring).
 
         Each may continue the rows of an earlier one, its prefix.
         """
         ...
 
     def cached(self, spans: Sequence[Span], cache: KVCache) -> AttentionPass:
-        """A pass over spans whose keys and values go to a cache (prefill and decode); rows of padding belong to no span."""
+        """A pass over spans whose keys and values go to a cache (prefill and decode); padding rows belong to no span."""
         ...
 
     def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> ReplayablePass | None:
-        """The same for sequences that may grow to so many blocks; None where shapes depend on the sequences."""
+        """`cached` for sequences that may grow to `least_blocks` blocks; None if shapes depend on the sequences."""
         ...

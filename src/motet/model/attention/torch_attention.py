@@ -40,18 +40,18 @@ from motet.model.attention.torch_metadata import (
 from motet.model.kv_cache import KVCache
 
 KEPT_SCORES = 1 << 24
-"""Scores of a group that are kept while each row's largest is looked for; those of later blocks are computed a second time."""
+"""Scores of a group that stay in memory while each row's largest is searched; later blocks are computed twice."""
 
 LEAST_EXPONENT = -87.0
-"""Of a weight, whose exponential is just not subnormal: of what is smaller, −∞ above all, `exp` takes up to 30 times as long.
+"""Lower limit of a weight's exponent, whose exponential is just not subnormal; below it `exp` is up to 30 times slower.
 
-Beside the row's largest weight, which is 1, it is nothing; of hidden keys it is replaced by 0.
+Compared with the row's largest weight, 1, such a weight is negligible; hidden keys get 0 instead.
 """
 
 
 @dataclass(frozen=True)
 class _FoldedCall:
-    """A layer's call, and how its query heads are folded into rows."""
+    """A layer's call, with its query heads folded into rows."""
 
     metadata: TorchMetadata
     window: int | None
@@ -62,7 +62,7 @@ class _FoldedCall:
     sinks_H: Tensor | None = None
 
     def sinks(self, n_rows: int) -> Tensor | None:
-        """Of folded rows, fp32 [K, R, 1]; None where there are none."""
+        """Sinks of folded rows, fp32 [K, R, 1]; None without sinks."""
         if self.sinks_H is None:
             return None
         return self.sinks_H.float().view(self.n_kv, -1).repeat(1, -(-n_rows // self.fold))[:, :n_rows, None]
@@ -76,9 +76,11 @@ class TorchPass:
     calls: list[LayerCall] = field(default_factory=list)
 
     def attend(self, call: LayerCall, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
-        """Causal attention [T, H, E] of one layer, with gradients where there is no cache."""
+        """Causal attention [T, H, E] of one layer, with gradients if there is no cache."""
         scaling, n_kv, fold = call.scaling, key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
-        if math.frexp(scaling)[0] == 0.5:  # a power of two: the query times it is exact, and smaller than the scores
+        if (
+            math.frexp(scaling)[0] == 0.5
+        ):  # a power of two: scaling the query is exact, and cheaper than scaling the scores
             query_THE, scaling = query_THE * scaling, 1.0
         folded = _FoldedCall(self.metadata, call.window, scaling, call.softcap, n_kv, fold, call.sinks_H)
         if self.metadata.cache is not None:
@@ -96,7 +98,7 @@ class TorchAttention:
     def __init__(
         self, device: torch.device, dtype: torch.dtype, *, width: int, block_size: int, rows: int = ROWS
     ) -> None:
-        """`width` of the narrowest head: a product of queries with a block of keys has rows enough for it."""
+        """`width` of the narrowest head: its products of queries and a key block then have enough rows."""
         self._device, self._block_size, self._rows = device, block_size, rows
         self._queries = least_rows(width, block_size, dtype)
 
@@ -109,14 +111,14 @@ class TorchAttention:
         return TorchPass(cached_metadata(spans, cache, self._device, self._rows, self._queries))
 
     def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> None:
-        """There is none: shapes depend on the sequences."""
+        """None: shapes depend on the sequences."""
 
 
 # --- the arithmetic ---------------------------------------------------------------------------------------------------
 
 
 def _scores(query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor:
-    """fp32 scores [B, S, K, R, C] of a group's rows and a run of blocks, whether a key is hidden or not."""
+    """fp32 scores [B, S, K, R, C] of a group's rows and a run of blocks, before masking."""
     score = torch.matmul(query_SKRE, keys_BSKCE.transpose(-1, -2)).float()
     if call.scaling != 1.0:
         score.mul_(call.scaling)
@@ -127,7 +129,7 @@ def _scores(query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor
 
 @dataclass(frozen=True)
 class _Part:
-    """A run of blocks, and the folded query rows that read it."""
+    """A run of blocks, and the folded query rows that attend to it."""
 
     run: KeyRange
     first: int
@@ -135,14 +137,14 @@ class _Part:
     reach: Reach
 
     def scores(self, query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor:
-        """Of its rows, −∞ where a key is hidden; the same bits whenever they are computed."""
+        """Scores of its rows, −∞ for hidden keys; equal bits each time they are computed."""
         score = _scores(query_SKRE[:, :, self.first : self.stop], keys_BSKCE[self.run.start : self.run.stop], call)
         self.reach.replace_hidden(score, self.first, infinite=True)
         return score
 
 
 def _parts(index: int, call: _FoldedCall, n_rows: int, multiple: int, begin: int = 1) -> list[_Part]:
-    """In order; each has a multiple of rows, and begins at a multiple."""
+    """Parts in order; each begins at a multiple of `begin` and has a multiple of `multiple` rows."""
     parts = []
     for run in call.metadata.groups[index].runs:
         first = run.first_query * call.fold // begin * begin
@@ -158,7 +160,7 @@ def _attend(
     """Softmax attention of a group over blocks of keys, added in order.
 
     Returns:
-        Output [S, K, R, E]; of each row's scores and sink the largest, and the sum of weights relative to it: [S, K, R, 1].
+        Output [S, K, R, E]; each row's largest score or sink [S, K, R, 1]; the sum of weights relative to it [S, K, R, 1].
     """
     parts = _parts(index, call, query_SKRE.shape[2], call.metadata.rows)
     peak, kept = _largest(parts, query_SKRE, keys_BSKCE, call)
@@ -189,7 +191,7 @@ def _attend(
 def _largest(
     parts: list[_Part], query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """The largest score of each row [S, K, R, 1], and by first block as many scores as are kept."""
+    """The largest score of each row [S, K, R, 1], and the kept scores by first block."""
     peak, kept, n_kept = None, {}, 0
     for part in parts:
         score = part.scores(query_SKRE, keys_BSKCE, call)
@@ -208,7 +210,7 @@ def _largest(
 
 
 def _to_all_rows(first_SKRE: Tensor, n_rows: int, value: float = 0.0) -> Tensor:
-    """What the first rows have, and a value for those after them."""
+    """Extend the first rows to `n_rows` with a value."""
     return (
         first_SKRE
         if n_rows == first_SKRE.shape[2]
@@ -217,7 +219,7 @@ def _to_all_rows(first_SKRE: Tensor, n_rows: int, value: float = 0.0) -> Tensor:
 
 
 def _fold(states_THE: Tensor, group: SpanGroup, call: _FoldedCall, multiple: int) -> Tensor:
-    """Bring rows of query heads to [S, K, R, E], R padded with zeros to a multiple."""
+    """Fold query heads into rows: [S, K, R, E], with R padded with zeros to a multiple."""
     rows_SQ = group.query_rows_SQ
     width = states_THE.shape[-1]
     if rows_SQ is None:
@@ -234,14 +236,14 @@ def _pad(folded_SKRE: Tensor, multiple: int) -> Tensor:
 
 
 def _unfold(folded_SKRE: Tensor, group: SpanGroup, call: _FoldedCall) -> Tensor:
-    """Back to padded queries [S·Q, H, E]."""
+    """Undo `_fold`: padded queries [S·Q, H, E]."""
     n_seqs, n_queries = group.positions_SQ.shape
     states = folded_SKRE[:, :, : n_queries * call.fold].view(n_seqs, call.n_kv, n_queries, call.fold, -1)
     return states.transpose(1, 2).reshape(n_seqs * n_queries, call.n_kv * call.fold, -1)
 
 
 def _rows(per_group: list[Tensor], places_T: Tensor | None) -> Tensor:
-    """Packed rows out of padded ones."""
+    """Packed rows from padded ones."""
     padded = torch.cat(per_group) if len(per_group) > 1 else per_group[0]
     return padded if places_T is None else padded.index_select(0, places_T)
 
@@ -250,7 +252,7 @@ def _rows(per_group: list[Tensor], places_T: Tensor | None) -> Tensor:
 
 
 def _through_cache(query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor, call: _FoldedCall, layer: int) -> Tensor:
-    """Write the new keys and values, then attend to all that the cache has of each sequence: [T, H, E]."""
+    """Write the new keys and values, then attend to all cached keys of each sequence: [T, H, E]."""
     metadata = call.metadata
     assert metadata.cache is not None and metadata.writes is not None
     key_pool, value_pool = metadata.cache.write(layer, metadata.writes, key_TKE, value_TKE)
@@ -280,7 +282,7 @@ def _blocks(states_TKE: Tensor, group: SpanGroup, block: int) -> Tensor:
 
 
 def _keys_back(grads: list[Tensor], like_TKE: Tensor, metadata: TorchMetadata) -> Tensor:
-    """Gradients of padded keys [B, S, K, C, E] per group to packed rows; those of a shared prefix are added up."""
+    """Gradients of padded keys [B, S, K, C, E] per group, as packed rows; those of a shared prefix are summed."""
     padded = torch.cat([grad.permute(1, 0, 3, 2, 4).reshape(-1, *like_TKE.shape[1:]) for grad in grads])
     rows_TKE = _rows([padded], metadata.key_places_T)
     for shared in metadata.shared:
@@ -296,8 +298,8 @@ def _keys_back(grads: list[Tensor], like_TKE: Tensor, metadata: TorchMetadata) -
 def _over_queries(left_SKRC: Tensor, right_SKRE: Tensor) -> Tensor:
     """leftᵀ · right, summed over the rows of each sequence, R a multiple of TILE: fp32 [S, K, C, E].
 
-    How far company pads a sequence must not matter, and products of other lengths have other bits, even where only zeros
-    were added. So the rows are summed in tiles that begin at the sequence's first row, one after another.
+    Products of other lengths have other bits, even if only zeros were added, and other sequences determine the padding.
+    So the rows are summed in order, in tiles that begin at the sequence's first row.
     """
     left, right = left_SKRC.unflatten(2, (-1, TILE)), right_SKRE.unflatten(2, (-1, TILE))
     first, *others = torch.matmul(left.transpose(-1, -2), right).unbind(2)
@@ -329,7 +331,7 @@ class _PackedAttention(torch.autograd.Function):
         call: _FoldedCall = ctx.call
         query_THE, key_TKE, value_TKE, output_THE, *log_sums = ctx.saved_tensors
         metadata = call.metadata
-        # of each row, the share of the softmax's gradient that all its scores have in common
+        # the part of the softmax gradient that all scores of a row share
         common_TH1 = (grad_THE.float() * output_THE.float()).sum(-1, keepdim=True)
         queries, keys, values = [], [], []
         for index, group in enumerate(metadata.groups):
@@ -365,7 +367,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries [S, K, R, E], keys and values [B, S, K, C, E] of a group; R is a multiple of TILE.
 
-    Where there are gradients every run is one block.
+    With gradients, every run is one block.
     """
     dtype = query_SKRE.dtype
     grad_query: Tensor | None = None

@@ -1,8 +1,10 @@
-"""Which packed row attends to which keys, for attention by torch's products; made once per forward pass.
+"""Maps packed rows to their keys, for attention with torch's products; computed once per forward pass.
 
-Spans whose attention has the same shape are grouped, so that a layer makes a few batched products instead of one per sequence.
+Spans with the same attention shape are grouped, so that a layer runs a few batched products instead of one per
+sequence.
 
-Legend: T packed rows, S sequences of a group, Q padded queries of a sequence, L padded keys of a sequence, B blocks of keys.
+Legend: T packed rows, S sequences of a group, Q padded queries of a sequence, L padded keys of a sequence, B blocks of
+keys.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from motet.model.attention.backend import Prefix, Span, prefix_length
 from motet.model.kv_cache import KVCache, Writes
 
 TILE = 128
-"""Folded query rows that are summed in one product."""
+"""Folded query rows summed in one product."""
 
 NO_WINDOW = 1 << 30
-"""More keys than a sequence has."""
+"""More keys than any sequence has."""
 
 MINUS_INFINITY = -(1 << 23)
 """The bits of −∞ in fp32, as int32."""
@@ -31,41 +33,41 @@ MINUS_INFINITY = -(1 << 23)
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Consecutive blocks of keys that are read in one product, by all queries from some row on."""
+    """Consecutive key blocks read in one product, by all queries from some row on."""
 
     start: int
     stop: int
     first_query: int
-    """Before this padded query nobody in the group sees a key of these blocks."""
+    """No earlier padded query in the group sees a key of these blocks."""
     hidden_from: int
-    """First block of which some query does not see every key, where no window hides more; `stop` if there is none."""
+    """First block that some query sees only partly, without a window; `stop` if there is none."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Bits that hide keys of a run. Scores are replaced, not added to, so that another tenant's Inf or NaN stays out."""
+    """Bits that hide keys of a run. Scores are replaced, not added to, so that another tenant's Inf or NaN cannot spread."""
 
     block: int
-    """First block of the run that it covers, to the last."""
+    """First block of the run that it covers; it covers all later ones."""
     row: int
-    """First of the group's folded query rows that it covers."""
+    """First folded query row of the group that it covers."""
     keep_BSRC: Tensor
-    """int32 [B, S, 1, R, C]: all bits where the key is seen, none where it is hidden."""
+    """int32 [B, S, 1, R, C]: all bits set for seen keys, none for hidden ones."""
     hide_BSRC: Tensor
-    """The bits of −∞ where it is hidden, none where it is seen."""
+    """The bits of −∞ for hidden keys, 0 for seen ones."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Which folded query rows of a group have to do with a run of blocks, from the first that does."""
+    """The folded query rows of a group that attend to a run of blocks."""
 
     stop: int
-    """From this row on nobody sees a key of it."""
+    """No row from this one on sees a key of it."""
     masks: tuple[Mask, ...]
-    """For those that see a part of it; what lies between them sees all."""
+    """For rows that see a part of it; rows between them see all."""
 
     def replace_hidden(self, states_BSKRC: Tensor, first: int, *, infinite: bool) -> None:
-        """Replace what is hidden of rows from the first on: scores by −∞, weights by 0."""
+        """Replace hidden entries of rows from `first` on: scores by −∞, weights by 0."""
         for mask in self.masks:
             row, cut = max(mask.row - first, 0), max(first - mask.row, 0)
             keep, hide = (bits[:, :, :, cut:] for bits in (mask.keep_BSRC, mask.hide_BSRC))
@@ -77,50 +79,50 @@ class Reach:
 
 @dataclass(frozen=True)
 class SpanGroup:
-    """Spans whose attention has the same shape."""
+    """Spans with the same attention shape."""
 
     query_rows_SQ: Tensor | None
-    """Packed row of each padded query; None where sequence s has the one query of row s."""
+    """Packed row of each padded query; None if sequence s has a single query in row s."""
     positions_SQ: Tensor
     n_blocks: int
     runs: tuple[KeyRange, ...]
     key_rows_SL: Tensor | None = None
-    """Packed row of each padded key, where there is no cache."""
+    """Packed row of each padded key, without a cache."""
     block_table_BS: Tensor | None = None
-    """The cache's blocks otherwise."""
+    """Blocks in the cache."""
     padding_SQ: Tensor | None = None
-    """True for queries that only repeat a sequence's last one, where gradients are needed and there are any."""
+    """True for queries that repeat a sequence's last one as padding; set only if gradients are needed."""
 
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Sequences that begin with the same packed rows; the gradients of those keys add up."""
+    """Sequences that begin with the same packed rows; gradients of those keys are summed."""
 
     prefix: Prefix
     places_NP: Tensor
-    """Places of the prefix's rows among the padded keys of all groups, for each of the N sequences in their order."""
+    """Positions of the prefix's rows among the padded keys of all groups, for each of the N sequences in order."""
 
 
 @dataclass
 class TorchMetadata:
-    """Where each packed row's keys are."""
+    """Positions of the keys of each packed row."""
 
     groups: list[SpanGroup]
     out_rows_T: Tensor | None
-    """Place of each packed row among the padded queries of all groups, one after another; None where they agree already."""
+    """Position of each packed row among the padded queries of all groups; None if they are equal."""
     block_size: int
     key_places_T: Tensor | None = None
-    """Place of each packed row among the padded keys of all groups, where there is no cache."""
+    """Position of each packed row among the padded keys of all groups, without a cache."""
     shared: list[SharedKeys] = field(default_factory=list)
     cache: KVCache | None = None
     rows: int = ROWS
-    """Queries of a sequence, and rows of its query heads, are padded to a multiple."""
+    """Queries of a sequence, and rows of its query heads, are padded to a multiple of this."""
     writes: Writes | None = None
     _reaches: dict[tuple[int, int, int | None, int], Reach] = field(default_factory=dict)
     _paddings: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def reach(self, index: int, run: KeyRange, window: int | None, fold: int) -> Reach:
-        """What a group's folded query rows see of a run; each query makes `fold` rows."""
+        """The part of a run that a group's folded query rows see; each query makes `fold` rows."""
         key = (index, run.start, window, fold)
         if key not in self._reaches:
             self._reaches[key] = self._reach(self.groups[index].positions_SQ, run, window, fold)
@@ -141,7 +143,9 @@ class TorchMetadata:
         window = window or NO_WINDOW
         partial_R = ((positions_SR < last_key) | (positions_SR - key_L[0] >= window)).any(0)
         masks = []
-        covered = round_up(max(stop, run.first_query * fold + 1), TILE) + self.rows  # as many rows as may be multiplied
+        covered = (
+            round_up(max(stop, run.first_query * fold + 1), TILE) + self.rows
+        )  # as many rows as a product may have
         for start, end in _stretches(partial_R[: covered - first]):
             distance_SRL = positions_SR[:, start:end, None] - key_L
             hidden_SRL = (distance_SRL < 0) | (distance_SRL >= window)
@@ -150,7 +154,7 @@ class TorchMetadata:
         return Reach(stop, tuple(masks))
 
     def padding_SR(self, index: int, fold: int) -> Tensor | None:
-        """True for folded query rows that only repeat a sequence's last query: [S, 1, R, 1]; None if there are none."""
+        """True for folded query rows that repeat a sequence's last query as padding: [S, 1, R, 1]; None without padding."""
         padding_SQ = self.groups[index].padding_SQ
         if padding_SQ is None:
             return None
@@ -161,13 +165,13 @@ class TorchMetadata:
 
 
 def _after_last(true_R: Tensor) -> int:
-    """The place after the last that is true, 0 where none is."""
+    """The index after the last true element; 0 if there is none."""
     places = true_R.nonzero()
     return int(places[-1]) + 1 if len(places) else 0
 
 
 def _stretches(true_R: Tensor) -> list[tuple[int, int]]:
-    """Start and end of each stretch of places that are true."""
+    """Start and end of each stretch of true elements."""
     edges = torch.diff(F.pad(true_R.int(), (1, 1))).nonzero()[:, 0].tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -179,7 +183,7 @@ def packed_metadata(
     prefixes: Sequence[Prefix | None] = (),
     rows: int = ROWS,
 ) -> TorchMetadata:
-    """Of whole sequences, one after another; a sequence's queries are padded to a multiple of `rows`."""
+    """Metadata of whole sequences in order; a sequence's queries are padded to a multiple of `rows`."""
     before = list(prefixes) or [None] * len(lengths)
     *starts, total = accumulate(lengths, initial=0)
     reach = [-(-(length + prefix_length(prefix)) // block_size) for length, prefix in zip(lengths, before, strict=True)]
@@ -220,7 +224,7 @@ def packed_metadata(
 
 
 def _alike(lengths: Sequence[int], reach: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Sequences to be padded to one shape: equal numbers of key blocks, and none much shorter than the longest."""
+    """Sequences to pad to one shape: equal numbers of key blocks, and similar lengths."""
     alike: list[tuple[int, list[int]]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda index: (reach[index], -lengths[index])):
@@ -235,7 +239,7 @@ def _alike(lengths: Sequence[int], reach: Sequence[int]) -> list[tuple[int, list
 def _runs(
     least_first: int, most_first: int, n_queries: int, n_blocks: int, block_size: int, rows: int
 ) -> tuple[KeyRange, ...]:
-    """One for each block, of a group whose sequences' own first positions lie between these two."""
+    """One run per block, for a group whose sequences' first positions are in the given range."""
     firsts = _first_queries(most_first, n_queries, n_blocks, block_size, rows)
     return tuple(
         KeyRange(block, block + 1, first, block if least_first < (block + 1) * block_size - 1 else block + 1)
@@ -244,13 +248,13 @@ def _runs(
 
 
 def _first_queries(first_position: int, n_queries: int, n_blocks: int, block_size: int, rows: int) -> tuple[int, ...]:
-    """Multiples of `rows`, so that what is left of the queries is one too."""
+    """Multiples of `rows`, so that the number of remaining queries is one too."""
     firsts = [max(0, block * block_size - first_position) // rows * rows for block in range(n_blocks)]
     return tuple(min(first, n_queries - rows) for first in firsts)
 
 
 def _shared_keys(prefixes: list[Prefix | None], first_keys: list[int], device: torch.device) -> list[SharedKeys]:
-    """By prefix; sequences in their own order, whichever groups company has put them in."""
+    """By prefix; sequences in their own order, independent of the groups."""
     members: dict[Prefix, list[int]] = {}
     for prefix, first in zip(prefixes, first_keys, strict=True):
         if prefix is not None:
@@ -264,7 +268,7 @@ def _shared_keys(prefixes: list[Prefix | None], first_keys: list[int], device: t
 def cached_metadata(
     spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int = ROWS, rows: int = ROWS
 ) -> TorchMetadata:
-    """Of spans whose keys and values go to a cache (prefill and decode).
+    """Metadata of spans whose keys and values go to a cache (prefill and decode).
 
     All rows together are padded to a multiple, a sequence's queries to a multiple of `rows`.
     """
@@ -290,7 +294,7 @@ def cached_metadata(
 def _decode_groups(
     spans: Sequence[Span], cache: KVCache, device: torch.device, multiple: int, _: int
 ) -> tuple[list[SpanGroup], None]:
-    """One query per sequence, in the order of the rows; rows of padding look at the block of zeros."""
+    """One query per sequence, in row order; padding rows read the zero block."""
     reach = [-(-(span.start + 1) // cache.block_size) for span in spans]
     n_blocks = max(reach)
     tables = [

@@ -1,21 +1,24 @@
-"""Attention as Triton kernels: one launch for all sequences of a pass, sampling and training alike.
+"""Attention as Triton kernels: one launch for all sequences of a pass, for sampling and training alike.
 
-The rules that make a row independent of everything but its own sequence are those of `torch_attention`:
+A row depends only on its own sequence, by the rules of `torch_attention`:
 
-* one program has a tile of one sequence's queries and goes through that sequence's keys in blocks of a fixed size, in order;
-  a block that is wholly hidden from a row leaves what the row has so far as it was, so blocks may be left out;
-* tiles have the same size whether a token is decoded or trained on, and whatever differs between the two (strides, block size,
-  window) is a value, never compiled in, so both are the same machine code;
-* hidden scores and weights are replaced, and keys after the tile's last query are never read, so that another tenant's Inf
-  or NaN stays out.
+* one program has a tile of one sequence's queries and reads that sequence's keys in blocks of a fixed size, in order; a
+fully
+  hidden block leaves a row's results unchanged, so blocks may be skipped;
+* tiles have the same size in decoding and training, and values that differ between the two (strides, block size,
+window) are
+  arguments, never compiled in, so both use the same machine code;
+* hidden scores and weights are replaced, and keys after the tile's last query are never read, so another tenant's Inf
+or NaN
+  cannot spread.
 
-Softmax runs along with the keys (Milakov and Gimelshein 2018; Dao et al. 2022), and the backward pass computes the weights
-again from the logarithms of the rows' sums. Nothing is added atomically.
+The softmax is computed online (Milakov and Gimelshein 2018; Dao et al. 2022), and the backward pass recomputes the
+weights from the logarithms of the row sums. There are no atomic additions.
 
 With TRITON_INTERPRET=1 in the environment when this module is imported, the kernels run on a CPU, slowly.
 
-Legend: T packed rows, H query heads, K KV heads, G = H / K, E head width, R = rows of a tile (query r // G, head r % G), C keys
-of a block, S sequences, L entries of a key table, N tiles, M blocks of keys, P places among padded keys.
+Legend: T packed rows, H query heads, K KV heads, G = H / K, E head width, R = rows of a tile (query r // G, head r %
+G), C keys of a block, S sequences, L entries of a key table, N tiles, M blocks of keys, P places among padded keys.
 """
 
 from __future__ import annotations
@@ -41,43 +44,43 @@ from motet.model.attention.triton_metadata import (
 from motet.model.kv_cache import KVCache
 
 NO_WINDOW = 1 << 30
-"""More keys than a sequence has."""
+"""More keys than any sequence has."""
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
 class _KernelCall:
-    """A layer's call as the kernels take it."""
+    """Kernel arguments of a layer's call."""
 
     metadata: TritonMetadata
     scaling: float
     window: int
     softcap: float
-    """0 where there is none."""
+    """0 disables it."""
     sinks_H: Tensor | None
 
 
 @dataclass
 class TritonPass:
-    """An `AttentionPass`, and a `ReplayablePass` where it has a cache."""
+    """An `AttentionPass`; with a cache also a `ReplayablePass`."""
 
     metadata: TritonMetadata
     calls: list[LayerCall] = field(default_factory=list)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Device memory that a replay reads; `values` are copied into it first."""
+        """Device memory that a replay reads; copy `values` into it first."""
         return self.metadata.tensors
 
     def values(self, spans: Sequence[Span]) -> tuple[Tensor, ...]:
-        """What the tensors have to hold, on the host, for as many other spans."""
+        """New contents of the tensors, on the host, for the same number of other spans."""
         metadata = self.metadata
         assert metadata.cache is not None
         return cached_metadata(spans, metadata.cache, torch.device("cpu"), metadata.keys_SL.shape[1]).tensors
 
     def attend(self, call: LayerCall, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
-        """Causal attention [T, H, E] of one layer, with gradients where there is no cache; rows of padding are zeros.
+        """Causal attention [T, H, E] of one layer, with gradients if there is no cache; padding rows are zeros.
 
         Raises:
             ValueError: more query heads share a KV head than a tile has rows.
@@ -92,7 +95,7 @@ class TritonPass:
 
 
 class TritonAttention:
-    """An `AttentionBackend` of kernels in Triton."""
+    """An `AttentionBackend` with Triton kernels."""
 
     fixed_shapes = True
     reads_past_end = False
@@ -109,7 +112,7 @@ class TritonAttention:
         return TritonPass(cached_metadata(spans, cache, self._device))
 
     def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> TritonPass:
-        """The same for sequences that may grow to so many blocks."""
+        """`cached` for sequences that may grow to `least_blocks` blocks."""
         return TritonPass(cached_metadata(spans, cache, self._device, least_blocks))
 
 
@@ -153,12 +156,12 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _unit(width: int) -> int:
-    """A power of two that divides the width: strides are counted in it, so that the compiler knows that it divides them."""
+    """A power of two that divides the width. Strides are counted in it, so the compiler knows that it divides them."""
     return min(width & -width, 16)
 
 
 def _readable(states: Tensor) -> Tensor:
-    """The states as the kernels are compiled for: heads lie whole, strides are multiples of the unit, at 16 bytes."""
+    """Copy the states if needed: heads contiguous, strides multiples of the unit, aligned to 16 bytes."""
     *strides, last = states.stride()
     unit = _unit(states.shape[-1])
     if last == 1 and not any(stride % unit for stride in strides) and states.data_ptr() % 16 == 0:
@@ -173,12 +176,12 @@ def _units(states: Tensor) -> tuple[int, ...]:
 
 
 def _row_places(*states_TKE: Tensor) -> tuple[int, ...]:
-    """Strides of a block, which is one packed row, a head and a place in the block."""
+    """Strides of a block (one packed row), a head, and a position in the block."""
     return tuple(stride for states in states_TKE for stride in (*_units(states)[:2], 0))
 
 
 def _options(query_THE: Tensor, fold: int, softcap: float, narrow: int = 128, smaller: str = "") -> dict[str, Any]:
-    """What is compiled in: nothing but the model's shape and type may be part of it.
+    """Compile-time options, which depend only on the model's shape and dtype.
 
     Up to `narrow` lanes of two bytes fit the registers of four warps, unless some are masked. Of 256 lanes they fit eight
     where the `smaller` side of a tile (ROWS or KEYS) is half.
@@ -213,9 +216,9 @@ def _launch(
     log_sum_TH: Tensor,
     block_size: int,
 ) -> None:
-    """Fill the output and the logarithms of the sums of weights; `places` are the strides of keys and values, in units."""
+    """Fill the output and the logarithms of the weight sums; `places` are the strides of keys and values, in units."""
     metadata, tiles = call.metadata, call.metadata.tiles(fold)
-    sinks = query_THE if call.sinks_H is None else call.sinks_H  # the kernel does not read what stands there instead
+    sinks = query_THE if call.sinks_H is None else call.sinks_H  # the kernel ignores this placeholder
     triton_kernels.forward[(len(tiles.sequence_N), query_THE.shape[1] // fold)](
         query_THE, *keys_values, output_THE, log_sum_TH, sinks, *metadata.sequences, tiles.sequence_N, tiles.query_N,
         call.scaling, call.window, metadata.keys_SL.shape[1], query_THE.shape[1], *_units(query_THE)[:2], block_size, *places,

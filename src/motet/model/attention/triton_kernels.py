@@ -22,11 +22,11 @@ import triton  # type: ignore[import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
 _STATES = {"query", "key", "value", "output", "grad", "log_sum", "common", "grad_query", "grad_key", "grad_value"}
-"""Arguments that always begin at a multiple of 16 bytes; nothing is known of the others."""
+"""Arguments aligned to 16 bytes; others may have any alignment."""
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
-    """Compiled for the types of its arguments, so that no size or address changes the machine code."""
+    """Compile for argument types only, so that no size or address changes the machine code."""
     names = [name for name in inspect.signature(function).parameters if name.islower() and name not in _STATES]
     return triton.jit(function, do_not_specialize=names)
 
@@ -49,7 +49,7 @@ def _dot(left, right, total, WIDEN: tl.constexpr):
 
 @_part
 def _load(states, place_R, live_R, WIDTH: tl.constexpr, LANES: tl.constexpr):
-    """Rows of states [R, LANES], zeros where there are none: what is hidden may hold anything, and 0 · NaN is NaN."""
+    """Rows of states [R, LANES], zeros for dead rows: hidden memory may hold anything, and 0 · NaN is NaN."""
     lane_E = tl.arange(0, LANES)
     mask = live_R[:, None] & (lane_E < WIDTH)[None, :]
     return tl.load(states + place_R[:, None] + lane_E[None, :], mask=mask, other=0.0)
@@ -64,7 +64,7 @@ def _store(states, place_R, live_R, value_RE, WIDTH: tl.constexpr, LANES: tl.con
 
 @_part
 def _rows(start, n_queries, FOLD: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr):
-    """Own query, head among those of the KV head, and whether there is one, of each row of a tile."""
+    """For each row of a tile: its query, its head within the KV head's group, and whether it is live."""
     row_R = tl.arange(0, ROWS)
     own_R = start + row_R // FOLD
     return own_R, row_R % FOLD, (own_R < n_queries) & (row_R < STEP * FOLD)
@@ -88,7 +88,7 @@ def _tanh(x):
 
 @_part
 def _scores(query_RE, key_CE, scaling, SOFTCAP: tl.constexpr, WIDEN: tl.constexpr):
-    """fp32 scores [R, C], and how much of a score's gradient reaches the product of query and key."""
+    """fp32 scores [R, C], and the factor from a score's gradient to that of the product of query and key."""
     zeros_RC = tl.zeros([query_RE.shape[0], key_CE.shape[0]], tl.float32)
     score_RC = _dot(query_RE, tl.trans(key_CE), zeros_RC, WIDEN) * scaling
     slope_RC = zeros_RC + scaling
@@ -120,7 +120,7 @@ def forward(
     SINKS: tl.constexpr, FOLD: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Output and logarithms of the sums of weights, of one tile and KV head."""
+    """Output and logarithms of the weight sums of one tile and KV head."""
     sequence, start = tl.load(tile_sequence + tl.program_id(0)).to(tl.int64), tl.load(tile_query + tl.program_id(0))
     n_queries, first = tl.load(queries + sequence), tl.load(firsts + sequence)
     own_R, head_R, live_R = _rows(start, n_queries, FOLD, STEP, ROWS)
@@ -135,7 +135,7 @@ def forward(
         total_R += 1.0
     output_RE = tl.zeros([ROWS, LANES], tl.float32)
     end = first + tl.minimum(start + STEP, n_queries)
-    begin = tl.maximum(first + start - window + 1, 0) // KEYS * KEYS  # blocks before it are hidden from every row
+    begin = tl.maximum(first + start - window + 1, 0) // KEYS * KEYS  # earlier blocks are hidden from every row
     for block in tl.range(begin, end, KEYS):
         key_C = block + tl.arange(0, KEYS)
         live_C = key_C < end
@@ -149,14 +149,14 @@ def forward(
         seen_RC = _seen(first + own_R, live_R, key_C, window)
         score_RC = tl.where(seen_RC, score_RC, float("-inf"))
         higher_R = tl.maximum(peak_R, tl.max(score_RC, 1))
-        finite_R = tl.where(higher_R == float("-inf"), 0.0, higher_R)  # of a row that has seen nothing yet
+        finite_R = tl.where(higher_R == float("-inf"), 0.0, higher_R)  # for rows that have seen no key yet
         weight_RC = tl.exp(score_RC - finite_R[:, None])  # exactly 0 where a key is hidden
-        shrink_R = tl.exp(peak_R - finite_R)  # exactly 1 where the peak stays
+        shrink_R = tl.exp(peak_R - finite_R)  # exactly 1 if the peak is unchanged
         total_R = total_R * shrink_R + tl.sum(weight_RC, 1)
         output_RE = _dot(weight_RC.to(value_CE.dtype), value_CE, output_RE * shrink_R[:, None], WIDEN)
         peak_R = higher_R
     total_R = tl.where(live_R, total_R, 1.0)
-    output_RE = (output_RE + 0.0) / total_R[:, None]  # a hidden block turns −0 into 0, so here it always happens
+    output_RE = (output_RE + 0.0) / total_R[:, None]  # a hidden block turns −0 into 0, so always do that here
     place_R = row_R * n_heads + head_R
     _store(output, place_R * WIDTH, live_R, output_RE, WIDTH, LANES)
     tl.store(log_sum + place_R, peak_R + tl.log(total_R), mask=live_R)
@@ -171,7 +171,7 @@ def query_gradients(
     FOLD: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the queries of one tile, and what those of a row's scores have in common; without a cache."""
+    """Gradients of one tile's queries, and the common part of each row's score gradients; without a cache."""
     sequence, start = tl.load(tile_sequence + tl.program_id(0)).to(tl.int64), tl.load(tile_query + tl.program_id(0))
     n_queries, first = tl.load(queries + sequence), tl.load(firsts + sequence)
     own_R, head_R, live_R = _rows(start, n_queries, FOLD, STEP, ROWS)
@@ -210,7 +210,7 @@ def key_gradients(
     FOLD: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr,
     SOFTCAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one block of keys and values, summed over the sequence's own tiles in order; fp32, at the block's place."""
+    """Gradients of one block of keys and values, summed over the sequence's own tiles in order; fp32."""
     sequence, block = tl.load(block_sequence + tl.program_id(0)).to(tl.int64), tl.load(block_key + tl.program_id(0))
     n_queries, first = tl.load(queries + sequence), tl.load(firsts + sequence)
     first_row = tl.load(rows + sequence)
@@ -248,7 +248,7 @@ def key_gradients(
 
 @_kernel
 def collect(key, value, grad_key, grad_value, readers, places, columns, CHUNK: tl.constexpr):
-    """Gradients of one packed row: those of all sequences that read it, one after another."""
+    """Gradients of one packed row: the sum over all sequences that read it, in order."""
     row = tl.program_id(0).to(tl.int64)
     column_E = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     live_E = column_E < columns

@@ -1,11 +1,9 @@
-"""Which packed row attends to which keys, as tensors that the kernels of `motet.model.attention.triton_kernels` read.
+"""Maps packed rows to their keys, as tensors for the kernels of `motet.model.attention.triton_kernels`.
 
-The counterpart of `torch_metadata` for a GPU: one launch serves all sequences, whatever their lengths, so nothing is
-grouped or padded. All that changes from one decoded token to the next is in tensors whose shapes depend only on how many
-sequences there are and how many blocks the longest of them has.
-
-Legend: T packed rows, S sequences, L entries of a sequence's key table, N tiles of queries, M blocks of keys, P places among
-padded keys.
+The GPU counterpart of `torch_metadata`: one launch serves sequences of all lengths, so nothing is grouped or padded.
+Values that change from token to token are in tensors whose shapes depend only on the number of sequences and on the
+blocks of the longest one. Legend: T packed rows, S sequences, L entries of a sequence's key table, N tiles of queries,
+M blocks of keys, P places among padded keys.
 """
 
 from __future__ import annotations
@@ -24,19 +22,19 @@ from motet.model.attention.backend import Prefix, Span, prefix_length
 from motet.model.kv_cache import KVCache, Writes
 
 TILE_ROWS = 64
-"""Folded query rows that one program of a kernel works on: each query makes one for every query head of a KV head."""
+"""Folded query rows per program; each query has one for every query head of a KV head."""
 
 TILE_KEYS = 64
-"""Keys that it reads at a time."""
+"""Keys that a program reads at a time."""
 
 _Ints = NDArray[np.integer[Any]]
 
 
 def queries_per_tile(fold: int) -> int:
-    """Whole queries in a tile, where `fold` query heads share a KV head.
+    """Whole queries in a tile, if `fold` query heads share a KV head.
 
     Raises:
-        ValueError: a tile does not hold one.
+        ValueError: a tile cannot hold one.
     """
     if fold > TILE_ROWS:
         raise ValueError(
@@ -47,42 +45,44 @@ def queries_per_tile(fold: int) -> int:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Stretches of queries, each of one sequence; they are counted from its first own query."""
+    """Tiles of queries, each of one sequence."""
 
     sequence_N: Tensor
     """int32."""
     query_N: Tensor
-    """int32: the first own query of the tile."""
+    """int32: the tile's first query, counted from the sequence's first own query."""
 
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """Where gradients of keys are summed, and who they belong to. A sequence's keys are padded to whole blocks."""
+    """Where gradients of keys are summed, and their readers. A sequence's keys are padded to whole blocks."""
 
     sequence_M: Tensor
     """int32."""
     key_M: Tensor
     """int32: the block's first key in its sequence."""
     readers_T: Tensor
-    """int32 [T + 1]: where the places of each packed row begin, and after them the end."""
+    """int32 [T + 1]: start of each packed row's entries in `places_P`, and the end."""
     places_P: Tensor
-    """int32: place of a row among all padded keys for each sequence that reads it, its own first, then the others in order."""
+    """int32: a row's position among all padded keys, for each sequence that reads it; its own first, then the others in
+    order.
+    """
 
 
 @dataclass
 class TritonMetadata:
-    """Which rows belong to which sequence and where its keys lie."""
+    """The sequence of each row, and the positions of its keys."""
 
     rows_S: Tensor
     """int32: packed row of each sequence's first own query."""
     queries_S: Tensor
-    """int32: how many own queries it has."""
+    """int32: number of own queries."""
     firsts_S: Tensor
     """int32: position of the first own query in its sequence; earlier keys are in the cache or in a shared prefix."""
     keys_SL: Tensor
-    """int32: with a cache the sequence's KV blocks, and zero blocks after them; without one the packed row of each key."""
+    """int32: with a cache, the sequence's KV blocks followed by zero blocks; without, the packed row of each key."""
     lengths: tuple[int, ...]
-    """`queries_S` again, for what is made on the host."""
+    """`queries_S` on the host."""
     prefixes: tuple[Prefix | None, ...] = ()
     cache: KVCache | None = None
     writes: Writes | None = None
@@ -90,20 +90,20 @@ class TritonMetadata:
 
     @property
     def sequences(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What kernels read of each sequence."""
+        """Per-sequence tensors for the kernels."""
         return self.rows_S, self.queries_S, self.firsts_S, self.keys_SL
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What changes from one decoded token to the next."""
+        """The tensors that change from one decoded token to the next."""
         assert self.writes is not None
         return *self.sequences, self.writes.blocks_T, self.writes.offsets_T
 
     def tiles(self, fold: int) -> Tiles:
-        """Tiles of all queries where `fold` query heads share a KV head; made at the first call.
+        """Tiles of all queries if `fold` query heads share a KV head; cached.
 
         Raises:
-            ValueError: a tile does not hold one query.
+            ValueError: a tile cannot hold one query.
         """
         step = min(queries_per_tile(fold), max(self.lengths))
         tiles = self._tiles.get(step)
@@ -115,7 +115,7 @@ class TritonMetadata:
 
     @functools.cached_property
     def key_blocks(self) -> KeyBlocks:
-        """For the backward pass; only without a cache."""
+        """Key blocks for the backward pass; only without a cache."""
         sequences: list[int] = []
         keys: list[int] = []
         rows, places, shared_rows, shared_places = [], [], [], []
@@ -140,7 +140,7 @@ class TritonMetadata:
 def packed_metadata(
     lengths: Sequence[int], device: torch.device, prefixes: Sequence[Prefix | None] = ()
 ) -> TritonMetadata:
-    """Of whole sequences, one after another."""
+    """Metadata of whole sequences in order."""
     before = tuple(prefixes) or (None,) * len(lengths)
     firsts = np.array([prefix_length(prefix) for prefix in before])
     queries = np.array(lengths)
@@ -157,7 +157,7 @@ def packed_metadata(
 def cached_metadata(
     spans: Sequence[Span], cache: KVCache, device: torch.device, least_blocks: int = 0
 ) -> TritonMetadata:
-    """Of spans whose keys and values go to a cache; L is at least `least_blocks`, so that shapes stay while sequences grow."""
+    """Metadata of spans whose keys and values go to a cache; L is at least `least_blocks`, for shapes that stay fixed."""
     firsts, queries = (np.array([getattr(span, name) for span in spans]) for name in ("start", "length"))
     reach = -(-(firsts + queries) // cache.block_size)
     keys = np.full((len(spans), max(int(reach.max()), least_blocks)), cache.zero_block, dtype=np.int32)

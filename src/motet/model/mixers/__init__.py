@@ -1,8 +1,8 @@
-"""Layers that mix positions otherwise than by attention: short convolutions, Gated DeltaNet, Mamba2.
+"""Layers that mix positions without attention: short convolutions, Gated DeltaNet, Mamba2.
 
-The model's code stays transformers' own. What changes is what its mixers call: the functions that transformers offers for
-kernels to replace (`functions`). A pass says which row continues which state (`passes`, `stretches`), and `StateCache` keeps
-states while sequences are sampled.
+The model's code remains transformers'. Only the functions that its mixers call are replaced, those that transformers
+offers for kernels to replace (`functions`). A pass says which row continues which state (`passes`, `stretches`), and
+`StateCache` keeps states while sequences are sampled.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ _KNOWN = frozenset(MixerFunctions(0, "").by_name)
 
 
 def replace_mixers(decoder: nn.Module) -> frozenset[int]:
-    """Have every mixer call Motet's functions; the layers that have one.
+    """Let every mixer call Motet's functions; returns the layers with a mixer.
 
     Raises:
-        BaseModelError: a mixer calls something else that kernels may replace.
+        BaseModelError: a mixer calls another replaceable function.
     """
     layers = []
     for module, calls in list(_mixers(decoder)):
         strange = sorted(calls.keys() - _KNOWN)
         name = type(module).__name__
         if strange:
-            raise BaseModelError(
-                f"{name} calls {', '.join(strange)}, for which Motet has nothing of its own; {INSTEAD}"
-            )
+            raise BaseModelError(f"{name} calls {', '.join(strange)}, which Motet does not support; {INSTEAD}")
         layers.append(int(getattr(module, "layer_idx", -1)))
         _call_instead(module, MixerFunctions(layers[-1], name).by_name)
     return frozenset(layers)
@@ -46,7 +44,7 @@ def replace_mixers(decoder: nn.Module) -> frozenset[int]:
 
 @contextlib.contextmanager
 def in_plain_torch(model: nn.Module) -> Iterator[None]:
-    """Have mixers call transformers' functions in torch, whatever packages with kernels are installed."""
+    """Let mixers call transformers' torch functions, whatever kernel packages are installed."""
     mixers = list(_mixers(model))
     for module, calls in mixers:
         _call_instead(module, {name: inspect.unwrap(function) for name, function in calls.items()})
@@ -58,7 +56,7 @@ def in_plain_torch(model: nn.Module) -> Iterator[None]:
 
 
 def _mixers(model: nn.Module) -> Iterator[tuple[nn.Module, Mapping[str, Callable[..., Any]]]]:
-    """Modules whose forward pass calls functions that packages with kernels may replace, and those functions."""
+    """Modules whose forward pass calls functions that kernel packages may replace, with those functions."""
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         if not isinstance(forward, FunctionType):
@@ -70,7 +68,7 @@ def _mixers(model: nn.Module) -> Iterator[tuple[nn.Module, Mapping[str, Callable
 
 
 def _for_kernels(value: Any) -> bool:
-    """Whether this is a function that transformers lets packages replace: it is wrapped where it is defined."""
+    """Whether transformers lets packages replace this function: it is wrapped where it is defined."""
     return (
         isinstance(value, FunctionType)
         and value.__module__.startswith("transformers.models.")
@@ -79,7 +77,7 @@ def _for_kernels(value: Any) -> bool:
 
 
 def _call_instead(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Give one module a forward pass that finds these functions under their names; no other module's changes."""
+    """Give one module a forward pass with these functions under their names; other modules are unchanged."""
     forward = inspect.unwrap(type(module).forward)
     own = FunctionType(
         forward.__code__, forward.__globals__ | functions, forward.__name__, forward.__defaults__, forward.__closure__

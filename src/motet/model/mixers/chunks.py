@@ -25,9 +25,9 @@ CHUNK = 64
 
 
 def recur_in_chunks(wave: Wave, begin_SHKV: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What each row reads [R, H, V], and the states after the wave.
+    """The output of each row [R, H, V], and the states after the wave.
 
-    Of rows there are queries, keys, values, log decays and, with the delta rule, betas.
+    `rows` are queries, keys, values, log decays and, with the delta rule, betas.
     """
     read_RHV, end_SHKV = _Chunks.apply(wave, begin_SHKV, *rows)  # type: ignore[no-untyped-call]
     return read_RHV, end_SHKV
@@ -58,7 +58,7 @@ def _through(
 ) -> tuple[Tensor, Tensor]:
     places_NC, n_chunks = _chunks(wave)
     query, key, value, log_decay = (_gather(one, places_NC) for one in (query_RHK, key_RHK, value_RHV, log_decay_RH))
-    sum_NHC = log_decay.double().cumsum(-1)  # in fp32 differences of small decays would be lost behind a large one
+    sum_NHC = log_decay.double().cumsum(-1)  # in fp32, differences of small decays would be lost beside a large one
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=sum_NHC.device).triu(1)
     decay_NHCC = (sum_NHC[..., None] - sum_NHC[..., None, :]).masked_fill(later, -torch.inf).float().exp()
     passed_NHC1 = sum_NHC.float().exp()[..., None]
@@ -93,9 +93,9 @@ def _through(
 
 
 def _chunks(wave: Wave) -> tuple[Tensor, list[int]]:
-    """Rows of each chunk, the first chunk of every stretch, then the second; places that are left over are after the last row.
+    """Rows of each chunk: the first chunk of every stretch, then the second; unused places are after the last row.
 
-    And how many stretches have a first chunk, a second, and so on.
+    Also returns the number of stretches with a first chunk, a second, and so on.
     """
     counts = torch.tensor(wave.counts)
     n_rows, n_steps = int(counts.sum()), -(-len(counts) // CHUNK) * CHUNK
@@ -108,7 +108,7 @@ def _chunks(wave: Wave) -> tuple[Tensor, list[int]]:
 
 
 def _gather(rows: Tensor, places_NC: Tensor) -> Tensor:
-    """Rows [R, H, ...] by chunk [N, H, C, ...], with zeros where places are left over."""
+    """Rows [R, H, ...] by chunk [N, H, C, ...], with zeros at unused places."""
     padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
     chunks_NCH = padded.index_select(0, places_NC.flatten()).view(*places_NC.shape, *rows.shape[1:])
     return chunks_NCH.transpose(1, 2)

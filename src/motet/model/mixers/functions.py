@@ -1,7 +1,8 @@
-"""What the mixers of transformers call instead of its kernels: a causal convolution, and a recurrence token by token.
+"""Replacements for transformers' mixer kernels: a causal convolution, and a recurrence token by token.
 
-transformers' own take prompts in chunks and single tokens one by one, which differ in bits, look at no packed rows, and are
-exchanged without a word where `fla`, `causal_conv1d` or `mamba_ssm` is installed. These replace them by name.
+transformers' own functions process prompts in chunks but single tokens one by one, which differ in bits. They ignore
+packed rows, and are silently exchanged if `fla`, `causal_conv1d` or `mamba_ssm` is installed. These replace them by
+name.
 
 Legend: T packed rows, C channels, W taps, H heads, K key width, V value width, G groups of heads.
 """
@@ -21,18 +22,18 @@ from motet.model.mixers.recurrence import RecurrentRows, recur
 from motet.model.mixers.stretches import Stretches
 
 _LANES = 32
-"""fp32 numbers that a CPU works on at a time: `softplus` of those that are left over has other bits."""
+"""fp32 numbers that a CPU processes at a time; `softplus` of a remainder has other bits."""
 
 
 class MixerFunctions:
-    """Those of one layer's mixer; their arguments are those of the functions that they replace."""
+    """The functions of one layer's mixer, with the arguments of those that they replace."""
 
     def __init__(self, layer: int, mixer: str) -> None:
         self._layer, self._mixer = layer, mixer
 
     @property
     def by_name(self) -> dict[str, Callable[..., Any]]:
-        """What transformers' mixers call them."""
+        """Their names in transformers' mixers."""
         return {
             "causal_conv1d_fn": self.convolve,
             "torch_chunk_gated_delta_rule": self.delta_rule,
@@ -132,15 +133,15 @@ class MixerFunctions:
         return output_THV[None]
 
     def no_shortcut(self, *_: Any, **__: Any) -> None:
-        """What only kernels have: the mixer goes on by itself."""
+        """None, as without kernels: the mixer then uses its default path."""
 
     def no_cache(self, *_: Any, **__: Any) -> None:
-        """Refuse what a mixer calls where transformers' own cache is used."""
+        """Raise if a mixer uses transformers' own cache."""
         raise BaseModelError(f"{self._mixer} was run with a cache of transformers; use Motet's passes")
 
     def _stretches(self, attention_pass: StatefulPass | None) -> Stretches:
         if attention_pass is None:
-            raise BaseModelError(f"{self._mixer} does not hand keyword arguments on to what it calls")
+            raise BaseModelError(f"{self._mixer} does not pass keyword arguments to its functions")
         return attention_pass.stretches
 
 
@@ -152,7 +153,7 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _normal(rows_TGK: Tensor) -> Tensor:
-    """Of length one, but for what keeps it from a division by zero."""
+    """Normalise to length one, with an epsilon against division by zero."""
     return rows_TGK * torch.rsqrt(rows_TGK.square().sum(-1, keepdim=True) + 1e-6)
 
 

@@ -1,4 +1,4 @@
-"""A pass through a base whose layers keep states: attention as ever, and which row continues which state."""
+"""A pass through a base whose layers keep states: its attention, and the rows that continue each state."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class StatefulPass:
 
 
 class StatefulBackend:
-    """The `AttentionBackend` of a base with such layers, over that of its attention."""
+    """The `AttentionBackend` of a base with such layers, around that of its attention."""
 
     def __init__(
         self, attention: AttentionBackend, device: torch.device, *, kernels: bool, chunked: bool = False
     ) -> None:
-        """`kernels` steps through recurrences in Triton; `chunked` takes those of whole sequences in chunks."""
+        """`kernels` computes recurrences in Triton; `chunked` computes those of whole sequences in chunks."""
         self._attention, self._device, self._kernels, self._chunked = attention, device, kernels, chunked
         self.fixed_shapes = attention.fixed_shapes and kernels
         self.reads_past_end = attention.reads_past_end
@@ -55,4 +55,4 @@ class StatefulBackend:
         )
 
     def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> None:
-        """There is none: a recorded pass would step through its states when it is recorded, too."""
+        """None: recording a pass would also advance its states."""

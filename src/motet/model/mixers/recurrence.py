@@ -30,19 +30,19 @@ from motet.model.mixers.stretches import KEPT, Stretches, Wave
 
 @dataclass(frozen=True)
 class RecurrentRows:
-    """What the recurrence takes of each packed row, in fp32."""
+    """Inputs of the recurrence for each packed row, in fp32."""
 
     query_THK: Tensor
     key_THK: Tensor
     value_THV: Tensor
     log_decay_TH: Tensor
-    """Of a, at most 0."""
+    """Log of a, at most 0."""
     beta_TH: Tensor | None
-    """How much of a value replaces what was there; None without the delta rule."""
+    """Share of a value that replaces the old one; None without the delta rule."""
 
 
 def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
-    """What each row reads: [T, H, V]; rows of padding are zeros where there is a cache."""
+    """Output of each row: [T, H, V]; padding rows are zeros with a cache."""
     value_THV = rows.value_THV
     shape = (*rows.key_THK.shape[1:], value_THV.shape[-1])
     through, inputs = _backend(rows, stretches)
@@ -60,7 +60,7 @@ def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
 
 
 def _backend(rows: RecurrentRows, stretches: Stretches) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
-    """What goes through a wave: torch's products, kernels, or chunks; and what that takes of each row."""
+    """The function for a wave (torch, kernels or chunks), and its inputs."""
     query_THK, key_THK, value_THV = rows.query_THK, rows.key_THK, rows.value_THV
     betas = [] if rows.beta_TH is None else [rows.beta_TH]
     if stretches.chunked:
@@ -69,7 +69,7 @@ def _backend(rows: RecurrentRows, stretches: Stretches) -> tuple[Callable[..., t
     inputs = [reads_TH4K, value_THV, rows.log_decay_TH.exp(), (query_THK * key_THK).sum(-1), *betas]
     if not stretches.kernels:
         return _Recurrence.apply, inputs
-    # there is no Triton on most machines without a GPU
+    # most machines without a GPU have no Triton
     from motet.model.mixers.triton_recurrence import recur_by_kernels
 
     return recur_by_kernels, inputs
@@ -86,7 +86,7 @@ def _begin(
 
 
 class _Recurrence(torch.autograd.Function):
-    """Rows of a wave [R, ...] and the states before it [S, H, K, V] → what is read [R, H, V], and the states after it."""
+    """Rows of a wave [R, ...] and the states before it [S, H, K, V] → output [R, H, V], and the states after it."""
 
     @staticmethod
     def forward(ctx: Any, wave: Wave, begin_SHKV: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _delta(value_NHV: Tensor, decay_NH1: Tensor, held_NHV: Tensor, beta_NH: Tensor | None) -> Tensor:
-    """What is added to what a key holds."""
+    """Added to the value that a key holds."""
     return value_NHV if beta_NH is None else beta_NH[..., None] * (value_NHV - decay_NH1 * held_NHV)
 
 
@@ -134,7 +134,7 @@ def _step(
     match_NH: Tensor,
     beta_NH: Tensor | None = None,
 ) -> Tensor:
-    """One token of each stretch: what it reads [N, H, V]; the states change in place. `match` is q · k."""
+    """One token of each stretch: its output [N, H, V]; updates the states in place. `match` is q · k."""
     decay_NH1 = decay_NH[..., None]
     held_NHV, read_NHV = torch.matmul(reads_NH4K, state_NHKV)[:, :, :2].unbind(2)
     delta_NHV = _delta(value_NHV, decay_NH1, held_NHV, beta_NH)
@@ -152,7 +152,7 @@ def _step_back(
     match_NH: Tensor,
     beta_NH: Tensor | None = None,
 ) -> list[Tensor]:
-    """Gradients of a step's inputs; that of the states after it becomes that of the states before it, in place."""
+    """Gradients of a step's inputs; the gradient of the states is updated in place, from after the step to before it."""
     decay_NH1 = decay_NH[..., None]
     held_NHV, read_NHV = torch.matmul(reads_NH4K, state_NHKV)[:, :, :2].unbind(2)
     delta_NHV = _delta(value_NHV, decay_NH1, held_NHV, beta_NH)

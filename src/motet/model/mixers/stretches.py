@@ -1,8 +1,8 @@
-"""Which packed row comes after which in its sequence, for mixers that go through a sequence token by token.
+"""The order of packed rows within their sequences, for mixers that process a sequence token by token.
 
-Sequences are cut where others leave them (the end of a shared prefix) into stretches of rows that follow one another. A stretch
-begins with the state that another one ended with, with that of a slot, or with zeros. Those of one wave depend on earlier waves
-alone, so they are stepped through side by side.
+Sequences are cut into stretches of consecutive rows, where others branch off (the end of a shared prefix). A stretch
+begins with the end state of another one, the state of a slot, or zeros. Stretches of one wave depend only on earlier
+waves, so they are processed together.
 
 Legend: T packed rows, S stretches of a wave, R rows of a wave, W taps of a convolution.
 """
@@ -21,25 +21,25 @@ from motet.model.attention.backend import Prefix, Span
 from motet.model.state_cache import StateCache
 
 KEPT = 32
-"""Steps between states that a backward pass begins again from."""
+"""Steps between the states that are kept for the backward pass."""
 
 
 @dataclass(frozen=True)
 class Wave:
-    """Stretches that are stepped through side by side, the longest first."""
+    """Stretches that are processed together, longest first."""
 
     rows_R: Tensor
     """Packed rows: the first of every stretch, then the second of those that have one, and so on."""
     counts: tuple[int, ...]
-    """How many stretches have a first row, a second, and so on."""
+    """Number of stretches with a first row, a second, and so on."""
     before_S: Tensor | None
-    """Where the state before each stretch is: its slot, or its place among the ends of earlier waves; None for zeros."""
+    """The state before each stretch: its slot, or its index among the ends of earlier waves; None for zeros."""
     ends_S: Tensor
-    """Last packed row of each."""
+    """Last packed row of each stretch."""
 
     @functools.cached_property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For kernels: first row of each step, place of the first state that is kept, length of each stretch; int32."""
+        """For kernels: first row of each step, index of its first kept state, length of each stretch; int32."""
         starts, kept = accumulate(self.counts, initial=0), accumulate(self.counts[::KEPT], initial=0)
         lengths = (torch.tensor(self.counts)[:, None] > torch.arange(self.counts[0])).sum(0)
         device = self.rows_R.device
@@ -52,30 +52,30 @@ class _Stretch:
     first: int
     length: int
     parent: int | None
-    """The stretch before it, by its place in the list."""
+    """Index of the preceding stretch."""
     wave: int
 
 
 @dataclass
 class Stretches:
-    """The waves of one pass, and where states are kept between passes, if they are."""
+    """The waves of one pass, and the slots of states kept between passes."""
 
     waves: tuple[Wave, ...]
     n_rows: int
-    """Rows of sequences; those of padding after them belong to no stretch where there is a cache."""
+    """Rows of sequences; later padding rows belong to no stretch if there is a cache."""
     previous_T: Tensor
-    """Row before each in its sequence; −1 where there is none in this pass."""
+    """Preceding row in the sequence; −1 if there is none in this pass."""
     states: StateCache | None = None
     kernels: bool = False
-    """Whether the recurrence is stepped through by kernels."""
+    """Whether kernels compute the recurrence."""
     chunked: bool = False
-    """Whether it takes chunks of tokens at a time, where it is not."""
+    """Whether it is computed in chunks of tokens, without kernels."""
     _taps: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def taps(self, width: int, n_rows: int) -> Tensor:
         """Rows that a causal convolution of this width reads at each row, oldest first: [T, W].
 
-        They lie among the rows of the pass, a row of zeros after them, and after that the last W − 1 rows of each slot.
+        Indices refer to the rows of the pass, followed by a row of zeros, and by the last W − 1 rows of each slot.
         """
         key = (width, n_rows)
         if key not in self._taps:
@@ -95,7 +95,7 @@ class Stretches:
 
     @property
     def slots_S(self) -> Tensor:
-        """Where the states of each stretch are kept, where they are."""
+        """Slot of each stretch's states."""
         slots_S = self.waves[0].before_S
         assert slots_S is not None
         return slots_S
@@ -113,7 +113,7 @@ def packed_stretches(
     kernels: bool = False,
     chunked: bool = False,
 ) -> Stretches:
-    """Of whole sequences that together are all rows; each may continue the rows of an earlier one, its prefix.
+    """Stretches of whole sequences that together form all rows; each may continue an earlier one, its prefix.
 
     Raises:
         ValueError: a prefix does not end in an earlier sequence.
@@ -158,7 +158,7 @@ def packed_stretches(
 def cached_stretches(
     spans: Sequence[Span], states: StateCache, device: torch.device, *, kernels: bool = False
 ) -> Stretches:
-    """Of spans that go on from the states of their slots, and leave theirs there.
+    """Stretches of spans that continue the states of their slots, and store theirs there.
 
     Raises:
         ValueError: a span has no slot.
@@ -176,7 +176,7 @@ def cached_stretches(
 
 
 def _wave(stretches: Sequence[tuple[int, int]], before: Sequence[int] | None, device: torch.device) -> Wave:
-    """Of stretches by first row and length, the longest first."""
+    """A wave of stretches given by first row and length, longest first."""
     firsts, lengths = (torch.tensor(part) for part in zip(*stretches, strict=True))
     steps = torch.arange(int(lengths[0]))
     counts = (lengths[None] > steps[:, None]).sum(1)

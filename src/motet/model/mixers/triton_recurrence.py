@@ -1,4 +1,4 @@
-"""The recurrence of `recurrence` by kernels in Triton: one launch for all stretches of a wave, whatever their lengths.
+"""The recurrence of `recurrence` with Triton kernels: one launch for all stretches of a wave, whatever their lengths.
 
 With TRITON_INTERPRET=1 in the environment when this module is imported, the kernels run on a CPU, slowly.
 
@@ -23,7 +23,7 @@ TILE = 32
 
 
 def recur_by_kernels(wave: Wave, begin_SHKV: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of a wave [R, ...] and the states before it [S, H, K, V] → what is read [R, H, V], and the states after it."""
+    """Rows of a wave [R, ...] and the states before it [S, H, K, V] → output [R, H, V], and the states after it."""
     output_RHV, end_SHKV = _Recurrence.apply(wave, begin_SHKV, *inputs)  # type: ignore[no-untyped-call]
     return output_RHV, end_SHKV
 
@@ -75,7 +75,7 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _added(parts: Tensor) -> Tensor:
-    """Of the tiles, one after another."""
+    """Sum over tiles, in order."""
     total, *others = parts.unbind(0)
     for part in others:
         total = total + part
@@ -87,7 +87,7 @@ def _grid(state_SHKV: Tensor) -> tuple[int, int, int]:
 
 
 def _options(state_SHKV: Tensor, *, delta: bool) -> dict[str, Any]:
-    """What is compiled in: nothing but the model's shape may be part of it."""
+    """Compile-time options, which depend only on the model's shape."""
     n_keys, n_values = state_SHKV.shape[-2:]
     lanes = max(16, triton.next_power_of_2(n_keys))
     return {

@@ -1,9 +1,9 @@
-"""Loaded by vLLM's workers (`--worker-extension-cls EXTENSION`): adapters as tensors, without files.
+"""Loaded by vLLM's workers (`--worker-extension-cls EXTENSION`): loads adapters as tensors, without files.
 
-A path that begins with `PREFIX` is an address: the worker fetches the adapter from there into its memory, and vLLM keeps it as
-one that it has read. All else stays vLLM's: names, order, eviction, and a load when an adapter that was evicted is asked for.
+A path with the prefix `PREFIX` is an address: the worker fetches the adapter into its memory, and vLLM treats it as one
+read from disk. vLLM keeps control of names, order, eviction and reloading.
 
-vLLM has an environment of its own. So this folder alone is put on its PYTHONPATH, and nothing of Motet is imported here.
+vLLM has its own environment. Only this folder is on its PYTHONPATH, so nothing of Motet is imported here.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from typing import Any
 
 EXTENSION = "motet_vllm.FetchedAdapters"
 PREFIX = "/fetched-by-motet/"
-"""Where this module is not loaded, such a path is a directory that is not there, and vLLM says so."""
+"""Without this module, vLLM reports such a path as a missing directory."""
 TESTED = ("0.32.0",)
-"""Versions of vLLM that the tests have run: what is used here is not public."""
+"""vLLM releases covered by tests; this module uses private APIs."""
 _ATTEMPTS = 3
 _SECONDS = 30.0
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class FetchedAdapters:
-    """Added to vLLM's worker, for which this module is loaded; it has nothing of its own."""
+    """Mixed into vLLM's worker so that vLLM imports this module; it adds nothing."""
 
 
 def fetch(location: str, key: str | None) -> bytes:
-    """What lies at a location: `PREFIX`, its URL, # and the SHA-256 of the bytes.
+    """Fetch from a location: `PREFIX`, its URL, # and the SHA-256 of the bytes.
 
     Raises:
-        RuntimeError: it cannot be had, or is something else.
+        RuntimeError: it cannot be fetched, or the bytes differ.
     """
     url, _, digest = location.removeprefix(PREFIX).partition("#")
     if not url.startswith("http://"):
@@ -64,14 +64,14 @@ def fetch(location: str, key: str | None) -> bytes:
 
 
 def _install() -> None:
-    """Have vLLM's workers take locations for paths; only in a version that was tried."""
+    """Patch vLLM's workers to accept locations as paths, in tested releases only."""
     import vllm
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     if vllm.__version__.partition("+")[0] not in TESTED:
-        # below vLLM's own logger, whose level and format are set
+        # a child of vLLM's logger, which has level and format
         logging.getLogger("vllm.motet").warning(
-            "Motet has not been tried with vLLM %s: it takes adapters from files alone", vllm.__version__
+            "Motet is not tested with vLLM %s: it loads adapters from files only", vllm.__version__
         )
         return
     from_files = WorkerLoRAManager._load_adapter
@@ -83,7 +83,7 @@ def _install() -> None:
 
 
 def _fetched(manager: Any, request: Any) -> Any:
-    """Do with what is fetched what `WorkerLoRAManager._load_adapter` does with the files of a directory."""
+    """Load fetched content as `WorkerLoRAManager._load_adapter` loads a directory."""
     content = fetch(request.lora_path, os.environ.get("VLLM_API_KEY"))
     from safetensors.torch import load
     from vllm.lora.peft_helper import PEFTHelper
@@ -112,7 +112,7 @@ def _fetched(manager: Any, request: Any) -> Any:
 
 
 def _refuse_unexpected(adapters: Any, tensors: Any, renames: Any) -> None:
-    """Weights of layers that the server does not adapt would be passed over without a word."""
+    """Reject weights for layers that the server does not adapt; vLLM would ignore them silently."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     packed = adapters.packed_modules_mapping
@@ -122,5 +122,5 @@ def _refuse_unexpected(adapters: Any, tensors: Any, renames: Any) -> None:
         raise ValueError(f"the server adapts {sorted(expected)}, and the adapter has weights of {unexpected}")
 
 
-if "vllm" in sys.modules:  # in its worker, and nowhere else
+if "vllm" in sys.modules:  # only inside vLLM's worker
     _install()

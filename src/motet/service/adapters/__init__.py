@@ -1,1 +1,1 @@
-"""Adapters by name: of jobs, uploaded, and shared."""
+"""Named adapters: of jobs, uploaded, and shared."""

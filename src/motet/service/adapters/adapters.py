@@ -1,7 +1,7 @@
-"""Adapters that can be named: versions of jobs, uploaded ones, and what other tenants share.
+"""Adapters that have names: versions of jobs, uploaded adapters, and those that other tenants share.
 
-A name is `sort@best`, `sort@12`, `sort` (the best), `mine` or `adapter-…` (uploaded), and `team-a/sort@best` for what
-another tenant shares. What is neither the asker's nor shared with them is not there.
+A name is `sort@best`, `sort@12`, `sort` (the best), `mine` or `adapter-…` (uploaded), or `team-a/sort@best` for an
+adapter that another tenant shares. Other tenants' unshared adapters are not found.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from motet.service.database.tenants import Principal
 from motet.service.storage import Storage
 
 ALL = "*"
-"""In the place of a tenant: all of them."""
+"""Shares with all tenants."""
 
 
 class NoModelError(LookupError):
-    """There is no model of this name for whoever asks."""
+    """The requester can see no model of this name."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"there is no model {model!r}; GET /v1/models lists them")
@@ -33,51 +33,51 @@ class NoModelError(LookupError):
 
 @dataclass(frozen=True)
 class Named:
-    """What a name means: a job or an uploaded adapter, and which version of it."""
+    """The meaning of a name: a job or an uploaded adapter, and a version."""
 
     thing: StoredJob | UploadedAdapter
     version: str
-    """A number, `latest` or `best`; empty where none was named."""
+    """A number, `latest` or `best`; empty if the name has none."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A PEFT directory that a name means."""
+    """The PEFT directory that a name refers to."""
 
     path: Path
     name: str
-    """What to call it at home: `sort-v12`, `mine`."""
+    """Name for downloads: `sort-v12`, `mine`."""
     reference: str
-    """The same version under ids: `job-…@12`, `adapter-…`."""
+    """The same version with ids: `job-…@12`, `adapter-…`."""
     base: str | None
-    """The base that it was trained on, as it was stored."""
+    """The base that it was trained on, under its stored name."""
 
 
 @dataclass(frozen=True)
 class Answerer:
-    """What answers under a model's name."""
+    """What a model name resolves to."""
 
     base: str
     """The name of the base."""
     directory: Path | None = None
-    """Of a version of an adapter on it; None is the base itself."""
+    """A version of an adapter; None for the base itself."""
 
 
 class Adapters:
-    """Uploaded adapters and shares, and what names mean."""
+    """Uploaded adapters, shares, and the resolution of names."""
 
     def __init__(self, store: Store, storage: Storage, bases: Bases) -> None:
         self._store, self._storage, self.bases = store, storage, bases
 
     def path(self, adapter_id: str) -> Path:
-        """Where an uploaded adapter lies."""
+        """The directory of an uploaded adapter."""
         return self._storage.adapters / adapter_id
 
     def add(self, who: Principal, adapter: UploadedAdapter) -> UploadedAdapter:
-        """Remember an uploaded adapter.
+        """Record an uploaded adapter.
 
         Raises:
-            StoreError: the tenant has an adapter or a job of this name, or the service a base.
+            StoreError: a job or adapter of the tenant, or a base, has this name.
         """
         if self.bases.hides(adapter.name):
             raise StoreError(f"{adapter.name!r} is a base of this service; give the adapter another name")
@@ -104,14 +104,14 @@ class Adapters:
         return next(iter(own or (candidates if who.admin else [])), None)
 
     def remove(self, adapter: UploadedAdapter) -> None:
-        """Forget an uploaded adapter with its shares; jobs that started from it have what they need."""
+        """Remove an uploaded adapter and its shares; jobs that started from it have their own copy."""
         with self._store.transaction() as session:
             session.execute(delete(Share).where(Share.object == adapter.id))
             session.execute(delete(UploadedAdapter).where(UploadedAdapter.id == adapter.id))
         shutil.rmtree(self.path(adapter.id), ignore_errors=True)
 
     def named(self, who: Principal, name: str) -> Named | None:
-        """What a name means to somebody; None where it is not there for them."""
+        """Resolve a name for a principal; None if it is not visible to them."""
         owner, slash, rest = name.rpartition("/")
         title, _, version = rest.partition("@")
         if not slash:
@@ -127,15 +127,15 @@ class Adapters:
         return Named(thing, version)
 
     def find(self, who: Principal, name: str) -> Resolved | None:
-        """The PEFT directory that a name means to somebody; None where there is none for them."""
+        """The PEFT directory of a name for a principal; None if it is not visible or does not exist."""
         named = self.named(who, name)
         return None if named is None else self.resolve(named)
 
     def of_model(self, who: Principal, model: str) -> Answerer:
-        """The base that a model's name means, or the version of an adapter.
+        """Resolve a model name to a base or a version of an adapter.
 
         Raises:
-            NoModelError: there is none for the asker.
+            NoModelError: the requester can see none of this name.
             ConfigError: its base is not served any more.
         """
         if (base := self.bases.find(model)) is not None:
@@ -152,12 +152,12 @@ class Adapters:
         return None if thing is None else self.resolve(Named(thing, version))
 
     def by_id(self, thing_id: str) -> StoredJob | UploadedAdapter | None:
-        """A job or an uploaded adapter, whoever's it is."""
+        """A job or an uploaded adapter of any tenant."""
         with self._store.transaction() as session:
             return find_job(session, thing_id) or session.get(UploadedAdapter, thing_id)
 
     def resolve(self, named: Named) -> Resolved | None:
-        """The PEFT directory of a thing's version; None where it has no such version."""
+        """The PEFT directory of a version; None if it does not exist."""
         thing = named.thing
         if isinstance(thing, UploadedAdapter):
             path = self.path(thing.id)
@@ -169,7 +169,7 @@ class Adapters:
         return Resolved(path, f"{thing.name}-v{number}", f"{thing.id}@{number}", thing.base)
 
     def share(self, share: Share) -> Share:
-        """Let others use something; the same share again where there is one."""
+        """Create a share, or return the existing one."""
         same = select(Share).where(Share.object == share.object, Share.with_tenant == share.with_tenant)
         try:
             with self._store.transaction() as session:
@@ -180,7 +180,7 @@ class Adapters:
         return share
 
     def unshare(self, who: Principal, share_id: str) -> Share | None:
-        """End one of a tenant's own shares (an admin: any); None where there is none."""
+        """Delete a share of the tenant (an admin: any); None if there is none."""
         with self._store.transaction() as session:
             share = session.get(Share, share_id)
             if share is None or not (who.admin or share.tenant_id == who.tenant_id):
@@ -189,14 +189,14 @@ class Adapters:
             return share
 
     def shares(self, who: Principal) -> list[Share]:
-        """What a tenant gives others (an admin: all shares) and what others give it, oldest first."""
+        """Shares by and with a tenant (an admin: all), oldest first."""
         query = select(Share).order_by(Share.created, Share.id)
         if not who.admin:
             query = query.where((Share.tenant_id == who.tenant_id) | Share.with_tenant.in_((who.tenant_id, ALL)))
         return self._store.scalars(query)
 
     def forget_shares(self, thing_id: str) -> None:
-        """End all shares of something that goes away."""
+        """Delete all shares of a deleted object."""
         with self._store.transaction() as session:
             session.execute(delete(Share).where(Share.object == thing_id))
 

@@ -1,7 +1,7 @@
-"""PEFT directories as archives: .tar.gz or .zip in, .tar.gz out. Two files are taken; nothing chooses where it lies.
+"""PEFT directories as archives: .tar.gz or .zip in, .tar.gz out. Only the two adapter files are extracted.
 
-An archive may come from anybody: what it unpacks to is bounded, members are looked at before they are read, and nothing of
-it but the two files is ever written.
+Archives are untrusted: the unpacked size is limited, members are checked before they are read, and only those two files
+are written.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from motet.types import ADAPTER_CONFIG, ADAPTER_FILES
 
 MOST_MEMBERS = 1000
 MOST_LIST = 2**20
-"""Bytes of a .zip's list of members."""
+"""Largest central directory of a .zip, in bytes."""
 MOST_CONFIG = 2**20
-"""Bytes of adapter_config.json."""
-_HEADER = 2**16  # a member's long name and the like; `tarfile` reads them whole
+"""Largest adapter_config.json, in bytes."""
+_HEADER = 2**16  # headers such as long names, which `tarfile` reads whole
 _PIECE = 2**20
 _SECONDS = 300.0
 _MEMORY_MB = 1024
-_END = struct.Struct("<4s4H2LH")  # of a .zip: its last record
+_END = struct.Struct("<4s4H2LH")  # last record of a .zip
 _END_64 = b"PK\x06\x07"
 
 
 def unpack(archive: Path, directory: Path, limit: int) -> int:
-    """Take an adapter out of a .tar.gz or a .zip; gives the bytes of its files.
+    """Extract an adapter from a .tar.gz or a .zip; returns the bytes of its files.
 
     Args:
-        archive: as it was uploaded.
-        directory: where the two files are written; it exists.
-        limit: the most bytes that it may unpack to.
+        archive: the uploaded file.
+        directory: an existing directory for the two files.
+        limit: most bytes after unpacking.
 
     Raises:
-        DataError: it is not the archive of an adapter, or too large, and why.
+        DataError: it is not an adapter's archive, or is too large; the message says why.
     """
     with archive.open("rb") as file:
         start = file.read(4)
@@ -60,9 +60,12 @@ def unpack(archive: Path, directory: Path, limit: int) -> int:
                 )
         except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, LookupError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the disk, not of the archive
+                raise  # a disk error, not the archive's
             raise DataError(f"the archive is damaged: {error}") from error
-        except (NotImplementedError, RuntimeError) as error:  # what `zipfile` says of compressions and passwords
+        except (
+            NotImplementedError,
+            RuntimeError,
+        ) as error:  # raised by `zipfile` for unsupported compressions and passwords
             raise DataError(f"the archive cannot be read: {error}") from error
     for name in ADAPTER_FILES:
         if name not in sizes:
@@ -71,11 +74,11 @@ def unpack(archive: Path, directory: Path, limit: int) -> int:
 
 
 def unpack_apart(archive: Path, directory: Path, limit: int) -> int:
-    """What `unpack` does, in a process behind a wall, which sees nothing but the archive and the directory.
+    """Run `unpack` in a process behind a wall that sees only the archive and the directory.
 
     Raises:
-        DataError: as `unpack`, or it took too long.
-        OSError: the disk refuses.
+        DataError: as `unpack`, or a timeout.
+        OSError: the disk failed.
     """
     try:
         answer = json.loads(wall.call_apart(__name__, str(archive), str(directory), str(limit), seconds=_SECONDS))
@@ -96,10 +99,10 @@ def pack(directory: Path, name: str) -> bytes:
 
 
 def pack_into(target: IO[bytes], directory: Path, name: str) -> None:
-    """Write what `pack` gives to a file.
+    """Write the result of `pack` to a file.
 
     Raises:
-        AdapterError: its files are not what was saved.
+        AdapterError: its files have changed since they were saved.
     """
     check_version(directory)
     with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as archive:
@@ -112,7 +115,7 @@ def pack_into(target: IO[bytes], directory: Path, name: str) -> None:
 
 
 class _Taken:
-    """What was taken so far."""
+    """The extracted files so far."""
 
     def __init__(self, directory: Path, limit: int) -> None:
         self._directory, self._left, self._places = directory, limit, set[str]()
@@ -120,10 +123,10 @@ class _Taken:
         self.sizes: dict[str, int] = {}
 
     def wants(self, member: str) -> str | None:
-        """Which file of an adapter a member is; None for others.
+        """Which adapter file a member is; None for others.
 
         Raises:
-            DataError: no adapter's archive has such a member.
+            DataError: the member is not allowed.
         """
         self._members += 1
         path = PurePosixPath(member)
@@ -139,7 +142,7 @@ class _Taken:
         return path.name
 
     def take(self, name: str, source: IO[bytes]) -> None:
-        """Write one of the files."""
+        """Extract one of the files."""
         left = min(self._left, MOST_CONFIG) if name == ADAPTER_CONFIG else self._left
         size = 0
         with (self._directory / name).open("wb") as target:
@@ -165,7 +168,7 @@ _EXTENDED = (
 
 
 class _Plain(tarfile.TarInfo):
-    """A member without holes whose extra headers are short; `tarfile` would read gigabytes of both into memory."""
+    """Rejects sparse members and long extra headers, for which `tarfile` would read gigabytes into memory."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _EXTENDED and self.size > _HEADER:
@@ -181,7 +184,7 @@ class _Plain(tarfile.TarInfo):
 
 
 class _Bounded(io.RawIOBase):
-    """What is read from a stream, up to so many bytes: also of members that are skipped."""
+    """A stream with a limit on bytes read, including skipped members."""
 
     def __init__(self, source: IO[bytes], limit: int) -> None:
         self._source, self._limit, self._left = source, limit, limit
@@ -226,21 +229,21 @@ def _unzip(file: IO[bytes], directory: Path, limit: int) -> dict[str, int]:
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             name = taken.wants(member.filename)
-            kind = member.external_attr >> 28  # the type of a file, where it was packed on Unix
+            kind = member.external_attr >> 28  # file type, if packed on Unix
             if kind not in (0, 8, 4):
                 raise DataError(f"the archive has a member {member.filename!r} that is neither a file nor a directory")
             if name is None or member.is_dir():
                 continue
-            # `zipfile` unpacks others at one go
+            # `zipfile` decompresses others all at once
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise DataError(f"the archive packs {member.filename!r} in a way that is not taken here; use deflate")
+                raise DataError(f"the archive packs {member.filename!r} in an unsupported way; use deflate")
             with archive.open(member) as source:
                 taken.take(name, source)
     return taken.sizes
 
 
 def _look_at_directory(file: IO[bytes]) -> None:
-    """Refuse what `zipfile` would read into memory: a list of very many members."""
+    """Reject a .zip with too many members before `zipfile` reads its directory into memory."""
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - _END.size - 2**16 - 20))
     tail = file.read()

@@ -1,1 +1,1 @@
-"""What the service remembers."""
+"""The service's database."""

@@ -1,4 +1,4 @@
-"""Open a database, and bring its tables to their newest shape."""
+"""Opens a database and migrates its tables."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from motet.service.database.presence import make_private
 from motet.service.database.tables import Table
 
 _LOCKED = "55P03"
-"""What PostgreSQL calls a lock that was not had in time."""
+"""PostgreSQL's error code for a lock timeout."""
 
 
 def open_engine(url: str) -> Engine:
-    """Connections to a database.
+    """Create the connection pool of a database.
 
     Raises:
         StoreError: the URL cannot be used.
@@ -27,7 +27,7 @@ def open_engine(url: str) -> Engine:
         url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     try:
         engine = create_engine(url, pool_pre_ping=True)
-    except Exception as error:  # a malformed URL, or a driver that is not installed
+    except Exception as error:  # a malformed URL, or a missing driver
         raise StoreError(f"the database URL {public(url)} cannot be used: {type(error).__name__}") from None
     if engine.dialect.name == "sqlite":
         make_private(engine.url.database or "")
@@ -43,7 +43,7 @@ def open_engine(url: str) -> Engine:
 
 
 def public(url: str) -> str:
-    """A URL without its password."""
+    """A URL without its password, for messages."""
     try:
         return make_url(url).render_as_string(hide_password=True)
     except Exception:  # not a URL at all
@@ -51,14 +51,14 @@ def public(url: str) -> str:
 
 
 MIGRATING, EVENTS = 0x6D6F746574, 0x6D6F746575
-"""Locks of PostgreSQL, by numbers of their own."""
+"""Keys of PostgreSQL advisory locks."""
 
 
 def lock(transaction: Session | Connection, number: int, seconds: float) -> None:
-    """Have a lock of PostgreSQL until the transaction ends.
+    """Hold a PostgreSQL lock until the transaction ends.
 
     Raises:
-        OperationalError: somebody else has had it for so long.
+        OperationalError: the lock was not available in time.
     """
     transaction.execute(text(f"SET LOCAL lock_timeout = {round(1000 * seconds)}"))
     try:
@@ -75,7 +75,7 @@ def lock(transaction: Session | Connection, number: int, seconds: float) -> None
 
 
 class UnknownShape(Exception):
-    """The database has a shape that this release does not know."""
+    """The database has an unknown schema."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -88,12 +88,12 @@ _MIGRATIONS = Path(__file__).with_name("migrations")
 
 
 def migrate(engine: Engine, lock_seconds: float) -> None:
-    """Make all tables in a new database, and bring those of an older release to their newest shape."""
+    """Create all tables in a new database, or migrate those of an older release."""
     newest = max(path.stem.partition("_")[0] for path in (_MIGRATIONS / "versions").glob("[0-9]*.py"))
     with engine.begin() as connection:
-        if connection.dialect.name == "postgresql":  # another process may begin on the same empty database
+        if connection.dialect.name == "postgresql":  # another process may start on the same empty database
             lock(connection, MIGRATING, lock_seconds)
-        else:  # Python's SQLite begins no transaction of its own before tables are changed: half of it would stay
+        else:  # Python's SQLite starts no transaction before DDL: a failure would leave half of the change
             connection.exec_driver_sql("BEGIN IMMEDIATE")
         known = inspect(connection).has_table("alembic_version")
         if not known or connection.scalar(text("SELECT version_num FROM alembic_version")) != newest:
@@ -103,7 +103,7 @@ def migrate(engine: Engine, lock_seconds: float) -> None:
 
 
 def _check_columns(connection: Connection) -> None:
-    """Raise for a database whose number is known and whose tables are of an earlier development."""
+    """Raise for a database with a known number whose tables come from a development version."""
     there = {
         table: {one["name"] for one in columns}
         for (_, table), columns in inspect(connection).get_multi_columns().items()
@@ -115,7 +115,7 @@ def _check_columns(connection: Connection) -> None:
 
 
 def _bring_up(connection: Connection, *, new: bool) -> None:
-    from alembic import command  # takes long to be imported, and is seldom needed
+    from alembic import command  # slow to import, and rarely needed
     from alembic.config import Config
     from alembic.util.exc import CommandError
 

@@ -1,4 +1,4 @@
-"""Whether the database is still the one that the service began with: a file can be removed under an open connection."""
+"""Detects that the database was replaced: a file can be removed under an open connection."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _MESSAGE = (
 
 
 class DatabaseReplaced(OperationalError):
-    """Another database lies where the service's was, or none."""
+    """The service's database is missing or was replaced."""
 
     def __init__(self) -> None:
         super().__init__(None, None, RuntimeError(_MESSAGE))
 
 
 class Presence:
-    """Recognises a database: SQLite's files by their inodes, and any by a row that this start of the service wrote."""
+    """Recognises a database: SQLite's files by their inodes, every database by a row that this start wrote."""
 
     def __init__(self, engine: Engine) -> None:
-        """The database has its tables already."""
+        """The tables must exist."""
         place = engine.url.database if engine.dialect.name == "sqlite" else None
         self._files: dict[Path, tuple[int, int]] = {}
         self._anchor: sqlite3.Connection | None = None
         self.token, self._looked = new_id("start"), time.monotonic()
-        if place and Path(place).is_file():  # without an open connection SQLite would remove the file of its log
+        if place and Path(place).is_file():  # without an open connection SQLite would delete its log file
             self._anchor = sqlite3.connect(place, check_same_thread=False)
             with closing(self._anchor.execute("SELECT count(*) FROM sqlite_master")) as cursor:
                 cursor.fetchone()
@@ -48,7 +48,7 @@ class Presence:
             self._files = {path: one for path in paths if (one := _identity(path)) is not None}
 
     def check_files(self) -> None:
-        """Before a transaction.
+        """Check the files before a transaction.
 
         Raises:
             DatabaseReplaced: a file is not the one that was opened.
@@ -58,10 +58,10 @@ class Presence:
                 raise DatabaseReplaced
 
     def check_row(self, session: Session) -> None:
-        """In a transaction, once a second.
+        """Check the row within a transaction, at most once a second.
 
         Raises:
-            DatabaseReplaced: the row of this start is not there.
+            DatabaseReplaced: the row of this start is missing.
         """
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return
@@ -71,23 +71,23 @@ class Presence:
             if "no such table" not in str(error.orig):
                 raise
             there = None
-        except DatabaseError:  # no such table, as PostgreSQL says it, or no database at all
+        except DatabaseError:  # no such table on PostgreSQL, or not a database
             there = None
         if there is None:
             raise DatabaseReplaced
         self._looked = time.monotonic()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._anchor is not None:
             self._anchor.close()
 
 
 def make_private(place: str) -> None:
-    """Let nobody but its owner read SQLite's file; those of its log and its memory are made with its mode."""
+    """Make SQLite's file readable for its owner only; SQLite gives its log files the same mode."""
     if not place or place == ":memory:" or place.startswith("file:"):
         return
-    with suppress(OSError):  # what is wrong with it is told where it is opened
+    with suppress(OSError):  # errors are reported where it is opened
         os.close(os.open(place, os.O_RDWR | os.O_CREAT, 0o600))
         for path in (place, f"{place}-wal", f"{place}-shm"):
             if os.path.exists(path) and os.stat(path).st_mode & 0o077:

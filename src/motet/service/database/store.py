@@ -1,7 +1,6 @@
-"""What the service remembers: tenants, keys, jobs, events and files in a database. SQLite by default, PostgreSQL by URL.
+"""The service's data in a database: tenants, keys, jobs, events and files. SQLite by default, PostgreSQL by URL.
 
-Every call is one short transaction. What is asked for on behalf of a tenant is looked up among that tenant's objects, so
-another tenant's object is not there.
+Every call is one short transaction. Requests of a tenant only search that tenant's objects, so others are not found.
 """
 
 from __future__ import annotations
@@ -35,15 +34,16 @@ from motet.types import JobState
 
 Value = TypeVar("Value")
 AWAY = (OperationalError, InterfaceError, NoConnection)
-"""What is raised while a database is away, full, read-only (it fails over), or has no connection free: the same may succeed a
-moment later."""
+"""Errors of a database that is unreachable, full, read-only (during a failover) or has no free connection; a retry may
+succeed.
+"""
 _READ_ONLY = "25006"
-"""What PostgreSQL calls a database that cannot be written."""
+"""PostgreSQL's error code for a read-only transaction."""
 OPEN = tuple(state.value for state in JobState if not state.final)
 
 
 def find_job(session: Session, job_id: str) -> StoredJob | None:
-    """A job by its id, whoever's it is, in a transaction under way."""
+    """A job of any tenant by its id, within a transaction."""
     return session.scalar(select(StoredJob).where(StoredJob.id == job_id))
 
 
@@ -51,10 +51,10 @@ class Store:
     """One database."""
 
     def __init__(self, url: str, *, lock_seconds: float = 20.0) -> None:
-        """Open it and bring it to the newest shape. Nobody waits longer for a lock of PostgreSQL that another service holds.
+        """Open the database and migrate it. `lock_seconds` limits the wait for another service's PostgreSQL lock.
 
         Raises:
-            StoreError: it cannot be opened, and why.
+            StoreError: it cannot be opened; the message says why.
         """
         self._engine, self._lock_seconds = open_engine(url), lock_seconds
         self._session = sessionmaker(self._engine, expire_on_commit=False)
@@ -74,7 +74,7 @@ class Store:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Session]:
-        """A session that is committed at its end, or rolled back when something is raised.
+        """A session that is committed at the end, or rolled back on an exception.
 
         Raises:
             DatabaseReplaced: the database is not the one that was opened.
@@ -90,17 +90,17 @@ class Store:
             raise OperationalError(error.statement, error.params, error.orig or error) from error
 
     def scalars(self, query: Select[Value]) -> list[Value]:
-        """What a query gives, in a transaction of its own."""
+        """All results of a query, in a separate transaction."""
         with self.transaction() as session:
             return list(session.scalars(query))
 
     def scalar(self, query: Select[Value]) -> Value | None:
-        """The first thing that a query gives."""
+        """The first result of a query."""
         with self.transaction() as session:
             return session.scalar(query)
 
     def failure(self) -> str:
-        """Why the database cannot be used, for a person; empty where it can."""
+        """Why the database cannot be used, for a person; empty if it can."""
         try:
             self.scalar(select(1))
         except DatabaseReplaced as error:
@@ -110,14 +110,14 @@ class Store:
         return ""
 
     def audit(self, who: Principal, action: str, thing: str) -> None:
-        """Remember who changed what."""
+        """Record who changed what."""
         with self.transaction() as session:
             session.add(AuditEntry(tenant_id=who.tenant_id, key_id=who.key_id, action=action, object=thing))
 
     def audit_entries(
         self, *, tenant_id: str | None = None, before: int | None = None, limit: int = 100
     ) -> Sequence[tuple[AuditEntry, str, str]]:
-        """Entries with the names of the tenant and of the key, newest first, before the entry of a number."""
+        """Entries before a given one, with tenant and key names, newest first."""
         query = (
             select(AuditEntry, Tenant.name, Key.name)
             .join(Tenant, Tenant.id == AuditEntry.tenant_id, isouter=True)
@@ -133,7 +133,7 @@ class Store:
             return [(entry, tenant or "", key or "") for entry, tenant, key in session.execute(query).all()]
 
     def known_bases(self, places: Mapping[str, str]) -> dict[str, str]:
-        """Remember what bases are, and tell it of all that were remembered, the first ever first."""
+        """Record the bases, and return all recorded ones, oldest first."""
         with self.transaction() as session:
             known = {one.name: one for one in session.scalars(select(KnownBase).order_by(KnownBase.number))}
             for name, place in places.items():
@@ -145,10 +145,10 @@ class Store:
     # --- jobs ---------------------------------------------------------------------------------------------------------------
 
     def submit(self, who: Principal, jobs: Sequence[StoredJob]) -> list[StoredJob]:
-        """Queue jobs (rows with a name, a spec and steps) in one transaction: all of them, or none.
+        """Queue jobs (rows with name, spec and steps) in one transaction: all or none.
 
         Raises:
-            StoreError: the tenant has a job of such a name, or with such an idempotency key.
+            StoreError: the tenant has a job with such a name or idempotency key.
         """
         for job in jobs:
             job.id, job.tenant_id = job.id or new_id("job"), who.tenant_id
@@ -175,7 +175,7 @@ class Store:
     def jobs(
         self, who: Principal, *, state: str | None = None, before: int | None = None, limit: int = 50
     ) -> list[StoredJob]:
-        """A tenant's jobs (an admin's: all), newest first; `before` is the number of the last one of the page before."""
+        """A tenant's jobs (an admin's: all), newest first; `before` is the number of the previous page's last job."""
         query = select(StoredJob).order_by(StoredJob.number.desc()).limit(limit)
         if not who.admin:
             query = query.where(StoredJob.tenant_id == who.tenant_id)
@@ -186,7 +186,7 @@ class Store:
         return self.scalars(query)
 
     def job(self, who: Principal, name: str) -> StoredJob | None:
-        """A job by its id, or by its name among the tenant's own."""
+        """A job by its id, or by its name among the tenant's jobs."""
         own = (StoredJob.tenant_id == who.tenant_id) & (StoredJob.name == name)  # an index has both
         with self.transaction() as session:
             candidates = list(session.scalars(select(StoredJob).where(own | (StoredJob.id == name))))
@@ -196,12 +196,12 @@ class Store:
         return next(iter(mine or (candidates if who.admin else [])), None)
 
     def job_by_id(self, job_id: str) -> StoredJob | None:
-        """A job by its id, whoever's it is."""
+        """A job of any tenant by its id."""
         with self.transaction() as session:
             return find_job(session, job_id)
 
     def open_jobs(self) -> list[StoredJob]:
-        """Jobs that have not ended, in the order they came: what a service that starts takes up again."""
+        """Unfinished jobs in order of submission, which a starting service resumes."""
         return self.scalars(select(StoredJob).where(StoredJob.state.in_(OPEN)).order_by(StoredJob.number))
 
     def change_job(self, job_id: str, **fields: Any) -> None:
@@ -210,7 +210,7 @@ class Store:
             session.execute(update(StoredJob).where(StoredJob.id == job_id).values(**fields))
 
     def delete_job(self, job_id: str) -> None:
-        """Forget a job and its events."""
+        """Delete a job and its events."""
         with self.transaction() as session:
             session.execute(delete(Event).where(Event.job_id == job_id))
             session.execute(delete(FineTuning).where(FineTuning.job_id == job_id))
@@ -233,9 +233,9 @@ class Store:
         also: Callable[[Session], None] | None = None,
         **fields: Any,
     ) -> int | None:
-        """Keep an event, do something else in the same transaction and set columns of its job, all or nothing.
+        """Store an event, run `also` in the same transaction, and set columns of its job.
 
-        None where the event was kept before, or the job is gone.
+        Returns the event's id; None if it was stored before, or the job is gone.
         """
         entry = Event(job_id=job_id, kind=kind, key=key, data=dict(data))
         try:
@@ -252,21 +252,21 @@ class Store:
         return entry.id
 
     def keep_evaluation(self, session: Session, job_id: str, version: int, value: float) -> None:
-        """Set what a job was evaluated to, as part of a transaction."""
+        """Update a job's evaluation within a transaction."""
         before = session.scalar(select(StoredJob.held_out).where(StoredJob.id == job_id))
         held_out = newer_evaluation(before, version, value)
         session.execute(update(StoredJob).where(StoredJob.id == job_id).values(held_out=held_out))
 
     def _wait_for_earlier_events(self, session: Session) -> None:
-        """Have events committed in the order of their ids, or who reads after the newest would pass over one that came late.
+        """Commit events in the order of their ids; otherwise a reader could skip one that is committed late.
 
-        SQLite has one writer at a time, so nothing is needed there.
+        SQLite has a single writer, so it needs no lock.
         """
         if self._engine.dialect.name == "postgresql":
             lock(session, EVENTS, self._lock_seconds)
 
     def events(self, job_id: str, after: int = 0, limit: int = 500) -> Sequence[Event]:
-        """Events of a job after one of them, in order."""
+        """Events of a job after a given one, in order."""
         query = select(Event).where(Event.job_id == job_id, Event.id > after).order_by(Event.id).limit(limit)
         return self.scalars(query)
 
@@ -277,7 +277,7 @@ class Store:
     # --- files --------------------------------------------------------------------------------------------------------------
 
     def add_file(self, who: Principal, file_id: str, filename: str, size: int, rows: int) -> StoredFile:
-        """Remember an uploaded file."""
+        """Record an uploaded file."""
         file = StoredFile(id=file_id, tenant_id=who.tenant_id, filename=filename, bytes=size, rows=rows)
         with self.transaction() as session:
             session.add(file)
@@ -293,11 +293,11 @@ class Store:
         return self.scalar(select(StoredFile).where(StoredFile.id == file_id, StoredFile.tenant_id == who.tenant_id))
 
     def delete_file(self, file_id: str) -> None:
-        """Forget a file."""
+        """Delete a file's record."""
         with self.transaction() as session:
             session.execute(delete(StoredFile).where(StoredFile.id == file_id))
 
 
 def name_taken(name: str) -> str:
-    """Why a job cannot have a name."""
+    """Message for a duplicate name."""
     return f"there is a job {name!r} already; give this one another name"

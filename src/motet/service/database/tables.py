@@ -1,4 +1,4 @@
-"""What the service remembers, as tables. `migrations/` brings a database of an older release to this shape."""
+"""The database schema. `migrations/` updates databases of older releases to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, String, Text, UniqueConstraint, false
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only in INTEGER columns
+BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite only auto-increments INTEGER columns
 
 
 def now() -> float:
@@ -18,12 +18,12 @@ def now() -> float:
 
 
 def new_id(kind: str) -> str:
-    """A name for an object."""
+    """A random id for an object."""
     return f"{kind}-{secrets.token_hex(8)}"
 
 
 def newer_evaluation(before: dict[str, Any] | None, version: int, value: float) -> dict[str, Any]:
-    """What a job's `held_out` is after the evaluation of one more version; of equal ones the earlier is the best."""
+    """A job's `held_out` after one more evaluation; among equal versions, the earlier is the best."""
     best = (before["best_version"], before["best"]) if before is not None else (version, value)
     best = (version, value) if value > best[1] else best
     return {"version": version, "value": value, "best_version": best[0], "best": best[1]}
@@ -34,7 +34,7 @@ class Table(DeclarativeBase):
 
 
 class Tenant(Table):
-    """Whoever owns jobs: a person or a team."""
+    """The owner of jobs: a person or a team."""
 
     __tablename__ = "tenants"
     id: Mapped[str] = mapped_column(String(40), primary_key=True)
@@ -43,16 +43,16 @@ class Tenant(Table):
 
 
 class ClosedTenant(Table):
-    """A tenant that was erased. Nobody signs in to it until an admin makes a key of it."""
+    """An erased tenant. Nobody can sign in to it until an admin creates a key for it."""
 
     __tablename__ = "closed_tenants"
     digest: Mapped[str] = mapped_column(String(64), primary_key=True)
-    """SHA-256 of its name, which is not kept."""
+    """SHA-256 of its name, which is not stored."""
     time: Mapped[float] = mapped_column(default=now)
 
 
 class Key(Table):
-    """An API key; only its digest is kept."""
+    """An API key, stored as a digest."""
 
     __tablename__ = "keys"
     id: Mapped[str] = mapped_column(String(40), primary_key=True)
@@ -64,29 +64,29 @@ class Key(Table):
     expires: Mapped[float | None]
     revoked: Mapped[float | None]
     scope: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
-    """The rights that it has of those of its role; all where there is none."""
+    """The subset of its role's rights that it has; None for all."""
     made_by: Mapped[str | None] = mapped_column(String(40))
-    """The key, by its id, that a member made it with; it ends with that."""
+    """Id of the member's key that created it; it ends with that key."""
     person: Mapped[str | None] = mapped_column(String(64), index=True)
-    """Of a sign-in: a digest that names the person at the provider. None for a key that was made by hand."""
+    """Digest of the person's identity at the provider, for a sign-in. None for a key created by hand."""
 
 
 class StoredJob(Table):
-    """A job as it was asked for, and where it stands."""
+    """A submitted job and its state."""
 
     __tablename__ = "jobs"
     __table_args__ = (UniqueConstraint("tenant_id", "name"), UniqueConstraint("tenant_id", "idempotency_key"))
     number: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
-    """Jobs in the order they came."""
+    """Order of submission."""
     id: Mapped[str] = mapped_column(String(40), unique=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
     name: Mapped[str] = mapped_column(String(100))
     idempotency_key: Mapped[str | None] = mapped_column(String(200))
     spec: Mapped[dict[str, Any]] = mapped_column(JSON)
-    """The validated job."""
+    """The validated configuration."""
     state: Mapped[str] = mapped_column(String(20), index=True)
     wanted: Mapped[str] = mapped_column(String(20))
-    """What its owner asked for last: `run`, `pause` or `cancel`."""
+    """The owner's last request: `run`, `pause` or `cancel`."""
     message: Mapped[str] = mapped_column(Text, default="")
     step: Mapped[int] = mapped_column(default=0)
     steps: Mapped[int]
@@ -95,27 +95,27 @@ class StoredJob(Table):
     reward: Mapped[float | None]
     """Mean reward of the newest step."""
     held_out: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    """The newest and the best held-out figure, as `newer_evaluation` makes it."""
+    """The newest and the best held-out figure; see `newer_evaluation`."""
     after: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
-    """Ids of the jobs that have to succeed before this one starts."""
+    """Ids of jobs that must succeed before this one starts."""
     start_at: Mapped[float | None]
-    """Unix seconds before which it does not start."""
+    """Earliest start, in Unix seconds."""
     waits: Mapped[bool] = mapped_column(default=False, server_default=false())
-    """Whether the engine does not know of it yet: `after` or `start_at` holds it back."""
+    """Whether `after` or `start_at` holds it back; the engine does not know it yet."""
     starts_from: Mapped[str | None] = mapped_column(String(160))
-    """What its adapter starts from, under ids instead of names: `job-…@best`, `adapter-…`."""
+    """The initial adapter by id: `job-…@best`, `adapter-…`."""
     base: Mapped[str | None] = mapped_column(Text)
-    """The name of the base that it trains on; None is the first one, from when there was only one."""
+    """The name of its base; None for the first base, in databases from when there was only one."""
 
 
 class Event(Table):
-    """Something that happened to a job. (job, kind, key) is unique, so that what is told twice is kept once."""
+    """An event of a job. (job, kind, key) is unique, so repeated reports are stored once."""
 
     __tablename__ = "events"
     __table_args__ = (
         UniqueConstraint("job_id", "kind", "key"),
         Index("events_of_job", "job_id", "id"),
-        {"sqlite_autoincrement": True},  # an id is never used again: who listens asks for what came after the last one
+        {"sqlite_autoincrement": True},  # ids are never reused: listeners ask for events after the last id
     )
     id: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
@@ -138,12 +138,12 @@ class StoredFile(Table):
 
 
 class FineTuning(Table):
-    """What a job was asked for through the fine-tuning routes."""
+    """The fine-tuning request that created a job."""
 
     __tablename__ = "fine_tunings"
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     request: Mapped[dict[str, Any]] = mapped_column(JSON)
-    """As it was sent."""
+    """The request body."""
 
 
 class AuditEntry(Table):
@@ -159,7 +159,7 @@ class AuditEntry(Table):
 
 
 class UploadedAdapter(Table):
-    """A PEFT directory that a tenant brought."""
+    """An uploaded PEFT directory."""
 
     __tablename__ = "adapters"
     __table_args__ = (UniqueConstraint("tenant_id", "name"),)
@@ -171,57 +171,57 @@ class UploadedAdapter(Table):
     alpha: Mapped[float]
     target_modules: Mapped[list[str]] = mapped_column(JSON)
     base: Mapped[str | None] = mapped_column(Text)
-    """The name of the base that it fits; None as of a job."""
+    """The name of its base; None as for a job."""
     created: Mapped[float] = mapped_column(default=now)
 
 
 class Share(Table):
-    """What others may chat with, start from and take home: a job's adapter, or an uploaded one."""
+    """Allows others to chat with, start from and download an adapter of a job, or an uploaded one."""
 
     __tablename__ = "shares"
     __table_args__ = (UniqueConstraint("object", "with_tenant"),)
     id: Mapped[str] = mapped_column(String(40), primary_key=True)
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
-    """Whose it is."""
+    """The owner."""
     object: Mapped[str] = mapped_column(String(40), index=True)
-    """The id of a job or of an uploaded adapter."""
+    """Id of a job or an uploaded adapter."""
     with_tenant: Mapped[str] = mapped_column(String(40), index=True)
-    """A tenant's id, or `*`: all."""
+    """A tenant's id, or `*` for all."""
     created: Mapped[float] = mapped_column(default=now)
 
 
 class TenantLimits(Table):
-    """What an admin set for one tenant; the service's defaults stand for the rest."""
+    """Limits set by an admin for one tenant; defaults apply to other fields."""
 
     __tablename__ = "limits"
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     given: Mapped[dict[str, Any]] = mapped_column(JSON)
-    """Fields of `LimitsConfig`; null is no limit."""
+    """Fields of `LimitsConfig`; null means unlimited."""
 
 
 class KnownBase(Table):
-    """A base of a service that has, or had, several; what was stored under its name is of no other."""
+    """A current or former base of a service with several; its name is never reused for another base."""
 
     __tablename__ = "bases"
     number: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
-    """In the order they came: what was stored under no name is of the first."""
+    """In order of addition: objects stored without a name belong to the first."""
     name: Mapped[str] = mapped_column(Text, unique=True)
     place: Mapped[str] = mapped_column(Text)
-    """What it was the last time: `small`, a hub id, a path."""
+    """Its last location: `small`, a hub id, a path."""
 
 
 class ServiceStart(Table):
-    """A start of the service. While it runs, its row tells its database from any other."""
+    """A start of the service. The running service recognises its database by this row."""
 
     __tablename__ = "starts"
     token: Mapped[str] = mapped_column(String(40), primary_key=True)
     time: Mapped[float] = mapped_column(default=now)
     proof: Mapped[str | None] = mapped_column(Text)
-    """Something encrypted with the operator's key, by which the next start recognises it."""
+    """A value encrypted with the operator's key, so that the next start can check the key."""
 
 
 class Usage(Table):
-    """What was used on one day: by a job, by a tenant's completions (no job), or by nobody (no tenant: the device idled)."""
+    """Usage per day: of a job, of a tenant's completions (no job), or idle time (no tenant)."""
 
     __tablename__ = "usage"
     __table_args__ = (
@@ -230,22 +230,22 @@ class Usage(Table):
     )
     id: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
     day: Mapped[str] = mapped_column(String(10))
-    """In UTC, as 2026-01-31."""
+    """In UTC, such as 2026-01-31."""
     tenant_id: Mapped[str] = mapped_column(String(40))
     job_id: Mapped[str] = mapped_column(String(40), index=True)
-    """Stays when the job is deleted."""
+    """Kept after the job is deleted."""
     job_name: Mapped[str] = mapped_column(String(100))
     tokens_prompt: Mapped[int] = mapped_column(BIG)
     tokens_sampled: Mapped[int] = mapped_column(BIG)
     tokens_trained: Mapped[int] = mapped_column(BIG)
     microseconds: Mapped[int] = mapped_column(BIG)
-    """Of the device."""
+    """Device time."""
     base: Mapped[str] = mapped_column(Text, default="")
-    """The name of the base, as with a job; empty as None there."""
+    """The name of the base, as for a job; empty for None."""
 
 
 class MeterReading(Table):
-    """The last window of device time of each engine, and the work of each client's job, so that none is counted twice."""
+    """Last reported device time of each engine and work of each client's job, to avoid counting twice."""
 
     __tablename__ = "meter_readings"
     engine: Mapped[str] = mapped_column(String(100), primary_key=True)
@@ -253,7 +253,7 @@ class MeterReading(Table):
 
 
 class ScoringUnit(Table):
-    """One reward of one problem's completions that a reward worker is to score; see `ScoringUnits`."""
+    """One reward for one problem's completions, to be scored by a reward worker; see `ScoringUnits`."""
 
     __tablename__ = "scoring_units"
     __table_args__ = (UniqueConstraint("job_id", "key"), Index("scoring_units_of_lease", "lease"))
@@ -262,14 +262,14 @@ class ScoringUnit(Table):
     key: Mapped[str] = mapped_column(String(64))
     """A digest of the work."""
     step: Mapped[int]
-    """Steps that the job had done when it was asked."""
+    """Steps that the job had done at the request."""
     created: Mapped[float] = mapped_column(default=now)
     work: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    """`reward`, `problem`, `completions` and `transcripts`, until it is scored."""
+    """`reward`, `problem`, `completions` and `transcripts`; None once scored."""
     completions: Mapped[int]
     scores: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
     worker: Mapped[str | None] = mapped_column(String(60))
     lease: Mapped[str | None] = mapped_column(String(40))
     leased_until: Mapped[float | None]
-    """Unix seconds; after them others may have it."""
+    """End of the lease in Unix seconds; then other workers may take it."""
     handed_out: Mapped[int] = mapped_column(default=0)

@@ -1,4 +1,4 @@
-"""Whose things are: tenants, their keys, and who asks."""
+"""Tenants, their keys, and the principal of a request."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from motet.errors import StoreError
 from motet.service.database.tables import ClosedTenant, Key, Tenant, new_id, now
 
 MOST_SIGN_INS = 20
-"""Of one person at a time."""
+"""Most open sign-ins per person."""
 PREFIX = "mk-"
-"""What API keys begin with."""
+"""Prefix of API keys."""
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Who asks."""
+    """The authenticated requester."""
 
     tenant_id: str
     tenant: str
     key_id: str
     role: str
     scope: frozenset[str] | None = None
-    """The rights that the key has of those of its role; None is all."""
+    """The subset of its role's rights that the key has; None for all."""
     expires: float | None = None
-    """When the key ends, in Unix seconds."""
+    """Expiry of the key in Unix seconds."""
     name: str = ""
-    """Of the key; for a sign-in, the person's."""
+    """Name of the key; for a sign-in, of the person."""
     signed_in: bool = False
-    """Whether the key was made by a sign-in."""
+    """Whether the key comes from a sign-in."""
 
     @classmethod
     def member_of(cls, tenant_id: str) -> Principal:
-        """A tenant itself, without a key: its own objects are there, and no others, whoever asks on its behalf."""
+        """A tenant as principal, without a key, for internal requests on its behalf."""
         return cls(tenant_id, "", "", "member")
 
     @property
     def admin(self) -> bool:
-        """Whether every tenant's objects are theirs."""
+        """Whether the principal can access all tenants' objects."""
         return self.role == "admin"
 
 
 def digest(key: str) -> str:
-    """What is stored of a key. Keys are random, so a plain hash is enough."""
+    """The stored form of a key. Keys are random, so a plain hash is enough."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -60,17 +60,17 @@ class Tenants:
     """Tenants and keys of one database; part of its `Store`."""
 
     def __init__(self, transaction: Callable[[], AbstractContextManager[Session]]) -> None:
-        """`transaction` is the store's."""
+        """`transaction` of the store."""
         self._transaction = transaction
         self._names: dict[str, str] = {}
 
     def find(self, name: str) -> Tenant | None:
-        """The tenant of a name, where there is one."""
+        """The tenant of a name, or None."""
         with self._transaction() as session:
             return session.scalar(select(Tenant).where(Tenant.name == name))
 
     def name_of(self, tenant_id: str) -> str:
-        """The name of a tenant, which never changes; empty where there is none."""
+        """The name of a tenant, which never changes; empty if there is none."""
         if tenant_id not in self._names:
             with self._transaction() as session:
                 tenant = session.get(Tenant, tenant_id)
@@ -80,12 +80,12 @@ class Tenants:
         return self._names[tenant_id]
 
     def forget(self, tenant_id: str) -> None:
-        """The tenant was erased."""
+        """Remove an erased tenant from the cache."""
         self._names.pop(tenant_id, None)
 
     def close(self, tenant_id: str) -> None:
-        """End the tenant's keys, and let nobody sign in to it until an admin makes a key of it."""
-        # another may close it at the same time
+        """End the tenant's keys, and allow no sign-in until an admin creates a key for it."""
+        # another request may close it at the same time
         with contextlib.suppress(IntegrityError), self._transaction() as session:
             name = session.scalars(select(Tenant.name).where(Tenant.id == tenant_id)).one_or_none()
             if name is not None and session.get(ClosedTenant, digest(name)) is None:
@@ -100,10 +100,10 @@ class Tenants:
             )
 
     def made(self, name: str) -> Tenant:
-        """The tenant of a name, made where there is none."""
+        """The tenant of a name, created if needed."""
         if (tenant := self.find(name)) is not None:
             return tenant
-        # another may make it at the same time
+        # another request may create it at the same time
         with contextlib.suppress(IntegrityError), self._transaction() as session:
             session.add(Tenant(id=new_id("tenant"), name=name))
         with self._transaction() as session:
@@ -119,9 +119,9 @@ class Tenants:
         made_by: str | None = None,
         person: str | None = None,
     ) -> tuple[Key, str]:
-        """A new key of a tenant, which is made where there is none, and the key's text, which is shown once.
+        """Create a key, and its tenant if needed; returns the key and its text, which is shown once.
 
-        `made_by` is the key, by its id, with which this one ends.
+        The new key ends with the key that has the id `made_by`.
         """
         owner, text = self.made(tenant), PREFIX + secrets.token_urlsafe(32)
         with self._transaction() as session:
@@ -141,12 +141,12 @@ class Tenants:
         return key, text
 
     def sign_in(self, tenant: str, name: str, role: Role, expires: float, person: str) -> tuple[Key, str]:
-        """The key of a person who signed in, and its text. Of more than `MOST_SIGN_INS` that are open, the oldest end.
+        """Create a key for a signed-in person; returns it with its text. Above `MOST_SIGN_INS`, the oldest end.
 
         Raises:
             StoreError: the tenant was erased.
         """
-        with self._transaction() as session:  # before `create_key` makes the tenant
+        with self._transaction() as session:  # before `create_key` creates the tenant
             self._check_open(session, tenant)
         made = self.create_key(tenant, name, role, expires, person=person)
         with self._transaction() as session:
@@ -157,7 +157,7 @@ class Tenants:
         return made
 
     def all_keys(self) -> list[tuple[Key, str]]:
-        """All keys and the names of their tenants, oldest first; sign-ins that have ended are left out."""
+        """All keys with their tenants' names, oldest first, without ended sign-ins."""
         listed = or_(Key.person.is_(None), and_(Key.revoked.is_(None), Key.expires > now()))
         query = select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).where(listed)
         query = query.order_by(Key.created, Key.id)
@@ -165,7 +165,7 @@ class Tenants:
             return [(key, tenant) for key, tenant in session.execute(query).all()]
 
     def keys_of(self, who: Principal) -> list[tuple[Key, str]]:
-        """The keys that somebody may see and end: an admin all, a tenant's admin the tenant's, others their own and its own."""
+        """The keys that a principal may see and revoke: an admin all, a tenant's admin the tenant's, others their own."""
         known = self.all_keys()
         if who.admin:
             return known
@@ -174,20 +174,20 @@ class Tenants:
         return [one for one in known if one[0].id == who.key_id or one[0].made_by == who.key_id]
 
     def revoke_key(self, key_id: str) -> bool:
-        """End a key, and those that were made with it; False where there is none."""
+        """Revoke a key and those created with it; False if there is none."""
         with self._transaction() as session:
             if session.get(Key, key_id, with_for_update=True) is None:
                 return False
             ending = [key_id]
-            for one in ending:  # which grows
+            for one in ending:  # the list grows in the loop
                 ending += session.scalars(select(Key.id).where(Key.made_by == one, Key.id.not_in(ending)))
             session.execute(update(Key).where(Key.id.in_(ending), Key.revoked.is_(None)).values(revoked=now()))
             return True
 
     def rotate_key(self, key_id: str, made_by: str | None = None) -> tuple[Key, str] | None:
-        """Another text for a key, under another id; the old one ends. None where there is none that is good.
+        """Replace a key by a new one with another id and text; None if it does not exist or has ended.
 
-        The new one ends with the key `made_by`, where that is given.
+        The new key ends with the key `made_by`, if given.
         """
         text = PREFIX + secrets.token_urlsafe(32)
         with self._transaction() as session:
@@ -206,14 +206,14 @@ class Tenants:
         return key, text
 
     def ended_keys(self, key_ids: Collection[str]) -> set[str]:
-        """Which of some keys, by their ids, were revoked or erased, or have expired."""
+        """Which of these key ids are revoked, erased or expired."""
         good = and_(Key.revoked.is_(None), or_(Key.expires.is_(None), Key.expires > now()))
         with self._transaction() as session:
             left = set(session.scalars(select(Key.id).where(Key.id.in_(key_ids), good)))
         return {one for one in key_ids if one.startswith("key-") and one not in left}
 
     def who(self, text: str) -> Principal | None:
-        """Whose key this is; None where it is unknown, revoked or expired."""
+        """The principal of a key; None if it is unknown, revoked or expired."""
         with self._transaction() as session:
             row = session.execute(
                 select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).where(Key.digest == digest(text))

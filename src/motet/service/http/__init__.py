@@ -1,1 +1,1 @@
-"""What every route needs: who asks, how much and how often, and how it is refused."""
+"""Common parts of all routes: authentication, limits and refusals."""

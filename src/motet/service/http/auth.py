@@ -1,4 +1,4 @@
-"""Who asks: the key of a request, what it may do, and how much of the service it may take, in requests and in threads."""
+"""Authentication of requests: keys, rights, and limits on requests and threads."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from motet.service.workers.agents import KEY_PREFIX
 
 _MOST_KEYS = 10_000
 OF_TINKER = "tml-"
-"""The `tinker` package sends only keys that begin so: a key of Motet's comes after it."""
+"""The `tinker` package only sends keys with this prefix; a Motet key follows it."""
 
 
 PAGE_HEADER = "x-motet-page"
-"""The dashboard's own scripts send it. A page of another site cannot, so its requests never use the browser's session."""
+"""Header sent by the dashboard's scripts. Pages of other sites cannot send it, so they never use the browser's session.
+"""
 
 
 def bearer(request: Request) -> str:
-    """The key that a request brings: as a bearer, as the `tinker` package does, or in the dashboard's cookie; or empty."""
+    """The key of a request: a bearer, as the `tinker` package sends it, or the dashboard's cookie; may be empty."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip()
@@ -40,33 +41,33 @@ def bearer(request: Request) -> str:
 
 
 def episode_key(request: Request) -> str:
-    """The same, where an episode's counts wherever it stands: some clients send a bearer of nobody's beside it."""
+    """As `bearer`, but an episode's key in another header wins, because some clients also send an unrelated bearer."""
     other = request.headers.get("x-api-key", "").strip()
     return other if other.startswith(KEY_PREFIX) else bearer(request)
 
 
 def asker(request: Request) -> str:
-    """The key that a request brings, good or not, or where it comes from."""
+    """The request's key, valid or not, or its address."""
     return episode_key(request) or f"from {request.client.host if request.client else 'nowhere'}"
 
 
 class RateLimit:
-    """A bucket of requests for each key, which fills as time goes by. In memory: a service that starts has full ones."""
+    """A token bucket of requests per key. In memory: all buckets are full after a start."""
 
     def __init__(self, config: RateConfig | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Without a configuration, nothing is limited."""
+        """Without a configuration there is no limit."""
         self._config, self._clock = config, clock
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """(requests left, when that was) by key; those not asked for longest are dropped first."""
+        """(requests left, time of that count) by key; the least recently used are dropped first."""
         self._lock = threading.Lock()
 
     @property
     def requests_per_second(self) -> float | None:
-        """Of one key; None without a limit."""
+        """Limit per key; None without one."""
         return None if self._config is None else self._config.requests_per_second
 
     def wait(self, key: str) -> int:
-        """Take a request out of a key's bucket: 0 where it may go, else whole seconds to wait before it is asked again."""
+        """Take a request from a key's bucket: returns 0 if allowed, else the whole seconds to wait."""
         rate = self.requests_per_second
         if self._config is None or rate is None:
             return 0
@@ -82,33 +83,33 @@ class RateLimit:
 
 
 class Access:
-    """Looks at keys, and counts how often each asks."""
+    """Checks keys, and counts their requests."""
 
     def __init__(self, tenants: Tenants, rate: RateLimit, open_to_all: bool) -> None:
         self._tenants, self._rate, self.open_to_all = tenants, rate, open_to_all
 
     def allows(self, request: Request) -> bool:
-        """Whether a request brings a good key, or needs none."""
+        """Whether a request has a valid key, or needs none."""
         try:
             return self.open_to_all or self._tenants.who(bearer(request)) is not None
-        except AWAY:  # whoever answers finds that out too, and says so
+        except AWAY:  # the handler finds that out too, and reports it
             return True
 
     def tenant(self, request: Request) -> str:
-        """The tenant whose key a request brings; empty where it is not good."""
+        """The tenant of the request's key; empty if the key is not valid."""
         if self.open_to_all:
             return "local"
         try:
             who = self._tenants.who(bearer(request))
-        except AWAY:  # whoever answers finds that out too, and says so
+        except AWAY:  # the handler finds that out too, and reports it
             return "unknown"
         return "" if who is None else who.tenant_id
 
     def principal(self, request: Request) -> Principal:
-        """Whose key the request brings.
+        """The principal of the request's key.
 
         Raises:
-            Refusal: its key is not good, or asks too often.
+            Refusal: the key is not valid, or sends too many requests.
         """
         if key := bearer(request):
             if key.startswith(KEY_PREFIX):
@@ -123,7 +124,7 @@ class Access:
                 self.count(who.key_id)
                 rights.check(who, request.method, request.url.path)
                 return who
-            if not self.open_to_all:  # else any key will do: clients such as openai's always send one
+            if not self.open_to_all:  # otherwise any key is accepted: clients such as openai's always send one
                 self.count_unknown(request)
                 raise Refusal(401, "this key is unknown, revoked or expired; sign in again, or make another key")
         if self.open_to_all:
@@ -132,14 +133,14 @@ class Access:
         raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
 
     def count_unknown(self, request: Request) -> None:
-        """Count a request whose key nobody knows, by where it comes from; raises as `count` does."""
+        """Count a request with an unknown key, by address; raises as `count`."""
         self.count(f"unknown keys from {request.client.host if request.client else 'nowhere'}")
 
     def count(self, key: str) -> None:
         """Count a request of a key.
 
         Raises:
-            Refusal: there were too many.
+            Refusal: it exceeds the limit.
         """
         if seconds := self._rate.wait(key):
             message = (

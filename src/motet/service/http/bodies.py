@@ -1,8 +1,7 @@
-"""How much of a request is read: a body is refused as soon as it is known to be too large, before it lies anywhere.
+"""Limits on request bodies: a body is refused as soon as it is known to be too large, before it is stored.
 
-Of somebody without a good key nothing but small bodies is read. JSON is parsed at one go, while nobody else is answered, so
-that each path takes only what it has a use for. Also refused here are addresses with a NUL character, which no database
-keeps.
+Without a valid key, only small bodies are read. Parsing JSON blocks all other requests, so each path has its own limit.
+Addresses with a NUL character are refused too, because databases cannot store them.
 """
 
 from __future__ import annotations
@@ -21,42 +20,47 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from motet.config.service import HttpConfig
 
 MOST = 2**20
-"""Bytes of a body where no other limit is set."""
+"""Default limit of a body in bytes."""
 MOST_PROMPT = 4 * 2**20
-"""Of a request for completions, to try a grader, or to submit several jobs; of what an agent asks. A base with few positions
-has a lower limit for prompts."""
+"""Limit for completions, trials of graders, submissions of several jobs, and agents' requests.
+
+A base with few positions has a lower limit for prompts.
+"""
 MOST_SCORES = 8 * 2**20
-"""Of what a reward worker hands in."""
+"""Limit for results of reward workers."""
 MOST_OF_NOBODY = 2**16
-"""Of a request whose key has not been looked at."""
+"""Limit before the key is checked."""
 MOST_GRADIENT = 32 * 2**20
-"""Of what a client wants a gradient of."""
+"""Limit for a client's gradient requests."""
 _GRADIENT = "/tinker/api/v1/forward_backward"
 _PROMPTS = {
     "/tinker/api/v1/asample": 16, "/v1/chat/completions": 64, "/v1/responses": 64, "/v1/messages": 64,
     "/v1/completions": 16 * 64,
 }  # fmt: skip
-"""Bytes of a body for each position of the base: of a token's id, of a token's text as JSON, of 16 such texts."""
+"""Bytes of a body per position of the base: of a token id, of a token's text as JSON, of 16 such texts."""
 _LONG = ("/v1/fine_tuning/alpha/graders/run", "/v1/submissions")
 _SCORES = "/scoring/results"
 _EPISODES = "/episodes/"
 _EPISODE_BYTES = 64
-_AROUND = 2**16  # what a form has around its file, and a prompt around its tokens
+_AROUND = 2**16  # extra bytes of a form around its file, and of a request around its prompt
 _DRAIN_SECONDS = 5.0
 MOST_VALUES, MOST_TEXTS, MOST_CONTAINERS = 2**19, 2**16, 2**13
-"""Of JSON: values of any kind; texts, with the names of fields; lists and objects. As many take less than 100 ms to be read."""
+"""Limits for JSON: values of any kind; texts, including field names; lists and objects.
+
+Such a body is parsed in under 100 ms.
+"""
 MOST_DIGITS = 640
-"""Of a whole number; the time that one takes grows with their square."""
+"""Most digits of a whole number, because parsing time grows with their square."""
 _SPREAD = 8
-"""Bytes of memory for a byte of JSON, roughly."""
+"""Approximate bytes of memory per byte of JSON."""
 _SPOOLED = 2**20
-"""Bytes of an uploaded file that are in memory; the rest is on the disk."""
+"""Memory of open requests, in total and per tenant. Thread-safe."""
 _NOBODY, _NOBODYS_PART = "", 8
 _SOON = {"Retry-After": "1"}
 
 
 class OpenBytes:
-    """Memory that open requests take, of everybody and of each tenant. From any thread."""
+    """Memory of open requests, in total and per tenant. Thread-safe."""
 
     def __init__(self, config: HttpConfig) -> None:
         self._most, self._most_of_one = int(config.open_mb * 2**20), int(config.open_mb_per_tenant * 2**20)
@@ -65,10 +69,10 @@ class OpenBytes:
         self._lock = threading.Lock()
 
     def take(self, payer: str, size: int, *, always: bool = False) -> None:
-        """Count so many bytes of a tenant, `always` also where there is no room; nobody's have a small part for all of them.
+        """Count bytes of a tenant, with `always` even without room. Requests without a tenant share a small part.
 
         Raises:
-            HTTPException: there is no room now (429), or there never is (413).
+            HTTPException: no room now (429), or the request is too large for the limit (413).
         """
         most = self._most_of_one if payer else self._most // _NOBODYS_PART
         if size > most and not always:
@@ -78,14 +82,14 @@ class OpenBytes:
                 whose = "your" if self._taken[payer] + size > most else "all"
                 raise HTTPException(
                     429,
-                    f"{whose} open requests take all the memory that there is for them; try again in a moment",
+                    f"{whose} open requests use all the memory for requests; try again in a moment",
                     _SOON,
                 )
             self._taken[payer] += size
             self._total += size
 
     def give_back(self, payer: str, size: int) -> None:
-        """Bytes that were taken are free again."""
+        """Release counted bytes."""
         with self._lock:
             self._taken[payer] -= size
             self._total -= size
@@ -100,7 +104,7 @@ class OpenBytes:
 
 
 class Bodies:
-    """Reads of a request what its path may send."""
+    """Middleware that limits what each path may receive."""
 
     def __init__(
         self,
@@ -114,31 +118,31 @@ class Bodies:
         positions: Callable[[], int],
         stopping: Callable[[], bool],
     ) -> None:
-        """What it depends on.
+        """Set up the limits.
 
         Args:
-            app: what answers.
+            app: the next application.
             config: limits of open requests.
-            room: memory that bodies take.
-            uploads: the limit in MB of each path that takes files.
-            refusal: makes an answer of a status and a message.
-            payer: the tenant of a request's key, `nobody` where there are no keys; empty where its key is not good.
-            asker: the key of a request, or where it comes from; looks nothing up.
-            positions: the most tokens of a prompt, of any base; 0 while that is not known.
-            stopping: whether the service stops.
+            room: accounts for the memory of bodies.
+            uploads: limit in MB for each path that takes files.
+            refusal: makes a response from a status and a message.
+            payer: returns the tenant of a request's key, `nobody` in a service without keys, or empty for a bad key.
+            asker: returns the key of a request or its address; does no look-up.
+            positions: returns the most tokens of a prompt over all bases; 0 while unknown.
+            stopping: returns whether the service is stopping.
         """
         self._app, self._refusal, self._payer, self._asker = app, refusal, payer, asker
         self._config, self._room = config, room
         self._positions, self._stopping = positions, stopping
         self._requests = Counter[str]()
-        """Open ones, by asker."""
+        """Open requests by asker."""
         self._limits = {path: int(limit * 2**20) + _AROUND for path, limit in uploads.items()}
         self._words = {
             path: f"this is larger than {limit:g} MB, the limit of this service" for path, limit in uploads.items()
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -181,12 +185,12 @@ class Bodies:
                 )
                 await _drain(receive, MOST)
                 return
-        reads_json = not uploads and path != _GRADIENT  # whatever the client calls it
+        reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
         weight = (_SPREAD, limit) if reads_json else (1, _SPOOLED if uploads else limit)
         body = _Body(receive, limit, words, self._room, payer, weight, JsonSize() if reads_json else None)
         try:
             await self._app(scope, body.receive, send)
-        except asyncio.CancelledError:  # the server gives up whoever is stuck
+        except asyncio.CancelledError:  # the server cancels stuck requests at shutdown
             if not self._stopping():
                 raise
         finally:
@@ -194,7 +198,7 @@ class Bodies:
 
 
 def _limit(path: str, positions: int) -> int:
-    """Bytes of a body of a path that takes no files."""
+    """Limit in bytes for a path without files."""
     if path == _GRADIENT:
         return MOST_GRADIENT
     if (each := _PROMPTS.get(path) or (_EPISODE_BYTES if path.startswith(_EPISODES) else 0)) and positions:
@@ -205,7 +209,7 @@ def _limit(path: str, positions: int) -> int:
 
 
 class JsonSize:
-    """Counts the values of JSON in UTF-8 as it arrives; of a text's own characters none counts."""
+    """Counts JSON values in UTF-8 as they arrive, ignoring the characters inside texts."""
 
     def __init__(self) -> None:
         self._values = self._quotes = self._containers = 0
@@ -213,10 +217,10 @@ class JsonSize:
         """A backslash at the end of the last part."""
 
     def add(self, part: bytes) -> None:
-        """Count one more part.
+        """Count another part.
 
         Raises:
-            HTTPException: there are too many values, or it is not in UTF-8.
+            HTTPException: too many values, or not UTF-8.
         """
         if b"\0" in part:  # as in UTF-16, where any byte may look like a quote
             raise HTTPException(400, "a JSON body has no NUL bytes; send it in UTF-8")
@@ -238,7 +242,7 @@ class JsonSize:
 
 
 class _Body:
-    """What is received, up to a limit; beyond it an error goes through whoever reads."""
+    """Receives a body up to a limit; above it, the reader gets an error."""
 
     def __init__(
         self,
@@ -250,14 +254,14 @@ class _Body:
         weight: tuple[int, int],
         json: JsonSize | None,
     ) -> None:
-        """`weight` has the memory for each byte, and the most bytes that are in memory."""
+        """`weight`: memory per byte, and the most bytes in memory."""
         self._receive, self._limit, self._words = receive, limit, words
         self._room, self._payer, (self._each, self._most) = room, payer, weight
         self._json = json
         self._read = self._taken = 0
 
     async def receive(self) -> Message:
-        """The next part of it."""
+        """The next message."""
         message: Message = await self._receive()
         part = message.get("body", b"")
         self._read += len(part)
@@ -271,14 +275,14 @@ class _Body:
         return message
 
     def close(self) -> None:
-        """The request is answered."""
+        """Release the memory after the response."""
         if self._taken:
             self._room.give_back(self._payer, self._taken)
             self._taken = 0
 
 
 async def _drain(receive: Receive, limit: int) -> None:
-    """Take what comes anyway for a moment: a connection closed under a sender may lose the answer on its way."""
+    """Read incoming data for a moment: closing a connection while the client sends may lose the response."""
     read = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_SECONDS):

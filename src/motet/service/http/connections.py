@@ -1,6 +1,6 @@
-"""Connections: how many there may be, from everybody and from one address, and how long each may take to send a request.
+"""Limits on connections: their number, in total and per address, and the time to send a request.
 
-Where there are too many, the oldest one whose request has not arrived whole makes way for the new one.
+At the limit, the oldest connection with an incomplete request is closed for a new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from motet.config.service import HttpConfig
 _log = logging.getLogger(__name__)
 _MOST_FILES = 2**16
 _SHARE = 0.75
-"""Of the open files, for connections; the rest is for the database, uploads and other processes."""
+"""Share of open files for connections; the rest is for the database, uploads and other processes."""
 _BACKLOG = 2048
 _BODY_BYTES_PER_SECOND = 16 * 2**10
 _LOG_SECONDS = 10.0
@@ -29,7 +29,7 @@ _NO_FILES = "socket.accept() out of system resource"
 
 
 def raise_open_files() -> int:
-    """Raise the limit of open files of this process as far as it may; gives the limit."""
+    """Raise this process's limit of open files as far as allowed; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -39,15 +39,15 @@ def raise_open_files() -> int:
 
 
 class Seldom(logging.Filter):
-    """Lets a message of one kind through once in a while, so that strangers cannot fill the log."""
+    """Rate-limits log messages of some kinds, so that strangers cannot fill the log."""
 
     def __init__(self, *kinds: str) -> None:
-        """`kinds` are what the messages begin with."""
+        """`kinds` are prefixes of messages."""
         super().__init__()
         self._kinds, self._last = kinds, dict[str, float]()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is written."""
+        """Whether to write a record."""
         text = record.getMessage()
         if (kind := next((one for one in self._kinds if text.startswith(one)), None)) is None:
             return True
@@ -61,17 +61,17 @@ class Seldom(logging.Filter):
 
 
 class Connections:
-    """The open connections of a server. Lives in one event loop."""
+    """The open connections of a server. Use in one event loop."""
 
     def __init__(self, config: HttpConfig, files: int) -> None:
-        """`files` is how many files the process may have open."""
+        """`files` is the process's limit of open files."""
         self.config = config
         self.most = min(config.connections or files, int(files * _SHARE))
         self.backlog = max(16, min(_BACKLOG, (files - self.most) // 2))
-        """How many are accepted at once."""
+        """Connections accepted at once."""
         self._of_address = Counter[str]()
         self._half = OrderedDict[_Guarded, None]()
-        """Those whose request has not arrived whole, oldest first."""
+        """Connections with incomplete requests, oldest first."""
         self._half_of_address: dict[str, OrderedDict[_Guarded, None]] = {}
         self._open = 0
         for name, kinds in (("asyncio", (_NO_FILES,)), ("uvicorn.error", ("Invalid HTTP", "Unsupported upgrade"))):
@@ -79,11 +79,11 @@ class Connections:
         _log.addFilter(Seldom("connections are refused"))
 
     def protocol(self, *args: Any, **options: Any) -> asyncio.Protocol:
-        """What the server makes for each connection."""
+        """Create the protocol of a new connection."""
         return _Guarded(self, *args, **options)
 
     def enter(self, one: _Guarded) -> bool:
-        """Count a connection; another one may have to go for it. False where there is no room."""
+        """Count a connection, closing another one if needed; False if there is no room."""
         address, most = one.address, self.config.connections_per_address
         if (
             most is not None
@@ -100,7 +100,7 @@ class Connections:
         return True
 
     def leave(self, one: _Guarded) -> None:
-        """A connection that was counted is gone."""
+        """Remove a counted connection."""
         self.settle(one)
         self._open -= 1
         self._of_address[one.address] -= 1
@@ -108,12 +108,12 @@ class Connections:
             del self._of_address[one.address]
 
     def await_request(self, one: _Guarded) -> None:
-        """A connection sends a request, or may send one."""
+        """Mark a connection as waiting for a request."""
         self._half.setdefault(one)
         self._half_of_address.setdefault(one.address, OrderedDict()).setdefault(one)
 
     def settle(self, one: _Guarded) -> None:
-        """A connection's request is here as a whole."""
+        """Mark a connection's request as complete."""
         if self._half.pop(one, one) is None:
             of_address = self._half_of_address[one.address]
             del of_address[one]
@@ -128,7 +128,7 @@ class Connections:
 
 
 class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """One connection, which has so much time to send the head of a request, and its body."""
+    """One connection, with time limits for a request's head and body."""
 
     def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -140,7 +140,7 @@ class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         self._since, self._received = 0.0, 0
 
     def connection_made(self, transport: Any) -> None:
-        """Count it, or refuse it."""
+        """Count the connection, or refuse it."""
         super().connection_made(transport)
         self.address = network_of(transport.get_extra_info("peername"))
         self._counted = self._all.enter(self)
@@ -150,13 +150,13 @@ class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         self._look(begun=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Remove the connection."""
         self._stop()
         super().connection_lost(exc)
         self._uncount()
 
     def data_received(self, data: bytes) -> None:
-        """Some of a request."""
+        """Receive a part of a request."""
         if not self._counted:
             return
         self._received += len(data)
@@ -164,13 +164,13 @@ class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         self._look(begun=True)
 
     def on_response_complete(self) -> None:
-        """It may send another request."""
+        """Wait for another request."""
         super().on_response_complete()
         if self._counted:
             self._look(begun=False)
 
     def give_up(self) -> None:
-        """End it for the sake of another."""
+        """Close it for another one."""
         self._stop()
         self._uncount()
         self.transport.abort()
@@ -181,7 +181,7 @@ class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
             self._all.leave(self)
 
     def _look(self, *, begun: bool) -> None:
-        """Start and stop the clock; `begun`: some of the head is here, or has to come."""
+        """Start or stop the timer; `begun`: part of the head has arrived, or is required."""
         state = self._what_is_awaited()
         if state == "nothing":
             self._stop()
@@ -191,7 +191,7 @@ class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
             if state != self._state or (self._timer is None and begun):
                 self._stop()
                 self._since, self._received = self.loop.time(), 0
-                if begun or state == "body":  # else the server's own clock for idle connections runs
+                if begun or state == "body":  # otherwise the server's own timer for idle connections runs
                     seconds = self._config.header_seconds if state == "head" else self._config.body_seconds
                     self._timer = self.loop.call_later(seconds, self._late)
         self._state = state
@@ -224,7 +224,7 @@ class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
 
 def network_of(peer: Any) -> str:
-    """The address of a connection's other end; of IPv6 the network, because one machine has all of its addresses."""
+    """The address of a peer; for IPv6 its network, because one machine has many addresses there."""
     try:
         address = ipaddress.ip_address(peer[0])
     except (TypeError, ValueError, IndexError):

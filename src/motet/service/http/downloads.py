@@ -1,4 +1,4 @@
-"""Downloads that are packed when they are asked for, on the disk and not in memory."""
+"""Downloads that are packed on request, on disk instead of in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PIECE = 2**20
 
 
 def packed(scratch: Path, write: Callable[[IO[bytes]], None], kind: str, name: str) -> Response:
-    """A download; it is in a file without a name meanwhile, of which nothing is left whatever happens."""
+    """A download from an unnamed temporary file, which is removed in all cases."""
     file = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 -- `_pieces` closes it
     try:
         write(file)

@@ -1,4 +1,4 @@
-"""What keys hold open: requests under way, leases, samples. All of it ends within seconds of its key."""
+"""Resources that keys hold: running requests, leases, samples. They end within seconds of their key."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from motet.service.database.tenants import Tenants
 LOOK_SECONDS = 1.0
 ENDED = "this key was revoked or has expired; what it had opened has ended"
 _OPEN = "motet.open"
-"""Where a request's scope has its `OpenRequest`."""
+"""Key of the `OpenRequest` in a request's scope."""
 _log = logging.getLogger(__name__)
 
 
 class Holder(Protocol):
-    """A part of the service that holds something for keys after their request was answered."""
+    """A part of the service that holds resources for keys beyond a request."""
 
     def keys(self) -> Collection[str]:
-        """The ids of those keys."""
+        """The ids of keys that hold something."""
         ...
 
     async def end(self, keys: Collection[str]) -> None:
-        """End what these keys hold."""
+        """Release what these keys hold."""
         ...
 
 
 @dataclass(eq=False)
 class OpenRequest:
-    """A request under way."""
+    """A running request."""
 
     cut: asyncio.Timeout
     key: str = ""
-    """The id of the key that it came with; empty until that is known."""
+    """The id of its key; empty until it is known."""
 
 
 def opened_by(request: Request, key: str) -> None:
-    """Note under which key, by its id, a request came. From any thread."""
+    """Record the key id of a request. Thread-safe."""
     if (one := request.scope.get(_OPEN)) is not None:
         one.key = key
 
 
 class KeyWatch:
-    """Looks every second at the keys that hold something, and ends what those hold that were revoked or have expired.
+    """Checks every second the keys that hold something, and releases what ended keys hold.
 
-    Lives in one event loop.
+    Use in one event loop.
     """
 
     def __init__(self, tenants: Tenants, holders: Sequence[Holder]) -> None:
@@ -63,7 +63,7 @@ class KeyWatch:
 
     @contextlib.contextmanager
     def open(self, scope: Scope, cut: asyncio.Timeout) -> Iterator[None]:
-        """Watch over a request; when its key ends, `cut` expires."""
+        """Watch a request; `cut` expires when its key ends."""
         if self._looking is None:
             self._looking = asyncio.create_task(self._keep_looking())
         one = scope[_OPEN] = OpenRequest(cut)
@@ -74,7 +74,7 @@ class KeyWatch:
             self._requests.discard(one)
 
     async def look(self) -> None:
-        """Look once."""
+        """Check once."""
         held = {one.key for one in self._requests}.union(*(holder.keys() for holder in self._holders)) - {""}
         if not held:
             return
@@ -88,7 +88,7 @@ class KeyWatch:
             await holder.end(ended)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         if self._looking is not None:
             self._looking.cancel()
 
@@ -97,19 +97,19 @@ class KeyWatch:
             await asyncio.sleep(LOOK_SECONDS)
             try:
                 await self.look()
-            except Exception:  # the database is away; the next look may succeed
+            except Exception:  # the database is away; the next check may succeed
                 _log.exception("the keys in use could not be looked at")
 
 
 class EndsWithKey:
-    """Breaks off requests whose key ends meanwhile: with a 401, or where an answer has begun, with an error in its stream."""
+    """Aborts requests whose key ends: with a 401, or with an error event in a started stream."""
 
     def __init__(self, app: ASGIApp, watch: KeyWatch, refusal: Callable[[int, str], Response]) -> None:
-        """`refusal` makes an answer of a status and a message."""
+        """`refusal` makes a response from a status and a message."""
         self._app, self._watch, self._refusal = app, watch, refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -130,7 +130,7 @@ class EndsWithKey:
             answer = self._refusal(401, ENDED)
             if not start:
                 await answer(scope, receive, send)
-            elif _streams_events(start):  # anything else is left unfinished, and the server breaks the connection off
+            elif _streams_events(start):  # other responses stay incomplete, and the server closes the connection
                 body = f"event: error\ndata: {json.dumps(json.loads(bytes(answer.body)))}\n\n".encode()
                 await send({"type": "http.response.body", "body": body, "more_body": False})
 

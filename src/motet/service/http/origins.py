@@ -1,4 +1,4 @@
-"""A service without keys answers this machine alone: a page of another site must not ask it through somebody's browser."""
+"""Protects a service without keys, which serves this machine only, from pages of other sites in a local browser."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class Origins:
-    """Refuses requests whose `Host` or `Origin` is foreign."""
+    """Refuses requests with a foreign `Host` or `Origin`."""
 
     def __init__(self, app: ASGIApp, names: Collection[str], refusal: Callable[[int, str], Response]) -> None:
-        """`names` are hosts besides this machine's own; `refusal` makes an answer of a status and a message."""
+        """`names` are allowed hosts besides this machine's; `refusal` makes a response from a status and a message."""
         self._app, self._refusal = app, refusal
         self._names = frozenset(name.lower() for name in names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         if scope["type"] == "http" and (wrong := self._foreign(Headers(scope=scope))):
             words = f"{wrong} is foreign here: this service has no keys. List its name under `http.hosts`, or use keys"
             await self._refusal(403, words)(scope, receive, send)
@@ -28,7 +28,7 @@ class Origins:
         await self._app(scope, receive, send)
 
     def _foreign(self, headers: Headers) -> str:
-        """The header that comes from elsewhere, with its value; empty where there is none."""
+        """The foreign header with its value; empty if there is none."""
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
         if host and not self._known(f"//{host}"):
             return f"Host {host!r:.200}"
@@ -45,7 +45,7 @@ class Origins:
 
 
 def _parts(url: str) -> tuple[str, str]:
-    """Host with port, and host, of a URL; both empty where it is none."""
+    """Host with port, and host, of a URL; both empty for an invalid one."""
     try:
         parts = urlsplit(url)
         return parts.netloc, parts.hostname or ""

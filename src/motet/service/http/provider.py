@@ -1,4 +1,4 @@
-"""An OpenID Connect provider: what it publishes about itself, and the ID tokens that it gives out."""
+"""Client of an OpenID Connect provider: its metadata, and the ID tokens that it issues."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from motet.config.urls import check_safe_url, is_loopback
 from motet.service.errors import Refusal
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
-"""Of signatures: those with a public key."""
+"""Accepted signature algorithms, all with public keys."""
 _DEVICE_GRANT = "urn:ietf:params:oauth:grant-type:device_code"
 _MOST_BYTES = 2**20
-"""Of an answer of the provider."""
+"""Largest response of the provider, in bytes."""
 _SECONDS = 10.0
-"""For an answer of the provider."""
+"""Time limit of a request to the provider."""
 _AT_ONCE = 8
-"""Requests to the provider."""
+"""Most concurrent requests to the provider."""
 _KEPT_SECONDS = 3600.0
 _AGAIN_SECONDS = 30.0
-"""Between two attempts to load a document that failed or lacks a key."""
+"""Between attempts to load a document that failed or lacks a key."""
 _LEEWAY_SECONDS = 60
-"""Between the provider's clock and this one."""
+"""Allowed clock difference to the provider."""
 _ERROR = re.compile(r"[a-z_]{1,60}")
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class About(BaseModel):
-    """What a provider publishes about itself, as far as it is used."""
+    """The provider's metadata, as far as it is used."""
 
     issuer: str
     authorization_endpoint: str
@@ -74,15 +74,15 @@ class Pending:
     """The person has not finished a device sign-in."""
 
     interval: float
-    """Seconds until the next question."""
+    """Seconds until the next poll."""
 
 
 class Unusable(Exception):
-    """The provider does not answer, or not as OpenID Connect says."""
+    """The provider does not answer, or violates OpenID Connect."""
 
 
 class _Kept(Generic[T]):
-    """A document of the provider: loaded by one request at a time, kept for an hour, and longer while a reload fails."""
+    """A document of the provider, loaded by one request at a time and cached for an hour, or longer if a reload fails."""
 
     def __init__(self, load: Callable[[], Awaitable[T]], clock: Callable[[], float]) -> None:
         self._load, self._clock = load, clock
@@ -91,7 +91,7 @@ class _Kept(Generic[T]):
         self._lock = asyncio.Lock()
 
     async def get(self, *, reload: bool = False) -> T:
-        """The document; with `reload` a newer one, unless one was loaded a moment ago."""
+        """The document; `reload` gets a newer one, unless it was loaded a moment ago."""
         async with self._lock:
             now = self._clock()
             stale = reload or now - self._loaded > _KEPT_SECONDS
@@ -107,21 +107,21 @@ class _Kept(Generic[T]):
 
 
 class Provider:
-    """Asks one provider on behalf of one client."""
+    """Requests to one provider as one client."""
 
     def __init__(self, config: OidcConfig, secret: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing is asked yet. `secret` is the client's; empty for a public client."""
+        """Sends nothing yet. `secret` is the client's; empty for a public client."""
         self._config, self._secret = config, secret
         self._about, self._keys = _Kept(self._discover, clock), _Kept(self._load_keys, clock)
         self._turn = asyncio.Semaphore(_AT_ONCE)
         self._trust: ssl.SSLContext | None = None
 
     async def has_device_flow(self) -> bool:
-        """Whether `begin_device` works."""
+        """Whether `begin_device` is supported."""
         return (await self._about.get()).device_authorization_endpoint is not None
 
     async def page(self, redirect: str, state: str, nonce: str, challenge: str) -> str:
-        """The URL where a person signs in; `challenge` is that of PKCE."""
+        """The URL where a person signs in; `challenge` is PKCE's."""
         about = await self._about.get()
         query = {
             "response_type": "code", "client_id": self._config.client_id, "redirect_uri": redirect,
@@ -132,10 +132,10 @@ class Provider:
         return f"{about.authorization_endpoint}{joint}{urlencode(query)}"
 
     async def claims_of_code(self, code: str, redirect: str, verifier: str, nonce: str) -> Mapping[str, Any]:
-        """What the provider says of the person whose sign-in gave this authorization code.
+        """The claims about the person who signed in with this authorization code.
 
         Raises:
-            Refusal: the provider does not accept the code, or its ID token is not good.
+            Refusal: the provider rejects the code, or its ID token is invalid.
         """
         answer = await self._token(
             grant_type="authorization_code", code=code, redirect_uri=redirect, code_verifier=verifier
@@ -145,10 +145,10 @@ class Provider:
         return await self._claims(answer, nonce)
 
     async def begin_device(self) -> DeviceCode:
-        """Begin the device flow.
+        """Start the device flow.
 
         Raises:
-            Refusal: the provider has none, or refuses.
+            Refusal: the provider does not support it, or refuses.
         """
         about = await self._about.get()
         if about.device_authorization_endpoint is None:
@@ -163,7 +163,7 @@ class Provider:
             raise _away(f"its answer to a device request lacks {error.errors()[0]['loc']}") from error
 
     async def claims_of_device(self, device_code: str, interval: float) -> Mapping[str, Any] | Pending:
-        """What the provider says of the person, once they have finished the device flow; raises as `claims_of_code`."""
+        """The claims about the person, once they finished the device flow; raises as `claims_of_code`."""
         answer = await self._token(grant_type=_DEVICE_GRANT, device_code=device_code)
         match answer.get("error"):
             case None:
@@ -178,13 +178,13 @@ class Provider:
     def _refused(self, error: object) -> Refusal:
         text = error if isinstance(error, str) and _ERROR.fullmatch(error) else "an unknown error"
         if text in ("invalid_client", "unauthorized_client"):
-            _log.error("the OpenID Connect provider answers %s: look at client_id and client_secret", text)
+            _log.error("the OpenID Connect provider answers %s: check client_id and client_secret", text)
         return Refusal(401, f"the provider does not accept this sign-in ({text}); begin again")
 
     # --- tokens ---------------------------------------------------------------------------------------------------------
 
     async def _claims(self, answer: Mapping[str, Any], nonce: str | None) -> Mapping[str, Any]:
-        """The claims of an answer with tokens; those that the ID token lacks come from the userinfo endpoint."""
+        """The claims of a token response; those missing in the ID token come from the userinfo endpoint."""
         claims = await self._verified(answer.get("id_token"), nonce)
         config, about = self._config, await self._about.get()
         wanted = {config.groups_claim, config.tenant_claim, config.name_claim} - {""}
@@ -198,7 +198,7 @@ class Provider:
         return {**more, **claims} if more.get("sub") == claims["sub"] else claims
 
     async def _verified(self, token: object, nonce: str | None) -> Mapping[str, Any]:
-        """The claims of an ID token: signed by the provider, for this client, in time, and for this sign-in."""
+        """The claims of an ID token that the provider signed for this client and this sign-in, and that has not expired."""
         if not isinstance(token, str):
             raise _away("its answer has no id_token; `scopes` must include openid")
         try:
@@ -210,15 +210,15 @@ class Provider:
             )  # fmt: skip
         except (jwt.PyJWTError, TypeError, ValueError, RecursionError) as error:
             _log.warning("an ID token of the OpenID Connect provider is refused: %s", error)
-            raise Refusal(401, f"the provider's ID token is not good ({error}); begin again") from error
+            raise Refusal(401, f"the provider's ID token is not valid ({error}); begin again") from error
         if claims.get("azp", self._config.client_id) != self._config.client_id:
             raise Refusal(401, "the provider's ID token is for another client; begin again")
         if nonce is not None and claims.get("nonce") != nonce:
-            raise Refusal(401, "the provider's ID token is not of this sign-in; begin again")
+            raise Refusal(401, "the provider's ID token is not for this sign-in; begin again")
         return claims
 
     async def _key(self, kid: object) -> Any:
-        """The public key that has this id; without an id the only one."""
+        """The public key with this id; without an id, the only key."""
         for reload in (False, True):
             keys = await self._keys.get(reload=reload)
             known = [one for one in keys if one.key_id == kid or (kid is None and len(keys) == 1)]
@@ -236,7 +236,7 @@ class Provider:
         except ValidationError as error:
             raise Unusable(f"{url} is not a description of a provider: {error.errors()[0]['msg']}") from error
         if about.issuer != self._config.issuer:
-            raise Unusable(f"{url} says that the issuer is {about.issuer!r}; `issuer` must be exactly that")
+            raise Unusable(f"{url} names the issuer {about.issuer!r}; set `issuer` to exactly that")
         return about
 
     async def _load_keys(self) -> list[jwt.PyJWK]:
@@ -251,7 +251,7 @@ class Provider:
         return await self._post(about, about.token_endpoint, form)
 
     async def _post(self, about: About, url: str, form: dict[str, str]) -> dict[str, Any]:
-        """The answer to a form of this client, which may be an error with its word under `error`."""
+        """The response to a form of this client; may be an OAuth error with a code under `error`."""
         name, auth = self._config.client_id, None
         methods = about.token_endpoint_auth_methods_supported
         if self._secret and "client_secret_basic" not in methods and "client_secret_post" in methods:
@@ -264,14 +264,14 @@ class Provider:
             raise _away(str(error)) from error
 
     async def _ask(self, method: str, url: str, **request: Any) -> dict[str, Any]:
-        """A JSON object of the provider: of a success, or of an OAuth error.
+        """A JSON object from the provider: a success, or an OAuth error.
 
         Raises:
-            Unusable: it does not answer in time, or with something else.
+            Unusable: no answer in time, or an invalid one.
         """
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", **request.pop("headers", {})}
         here = is_loopback(urlsplit(url).hostname or "")
-        if self._trust is None:  # takes a while to make
+        if self._trust is None:  # slow to create
             self._trust = await asyncio.to_thread(httpx2.create_ssl_context)
         try:
             async with (

@@ -1,4 +1,4 @@
-"""What keys may do: each request needs one right, and a key has those of its role, or of them only those in its scope."""
+"""Rights of keys: each request needs one right; a key has those of its role, limited by its scope."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ROLES: dict[str, frozenset[Right]] = {
     "tenant-admin": frozenset({"read", "jobs", "completions", "files", "keys"}),
     "admin": frozenset({"read", "jobs", "completions", "files", "keys", "service"}),
 }
-"""From the least on; an admin of a tenant sees all its keys, a member those that its own key made."""
+"""In ascending order. An admin of a tenant sees all its keys, a member those that its own key created."""
 _TINKER = "/tinker/api/v1"
 _LOOKS = (
     "/v1/check", *(f"{_TINKER}/{name}" for name in (
         "client/", "create_session", "session_heartbeat", "telemetry", "get_info", "weights_info", "retrieve_future",
     )),
 )  # fmt: skip
-"""Where a POST changes nothing."""
+"""POST requests that change nothing."""
 _RULES: tuple[tuple[Right, Collection[str], tuple[str, ...]], ...] = (
     ("keys", (), ("/v1/keys",)),
     ("service", (), ("/v1/audit", "/v1/tenants", "/metrics")),
@@ -36,7 +36,7 @@ _RULES: tuple[tuple[Right, Collection[str], tuple[str, ...]], ...] = (
     ("files", (), ("/v1/files", "/v1/adapters", "/v1/shares")),
     ("jobs", (), ("/",)),
 )  # fmt: skip
-"""(the right, the methods (any where none is named), the beginnings of paths); the first that fits counts."""
+"""(right, methods (empty for any), path prefixes); the first match counts."""
 
 
 def needed(method: str, path: str) -> Right:
@@ -48,16 +48,16 @@ def needed(method: str, path: str) -> Right:
 
 
 def rights(who: Principal) -> frozenset[str]:
-    """What a key may do."""
+    """The rights of a key."""
     of_role = ROLES.get(who.role, frozenset())
     return of_role if who.scope is None else of_role & who.scope
 
 
 def check(who: Principal, method: str, path: str) -> None:
-    """Look whether a key may ask this.
+    """Check that a key may send this request.
 
     Raises:
-        Refusal: it may not, and what it may.
+        Refusal: it may not; the message lists its rights.
     """
     right = needed(method, path)
     if right in rights(who):
@@ -69,7 +69,7 @@ def check(who: Principal, method: str, path: str) -> None:
 
 
 def check_new(who: Principal, role: str, expires: float | None) -> None:
-    """Look whether a key may make another of a role that ends then.
+    """Check that a key may create another with this role and expiry.
 
     Raises:
         Refusal: it may not.

@@ -1,4 +1,4 @@
-"""Sign-in: who a person is here, and the key that they get. Nothing is kept in memory between the requests of one sign-in."""
+"""Sign-in: maps a person to a tenant and role, and creates their key. No state stays in memory between its requests."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from motet.service.settings import Settings
 CALLBACK = "/login/callback"
 SECRET_VARIABLE = "MOTET_OIDC_SECRET"
 BEGUN_SECONDS = 600
-"""From the first page of a sign-in to its last."""
+"""Time limit of a sign-in from the first page to the last."""
 _CODE_SECONDS = 300
-"""For a person to confirm that a command line may sign in, and for it to fetch its key."""
+"""Time to confirm a command line's sign-in, and for it to fetch its key."""
 _NAMES = ("preferred_username", "email", "name", "sub")
 _ATTEMPTS = 12
-"""To finish a sign-in, for each that may begin: a command that waits for a person asks every few seconds."""
+"""Requests allowed per sign-in: a waiting command polls every few seconds."""
 _AT_ONCE = 2
-"""Requests to the provider, which takes eight, for one address."""
+"""Concurrent requests to the provider per address, of eight in total."""
 _ASK = "ask the service's operator"
 
 
 @dataclass(frozen=True)
 class Person:
-    """Somebody who signed in."""
+    """A signed-in person."""
 
     id: str
     """A digest of the issuer and of the subject there."""
@@ -56,13 +56,13 @@ class Person:
 
 @dataclass(frozen=True)
 class Loopback:
-    """A command line on the person's machine that waits for the browser."""
+    """A command on the person's machine that waits for the browser."""
 
     port: int
     challenge: str
-    """SHA-256 of its secret, as PKCE has it."""
+    """SHA-256 of its secret (PKCE)."""
     state: str
-    """By which it knows the browser that it sent."""
+    """Identifies the browser that it opened."""
 
 
 def challenge_of(verifier: str) -> str:
@@ -71,15 +71,15 @@ def challenge_of(verifier: str) -> str:
 
 
 def session_cookie(public_url: str) -> str:
-    """The name of the cookie with a browser's key; over https a name that no other host can set."""
+    """Name of the cookie with a browser's key; over https, the prefix prevents other hosts from setting it."""
     return "__Host-motet" if public_url.startswith("https:") else "motet"
 
 
 def person_of(config: OidcConfig, claims: Mapping[str, Any]) -> Person:
-    """Who somebody is here, by the claims of their ID token.
+    """The person described by the claims of an ID token.
 
     Raises:
-        Refusal: they have no tenant or no role.
+        Refusal: the claims give no tenant or no role.
     """
     named = [claims.get(name) for name in ((config.name_claim,) if config.name_claim else ()) + _NAMES]
     name = next((text for text in named if isinstance(text, str) and text.strip()), "somebody")
@@ -103,10 +103,10 @@ def person_of(config: OidcConfig, claims: Mapping[str, Any]) -> Person:
 
 
 class SignIns:
-    """Sign-ins of one service; without `oidc` in its configuration each is refused."""
+    """Sign-ins of a service; without `oidc` in its configuration all are refused."""
 
     def __init__(self, settings: Settings, store: Store, sealing: Secrets) -> None:
-        """`sealing` makes the texts that a browser keeps between two requests."""
+        """`sealing` encrypts the state that a browser keeps between two requests."""
         self.public_url, self.cookie = settings.public_url, session_cookie(settings.public_url)
         self._config, self._store, self._sealing = settings.config.oidc, store, sealing
         self._provider: Provider | None = None
@@ -120,12 +120,12 @@ class SignIns:
 
     @property
     def page(self) -> str:
-        """The URL that begins a sign-in in a browser; empty without sign-in."""
+        """The URL that starts a sign-in in a browser; empty without sign-in."""
         return f"{self.public_url}/login" if self._config is not None else ""
 
     @property
     def config(self) -> OidcConfig:
-        """Of the provider.
+        """The provider's configuration.
 
         Raises:
             Refusal: this service has no sign-in.
@@ -135,10 +135,10 @@ class SignIns:
         return self._config
 
     def provider(self, request: Request, kind: Literal["begin", "finish"] | None = None) -> Provider:
-        """The provider; a request that begins or finishes a sign-in is counted by its address.
+        """The provider; counts requests that begin or finish a sign-in, by address.
 
         Raises:
-            Refusal: there is none, or the address asks too often.
+            Refusal: there is none, or the address sends too many requests.
         """
         if self._provider is None:
             raise _none()
@@ -149,7 +149,7 @@ class SignIns:
 
     @contextlib.asynccontextmanager
     async def _turn(self, request: Request) -> AsyncIterator[None]:
-        """One of the few requests to the provider that an address has under way; others wait for their own address alone."""
+        """Limit an address's concurrent requests to the provider; waiting does not delay other addresses."""
         turns = self._turns.setdefault(_address(request), asyncio.Semaphore(_AT_ONCE))
         async with turns:
             yield
@@ -157,7 +157,7 @@ class SignIns:
     # --- in a browser ---------------------------------------------------------------------------------------------------
 
     async def begin(self, request: Request, loopback: Loopback | None) -> tuple[str, str]:
-        """The provider's page, and the text that the browser keeps until it is back."""
+        """The provider's page, and the state for the browser's cookie."""
         state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
         provider = self.provider(request, "begin")
         page = await provider.page(self.public_url + CALLBACK, state, nonce, challenge_of(verifier))
@@ -165,10 +165,10 @@ class SignIns:
         return page, self._sealing.pack("begun", {"state": state, "nonce": nonce, "verifier": verifier, "cli": cli})
 
     async def finish(self, request: Request, kept: str, state: str, code: str) -> tuple[Person, Loopback | None]:
-        """The person who is back from the provider with a code, and the command line that waits for them, if one does.
+        """The person who returned from the provider with a code, and the command line that waits for them, if any.
 
         Raises:
-            Refusal: this browser did not begin the sign-in, the provider does not accept it, or the person has no role.
+            Refusal: another browser began the sign-in, the provider rejects it, or the person has no role.
         """
         config, provider = self.config, self.provider(request, "finish")
         begun = self._sealing.unpack("begun", kept, BEGUN_SECONDS)
@@ -181,7 +181,7 @@ class SignIns:
     def set_cookie(
         self, response: Response, name: str, value: str, seconds: float, same_site: Literal["lax", "strict"]
     ) -> None:
-        """Set a cookie that no script reads; without a value it is deleted."""
+        """Set a cookie that scripts cannot read; an empty value deletes it."""
         secure = self.public_url.startswith("https:")
         age = int(seconds) if value else 0
         response.set_cookie(name, value, max_age=age, path="/", secure=secure, httponly=True, samesite=same_site)
@@ -189,23 +189,23 @@ class SignIns:
     # --- on a command line ----------------------------------------------------------------------------------------------
 
     def code_for(self, person: Person, loopback: Loopback) -> str:
-        """What the browser hands to the command line, which alone can exchange it."""
+        """The code that the browser passes to the command line; only that can exchange it."""
         fields = {"person": [person.id, person.name, person.tenant, person.role], "challenge": loopback.challenge}
         return self._sealing.pack("code", fields)
 
     def person_by(self, code: str, verifier: str) -> Person:
-        """The person that a code is for.
+        """The person of a code.
 
         Raises:
-            Refusal: it is too old, or for another command line.
+            Refusal: it has expired, or is for another command line.
         """
         fields = self._sealing.unpack("code", code, _CODE_SECONDS)
         if fields is None or not hmac.compare_digest(fields["challenge"], challenge_of(verifier)):
-            raise Refusal(401, "this code is not good any more, or not for this command; `motet login` begins again")
+            raise Refusal(401, "this code has expired, or is for another command; `motet login` begins again")
         return Person(*fields["person"])
 
     async def begin_device(self, request: Request) -> tuple[DeviceCode, str]:
-        """A device sign-in, and the handle by which it is asked for."""
+        """Start a device sign-in; returns it with a handle for polling."""
         provider = self.provider(request, "begin")
         async with self._turn(request):
             device = await provider.begin_device()
@@ -213,7 +213,7 @@ class SignIns:
         return device, self._device(device.device_code, device.interval, until)
 
     async def finish_device(self, request: Request, handle: str) -> Person | tuple[Pending, str]:
-        """The person, once they have finished; until then the handle for the next question. Raises as `finish`."""
+        """The person, once they have finished; until then a handle for the next poll. Raises as `finish`."""
         provider = self.provider(request, "finish")
         fields = self._sealing.unpack("device", handle, BEGUN_SECONDS)
         if fields is None or fields["until"] < now():
@@ -230,7 +230,7 @@ class SignIns:
     # --- keys -----------------------------------------------------------------------------------------------------------
 
     def key_of(self, person: Person) -> tuple[Key, str]:
-        """A key for a person, with its text; it expires with the sign-in."""
+        """Create a key for a person; returns it with its text. It expires with the sign-in."""
         expires = now() + self.config.hours * 3600
         try:
             key, text = self._store.tenants.sign_in(person.tenant, person.name, person.role, expires, person.id)

@@ -1,1 +1,1 @@
-"""What a tenant may submit, and when it starts."""
+"""Submission, validation and start of jobs."""

@@ -1,4 +1,4 @@
-"""Erase a tenant: its keys, jobs, files, adapters, shares and limits, and names in its usage."""
+"""Erases a tenant: its keys, jobs, files, adapters, shares, limits, and names in its usage."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from motet.types import JobState
 
 
 class Erasure:
-    """Erases tenants in steps that can be repeated: after a crash, or while jobs finish, ask again."""
+    """Erases tenants in repeatable steps: call again after a crash, or while jobs are ending."""
 
     def __init__(
         self, store: Store, storage: Storage, adapters: Adapters, submissions: Submissions, observers: Path
     ) -> None:
-        """`observers` is where observers may write."""
+        """`observers` is the directory of observers' files."""
         self._store, self._storage, self._adapters, self._submissions = store, storage, adapters, submissions
         self._observers = observers
 
     def erase(self, tenant_id: str) -> int:
-        """Close the tenant and end its jobs; once they have ended, delete everything. Gives how many have not ended.
+        """Close the tenant and end its jobs; then delete everything. Returns the number of jobs that have not ended.
 
-        Usage lines stay under the tenant's id, without names of jobs; the audit keeps ids.
+        Usage lines stay under the tenant's id without names of jobs; the audit log keeps ids.
         """
         self._store.tenants.close(tenant_id)
         jobs = self._store.scalars(select(StoredJob).where(StoredJob.tenant_id == tenant_id))
@@ -68,7 +68,7 @@ class Erasure:
                 session.execute(delete(TenantLimits).where(TenantLimits.tenant_id == tenant_id))
                 session.execute(delete(Key).where(Key.tenant_id == tenant_id))
                 session.execute(delete(Tenant).where(Tenant.id == tenant_id))
-        except IntegrityError:  # a request under way has just added something
+        except IntegrityError:  # a running request has just added something
             return 1
         self._store.tenants.forget(tenant_id)
         return 0

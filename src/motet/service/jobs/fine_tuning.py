@@ -1,6 +1,6 @@
-"""Fine-tuning as the `openai` package asks for it, turned into ordinary Motet jobs, and what is remembered of it besides.
+"""Fine-tuning requests of the `openai` package, converted to Motet jobs, and their stored form.
 
-A job made this way is one of its tenant's jobs like any other: `motet ls` shows it, and every route of jobs knows it.
+The jobs are ordinary jobs of the tenant: `motet ls` shows them, and all job routes accept them.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ from motet.types import Problem
 GRADER = "method.reinforcement.grader"
 _OWN = ("name", "base", "data", "reward", "rewards", "seed", "steps")
 _GROUP, _BATCH = 8, 16
-"""What `auto` is."""
+"""Values of `auto`."""
 _ALGORITHMS: Mapping[type, str] = {Supervised: "sft", Dpo: "dpo"}
 _CHUNK = 200
 
 RowCheck = Callable[[Problem, str], object]
-"""Raises `DataError` where a row, which is called so, is not what is learned from."""
+"""Raises `DataError`, with the given row name, for a row that cannot be learned from."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """An uploaded file that a job is to use."""
+    """An uploaded file for a job."""
 
     file: StoredFile
     problems: Problems
 
 
 class FineTunings:
-    """Jobs made through the fine-tuning routes."""
+    """Jobs created through the fine-tuning routes."""
 
     def __init__(self, store: Store, storage: Storage, adapters: Adapters) -> None:
         self._store, self._storage, self._adapters = store, storage, adapters
 
     def job_of(self, who: Principal, asked: FineTuningRequest) -> dict[str, Any]:
-        """The job that a request means, as it would stand in a job file.
+        """The job for a request, as in a job file.
 
         Raises:
-            Refusal: what of it is wrong or not supported, and which field.
+            Refusal: a field is wrong or not supported; the message names it.
         """
         method = _method(asked)
         check: RowCheck = answer_of if isinstance(method, Supervised) else pair_of
@@ -85,9 +85,7 @@ class FineTunings:
         held_out = {problem.messages for problem in (validation.problems if validation else ())}
         rows = sum(problem.messages not in held_out for problem in training.problems)
         if rows == 0:
-            raise bad_field(
-                "validation_file", "all rows of training_file stand in it too, and none is left to train on"
-            )
+            raise bad_field("validation_file", "it contains all rows of training_file, so none is left to train on")
         tree: dict[str, Any] = {
             "name": f"{asked.suffix or 'ft'}-{secrets.token_hex(4)}",
             "data": {
@@ -103,10 +101,10 @@ class FineTunings:
         return _with_own(merge(tree, _hyperparameters(method, rows)), asked.motet or {})
 
     def checked_grader(self, who: Principal, spec: Mapping[str, Any], where: str = "grader") -> Grader:
-        """A grader that can be run here.
+        """Check that a grader can run here.
 
         Raises:
-            Refusal: what of it cannot be had, and which field.
+            Refusal: a field is wrong or not available; the message names it.
         """
         try:
             grader = parse(spec, where)
@@ -119,7 +117,7 @@ class FineTunings:
         return grader
 
     def _rows(self, who: Principal, file_id: str, field: str, check: RowCheck) -> Rows:
-        """A file whose every row can be used."""
+        """Check that every row of a file can be used."""
         file = self._store.file(who, file_id)
         if file is None:
             raise bad_field(field, f"there is no file {file_id!r}; upload it first")
@@ -134,7 +132,7 @@ class FineTunings:
         return Rows(file, problems)
 
     def _start(self, who: Principal, model: str) -> dict[str, Any]:
-        """The adapter's shape and base: those of the version to go on from, or the usual shape over a base."""
+        """The adapter's shape and base: those of a version to continue from, or the default shape over a base."""
         bases = self._adapters.bases
         if (base := bases.find(model)) is not None:
             return {"adapter": {}, "base": base}
@@ -154,7 +152,7 @@ class FineTunings:
         return {"adapter": adapter, "base": bases.of(named.thing.base)}
 
     def keep(self, job_id: str, request: Mapping[str, Any]) -> None:
-        """Remember what a job was asked for as; nothing happens where that is known."""
+        """Store the request of a job, unless it is stored already."""
         try:
             with self._store.transaction() as session:
                 session.add(FineTuning(job_id=job_id, request=dict(request)))
@@ -162,7 +160,7 @@ class FineTunings:
             return
 
     def find(self, who: Principal, job_id: str) -> tuple[StoredJob, FineTuning] | None:
-        """One of the asker's jobs that was made here."""
+        """A fine-tuning job of the requester."""
         job = self._store.job(who, job_id)
         if job is None:
             return None
@@ -173,7 +171,7 @@ class FineTunings:
     def page(
         self, who: Principal, after: str | None, limit: int, metadata: Mapping[str, str] | None
     ) -> list[tuple[StoredJob, FineTuning]]:
-        """Jobs that were made here, newest first, after the job of an id, that have these values in their `metadata`."""
+        """Fine-tuning jobs with these values in their `metadata`, newest first, after the job with an id."""
         query = select(StoredJob, FineTuning).join(FineTuning, FineTuning.job_id == StoredJob.id)
         query = query.order_by(StoredJob.number.desc())
         if not who.admin:
@@ -199,7 +197,7 @@ class FineTunings:
             before = chunk[-1][0].number
 
     def events(self, job_id: str, before: int | None, limit: int) -> list[Event]:
-        """What happened to a job, newest first, before an event, at most `limit`."""
+        """Events of a job before a given one, newest first."""
         query = select(Event).where(Event.job_id == job_id).order_by(Event.id.desc()).limit(limit)
         return self._store.scalars(query if before is None else query.where(Event.id < before))
 
@@ -254,7 +252,7 @@ def _hyperparameters(method: Reinforcement | Supervised | Dpo, rows: int) -> dic
 
 
 def _set(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What of a tree is not None, without sections that are empty."""
+    """The fields of a tree that are not None, without empty sections."""
     for name, value in tree.items():
         kept = dict(_set(value)) if isinstance(value, Mapping) else value
         if kept is not None and kept != {}:

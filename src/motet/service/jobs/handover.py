@@ -1,4 +1,4 @@
-"""How jobs get from the database to the engine."""
+"""Passes jobs from the database to the engine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from motet.service.tenants.quotas import QuotaEnforcer
 from motet.types import JobState
 
 UNFIT = (MotetError, OSError, ValueError)
-"""What is raised where a job cannot be taken up as it stands: it fails with the reason, and no other does."""
+"""Raised if a job cannot start as it is: it fails with the reason; others are not affected."""
 
 _ACTIONS: dict[str, Action] = {"run": "resume", "pause": "pause", "cancel": "cancel"}
 
 
 class Handover:
-    """Gives jobs to the engine, with paths for what they name; one whose file or start is gone has failed."""
+    """Gives jobs to the engine, with paths for the files and adapters that they name; a job with a missing one fails."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Handover:
             config = JobConfig.model_validate(job.spec)
             self.tree(
                 Principal.member_of(job.tenant_id), config, job.id
-            )  # a file that is gone is told before its turn comes
+            )  # reports a missing file before the job's turn
             self._engine.look(Claim("", job.tenant_id, config.priority, config.slots, self._bases.of(job.base)))
         except UNFIT as error:
             self._recorder.record_state(job.id, JobState.FAILED, str(error))
 
     def settle(self, job: StoredJob) -> bool:
-        """Record the state that was asked of a job which no host has; False where a host has to hear of it."""
+        """Record the requested state of a job that no host has; False if a host must be told."""
         if not self._engine.take_back(job.id):
             return False
         state = JobState(job.state)
@@ -81,15 +81,15 @@ class Handover:
         return True
 
     def open_jobs(self) -> list[AddJob]:
-        """The messages of jobs that hosts may take now, by turns of tenants, and of one more of each tenant.
+        """Messages for jobs that hosts may take now, with tenants taking turns, and one further job of each tenant.
 
-        Left out are jobs that wait for others, and those that a host has: it says itself what becomes of them.
+        Excludes jobs that wait for others, and jobs that a host has and reports itself.
         """
         messages, given = list[AddJob](), Counter[tuple[str, str]]()
         hosts = self._engine.jobs
         for job in self._store.scalars(in_turn(hosts.all(), hosts.most)):
             try:
-                if job.wanted != "run":  # asked for while no host had the job, and not recorded
+                if job.wanted != "run":  # requested while no host had the job, and not recorded
                     paused = job.wanted == "pause"
                     state, why = (JobState.PAUSED, "") if paused else (JobState.CANCELLED, _cut_off(job))
                     self._recorder.record_state(job.id, state, why)
@@ -106,13 +106,13 @@ class Handover:
         return messages
 
     def reconcile(self, held: Sequence[Held]) -> dict[str, list[ToHost]]:
-        """What hosts are told of jobs that they have of the service before, by job: it may have been asked meanwhile."""
+        """Messages for jobs that hosts already had under an earlier service, by job: their wanted state may have changed."""
         return {one.job: self._told_again(one) for one in held}
 
     def _told_again(self, held: Held) -> list[ToHost]:
         job = self._store.job_by_id(held.job)
         if job is None or JobState(job.state).final:
-            return [ReleaseJob(held.job)]  # it is not known here, or not any more
+            return [ReleaseJob(held.job)]  # not known here, or not any more
         rule, spec = self._enforcer.rule_with_job(job), job.spec
         messages: list[ToHost] = [SetRule(job.tenant_id, rule), ChangeJob(job.id, spec["budget"], spec["priority"])]
         if job.wanted != held.wanted or (job.wanted == "run" and held.state is JobState.PAUSED):
@@ -120,35 +120,35 @@ class Handover:
         return [*messages, Nudge(job.id)]
 
     def _wait(self, job: StoredJob, why: str) -> None:
-        """Leave a job as it is until the service is started with what it needs."""
+        """Leave a job as it is until the service starts with what it needs."""
         if job.message != why:
             paused = job.state == JobState.PAUSED.value
             self._recorder.record_state(job.id, JobState.PAUSED if paused else JobState.QUEUED, why)
 
     def message(self, job: StoredJob) -> AddJob:
-        """What the engine has to know of a job.
+        """The engine's message for a job.
 
         Raises:
-            MotetError, OSError, ValueError: it cannot be taken up as it stands (`UNFIT`).
+            MotetError, OSError, ValueError: the job cannot start as it is (`UNFIT`).
         """
         base = self._bases.of(job.base)
         self._initial.keep(job)
         config = JobConfig.model_validate(job.spec)
         for reward in config.rewards:
-            self._secrets.opened(reward)  # it has to be there when the engine asks
+            self._secrets.opened(reward)  # fail now if a secret is missing
         tree = self.tree(Principal.member_of(job.tenant_id), config, job.id)
         first_step = self._log.first_missing_step(job.id)
         rule = self._enforcer.rule_with_job(job)
         return AddJob(tree, job.wanted, first_step, job.tenant_id, rule, config.slots, base)
 
     def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
-        """The job under its engine-side name, with paths for what it names.
+        """The job under its engine-side name, with paths for the files that it names.
 
         Raises:
-            ConfigError: a file is not there.
+            ConfigError: a file is missing.
         """
         tree = config.model_dump(mode="json")
-        tree["seed"] = config.effective_seed  # of the name that its owner gave it
+        tree["seed"] = config.effective_seed  # derived from the owner's name for the job
         tree["name"] = job_id
         for field in ("source", "eval_source"):
             name = tree["data"][field]
@@ -166,7 +166,7 @@ class Handover:
 
 
 def begun_jobs(store: Store) -> list[tuple[str, str, str | None]]:
-    """Jobs that may resume and may have steps: id, tenant, and the name that the base of each was stored under."""
+    """Jobs that may resume and may have steps: id, tenant, and stored name of the base."""
     may_go_on = (*OPEN, JobState.FAILED.value)
     begun = (StoredJob.step > 0) | (StoredJob.state == JobState.RUNNING.value)
     with store.transaction() as session:
@@ -175,11 +175,11 @@ def begun_jobs(store: Store) -> list[tuple[str, str, str | None]]:
 
 
 def in_turn(assigned: Collection[str], most: int | None) -> Select[StoredJob]:
-    """Open jobs that no host has and that wait for nothing, by turns of tenants; those that had begun come first.
+    """Open jobs that no host has and that may start, with tenants taking turns; jobs that had begun come first.
 
     Args:
         assigned: ids of the jobs that hosts have.
-        most: how many to give of each tenant and base; None gives all.
+        most: number per tenant and base; None for all.
     """
     begun = case((StoredJob.state == JobState.RUNNING.value, 0), else_=1)
     priority = func.coalesce(StoredJob.spec["priority"].as_integer(), 0)

@@ -1,4 +1,4 @@
-"""What a job's adapter starts from: a version that is linked into the job's own directory, so that nobody can take it away."""
+"""The version that a job's adapter starts from, linked into the job's own directory so that it cannot disappear."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from motet.types import ADAPTER_CONFIG, ADAPTER_FILES
 
 
 class InitialAdapters:
-    """Looks up `adapter.init` of jobs, and keeps what it means."""
+    """Resolves `adapter.init` of jobs, and keeps the version."""
 
     def __init__(self, storage: Storage, adapters: Adapters) -> None:
         self._run, self._adapters = storage.run, adapters
 
     def path(self, job_id: str) -> Path:
-        """The PEFT directory that a job's adapter starts from."""
+        """The PEFT directory of the initial adapter."""
         return self._run / job_id / "start"
 
     def resolve(
         self, who: Principal, config: JobConfig, base: str, awaited: Sequence[str]
     ) -> tuple[str | None, Resolved | None]:
-        """The version that a job on a base names: a reference by ids, and its directory unless an awaited job is to make it.
+        """Resolve a job's `adapter.init`: a reference by ids, and its directory unless an awaited job will make it.
 
         Raises:
-            ConfigError: it is not there for them, or does not fit.
+            ConfigError: it is not visible to the requester, or does not fit.
         """
         name = config.adapter.init
         if name is None:
@@ -43,7 +43,7 @@ class InitialAdapters:
         named = self._adapters.named(who, name)
         if named is not None and (its := self._adapters.bases.of(named.thing.base)) != base:
             raise ConfigError(f"adapter.init: {name!r} is an adapter on the base {its!r}, and the job is for {base!r}")
-        if named is not None and named.thing.id in awaited:  # looked up when that job has succeeded
+        if named is not None and named.thing.id in awaited:  # looked up after that job has succeeded
             return f"{named.thing.id}@{named.version or 'best'}", None
         source = None if named is None else self._adapters.resolve(named)
         if source is None:
@@ -57,10 +57,10 @@ class InitialAdapters:
 
     @contextmanager
     def draft(self, source: Resolved | None) -> Iterator[Path]:
-        """A link to what a job starts from, made before the job is there, and gone unless it is moved to the job.
+        """Link the initial adapter before the job exists; the link is removed unless it is moved to the job.
 
         Raises:
-            ConfigError: that version went away just now.
+            ConfigError: the version has just been deleted.
         """
         draft = self._run / f".tmp-{new_id('start')}"
         try:
@@ -71,16 +71,16 @@ class InitialAdapters:
             shutil.rmtree(draft, ignore_errors=True)
 
     def take_draft(self, draft: Path, job_id: str) -> None:
-        """Make a draft what a job starts from."""
+        """Move a draft to a job."""
         if draft.exists() and not self.path(job_id).exists():
             self.path(job_id).parent.mkdir(exist_ok=True)
             draft.rename(self.path(job_id))
 
     def keep(self, job: StoredJob) -> None:
-        """Link what a job starts from into its directory, unless it is there, or the job has begun and needs it no more.
+        """Link the initial adapter into a job's directory, unless it exists or the job has begun.
 
         Raises:
-            ConfigError: it is not there any more, or does not fit.
+            ConfigError: it does not exist any more, or does not fit.
         """
         name = job.spec["adapter"]["init"]
         begun = any((self._run / job.id / "state").glob("[0-9]*"))
@@ -98,11 +98,11 @@ class InitialAdapters:
 
 
 def _link(source: Path, target: Path) -> None:
-    """The files of an adapter once more, without their bytes where the file system can.
+    """Copy an adapter's files, as hard links where the file system supports them.
 
     Raises:
-        ConfigError: they went away just now.
-        AdapterError: they are not what was saved.
+        ConfigError: they have just been deleted.
+        AdapterError: they are damaged.
     """
     check_version(source)
     draft = target.with_name(f".tmp-{target.name.removeprefix('.tmp-')}-{new_id('link')}")
@@ -123,16 +123,16 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _check_shape(config: JobConfig, name: str, path: Path) -> None:
-    """Compare a job's adapter with its start, as far as that can be done without the base.
+    """Compare a job's adapter with its start, as far as possible without the base.
 
     Raises:
-        ConfigError: they differ, and which field to set.
+        ConfigError: they differ; the message names the field to set.
     """
     try:
         saved = json.loads((path / ADAPTER_CONFIG).read_text())
         shape = {"rank": saved["r"], "alpha": saved["lora_alpha"]}
     except (OSError, ValueError, KeyError, TypeError):
-        return  # the engine looks closer
+        return  # the engine checks it in full
     for field, value in shape.items():
         wanted = getattr(config.adapter, field)
         if value != wanted:

@@ -1,6 +1,6 @@
 """Jobs that wait for other jobs or for a time.
 
-Such a job is unknown to the engine until what it waits for has come; then it is handed over, in the order in which jobs came.
+The engine does not know such a job until it may start; then it is handed over, in order of submission.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from motet.types import JobState
 
 _log = logging.getLogger(__name__)
 FURTHEST = 366 * 24 * 3600.0
-"""Seconds that a start may lie ahead."""
+"""Latest allowed start, in seconds from now."""
 _LOOK_SECONDS = 30.0
 _RETRY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class StartCondition:
-    """What a job has to wait for."""
+    """The condition for a job's start."""
 
     after: Sequence[str] = ()
-    """Names or ids of jobs that have to succeed."""
+    """Names or ids of jobs that must succeed."""
     at: float | None = None
-    """Unix seconds before which it does not start."""
+    """Earliest start, in Unix seconds."""
 
 
 AT_ONCE = StartCondition()
@@ -51,7 +51,7 @@ AT_ONCE = StartCondition()
 
 @dataclass(frozen=True)
 class Sibling:
-    """A job that is submitted in the same request, above another one."""
+    """An earlier job of the same request."""
 
     id: str
     config: JobConfig
@@ -60,17 +60,17 @@ class Sibling:
 
 @dataclass(frozen=True)
 class StartPlan:
-    """A job's start, as it was looked up for whoever submits it."""
+    """A job's start condition and initial adapter, resolved for its owner."""
 
     columns: Mapping[str, Any]
-    """Of the job's row."""
+    """Columns of the job's row."""
     source: Resolved | None
-    """What its adapter starts from, where that is there already."""
+    """The initial adapter, if it exists already."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A job that can be taken in."""
+    """A job that passed all checks."""
 
     id: str
     config: JobConfig
@@ -78,14 +78,14 @@ class Planned:
     plan: StartPlan
 
     def row(self) -> StoredJob:
-        """What is kept of it."""
+        """The row to store."""
         spec = self.config.model_dump(mode="json")
         given = {"id": self.id, "name": self.config.name, "spec": spec, "steps": self.config.steps}
         return StoredJob(**given, idempotency_key=self.idempotency, **self.plan.columns)
 
 
 class JobQueue:
-    """Takes jobs in, and holds those back that have to wait."""
+    """Accepts jobs, and holds back those that must wait."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class JobQueue:
         record_state: Callable[[str, JobState, str], None],
         hand_over: Callable[[StoredJob], None],
     ) -> None:
-        """`record_state` keeps a job's new state; `hand_over` gives a job to the engine, or records that it has failed."""
+        """`record_state` stores a job's new state; `hand_over` gives a job to the engine, or records its failure."""
         self._store, self._bus, self._adapters, self._initial = store, bus, adapters, initial
         self._record_state, self._hand_over = record_state, hand_over
         self._lock = threading.Lock()
@@ -109,10 +109,10 @@ class JobQueue:
         condition: StartCondition = AT_ONCE,
         above: Sequence[Sibling] = (),
     ) -> StartPlan:
-        """Look up what a job for a base waits for and starts from, which may be one of those above it.
+        """Resolve what a job waits for and starts from; earlier jobs of the request are candidates.
 
         Raises:
-            ConfigError: something of it is not there for them, or cannot come.
+            ConfigError: something is not visible to the owner, or cannot happen.
             StoreError: its name is taken.
         """
         member = Principal.member_of(who.tenant_id)
@@ -123,7 +123,7 @@ class JobQueue:
             raise StoreError(name_taken(config.name))
         before = [self._awaited(who, name) for name in dict.fromkeys(condition.after)]
         if condition.at is not None and condition.at > time.time() + FURTHEST:
-            raise ConfigError("at: a start may lie a year ahead at most; give an earlier time")
+            raise ConfigError("at: a start may be at most a year ahead; give an earlier time")
         ids, coming = [job.id for job in before], dict[str, str]()
         if (start := ChainStart.of(config.adapter.init, [one.config for one in above])) is not None:
             made_by = next(one for one in above if one.config.name == start.job)
@@ -141,11 +141,11 @@ class JobQueue:
         return StartPlan(columns, source)
 
     def submit(self, who: Principal, planned: Sequence[Planned]) -> list[StoredJob]:
-        """Keep jobs with what they start from, all or none.
+        """Store jobs with their initial adapters, all or none.
 
         Raises:
-            StoreError: the tenant has a job of such a name.
-            ConfigError: a version that one starts from went away just now.
+            StoreError: the tenant has a job with such a name.
+            ConfigError: an initial version has just been deleted.
         """
         with contextlib.ExitStack() as drafts:
             linked = [drafts.enter_context(self._initial.draft(one.plan.source)) for one in planned]
@@ -165,7 +165,7 @@ class JobQueue:
         return job
 
     def steer(self, job: StoredJob, action: str) -> bool:
-        """Pause, resume or cancel a job that waits; False where it does not, and the engine has to be asked."""
+        """Pause, resume or cancel a waiting job; False if it does not wait, so that the engine must do it."""
         with self._lock:
             if not self._waits(job.id):
                 return False
@@ -181,16 +181,16 @@ class JobQueue:
     async def watch(self) -> None:
         """Hand jobs over as soon as they may start, until cancelled."""
         while True:
-            changed = self._bus.next(WAITING_JOBS)  # before looking: nothing is missed
+            changed = self._bus.next(WAITING_JOBS)  # taken before the check, to miss nothing
             try:
                 seconds = await asyncio.to_thread(self.release)
-            except Exception:  # whatever it is, the next look may succeed; without any, no job that waits would start
+            except Exception:  # the next check may succeed; without this, no waiting job would ever start
                 _log.exception("the jobs that wait could not be looked at")
                 seconds = _RETRY_SECONDS
             await within(changed, seconds)
 
     def release(self) -> float:
-        """Hand over what need not wait any longer; gives the seconds after which to look again."""
+        """Hand over jobs that may start now; returns the seconds until the next check."""
         at = [_LOOK_SECONDS]
         for job in self._waiting():
             try:
@@ -209,13 +209,13 @@ class JobQueue:
         return min(at)
 
     def _end_wait(self, job: StoredJob, state: JobState, message: str) -> None:
-        """A job waits no longer: it may start, or it cannot."""
+        """End a job's wait: it may start, or it never can."""
         with self._lock:
             still = update(StoredJob).where(
                 StoredJob.id == job.id, StoredJob.waits, StoredJob.state == JobState.QUEUED.value
             )
             with self._store.transaction() as session:
-                # one that failed waits again when it is resumed
+                # a failed job waits again when it is resumed
                 gone = not session.execute(still.values(waits=state is JobState.FAILED)).rowcount  # type: ignore[attr-defined]
             if gone:  # it was paused, cancelled or removed meanwhile
                 return
@@ -224,10 +224,10 @@ class JobQueue:
                 self._hand_over(job)
 
     def _held_back(self, after: Sequence[str], at: float | None, coming: Mapping[str, str] = {}) -> str:
-        """Why a job cannot start yet, for a person; empty where it can. `coming` are names of jobs that are not kept yet.
+        """Why a job cannot start yet, as a message; empty if it can. `coming` maps ids of unsaved jobs to names.
 
         Raises:
-            StoreError: it never can, and why.
+            StoreError: it never can; the message says why.
         """
         names = []
         for job_id in after:
@@ -256,7 +256,7 @@ class JobQueue:
 
 
 def _check_chain(config: JobConfig, base: str, made_by: Sibling) -> None:
-    """Compare a job with the one above it whose adapter it goes on with.
+    """Compare a job with the earlier one whose adapter it continues.
 
     Raises:
         ConfigError: they do not fit.

@@ -1,4 +1,4 @@
-"""Writes down what becomes of jobs, and publishes it."""
+"""Records events and states of jobs, and publishes them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from motet.types import JobState
 
 _RETRY_SECONDS = 0.5
 _MOST_ENDED = 200
-"""Ended jobs that observers look at when the service starts."""
+"""Ended jobs that observers receive at the start of the service."""
 
 
 class EventRecorder:
-    """Keeps events of jobs, the columns of their rows, and usage."""
+    """Stores events of jobs, columns of their rows, and usage."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class EventRecorder:
         self._bus, self._workers, self._followers = bus, workers, followers
         self._closing = False
         self.failure = ""
-        """Why nothing can be written just now."""
+        """Why nothing can be written now; empty if it can."""
         self.metrics = CollectorRegistry()
         self._rollouts, self._unscored = (
             Counter(f"motet_{name}", text, ["tenant"], registry=self.metrics)
@@ -58,10 +58,10 @@ class EventRecorder:
         )  # fmt: skip
 
     def record_step(self, job_id: str, line: Mapping[str, Any]) -> None:
-        """Keep a line of a job's metrics."""
+        """Store a line of a job's metrics."""
         row: dict[str, Any] = {"step": int(line["step"]) + ("loss" in line)}
         row |= {"reward": line.get("reward")} if "loss" in line else {}
-        if errors := line.get("errors"):  # what a reward raised may name its file
+        if errors := line.get("errors"):  # an error from a reward may contain its file's path
             line = {**line, "errors": {self._storage.without_places(_storable(why)): n for why, n in errors.items()}}
         counts, evaluation = self._ledger.step(job_id, line), line.get("eval")
         held_out = figure_of(evaluation)[1] if evaluation else math.nan
@@ -88,15 +88,18 @@ class EventRecorder:
     def record_state(
         self, job_id: str, state: JobState, message: str, inexact: Sequence[str] | None = None, key: str = ""
     ) -> None:
-        """Keep a new state of a job, with a message for its owner; once, where it comes again with its `key`."""
+        """Store a job's new state with a message for its owner; repeats with the same `key` are ignored."""
         shown = {"state": state.value, "message": self._storage.without_places(_storable(message))}
-        if state is JobState.CANCELLED:  # once, whoever says it
+        if state is JobState.CANCELLED:  # recorded once, by whichever process reports it
             key = state.value
         key, row = key or f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
         event = shown if inexact is None else {**shown, "inexact": inexact}
         self._write(lambda: self._store.add_event(job_id, "state", key, event, None, **row))
-        if state in (JobState.SUCCEEDED, JobState.CANCELLED):  # one that failed may be resumed, and obeys again
-            with contextlib.suppress(OSError):  # what stays is counted, and goes when the job is deleted
+        if state in (
+            JobState.SUCCEEDED,
+            JobState.CANCELLED,
+        ):  # a failed job may be resumed and then executes its commands again
+            with contextlib.suppress(OSError):  # remaining files are counted, and deleted with the job
                 Journal(self._storage.job(job_id).path).end(outcomes=state is JobState.SUCCEEDED)
         self._stored.changed(job_id)
         self._bus.publish(job_id, ANY_JOB)
@@ -107,9 +110,9 @@ class EventRecorder:
                 self._write(lambda workers=workers: workers.ended(job_id))  # type: ignore[misc]
 
     def record_event(self, event: JobChanged | JobStepped | JobWorked) -> None:
-        """Keep an event as the engine sends it; jobs that stop with the service go on with its next start.
+        """Store an event from the engine; jobs that stop with the service continue at its next start.
 
-        Runs in a worker thread, one event after another.
+        Runs in a worker thread, one event at a time.
         """
         if isinstance(event, JobStepped):
             self.record_step(event.job, event.line)
@@ -120,7 +123,7 @@ class EventRecorder:
             self.record_state(event.job, event.state, event.message, event.inexact, event.key)
 
     def _observe(self, job_id: str, state: JobState) -> None:
-        """Tell the operator's observers; they read the files of the job."""
+        """Inform the operator's observers, which read the job's files."""
         if not self._followers:
             return
 
@@ -138,26 +141,26 @@ class EventRecorder:
         return ObservedJob(job.id, job.name, "", tenant, path, self._followers.home)
 
     def delete_observed(self, job: StoredJob) -> None:
-        """Remove what observers have written about a job that has ended."""
+        """Delete what observers wrote about an ended job."""
         self._followers.delete(self._observed(job))
 
     def observe_ended(self) -> None:
-        """Let observers receive what they missed of the jobs that ended last."""
+        """Give observers what they missed about the last ended jobs."""
         if self._followers:
             ended = select(StoredJob).where(StoredJob.ended.is_not(None)).order_by(StoredJob.ended.desc())
             for job in self._store.scalars(ended.limit(_MOST_ENDED)):
                 self._move(job, JobState(job.state))
 
     def record_usage(self, usage: UsageWindow) -> None:
-        """Keep who used the device."""
+        """Store device usage."""
         self._write(lambda: self._ledger.window(usage.engine, usage.window, usage.microseconds, usage.base))
 
     def close(self) -> None:
-        """Wait no longer for a database that is away."""
+        """Stop waiting for an unreachable database."""
         self._closing = True
 
     def _write(self, write: Callable[[], object]) -> None:
-        """Write it down; while the database is away, or its disk is full, the engine waits with what it sends next."""
+        """Write to the database; while it is unreachable or full, the engine's next events wait."""
         while True:
             try:
                 write()
@@ -171,5 +174,5 @@ class EventRecorder:
 
 
 def _storable(text: str) -> str:
-    """A text without what a database cannot keep: a reason may hold whatever a reward worker wrote."""
+    """Remove characters that a database cannot store; reward workers may send any."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""What a tenant may do to a job: submit, steer, change and delete it."""
+"""Actions of a tenant on jobs: submit, steer, change and delete."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from motet.service.tenants.quotas import QuotaEnforcer, Quotas
 from motet.types import JobState
 
 MOST_TOLD = 50
-"""Jobs of a request whose mistakes are told at once."""
+"""Most jobs of a request whose errors are reported together."""
 
 
 @dataclass(frozen=True)
 class GivenJob:
-    """A job as somebody submits it."""
+    """A job as submitted."""
 
     tree: Mapping[str, Any]
-    """As it is in a job file, with its base."""
+    """As in a job file, with its base."""
     condition: StartCondition = AT_ONCE
     driven: bool = False
     """Whether a client drives it."""
 
 
 class Submissions:
-    """Takes jobs in, and passes on what their owners ask of them."""
+    """Accepts jobs, and forwards their owners' requests."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Submissions:
         secrets: Secrets,
         recorder: EventRecorder,
     ) -> None:
-        """`allowed` is what jobs may use."""
+        """`allowed`: resources that jobs may use."""
         self._allowed, self._bases = allowed, bases
         self._store, self._storage, self._bus, self._adapters = store, storage, bus, adapters
         self._quotas, self._enforcer, self._queue = quotas, enforcer, queue
@@ -71,10 +71,10 @@ class Submissions:
         self._changing = threading.Lock()
 
     def check(self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None = None) -> list[Planned]:
-        """Jobs as they would be taken in together; one may start from an adapter that one above it makes.
+        """Check jobs that are submitted together; a job may start from the adapter of an earlier one.
 
         Raises:
-            MotetError: one cannot be taken, and why; of several jobs, of each.
+            MotetError: a job is not accepted; the message says why, for each of several jobs.
         """
         planned: list[Planned] = []
         above: list[Sibling] = []
@@ -85,7 +85,7 @@ class Submissions:
                 if any(config.name == one.config.name for one in above):
                     raise ConfigError("name: another job of this request has it; give each its own")
                 if (config.adapter.init or "").partition("@")[0] in (name for name, _ in wrong):
-                    continue  # what is wrong with the job that it starts from is told
+                    continue  # the error of the job that it starts from is reported instead
                 plan = self._queue.plan(who, config, base, job.condition, above)
                 key = f"{idempotency}#{number}" if idempotency and len(jobs) > 1 else idempotency
                 planned.append(Planned(new_id("job"), config, key, plan))
@@ -111,14 +111,14 @@ class Submissions:
         if self._bases.hides(config.name):
             raise ConfigError(f"name: {config.name!r} is a base of this service; give the job another")
         self._quotas.check_size(who.tenant_id, config)
-        self._handover.tree(who, config, "job")  # what it names has to be there now
+        self._handover.tree(who, config, "job")  # files that it names must exist now
         return config, base
 
     def submit(self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None) -> list[StoredJob]:
-        """Check jobs, keep all of them or none, and hand each to the engine as soon as it may start.
+        """Check jobs, store all or none, and hand each to the engine as soon as it may start.
 
         Raises:
-            MotetError: one cannot be taken, and why.
+            MotetError: a job is not accepted; the message says why.
         """
         if same := self._submitted(who, idempotency, len(jobs)):
             return same
@@ -130,7 +130,7 @@ class Submissions:
                 for job in submitted:
                     self._quotas.stored.add(who.tenant_id, job.id, 0)
         except StoreError:
-            if same := self._submitted(who, idempotency, len(jobs)):  # by another request, at the same time
+            if same := self._submitted(who, idempotency, len(jobs)):  # by a concurrent request
                 return same
             raise
         for job in submitted:
@@ -140,7 +140,7 @@ class Submissions:
         return submitted
 
     def _submitted(self, who: Principal, idempotency: str | None, n: int) -> list[StoredJob]:
-        """What was submitted with a key before."""
+        """Jobs submitted earlier with the same key."""
         keys = [f"{idempotency}#{number}" for number in range(n)] if idempotency and n > 1 else [idempotency]
         same = [self._store.submitted(who, key) for key in keys]
         return [job for job in same if job is not None] if all(job is not None for job in same) else []
@@ -150,8 +150,8 @@ class Submissions:
 
         Raises:
             StoreError: its state does not allow it.
-            ConfigError: what it names is gone.
-            LimitError: a limit keeps it where it is.
+            ConfigError: something that it names is missing.
+            LimitError: a limit prevents it.
         """
         state = JobState(job.state)
         if state in (JobState.SUCCEEDED, JobState.CANCELLED) or (state is JobState.FAILED and action != "resume"):
@@ -161,28 +161,28 @@ class Submissions:
             again = Journal(self._storage.job(job.id).path).work_again()
             self._quotas.check_work(job.tenant_id, again, 0, "resuming this job, which computes gradients again,")
         job.wanted = {"pause": "pause", "resume": "run", "cancel": "cancel"}[action]
-        # before anything is changed: what it names may be gone
+        # before any change, because something that it names may be missing
         again = state is JobState.FAILED and not job.waits and self._handover.message(job) is not None
         self._store.change_job(job.id, wanted=job.wanted)
         if self._queue.steer(job, action):
             return
         if again:
             self._store.change_job(job.id, state=JobState.QUEUED.value, message="", ended=None)
-            self._engine.send(ForgetJob(job.id))  # where the host that it failed on still knows it
+            self._engine.send(ForgetJob(job.id))  # the host on which it failed may still know it
             self._handover.hand_over(job)
         elif not self._handover.settle(job):
             self._engine.send(SteerJob(job.id, action))
 
     def change(self, job: StoredJob, fields: Mapping[str, Any]) -> None:
-        """Give a job that has not ended another budget or priority.
+        """Change the budget or priority of a job that has not ended.
 
         Raises:
             StoreError: it has ended.
-            LimitError: its tenant may not have such a priority.
+            LimitError: its tenant may not use this priority.
         """
         if JobState(job.state) in (JobState.SUCCEEDED, JobState.CANCELLED):
             raise StoreError(f"job {job.name!r} has {job.state}; nothing of it can be changed")
-        with self._changing:  # of two that come together, the second changes what the first has left
+        with self._changing:  # concurrent changes apply in sequence
             with self._store.transaction() as session:
                 row = find_job(session, job.id)
                 if row is None:
@@ -194,7 +194,7 @@ class Submissions:
             self._engine.send(ChangeJob(job.id, config.budget, config.priority))
 
     def delete(self, job: StoredJob) -> None:
-        """Forget a job that has ended, and its files.
+        """Delete a job that has ended, and its files.
 
         Raises:
             StoreError: it has not ended.
@@ -203,7 +203,7 @@ class Submissions:
             raise StoreError(f"job {job.name!r} has not ended; cancel it first")
         self._engine.send(ForgetJob(job.id))
         self._adapters.forget_shares(job.id)
-        self._storage.job(job.id).delete()  # first: after a crash the job is there to be deleted again
+        self._storage.job(job.id).delete()  # files first: after a crash, the job can be deleted again
         self._recorder.delete_observed(job)
         self._store.delete_job(job.id)
         self._quotas.stored.forget(job.id)

@@ -1,6 +1,6 @@
-"""What a tenant may submit: a job's fields and sizes, what it may name of the server's disk and code, and texts that hold jobs.
+"""Validation of submitted jobs: fields, sizes, references to the server's files and code, and texts with several jobs.
 
-Texts come from strangers: a few lines of YAML can mean gigabytes.
+Texts are untrusted: a few lines of YAML can expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ MOST: Mapping[str, int] = {
     "eval.n": 1024,
     "checkpoint.keep": 10_000,
 }
-"""The largest values of a job's fields here: without bounds, one job could take the memory of all."""
+"""Largest values of job fields, so that one job cannot use all memory."""
 MOST_ROLLOUTS = 131_072
-"""Of one step, with those that are sampled to be left out."""
+"""Rollouts of one step, including those sampled for selection."""
 MOST_EVALUATED = 1_048_576
 """Completions of one evaluation."""
 MOST_TEXT = 100_000
@@ -66,7 +66,7 @@ MOST_TEXT = 100_000
 MOST_LISTED = 64
 """Rewards of a job, and stop strings."""
 LONGEST_STOP = 200
-"""Characters of a stop string: each is looked for at every token."""
+"""Characters of a stop string; each is searched for at every token."""
 TEMPLATE_PARAMETERS = frozenset(
     (
         "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -74,34 +74,34 @@ TEMPLATE_PARAMETERS = frozenset(
         "return_assistant_tokens_mask", "tokenizer_kwargs", "messages", "self",
     )
 )  # fmt: skip
-"""What `transformers`' apply_chat_template takes itself; `chat_template` would be a program of the tenant's."""
+"""Own arguments of `apply_chat_template` in transformers; `chat_template` would be a program of the tenant."""
 _LONGEST_ARGUMENT = 200
 LONGEST_TEXT = 64_000
 """Characters of a text."""
 MOST_JOBS = 200
-"""That a text means, with its sweeps."""
+"""Jobs in a text, including sweeps."""
 MOST_MEANT = 1_000_000
-"""Characters of all those jobs together, each with its share of `defaults`."""
+"""Characters of all those jobs together, each with its part of `defaults`."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What the operator of a service lets jobs use."""
+    """Resources that the operator lets jobs use."""
 
     hub: bool
     """Whether data may come from the hub."""
     rewards: Mapping[str, Installed]
-    """By the names under which they are installed."""
+    """By installed name."""
     addresses: Addresses
-    """Where rewards may be asked."""
+    """Addresses that HTTP rewards may use."""
     walls: Walls
-    """Which rewards have to run behind a wall."""
+    """Which rewards must run behind a wall."""
     largest: Mapping[str, Largest] = dataclasses.field(default_factory=dict)
-    """What the servers of a base have room for, by its name; any size where it has none that the service starts."""
+    """Capacity of the servers of each base; no limit for bases whose servers the service does not start."""
 
     @classmethod
     def by(cls, settings: Settings) -> Allowed:
-        """What settings say; rewards may be asked of all but private hosts where none are named."""
+        """From the settings; without named hosts, HTTP rewards may use all but private ones."""
         config = settings.config
         hosts = None if config.reward_hosts is None else tuple(config.reward_hosts)
         walls = Walls(required=True, exempt=frozenset(config.unwalled))
@@ -110,10 +110,10 @@ class Allowed:
 
 
 def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobConfig:
-    """Check a job that a tenant submits for a base, as it stands in a job file.
+    """Check a job that a tenant submits for a base, as in a job file.
 
     Raises:
-        ConfigError, DataError, RewardError: what is wrong, or not allowed here.
+        ConfigError, DataError, RewardError: something is wrong or not allowed here.
     """
     try:
         json.dumps(check_plain(tree), ensure_ascii=False, allow_nan=False).encode()
@@ -160,7 +160,7 @@ def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobC
 
 
 def _check_no_code(section: Any, path: str, known: Collection[str]) -> None:
-    """Refuse a class of the tenant's before anything looks for its file."""
+    """Reject a tenant's class before its file is looked up."""
     name = section.get(path.rpartition(".")[2]) if isinstance(section, dict) else None
     if isinstance(name, str) and ":" in name:
         raise ConfigError(
@@ -196,7 +196,7 @@ def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:
     if reward.name in BUILTIN and reward.name not in installed:
         adapted(BUILTIN[reward.name], reward.args, reward.name)
     if reward.wall is False:
-        raise ConfigError(f"reward {reward.name!r}: wall: false is for whoever runs the service to say; leave it out")
+        raise ConfigError(f"reward {reward.name!r}: only the service's operator can set wall: false; leave it out")
     if reward.name not in ELSEWHERE:
         allowed.walls.around(reward, installed.get(reward.name))
     if reward.name == "code" and "seconds" in reward.args:
@@ -218,7 +218,7 @@ def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:
 
 
 def _check_seconds(reward: RewardConfig) -> None:
-    """The programs that `code` runs have to end while the reward may run."""
+    """The programs of `code` must end within the reward's own time limit."""
     seconds = reward.args["seconds"]
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.1 <= seconds <= reward.wall_seconds:
         raise ConfigError(
@@ -228,10 +228,10 @@ def _check_seconds(reward: RewardConfig) -> None:
 
 
 def _check_sizes(config: JobConfig) -> None:
-    """Look at numbers and lists.
+    """Check numbers and lengths of lists.
 
     Raises:
-        ConfigError: which field is too large, and the most.
+        ConfigError: a field is too large; the message names it and the limit.
     """
     for name, most in MOST.items():
         value: Any = config
@@ -258,10 +258,10 @@ def _check_sizes(config: JobConfig) -> None:
 
 
 def _check_texts(data: DataConfig) -> None:
-    """Look at what makes prompts.
+    """Check templates and other texts of prompts.
 
     Raises:
-        ConfigError, DataError: what is too long, or no business of a job's.
+        ConfigError, DataError: a text is too long, or an argument is not allowed.
     """
     for name, text in (("template", data.template), ("system", data.system)):
         if text is not None and len(text) > MOST_TEXT:
@@ -282,10 +282,10 @@ def _check_texts(data: DataConfig) -> None:
 
 
 async def jobs_in(text: str, bases: Bases, apart: Apart, key: str) -> list[dict[str, Any]]:
-    """What `read_jobs` gives, read in a process of its own in the turn of `key`; raises as it does.
+    """Run `read_jobs` in a separate process, in the turn of `key`; raises as it does.
 
     Raises:
-        LimitError: too much of this key's waits already.
+        LimitError: too many requests of this key are waiting.
     """
     given = json.dumps({"text": text, "places": bases.places}).encode()
     try:
@@ -299,7 +299,7 @@ async def jobs_in(text: str, bases: Bases, apart: Apart, key: str) -> list[dict[
 
 
 def _read_apart(given: bytes) -> bytes:
-    """Runs in a process of its own."""
+    """Runs in a separate process."""
     asked = json.loads(given)
     try:
         return json.dumps({"jobs": read_jobs(asked["text"], Bases(asked["places"]))}).encode()
@@ -308,10 +308,10 @@ def _read_apart(given: bytes) -> bytes:
 
 
 def read_jobs(text: str, bases: Bases) -> list[dict[str, Any]]:
-    """The jobs that a text holds, with defaults and sweeps applied; each with its base where there are several.
+    """The jobs in a text, with defaults and sweeps applied; each with its base if there are several.
 
     Raises:
-        ConfigError: it is no YAML, holds no job, more than anybody means, or jobs for another base.
+        ConfigError: invalid YAML, no job, too many jobs, or jobs for another base.
     """
     try:
         tree = check_plain(plain_yaml.read(text, aliases=False))
@@ -329,7 +329,7 @@ def read_jobs(text: str, bases: Bases) -> list[dict[str, Any]]:
 
 
 def _check_meant(tree: dict[str, Any]) -> None:
-    """Sweeps multiply, and each job has the defaults; refuse those that would be more than anybody means."""
+    """Reject sweeps and defaults that expand to too many jobs or characters."""
     total = size = 0
     shared = len(json.dumps(tree.get("defaults")))
     for job in map(_table, tree["jobs"] if isinstance(tree["jobs"], list) else []):

@@ -1,1 +1,1 @@
-"""Rewards that the engine asks for: workers, addresses, judges."""
+"""Rewards computed outside the job's processes: workers, addresses, judges."""

@@ -1,6 +1,6 @@
-"""Graders run for the service: those that ask no model in reward processes, as in a job, the others by asking the engine.
+"""Runs graders: those without a model in reward processes, as in a job; those with a judge model by asking the engine.
 
-A model as the judge of an answer is told what to end with, and the score is read out of what it says.
+The prompt tells a judge how to end its answer, and the score is parsed from it.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ Fault = Literal["formula", "sample", "variable", "parse", "server", "other"]
 
 @dataclass
 class Graded:
-    """What a grader gave one answer."""
+    """The result of a grader for one answer."""
 
     reward: float | None = None
-    """None where something went wrong."""
+    """None after an error."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Of a multi grader: each of its graders."""
+    """Result of each grader in a multi grader."""
     faults: dict[Fault, str] = field(default_factory=dict)
-    """What went wrong, in words. `sample` alone leaves a reward: 0 for that grader."""
+    """Error messages. `sample` alone still gives a reward: 0 for that grader."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens that judges took, by model."""
+    """Tokens used by judges, by model."""
 
 
 class Grading:
-    """Grader processes of a service. Lives in its event loop."""
+    """Grader processes of a service. Use in its event loop."""
 
     def __init__(self, engine: Hosts, adapters: Adapters) -> None:
         self._engine, self._adapters = engine, adapters
         self._pool = RewardPool(_PROCESSES, walls=Walls(required=True))
-        self._lanes: OrderedDict[str, int] = OrderedDict()  # how many use each now
+        self._lanes: OrderedDict[str, int] = OrderedDict()  # number of current users of each
         self._opening = asyncio.Lock()
-        self._free = asyncio.Semaphore(_LANES)  # each in use has a lane of its own, which has processes
+        self._free = asyncio.Semaphore(_LANES)  # each user has a lane with processes
 
     async def close(self) -> None:
         """End the processes."""
@@ -85,7 +85,7 @@ class Grading:
     async def grade(
         self, who: Principal, grader: Grader, item: Mapping[str, Any], outputs: Sequence[str]
     ) -> list[Graded]:
-        """Score the answers to one row, in their order. What goes wrong is in the result."""
+        """Score the answers to one row, in order. Errors are in the results."""
         parts: Mapping[str, Single] = grader.graders if isinstance(grader, Multi) else {grader.name: grader}
         graded = [Graded() for _ in outputs]
         asked = await self._asked(who, grader)
@@ -104,15 +104,16 @@ class Grading:
     async def scores(
         self, job: StoredJob, spec: Mapping[str, Any], problem: Mapping[str, Any], outputs: Sequence[str]
     ) -> list[ScoreOrReason]:
-        """What a grader gives the answers of a job to a problem (as plain values); a reason where it gives nothing."""
+        """Scores of a job's answers to a problem (as plain values); a reason for each missing score."""
         who = Principal.member_of(job.tenant_id)
         graded = await self.grade(who, parse(spec), item_of(msgspec.convert(problem, Problem)), outputs)
         return [one.reward if one.reward is not None else _reason(one) for one in graded]
 
     async def _asked(self, who: Principal, grader: Grader) -> dict[str, Answerer | str]:
-        """What the names of judges mean, or why nobody can be asked.
+        """Resolve the names of judges; a message for each that cannot be used.
 
-        Of all before one is asked: where the database is away all is graded anew later, and no judge is asked twice.
+        All are resolved before one is asked: if the database is away, grading is repeated later, and no judge is asked
+        twice.
         """
         answerers: dict[str, Answerer | str] = {}
         for model in {judge.model for judge in judges(grader)}:
@@ -132,7 +133,7 @@ class Grading:
         graded: Sequence[Graded],
         asked: Mapping[str, Answerer | str],
     ) -> None:
-        """Put one grader's scores, or why there are none, into `graded`."""
+        """Add one grader's scores, or errors, to `graded`."""
         fillable = []
         for output, one in zip(outputs, graded, strict=True):
             try:
@@ -158,7 +159,7 @@ class Grading:
                     one.parts[name] = value
 
     async def _computed(self, part: Single, item: Mapping[str, Any], outputs: Sequence[str]) -> list[float | str]:
-        """Scores by a grader that asks no model, or why there is none."""
+        """Scores of a grader without a model, or error messages."""
         spec = json.dumps(part.model_dump(mode="json"), sort_keys=True)
         async with self._free:
             try:
@@ -173,7 +174,7 @@ class Grading:
         return [one.error or one.reward for one in scored]
 
     async def _open(self, spec: str, part: Single) -> None:
-        """A lane for a grader; one that nobody uses goes when there are too many."""
+        """Open a lane for a grader; closes an unused one if there are too many."""
         if spec not in self._lanes:
             idle_ones = [name for name, users in self._lanes.items() if users == 0]
             for idle in idle_ones[: max(0, len(self._lanes) + 1 - _LANES)]:
@@ -202,7 +203,7 @@ class Grading:
             graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
         except VerdictError as error:
             graded.faults["parse"] = str(error)
-        except UnfilledError as error:  # each message could be filled, but together they are too long
+        except UnfilledError as error:  # each message fits, but all together are too long
             graded.faults["variable"] = str(error)
         except (ConfigError, EngineError) as error:
             graded.faults["server"] = str(error)
@@ -214,19 +215,17 @@ def _reason(graded: Graded) -> ScoreOrReason:
 
 
 class VerdictError(ValueError):
-    """What a judge said holds no score."""
+    """A judge's answer contains no score."""
 
 
 async def ask_judge(
     engine: Hosts, tenant: str, asked: Answerer, judge: Judge, item: Mapping[str, Any], output: str
 ) -> tuple[float, int]:
-    """The score of an answer by the judge that `asked` means, and the tokens that it took.
-
-    The tokens are those of `tenant`.
+    """The score from the judge `asked`, and the tokens that it used, which `tenant` pays.
 
     Raises:
         UnfilledError: a variable has no value.
-        EngineError, ConfigError: the engine cannot answer, now or ever.
+        EngineError, ConfigError: the engine cannot answer.
         VerdictError: the judge gave no score.
     """
     messages = prompt(judge, item, output)
@@ -248,10 +247,10 @@ async def ask_judge(
 
 
 def prompt(judge: Judge, item: Mapping[str, Any], output: str) -> list[dict[str, str]]:
-    """The messages to a judge, with what it has to end its answer with.
+    """The messages for a judge, with instructions for the form of its score.
 
     Raises:
-        UnfilledError: a variable has no value, or the messages are too long together.
+        UnfilledError: a variable has no value, or all messages together are too long.
     """
     messages = [
         {"role": "system" if one.role == "developer" else one.role, "content": fill(one.content, item, output)}
@@ -276,7 +275,7 @@ def _form(judge: Judge) -> str:
 
 
 def verdict(judge: Judge, said: str) -> float:
-    """The score in what a judge said.
+    """Parse a judge's score.
 
     Raises:
         VerdictError: there is none.

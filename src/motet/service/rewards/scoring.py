@@ -1,8 +1,8 @@
-"""Who scores rollouts for the engine where no process of the job does: an address, a worker of the tenant's, a judge model.
+"""Scores rollouts outside the job's processes: by HTTP, by the tenant's workers, or by a judge model.
 
-A scorer takes `(job, reward, problem, completions, transcripts)` and gives a number or a reason for each completion, in order;
-`problem` is a `Problem` as plain values: id, messages, answer, metadata, conversational. Whatever goes wrong in one is that
-job's business.
+A scorer takes `(job, reward, problem, completions, transcripts)` and returns a number or a reason for each completion,
+in order; `problem` is a `Problem` as plain values: id, messages, answer, metadata, conversational. Errors affect that
+job only.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Scoring:
         }
 
     async def answer(self, request: ScoreRequest) -> ScoresAnswered:
-        """Scores, or why there are none; see `hosting.scores`."""
+        """Scores, or reasons for missing ones; see `hosting.scores`."""
         wait = _SHORTEST_WAIT
         while True:
             try:
                 return await self._scored(request)
             except ScorerAway:
                 return ScoresAnswered(request.key, away=True)
-            except AWAY as error:  # the engine waits, unless the service stops; it cancels this when it goes
+            except AWAY as error:  # the engine waits, and cancels this when it stops
                 _log.warning(
                     "scoring for job %s waits for the database: %s", request.job, getattr(error, "orig", error)
                 )
@@ -57,13 +57,13 @@ class Scoring:
                 if self._closing.is_set():
                     return ScoresAnswered(request.key, away=True)
                 wait = min(2 * wait, _LONGEST_WAIT)
-            except Exception as error:  # the boundary of a tenant
+            except Exception as error:  # one tenant's error must not affect others
                 _log.exception("scoring for job %s failed", request.job)
                 reason = f"the service failed to score it: {type(error).__name__}: {error}"
                 return ScoresAnswered(request.key, [{"chance": reason}] * len(request.completions))
 
     def close(self) -> None:
-        """Let every job rest that waits for the database; the next start asks again."""
+        """Release jobs that wait for the database; the next start asks again."""
         self._closing.set()
 
     async def _scored(self, request: ScoreRequest) -> ScoresAnswered:

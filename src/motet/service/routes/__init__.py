@@ -1,1 +1,1 @@
-"""The routes, one file for each kind of object."""
+"""HTTP routes, one file per kind of object."""

@@ -1,4 +1,4 @@
-"""Adapters: versions of a job's, those that tenants bring, all of them to take home, and what is shared of them."""
+"""Routes for adapters: versions of jobs, uploads, downloads and shares."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PIECE = 2**20
 
 @router.get("/jobs/{job}/versions")
 def list_versions(service: ServiceDep, job: NamedJob) -> Versions:
-    """The versions that are kept."""
+    """List the stored versions."""
     storage = service.storage
     directory, best, latest = storage.job(job.id), storage.version(job.id, "best"), storage.version(job.id, "latest")
     return Versions(
@@ -55,11 +55,11 @@ def list_versions(service: ServiceDep, job: NamedJob) -> Versions:
 
 @router.get("/jobs/{job}/versions/{version}/download", response_class=Response)
 async def download_version(who: Asker, service: ServiceDep, job: NamedJob, version: str) -> Response:
-    """A version (a number, `best` or `latest`) as a .tar.gz of a PEFT directory."""
+    """Download a version (a number, `best` or `latest`) as a .tar.gz of a PEFT directory."""
     saved = await asyncio.to_thread(service.storage.version, job.id, version)
     if saved is None:
         kept = ", ".join(map(str, service.storage.job(job.id).versions())) or "none yet"
-        raise Refusal(404, f"version {version!r} of job {job.name!r} is not there; kept are {kept}")
+        raise Refusal(404, f"version {version!r} of job {job.name!r} does not exist; kept versions: {kept}")
     return await _archive(
         service.read_threads, who.tenant_id, service.storage.directory, saved[1], f"{job.name}-v{saved[0]}"
     )
@@ -73,18 +73,16 @@ async def upload(
     name: Annotated[
         str | None, Query(pattern=NAME, description="Unique among the tenant's adapters and jobs; the id without one.")
     ] = None,
-    base: Annotated[
-        str | None, Query(max_length=1000, description="Which base it is for; the first without one.")
-    ] = None,
+    base: Annotated[str | None, Query(max_length=1000, description="Its base; default: the first.")] = None,
 ) -> Adapter:
-    """Upload an adapter to start jobs from and to talk to. It is checked against the base before it is taken."""
+    """Upload an adapter to start jobs from and to chat with. It is checked against the base first."""
     adapter_id, of_base = new_id("adapter"), service.adapters.bases.named(base)
     directory = service.adapters.path(adapter_id)
     directory.mkdir(parents=True)
     try:
         unpacked = _unpacked(file, directory, int(service.settings.config.max_adapter_mb * 2**20))
         size = await service.read_threads.run(who.tenant_id, unpacked)
-        await asyncio.to_thread(service.quotas.check_storage, who.tenant_id, size)  # before the engine is troubled
+        await asyncio.to_thread(service.quotas.check_storage, who.tenant_id, size)  # before the engine has work with it
         shape = await _examined(service.hosts, directory, of_base)
         adapter = UploadedAdapter(
             id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape.rank,
@@ -92,7 +90,7 @@ async def upload(
         )  # fmt: skip
         with_room = service.quotas.storing(who.tenant_id, size)
         await asyncio.to_thread(with_room(service.adapters.add), who, adapter)
-    except BaseException:  # also when the client has gone
+    except BaseException:  # also if the client has disconnected
         shutil.rmtree(directory, ignore_errors=True)
         raise
     await asyncio.to_thread(service.store.audit, who, "upload adapter", adapter_id)
@@ -101,13 +99,13 @@ async def upload(
 
 @router.get("/adapters")
 def list_adapters(who: Asker, service: ServiceDep) -> Adapters:
-    """The adapters that the tenant uploaded."""
+    """List the tenant's uploaded adapters."""
     return Adapters(data=[_shown(service.adapters, one) for one in service.adapters.all(who)])
 
 
 @router.get("/adapters/{adapter:path}/download", response_class=Response)
 async def download(who: Asker, service: ServiceDep, adapter: str) -> Response:
-    """An adapter as a .tar.gz of a PEFT directory: an uploaded one, `job@version`, or `tenant/job@version` of a share."""
+    """Download an adapter as a .tar.gz: an uploaded one, `job@version`, or a shared `tenant/job@version`."""
     resolved = existing(
         await asyncio.to_thread(service.adapters.find, who, adapter), f"there is no adapter {adapter!r}"
     )
@@ -116,13 +114,13 @@ async def download(who: Asker, service: ServiceDep, adapter: str) -> Response:
 
 @router.get("/adapters/{adapter}")
 def show(who: Asker, service: ServiceDep, adapter: str) -> Adapter:
-    """An uploaded adapter, by id or name."""
+    """Get an uploaded adapter by id or name."""
     return _shown(service.adapters, _uploaded(service.adapters, who, adapter))
 
 
 @router.delete("/adapters/{adapter}", status_code=204)
 def delete(who: Asker, service: ServiceDep, adapter: str) -> None:
-    """Remove an uploaded adapter. Jobs that started from it continue."""
+    """Delete an uploaded adapter. Jobs that started from it continue."""
     uploaded = _uploaded(service.adapters, who, adapter)
     service.adapters.remove(uploaded)
     service.store.audit(who, "delete adapter", uploaded.id)
@@ -137,7 +135,7 @@ def _uploaded(adapters: AdaptersPart, who: Principal, name: str) -> UploadedAdap
 
 
 def _unpacked(file: UploadFile, directory: Path, limit: int) -> Callable[[], int]:
-    """Puts the archive's two files into the directory, and gives their bytes."""
+    """Returns work that extracts the archive's two files into the directory, and returns their bytes."""
     archive = directory / "archive"
 
     def work() -> int:
@@ -155,7 +153,7 @@ def _unpacked(file: UploadFile, directory: Path, limit: int) -> Callable[[], int
 
 
 async def _examined(engine: Hosts, directory: Path, base: str) -> AdapterExamined:
-    """Rank, alpha and modules, as a process reads them that has the base."""
+    """Rank, alpha and modules, as read by a process that has the base."""
     (answer,) = [answer async for answer in engine.ask(ExamineAdapter(str(directory), base=base))]
     if isinstance(answer, AdapterExamined):
         return answer
@@ -177,13 +175,13 @@ def _size(directory: Path) -> int:
 
 
 class ShareAnswers:
-    """Shares as they are answered."""
+    """Converts shares to responses."""
 
     def __init__(self, service: ServiceDep) -> None:
         self._store, self._storage, self._adapters = service.store, service.storage, service.adapters
 
     def __call__(self, share: StoredShare) -> Share:
-        """The answer for one share."""
+        """The response for one share."""
         owner = self._store.tenants.name_of(share.tenant_id)
         tenant = ALL if share.with_tenant == ALL else self._store.tenants.name_of(share.with_tenant)
         thing = self._adapters.by_id(share.object)
@@ -195,7 +193,7 @@ class ShareAnswers:
         return Share(id=share.id, name=name, owner=owner, tenant=tenant, models=models, created=share.created)
 
     def received_models(self, who: Principal) -> dict[str, str | None]:
-        """How a tenant names what others share with it, and the base of each, as it was stored."""
+        """Names of the models that others share with a tenant, with the stored base of each."""
         shares = [one for one in self._adapters.shares(who) if _received(one, who)]
         things = {share.object: self._adapters.by_id(share.object) for share in shares}
         return {
@@ -212,7 +210,7 @@ def _received(share: StoredShare, who: Principal) -> bool:
 
 @router.post("/shares", status_code=201)
 def share(who: Asker, service: ServiceDep, shown: SharesDep, wanted: ShareRequest) -> Share:
-    """Share a job's versions, or an uploaded adapter, with another tenant or with all. Nothing else of the job is seen."""
+    """Share a job's versions or an uploaded adapter with another tenant, or with all. Nothing else becomes visible."""
     thing = service.store.job(who, wanted.name) or service.adapters.uploaded(who, wanted.name)
     if thing is None:
         raise Refusal(404, f"there is no job or uploaded adapter {wanted.name!r}", "name")
@@ -231,7 +229,7 @@ def share(who: Asker, service: ServiceDep, shown: SharesDep, wanted: ShareReques
 
 @router.get("/shares")
 def list_shares(who: Asker, service: ServiceDep, shown: SharesDep) -> Shares:
-    """What the tenant shares, and what others share with it."""
+    """List the tenant's shares, and those that others share with it."""
     shares = service.adapters.shares(who)
     received = [one for one in shares if _received(one, who)]
     given = [one for one in shares if who.admin or one.tenant_id == who.tenant_id]
@@ -240,6 +238,6 @@ def list_shares(who: Asker, service: ServiceDep, shown: SharesDep) -> Shares:
 
 @router.delete("/shares/{share}", status_code=204)
 def unshare(who: Asker, service: ServiceDep, share: str) -> None:
-    """End a share. Jobs that started from it continue."""
+    """Delete a share. Jobs that started from it continue."""
     ended = existing(service.adapters.unshare(who, share), f"there is no share {share!r}")
     service.store.audit(who, "unshare", f"{ended.id} {ended.object}")

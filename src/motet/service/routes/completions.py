@@ -1,6 +1,6 @@
-"""Chats in three formats, and completions of plain prompts, to which no template is applied.
+"""Chats in three formats, and completions of plain prompts without a template.
 
-The base answers, or any saved version, also while its job trains.
+The base or any saved version answers, also while its job is training.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from motet.types import SamplingParams
 router = APIRouter(prefix="/v1", tags=["completions"])
 Text = Annotated[str, Field(max_length=200_000)]
 Stop = Annotated[str, Field(max_length=500)]
-"""Every token is looked at for each of them."""
+"""Each is compared at every token."""
 Stops = Annotated[list[Stop], Field(max_length=8)]
 MOST_SEQUENCES = 64
-"""Completions of one request, of all its prompts together."""
+"""Completions of one request, over all its prompts."""
 
 
 def _no_penalty(value: object) -> object:
@@ -66,16 +66,16 @@ _UNKNOWN = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format", "output_format", "output_config",
     "stop", "n", "max_tokens", "max_completion_tokens",
 )  # fmt: skip
-"""Fields of other servers, and of other formats, that would change what is sampled."""
+"""Fields of other servers and formats that would change the sampling."""
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=200_000, fail_fast=True)]
 Prompts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
 PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-"""What an answer may be besides JSON: server-sent events, with `stream`."""
+"""Responses other than JSON: server-sent events, with `stream`."""
 
 
 class Sampled(Described):
-    """What all requests take: which model, and how its tokens are drawn."""
+    """Common fields of all requests: the model and the sampling."""
 
     model: str = Field(max_length=300)
     """A base's name, or `job@version`: a number, `latest` or `best` (`best` without one)."""
@@ -88,12 +88,14 @@ class Sampled(Described):
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > _MOST_FIELDS:  # each could be a mistake, which takes memory too
+        if (
+            isinstance(value, dict) and len(value) > _MOST_FIELDS
+        ):  # each could become an error message, which takes memory
             raise ValueError(f"there are {len(value)} fields, and this takes at most {_MOST_FIELDS}")
         return value
 
     def question(self, who: Principal, asked: Answerer) -> Complete:
-        """What the engine is asked, apart from the prompt and the length."""
+        """The engine's question, without prompt and length."""
         temperature = 1.0 if self.temperature is None else self.temperature
         sampling = SamplingParams(temperature, top_p=self.top_p or 1.0)
         seed = self.seed if self.seed is not None else time.time_ns()
@@ -128,17 +130,17 @@ class Messages(MessagesRequest, ServedChat):
 
 
 class ModelNames:
-    """Finds what a request for completions names."""
+    """Resolves the model of a request."""
 
     def __init__(self, service: ServiceDep) -> None:
         self._quotas, self._adapters = service.quotas, service.adapters
 
     async def answerer(self, who: Principal, model: str) -> Answerer:
-        """What a model's name means.
+        """Resolve a model's name.
 
         Raises:
-            Refusal: there is no such model for the asker.
-            LimitError: the asker's tokens of this day are spent.
+            Refusal: the requester can see no such model.
+            LimitError: the requester's tokens of this day are used up.
         """
         await asyncio.to_thread(self._quotas.check_day, who.tenant_id)
         try:
@@ -152,7 +154,7 @@ ModelNamesDep = Annotated[ModelNames, Depends()]
 
 @router.get("/models", response_model_exclude_none=True)
 def models(who: Asker, service: ServiceDep, shares: SharesDep) -> Models:
-    """The bases, the versions of the asker's jobs, uploaded adapters, and what others share."""
+    """List the bases, the versions of the tenant's jobs, uploaded adapters, and adapters that others share."""
     bases = service.adapters.bases
 
     def model(name: str, base: str | None, created: float = 0) -> Model:
@@ -169,7 +171,7 @@ def models(who: Asker, service: ServiceDep, shares: SharesDep) -> Models:
 
 
 def events_of(pieces: AsyncIterator[str], storage: Storage) -> StreamingResponse:
-    """Server-sent events; an error among them is an event too, its status being sent already."""
+    """Server-sent events; a late error becomes an event, because the status has been sent."""
 
     async def lines() -> AsyncIterator[str]:
         try:
@@ -183,17 +185,17 @@ def events_of(pieces: AsyncIterator[str], storage: Storage) -> StreamingResponse
 
 
 class Chats:
-    """Answers a chat in any format."""
+    """Answers chats in any format."""
 
     def __init__(self, request: Request, who: Asker, service: ServiceDep, names: ModelNamesDep) -> None:
         self._request, self._who, self._engine = request, who, service.hosts
         self._apart, self._names, self._storage = service.apart, names, service.storage
 
     async def __call__(self, wanted: ServedChat, name: str) -> Response:
-        """Answer; `name` is the answer's id.
+        """Answer a chat; `name` is the response's id.
 
         Raises:
-            Refusal, ChatRefusal, LimitError, EngineError, ConfigError: it is not answered, and why.
+            Refusal, ChatRefusal, LimitError, EngineError, ConfigError: there is no answer; the message says why.
         """
         who = self._who
         refuse_unsupported(wanted, _UNKNOWN)
@@ -206,7 +208,9 @@ class Chats:
         if asked.stream:
             return events_of(wanted.events(reply), self._storage)
         body = wanted.answer(reply, await whole(reply.pieces))
-        return Response(json.dumps(body), media_type="application/json")  # what it repeats may be no UTF-8, or NaN
+        return Response(
+            json.dumps(body), media_type="application/json"
+        )  # repeated input may contain NaN or invalid UTF-8
 
 
 ChatsDep = Annotated[Chats, Depends()]
@@ -220,7 +224,7 @@ async def chat(chats: ChatsDep, wanted: ChatCompletion) -> Response:
 
 @router.post("/responses", response_model=None, responses=STREAMED)
 async def responses(chats: ChatsDep, wanted: Responses) -> Response:
-    """Continue a conversation, in the format of OpenAI's Responses. No response is kept."""
+    """Continue a conversation, in the format of OpenAI's Responses. Responses are not stored."""
     return await chats(wanted, secrets.token_hex(8))
 
 
@@ -231,23 +235,23 @@ async def messages(chats: ChatsDep, wanted: Messages) -> Response:
 
 
 class CompletionRequest(Sampled, Asked):
-    """Prompts to continue. `echo` and `suffix` are not supported, and `logprobs` are those of sampled tokens only."""
+    """Prompts to continue. `echo` and `suffix` are not supported; `logprobs` covers sampled tokens only."""
 
     prompt: Text | Prompts | Ids | PromptIds
-    """Text or token ids; a list of them is completed one by one. It is fed to the model as it is."""
+    """Text or token ids, without a template; each element of a list is completed separately."""
     max_tokens: Limit | None = None
     n: int | None = Field(None, ge=1, le=16)
     stop: Stop | Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: Literal[0] | None = None
-    """0 adds the logprob of each sampled token; alternatives to it are not kept."""
+    """0 adds the logprob of each sampled token; alternatives are not available."""
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     user: str | None = None
 
     def questions(self, who: Principal, asked: Answerer) -> list[Complete]:
-        """What the engine is asked of each prompt."""
+        """The engine's question for each prompt."""
         question = self.question(who, asked)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         sampling = dataclasses.replace(question.sampling, max_tokens=self.max_tokens or _MAX_TOKENS, stop=stop)
@@ -256,13 +260,13 @@ class CompletionRequest(Sampled, Asked):
         return [replace(question, prompt=prompt) for prompt in self.prompts()]
 
     def prompts(self) -> list[str | list[int]]:
-        """One or several, each text or token ids."""
+        """The prompts as a list; each is text or token ids."""
         given: Any = self.prompt
         single = isinstance(given, str) or isinstance(given[0], int)
         return [given] if single else list(given)
 
     def choice(self, piece: AnswerPiece, index: int, offset: int = 0) -> dict[str, Any]:
-        """A completion or a piece of one, behind `offset` characters of it."""
+        """A completion or a part of one; `offset` is its start in characters."""
         logprobs = None if self.logprobs is None else _logprobs(piece, offset)
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
@@ -306,7 +310,7 @@ async def _texts(
 
 
 def _logprobs(piece: AnswerPiece, offset: int) -> dict[str, Any]:
-    """`text_offset` counts characters of the completion's own text."""
+    """`text_offset` counts characters from the start of the completion."""
     offsets = list(itertools.accumulate(map(len, piece.tokens), initial=offset))[:-1]
     return {
         "tokens": piece.tokens, "token_logprobs": piece.logprobs, "top_logprobs": None, "text_offset": offsets,

@@ -1,6 +1,6 @@
-"""The dashboard: a page, its scripts and styles, and plotly.js, all from this service. None of it holds anybody's data.
+"""The dashboard: a page with scripts, styles and plotly.js, all served by this service. These files contain no user data.
 
-The page asks the same routes as everybody else, with the key that a person gives it or that their sign-in made.
+The page uses the public routes, with a key that the person enters or that their sign-in creates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from motet.service.errors import Refusal
 router = APIRouter(include_in_schema=False)
 _FOLDER = "dashboard"
 _PLOTLY = "plotly.js"
-_SMALLEST = 1000  # bytes worth packing
+_SMALLEST = 1000  # smallest file worth compressing, in bytes
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -31,20 +31,20 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # asked again each time; the answer is 304 while nothing changed
+    "Cache-Control": "no-cache",  # revalidated each time; 304 while nothing changed
     "Vary": "Accept-Encoding",
 }
 
 
 @router.get("/")
 def page(request: Request) -> Response:
-    """The page."""
+    """The dashboard's page."""
     return _answer(request, "index.html")
 
 
 @router.get("/dashboard/service.json")
 def service(request: Request, service: ServiceDep) -> JSONResponse:
-    """Whether the page has to ask for a key, where people sign in, and whether this browser has."""
+    """Whether the page needs a key, where people sign in, and whether this browser is signed in."""
     keys = not service.settings.open_to_all
     state = {"keys": keys, "sign_in": service.sign_ins.page, "signed_in": keys and service.access.allows(request)}
     return JSONResponse(state, headers={**HEADERS, "Cache-Control": "no-store"})
@@ -52,7 +52,7 @@ def service(request: Request, service: ServiceDep) -> JSONResponse:
 
 @router.get("/dashboard/{name}")
 def part(request: Request, name: str) -> Response:
-    """What the page is made of."""
+    """A file of the page."""
     return _answer(request, name)
 
 
@@ -77,10 +77,10 @@ def _names() -> frozenset[str]:
 
 @functools.cache
 def _read(name: str) -> tuple[bytes, bytes, str]:
-    """A file, the same packed, and its tag. Plotly is large and changes only with its version."""
+    """A file, its compressed form, and its tag. Plotly is large and changes only with its version."""
     if name == _PLOTLY:
         content = (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
-        # The policy forbids the style elements that it makes; plotly.css has the rules, and these become inert.
+        # The policy forbids the style elements that plotly creates; plotly.css contains the rules instead.
         content = content.replace(b'createElement("style")', b'createElement("template")')
         tag = f'"plotly-{importlib.metadata.version("plotly")}"'
     else:

@@ -1,6 +1,6 @@
-"""Episodes of agents that run elsewhere: lease one, talk under its address and key, hand in what it came to.
+"""Episodes of remote agents: lease one, chat under its address and key, and send its result.
 
-Leases and results are asked for with a tenant's key, what the model answers with the episode's own, which opens nothing else.
+Leases and results need a tenant's key; chats use the episode's own key, which permits nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MODEL_ROUTES = re.compile(r"/episodes/([^/]+)/v1/")
 
 
 def owner(request: Request, workers: AgentWorkers) -> str:
-    """Whose key asks what the model answers in an episode; empty where it is not the episode's."""
+    """The key that leased the episode of a request; empty if the request does not have the episode's key."""
     named = _MODEL_ROUTES.match(request.url.path)
     return "" if named is None else workers.owner(named[1], episode_key(request))
 
@@ -38,10 +38,10 @@ def owner(request: Request, workers: AgentWorkers) -> str:
 async def lease(
     request: Request, who: Asker, service: ServiceDep, job: NamedJob, asked: EpisodeLeaseRequest
 ) -> Response:
-    """Lease episodes for an agent worker. The call waits until there are some; the lease lasts `seconds`.
+    """Lease episodes for an agent worker. The call waits until some are available; the lease lasts `seconds`.
 
-    What the worker holds already is renewed. An episode whose worker is not heard of any more is handed out again, under
-    another id and another key, and begins anew.
+    Episodes that the worker holds are renewed. If a worker stops renewing, its episode is leased again, under another
+    id and key, and starts over.
     """
     leased, state, held = [], JobState(job.state), []
     if not state.final:
@@ -57,14 +57,14 @@ async def lease(
         }
         for one in leased
     ]  # fmt: skip
-    # In plain letters: what the data holds may not be UTF-8.
+    # ASCII: the data may contain invalid UTF-8.
     body = {"episodes": episodes, "held": held, "seconds": service.agent_workers.lease_seconds, "state": state.value}
     return Response(json.dumps(body), media_type="application/json")
 
 
 @router.post("/v1/jobs/{job}/episodes/results")
 async def results(service: ServiceDep, job: NamedJob, asked: EpisodeResults) -> Counted:
-    """Hand in what episodes came to. What comes twice is counted once, and of an older lease nothing."""
+    """Send results of episodes. Repeats count once; results of expired leases do not count."""
     said: dict[str, list[str]] = {"counted": [], "known": [], "unknown": []}
     for one in asked.results:
         said[service.agent_workers.settle(job.id, one.id, _ended(one))].append(one.id)
@@ -73,7 +73,7 @@ async def results(service: ServiceDep, job: NamedJob, asked: EpisodeResults) -> 
 
 @router.delete("/v1/jobs/{job}/episodes/workers/{worker}", status_code=204)
 async def leave(service: ServiceDep, job: NamedJob, worker: str) -> None:
-    """Say that an agent worker goes; what it holds is handed out again at once."""
+    """Report that an agent worker leaves; its episodes are leased again at once."""
     service.agent_workers.leave(job.id, worker)
 
 
@@ -82,16 +82,16 @@ def _ended(one: EpisodeResult) -> EpisodeEnded:
 
 
 class EpisodeAnswers:
-    """What agents are answered, under the key of their episode."""
+    """Answers agents under the key of their episode."""
 
     def __init__(self, request: Request, service: ServiceDep) -> None:
         self._request, self._workers, self._access = request, service.agent_workers, service.access
 
     async def __call__(self, episode: str, route: str) -> Response:
-        """Ask the engine that has the episode."""
+        """Ask the host that has the episode."""
         request, key = self._request, episode_key(self._request)
         if owner := self._workers.owner(episode, key):
-            opened_by(request, owner)  # the key that leased the episode: with it the episode's own ends
+            opened_by(request, owner)  # the key that leased the episode; the episode's key ends with it
             self._access.count(f"episodes of {owner}")
         else:
             self._access.count_unknown(request)
@@ -102,7 +102,7 @@ class EpisodeAnswers:
         again = request.headers.get(RETRY, "0") != "0"
         try:
             answer = await self._workers.answer(episode, key, AskEpisode(episode, route, body, again))
-        except HostGone as error:  # what was said in it went too; 404: the stock clients send others again
+        except HostGone as error:  # its conversation is lost too; 404, because stock clients retry other statuses
             raise Refusal(404, f"this episode is over: {error}") from error
         return Response(answer.body, answer.status, media_type=answer.media_type)
 
@@ -112,23 +112,23 @@ Answers = Annotated[EpisodeAnswers, Depends()]
 
 @router.get("/episodes/{episode}/v1/models", response_model=Models)
 async def models(episode: str, answers: Answers) -> Response:
-    """The one model of an episode: the version of the job's adapter that its step is trained from."""
+    """The model of an episode: the version that its step samples from."""
     return await answers(episode, MODELS)
 
 
 @router.post("/episodes/{episode}/v1/chat/completions", responses=STREAMED)
 async def chat_completions(episode: str, answers: Answers) -> Response:
-    """Go on with a conversation, as the `openai` package asks for it. What the model samples is trained."""
+    """Continue a conversation in the format of the `openai` package. The sampled tokens are trained on."""
     return await answers(episode, "chat/completions")
 
 
 @router.post("/episodes/{episode}/v1/responses", responses=STREAMED)
 async def responses(episode: str, answers: Answers) -> Response:
-    """The same by the Responses protocol of OpenAI."""
+    """Continue a conversation in the format of OpenAI's Responses."""
     return await answers(episode, "responses")
 
 
 @router.post("/episodes/{episode}/v1/messages", responses=STREAMED)
 async def messages(episode: str, answers: Answers) -> Response:
-    """The same by Anthropic's Messages protocol."""
+    """Continue a conversation in the format of Anthropic's Messages."""
     return await answers(episode, "messages")

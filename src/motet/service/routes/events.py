@@ -1,4 +1,4 @@
-"""What happens to jobs: the steps of one for a picture, pages of events, and events as they happen."""
+"""Events of jobs: thinned steps for charts, pages of events, and live streams."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from motet.types import JobState
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 _PAGE = 500
-"""Events that are read at a time."""
+"""Events read at a time."""
 _QUIET_SECONDS = 15.0
-"""After these a stream says that it is there; clients take one that does not for dead."""
+"""Interval of keep-alive comments; clients treat a silent stream as dead."""
 _ALIVE = ": still here\n\n"
 LastEventId = Annotated[str | None, Header(pattern=r"^\d{1,15}$")]
 
 
 @dataclass(frozen=True)
 class Read:
-    """What a stream read after the last event that it sent."""
+    """What a stream read after its last event."""
 
     text: str
     """As server-sent events."""
     last: int
-    """The newest of them, or the one before."""
+    """Id of the newest event read, or the previous one."""
     ended: bool = False
-    """Whether no more will come."""
+    """Whether the stream ends."""
 
 
 class Streams:
-    """Streams of events, which end when the service stops or the client goes."""
+    """Streams of events, which end when the service stops or the client disconnects."""
 
     def __init__(self, request: Request, service: ServiceDep) -> None:
         self._request, self._bus = request, service.bus
 
     def answer(self, topic: str, read: Callable[[int], Read], after: int, head: str = "") -> StreamingResponse:
-        """A stream of what `read` gives after an event, again whenever the topic is published."""
+        """A stream of what `read` returns after an event; it reads again whenever the topic is published."""
         lines = self._lines(topic, read, after, head)
         return StreamingResponse(lines, media_type="text/event-stream")
 
@@ -55,7 +55,7 @@ class Streams:
         if head:
             yield head
         while not (self._bus.closed or await self._request.is_disconnected()):
-            published = self._bus.next(topic)  # before looking: nothing is missed
+            published = self._bus.next(topic)  # taken before reading, to miss nothing
             page = await asyncio.to_thread(read, after)
             after = page.last
             if page.text:
@@ -75,7 +75,7 @@ StreamsDep = Annotated[Streams, Depends()]
 
 @router.get("/jobs/{job}/events")
 def events(service: ServiceDep, job: NamedJob, after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Events:
-    """Events after one of them, at most 500."""
+    """List events after a given one, at most 500."""
     return Events(data=[JobEvent.model_validate(entry) for entry in service.store.events(job.id, after, _PAGE)])
 
 
@@ -87,7 +87,7 @@ async def stream_job(
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
     last_event_id: LastEventId = None,
 ) -> StreamingResponse:
-    """Events as they happen (server-sent events), from `after` or `Last-Event-ID` on; ends when the job has ended."""
+    """Stream events as they happen (server-sent events), after `after` or `Last-Event-ID`; ends with the job."""
 
     def read(after: int) -> Read:
         entries = service.store.events(job.id, after, _PAGE)
@@ -95,7 +95,7 @@ async def stream_job(
             return Read(
                 "".join(as_sent(JobEvent.model_validate(one)) for one in entries), entries[-1].id, _ends(entries[-1])
             )
-        last = service.store.last_event(job.id)  # none: the job was deleted
+        last = service.store.last_event(job.id)  # None: the job was deleted
         return Read("", after, last is None or (last.id <= after and _ends(last)))
 
     return streams.answer(job.id, read, int(last_event_id) if last_event_id is not None else after)
@@ -108,9 +108,9 @@ def steps(
     field: Annotated[
         list[Annotated[str, Query(max_length=100)]] | None, Query(max_length=50, description="All without one.")
     ] = None,
-    points: Annotated[int, Query(ge=2, le=5000, description="About the most steps to give.")] = 400,
+    points: Annotated[int, Query(ge=2, le=5000, description="Approximate number of steps.")] = 400,
 ) -> Steps:
-    """The steps of a job for a picture: lines of metrics.jsonl, thinned evenly; evaluations are all there."""
+    """The steps of a job for a chart: lines of metrics.jsonl, thinned evenly; all evaluations are included."""
     lines, last = service.log.steps(job.id, points, field or ())
     return Steps(data=lines, after=last)
 
@@ -120,10 +120,10 @@ async def stream(
     who: Asker,
     streams: StreamsDep,
     service: ServiceDep,
-    after: Annotated[int | None, Query(ge=0, le=2**53, description="From now on without one.")] = None,
+    after: Annotated[int | None, Query(ge=0, le=2**53, description="Default: from now on.")] = None,
     last_event_id: LastEventId = None,
 ) -> StreamingResponse:
-    """Events of all jobs as they happen (server-sent events), from `after` or `Last-Event-ID` on; it does not end."""
+    """Stream events of all jobs as they happen (server-sent events), after `after` or `Last-Event-ID`; never ends."""
     start = int(last_event_id) if last_event_id is not None else after
     if start is None:
         start = await asyncio.to_thread(service.log.newest)
@@ -132,7 +132,7 @@ async def stream(
         entries = service.log.since(who, after, _PAGE)
         return Read("".join(one.text for one in entries), entries[-1].id if entries else after)
 
-    # whoever loses the connection at once knows where to go on
+    # a client that loses the connection at once knows where to continue
     return streams.answer(ANY_JOB, read, start, f"id: {start}\n: from here on\n\n")
 
 

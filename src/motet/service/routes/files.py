@@ -1,4 +1,4 @@
-"""Uploaded files of rows."""
+"""Routes for uploaded files of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from motet.tasks.row_files import UPLOADED, count_apart
 router = APIRouter(prefix="/v1/files", tags=["files"])
 _PIECE = 2**20
 PURPOSE = "fine-tune"
-"""What files are for, as the `openai` package says it."""
+"""The purpose of all files, in the terms of the `openai` package."""
 
 
 @router.post("", status_code=201)
@@ -29,9 +29,9 @@ async def upload(
     who: Asker,
     service: ServiceDep,
     file: Annotated[UploadFile, FormFile(description=".jsonl or .parquet")],
-    purpose: Annotated[str, Form(description="`fine-tune`; there are no others.")] = PURPOSE,
+    purpose: Annotated[str, Form(description="Must be `fine-tune`.")] = PURPOSE,
 ) -> File:
-    """Upload rows; every one is read before the file is taken."""
+    """Upload a file of rows; every row is checked first."""
     if purpose != PURPOSE:
         raise bad_field("purpose", f"{purpose!r:.80} is not supported; files are for {PURPOSE!r}")
     if odd := sorted(set(await request.form()) - {"file", "purpose"}):
@@ -55,7 +55,7 @@ async def upload(
             asyncio.to_thread(with_room(service.store.add_file), who, file_id, name, size, rows)
         )
         stored = await asyncio.shield(adding)
-    except BaseException as error:  # whatever it is, also when the client has gone: what is not listed must not stay
+    except BaseException as error:  # any error, also a disconnected client: an unlisted file must not stay
         if adding is None or not await _worked(adding):
             path.unlink(missing_ok=True)
         if isinstance(error, MotetError) and not isinstance(error, LimitError):
@@ -66,7 +66,7 @@ async def upload(
 
 
 async def _worked(adding: asyncio.Task[StoredFile]) -> bool:
-    """Whether the file is listed in the end; a thread that has begun cannot be called back."""
+    """Whether the file was listed in the end; a started thread cannot be cancelled."""
     await asyncio.wait([adding])
     return adding.exception() is None
 
@@ -80,7 +80,7 @@ def list_files(
     order: Literal["asc", "desc"] = "desc",
     purpose: Annotated[str | None, Query(description="All files are for `fine-tune`.")] = None,
 ) -> Files:
-    """The tenant's files."""
+    """List the tenant's files."""
     files = [] if purpose not in (None, PURPOSE) else service.store.files(who)
     files = files if order == "desc" else files[::-1]
     if after is not None:
@@ -98,18 +98,18 @@ def _named_file(file: str, who: Asker, service: ServiceDep) -> StoredFile:
 
 
 NamedFile = Annotated[StoredFile, Depends(_named_file)]
-"""The file that a path names, among the asker's."""
+"""The file named in the path, among those of the requester."""
 
 
 @router.get("/{file}")
 def retrieve(stored: NamedFile) -> File:
-    """One file."""
+    """Get a file's metadata."""
     return _shown(stored)
 
 
 @router.get("/{file}/content", response_class=FileResponse)
 def content(service: ServiceDep, stored: NamedFile) -> FileResponse:
-    """The file as it was uploaded."""
+    """Download the file as it was uploaded."""
     path = service.storage.upload(stored.id, stored.filename)
     if not path.is_file():
         raise Refusal(404, f"the content of {stored.id} is not there any more")
@@ -118,7 +118,7 @@ def content(service: ServiceDep, stored: NamedFile) -> FileResponse:
 
 @router.delete("/{file}")
 def delete(who: Asker, service: ServiceDep, stored: NamedFile) -> FileDeleted:
-    """Remove a file; jobs that name it fail when they are taken up again."""
+    """Delete a file; jobs that name it fail when they resume."""
     service.store.delete_file(stored.id)
     with contextlib.suppress(OSError):
         service.storage.upload(stored.id, stored.filename).unlink()

@@ -1,6 +1,6 @@
-"""Fine-tuning jobs as the `openai` package makes and watches them, and graders tried out before.
+"""Fine-tuning jobs in the format of the `openai` package, and trials of graders.
 
-They are Motet jobs: all other routes know them too.
+They are ordinary Motet jobs: all other routes accept them too.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def _named(job: str, who: Asker, service: ServiceDep) -> Made:
 
 
 NamedMade = Annotated[Made, Depends(_named)]
-"""The job that a path names, among the asker's that were made here."""
+"""The job named in the path, among the requester's fine-tuning jobs."""
 
 
 class FineTuningAnswers:
-    """Jobs as they are answered."""
+    """Converts jobs to responses."""
 
     def __init__(self, service: ServiceDep) -> None:
         self._engine, self._storage = service.hosts, service.storage
 
     def __call__(self, made: Made) -> s.FineTuningJob:
-        """The answer for one job."""
+        """The response for one job."""
         job, asked = made[0], made[1].request
         state, standing = JobState(job.state), self._engine.progress.get(job.id)
         left = None if standing is None else standing.seconds_left
@@ -93,7 +93,7 @@ async def create(
     asked: s.FineTuningRequest,
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> s.FineTuningJob:
-    """Make a job. What is not supported is refused with the field's name."""
+    """Create a job. Unsupported fields are refused by name."""
     body: dict[str, Any] = await request.json()
 
     def make() -> s.FineTuningJob:
@@ -115,7 +115,7 @@ def list_jobs(
     after: Annotated[str | None, Query(max_length=100, description="The last id of the page before.")] = None,
     limit: Limit = 20,
 ) -> s.FineTuningJobs:
-    """Jobs that were made here, newest first. `metadata[k]=v` leaves those with this value."""
+    """List fine-tuning jobs, newest first. `metadata[k]=v` filters by this value."""
     wanted = {
         name.removeprefix("metadata[").removesuffix("]"): value
         for name, value in request.query_params.items()
@@ -127,13 +127,13 @@ def list_jobs(
 
 @router.get("/jobs/{job}")
 def retrieve(shown: Shown, made: NamedMade) -> s.FineTuningJob:
-    """One job."""
+    """Get a job."""
     return shown(made)
 
 
 @router.post("/jobs/{job}/{word}")
 def steer(who: Asker, service: ServiceDep, shown: Shown, made: NamedMade, word: Action) -> s.FineTuningJob:
-    """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
+    """Pause (after the current step), resume or cancel a job; its commits stay."""
     job, asked = made
     try:
         service.submissions.steer(job, word)
@@ -150,7 +150,7 @@ def events(
     after: Annotated[str | None, Query(pattern=rf"^{_EVENT}\d{{1,15}}$")] = None,
     limit: Limit = 20,
 ) -> s.FineTuningEvents:
-    """What happened to a job, newest first."""
+    """List events of a job, newest first."""
     before = None if after is None else int(after.removeprefix(_EVENT))
     entries = service.fine_tunings.events(made[0].id, before, limit + 1)
     return s.FineTuningEvents(data=[_event(made[0], one) for one in entries[:limit]], has_more=len(entries) > limit)
@@ -163,7 +163,7 @@ def checkpoints(
     after: Annotated[str | None, Query(pattern=rf"^{_CHECKPOINT}[0-9a-f]{{1,40}}-\d{{1,9}}$")] = None,
     limit: Limit = 10,
 ) -> s.Checkpoints:
-    """The versions of the adapter that are kept, newest first."""
+    """List the stored versions of the adapter, newest first."""
     job = made[0]
     before = None if after is None else int(after.rpartition("-")[2])
     directory = service.storage.job(job.id)
@@ -177,7 +177,7 @@ def checkpoints(
 
 @router.post("/alpha/graders/validate")
 def validate(who: Asker, service: ServiceDep, asked: s.GraderAsked) -> s.GraderValid:
-    """Whether a grader can be used here; it is refused with the field otherwise."""
+    """Check that a grader can be used here; otherwise refuse it with the field's name."""
     service.fine_tunings.checked_grader(who, asked.grader)
     return s.GraderValid(grader=asked.grader)
 
@@ -251,7 +251,7 @@ def _checkpoint(path: Path, job: StoredJob, number: int, lines: list[dict[str, A
     metrics = {"step": float(number), **_figures(trained, evaluated)}
     try:
         created = int(path.stat().st_mtime)
-    except FileNotFoundError:  # it was the oldest, and has just gone
+    except FileNotFoundError:  # it was the oldest, and has just been deleted
         created = int(job.created)
     return s.Checkpoint(
         id=f"{_CHECKPOINT}{job.id.removeprefix('job-')}-{number}",

@@ -1,4 +1,4 @@
-"""Whether the service works, for load balancers and Prometheus."""
+"""Health and metrics of the service, for load balancers and Prometheus."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _STARTING = "the engine is starting"
 
 @router.get("/healthz")
 async def healthy() -> Health:
-    """Whether this process answers."""
+    """Check that this process answers."""
     return Health(status="ok")
 
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
 def ready(request: Request, service: ServiceDep) -> JSONResponse:
-    """Whether jobs can run: the database answers and the engine has loaded its base.
+    """Check that jobs can run: the database answers and the engine has loaded its base.
 
-    Reasons, and what bases are, name places of this machine: they are for who brings a key.
+    Reasons and bases contain local paths, so they are shown only with a valid key.
     """
     away = service.store.failure()
-    known = not away and service.access.allows(request)  # who that is cannot be told without the database
+    known = not away and service.access.allows(request)  # the key cannot be checked without the database
     message = away or service.hosts.failure or ("" if service.hosts.ready else _STARTING) or service.recorder.failure
     status = "unavailable" if message else "ok"
     gone = [name for name, there in service.hosts.there.items() if not there.is_set()]
     if not away and not known and message not in ("", _STARTING):
-        message = "the engine or the database is away; ask with a key, and this says why"
-    if not message and gone:  # jobs on others can run
+        message = "the engine or the database is not available; send a key to see the reason"
+    if not message and gone:  # jobs on other bases can run
         reasons = {name: (service.hosts.failure_of(name) if known else "") or "is not there yet" for name in gone}
         message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     bases = service.bases
@@ -53,7 +53,7 @@ def ready(request: Request, service: ServiceDep) -> JSONResponse:
 
 
 def metrics_access(request: Request, service: ServiceDep) -> None:
-    """Whoever asks has the token for metrics, or an admin's key."""
+    """Require the metrics token or an admin's key."""
     token = service.settings.config.metrics_token
     if not token or not hmac.compare_digest(bearer(request).encode(), token.encode()):
         admin_only(service.access.principal(request))
@@ -61,7 +61,7 @@ def metrics_access(request: Request, service: ServiceDep) -> None:
 
 @router.get("/metrics", response_class=Response, responses={401: {"model": Error}, 403: {"model": Error}})
 def metrics(service: ServiceDep, _: Annotated[None, Depends(metrics_access)]) -> Response:
-    """Counters for Prometheus; needs the service's metrics token, or an admin's key."""
+    """Get counters for Prometheus; needs the service's metrics token, or an admin's key."""
     registry = CollectorRegistry()
     states = Gauge("motet_jobs", "Jobs by state.", ["state"], registry=registry)
     counts = service.store.counts()
@@ -114,7 +114,7 @@ def _add_hosts(registry: CollectorRegistry, engine: Hosts, labels: list[str]) ->
 
 
 def _queued_since(store: Store) -> dict[str, float]:
-    """When each tenant's oldest queued job was queued, by the tenant's name, in Unix seconds."""
+    """Since when each tenant's oldest queued job waits, by the tenant's name, in Unix seconds."""
     queued = (
         select(func.max(Event.time).label("since"), StoredJob.tenant_id)
         .join(StoredJob, StoredJob.id == Event.job_id)

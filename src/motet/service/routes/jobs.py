@@ -1,4 +1,4 @@
-"""Jobs: submit, list, look, steer."""
+"""Routes for jobs: submit, list, show, steer."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class JobText(Asked):
 
 
 class JobAnswers:
-    """Jobs as they are answered."""
+    """Converts jobs to responses."""
 
     def __init__(self, who: Asker, service: ServiceDep) -> None:
         self._who, self._service = who, service
 
     def __call__(self, job: StoredJob) -> Job:
-        """The answer for one job."""
+        """The response for one job."""
         return Job(
             id=job.id, name=job.name, tenant=self._service.store.tenants.name_of(job.tenant_id) if self._who.admin else None,
             state=job.state, message=job.message,
@@ -49,7 +49,7 @@ class JobAnswers:
         )  # fmt: skip
 
     def now(self, job: StoredJob) -> Job:
-        """One that has just been changed."""
+        """The response for a job that has just changed."""
         return self(self._service.store.job(self._who, job.id) or job)
 
     def _progress(self, job_id: str) -> dict[str, Any] | None:
@@ -75,14 +75,14 @@ async def submit(
     job: Annotated[dict[str, Any], Body(description="A job, as in a job file: name, data, reward, …")],
     after: Annotated[
         list[Annotated[str, Query(max_length=100)]] | None,
-        Query(max_length=20, description="Jobs, by name or id, that have to succeed before this one starts."),
+        Query(max_length=20, description="Jobs, by name or id, that must succeed before this one starts."),
     ] = None,
     at: Annotated[
-        float | None, Query(ge=0, allow_inf_nan=False, description="Unix seconds before which it does not start.")
+        float | None, Query(ge=0, allow_inf_nan=False, description="Earliest start, in Unix seconds.")
     ] = None,
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> Job:
-    """Submit a job. A repeated request with the same Idempotency-Key gives the same job."""
+    """Submit a job. Repeating a request with the same Idempotency-Key returns the same job."""
 
     def take() -> Job:
         given = GivenJob(job, StartCondition(after or (), at))
@@ -101,7 +101,7 @@ async def submit_all(
     asked: JobsToSubmit,
     idempotency_key: Annotated[str | None, Header(max_length=190)] = None,
 ) -> SubmittedJobs:
-    """Submit several jobs: all are taken, or none. A job may name one above it in `adapter.init`, and waits for that one."""
+    """Submit several jobs, all or none. A job may name an earlier one in `adapter.init`; it then waits for that one."""
 
     def take() -> SubmittedJobs:
         given = [GivenJob(one.job, StartCondition(one.after, asked.at)) for one in asked.jobs]
@@ -119,10 +119,10 @@ def list_jobs(
     service: ServiceDep,
     shown: Shown,
     state: JobState | None = None,
-    after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the page before.")] = None,
+    after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the previous page.")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Jobs:
-    """Jobs, newest first."""
+    """List jobs, newest first."""
     jobs = service.store.jobs(who, state=state, before=None if after is None else int(after), limit=limit + 1)
     page = jobs[:limit]
     more = str(page[-1].number) if len(jobs) > limit else None
@@ -131,13 +131,13 @@ def list_jobs(
 
 @router.get("/jobs/{job}")
 def show(job: NamedJob, shown: Shown) -> Job:
-    """One job, by id or name."""
+    """Get a job by id or name."""
     return shown(job)
 
 
 @router.post("/jobs/{job}/{word}", status_code=202)
 def steer(who: Asker, service: ServiceDep, shown: Shown, job: NamedJob, word: Action) -> Job:
-    """Pause (after the step under way), resume, or cancel a job; what it saved stays."""
+    """Pause (after the current step), resume or cancel a job; its commits stay."""
     service.submissions.steer(job, word)
     service.store.audit(who, word, job.id)
     return shown.now(job)
@@ -145,7 +145,7 @@ def steer(who: Asker, service: ServiceDep, shown: Shown, job: NamedJob, word: Ac
 
 @router.patch("/jobs/{job}")
 def change(who: Asker, service: ServiceDep, shown: Shown, job: NamedJob, wanted: JobChange) -> Job:
-    """Give a job that has not ended another budget or priority; it counts from the next step on."""
+    """Change the budget or priority of a job that has not ended, from the next step on."""
     service.submissions.change(job, wanted.model_dump(exclude_unset=True))
     service.store.audit(who, "change", job.id)
     return shown.now(job)
@@ -153,7 +153,7 @@ def change(who: Asker, service: ServiceDep, shown: Shown, job: NamedJob, wanted:
 
 @router.delete("/jobs/{job}", status_code=204)
 def delete(who: Asker, service: ServiceDep, job: NamedJob) -> None:
-    """Forget a job that has ended, with its versions, rollouts and events."""
+    """Delete a job that has ended, with its versions, rollouts and events."""
     service.submissions.delete(job)
     service.store.audit(who, "delete", job.id)
 
@@ -163,17 +163,17 @@ async def rollouts(
     who: Asker,
     service: ServiceDep,
     job: NamedJob,
-    step: Annotated[int | None, Query(ge=0, description="Which step; the newest without one.")] = None,
+    step: Annotated[int | None, Query(ge=0, description="The step; default: the newest.")] = None,
     min_reward: float | None = None,
     max_reward: float | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     purpose: Annotated[
-        Literal["train", "eval"], Query(description="With `eval`, `step` is the version that was evaluated.")
+        Literal["train", "eval"], Query(description="With `eval`, `step` is the evaluated version.")
     ] = "train",
-    problem: Annotated[int | None, Query(ge=0, description="Only those of this problem.")] = None,
-    tokens: Annotated[bool, Query(description="With the text and the logprob of each token.")] = False,
+    problem: Annotated[int | None, Query(ge=0, description="Only rollouts of this problem.")] = None,
+    tokens: Annotated[bool, Query(description="Include the text and logprob of each token.")] = False,
 ) -> Rollouts:
-    """What a step sampled, or what an evaluation did, with rewards."""
+    """List the rollouts of a step or an evaluation, with rewards."""
     directory, evals = service.storage.job(job.id), purpose == "eval"
     steps = await asyncio.to_thread(directory.sampled, evals=evals)
     chosen = steps[-1] if step is None and steps else step
@@ -196,7 +196,7 @@ async def rollouts(
         fitting = itertools.islice(filter(fits, directory.each_rollout(chosen, evals=evals)), limit)
         shown = [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
         for one in shown:
-            if isinstance(one.get("error"), str):  # what a reward raised may name its file
+            if isinstance(one.get("error"), str):  # an error from a reward may contain its file's path
                 one["error"] = service.storage.without_places(one["error"])
         return shown
 
@@ -205,7 +205,7 @@ async def rollouts(
 
 @router.post("/check")
 async def check(request: Request, who: Asker, service: ServiceDep, given: JobText) -> CheckedJobs:
-    """Read a job file (YAML or JSON), or a single job, and check its jobs as if they were submitted; nothing is kept."""
+    """Parse a job file (YAML or JSON) or a single job, and check its jobs as for a submission; nothing is stored."""
     read = await while_there(request, jobs_in(given.text, service.settings.bases, service.apart, who.tenant_id))
 
     def look() -> CheckedJobs:
@@ -216,5 +216,5 @@ async def check(request: Request, who: Asker, service: ServiceDep, given: JobTex
 
 
 def _masked(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A job as it may be shown."""
+    """A job without its secrets."""
     return {**spec, "rewards": [masked(reward) for reward in spec.get("rewards", ())]}

@@ -1,6 +1,6 @@
-"""What jobs may name as their reward, and the work of those who score elsewhere.
+"""Routes for rewards that jobs may name, and for reward workers.
 
-Reward workers take work over connections of their own making: lease, score, hand in. Every request may be repeated.
+Workers connect to the service: they lease work, score it, and send results. Every request may be repeated.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ router = APIRouter(prefix="/v1", tags=["rewards"])
 
 @router.get("/rewards")
 def list_rewards(who: Asker, service: ServiceDep) -> Rewards:
-    """Rewards that jobs may use: built in, installed here, and scored elsewhere."""
+    """List the rewards that jobs may use: built in, installed here, and scored elsewhere."""
     installed = [_installed(name, one) for name, one in service.settings.rewards.items()]
     return Rewards(data=[*_built_in(), *installed, *_elsewhere()])
 
 
 @router.post("/jobs/{job}/scoring/lease", response_model=Lease)
 async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob, asked: LeaseRequest) -> Response:
-    """Lease work for a reward worker. The call waits until there is some; the lease lasts `seconds`.
+    """Lease work for a reward worker. The call waits until some is available; the lease lasts `seconds`.
 
-    What the worker holds already is renewed. Work that is not scored when its lease runs out is handed out again.
+    Work that the worker holds is renewed. Work not scored by the end of its lease is leased again.
     """
     leased, state = [], JobState(job.state)
     if not state.final:
@@ -45,14 +45,14 @@ async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob
         )
         state = await service.reward_workers.state(job.id)
     units = [{"id": unit.key, **unit.work, "handed_out": unit.handed_out} for unit in leased]
-    # In plain letters: what the data holds may not be UTF-8.
+    # ASCII: the data may contain invalid UTF-8.
     body = json.dumps({"units": units, "seconds": service.reward_workers.lease_seconds, "state": state.value})
     return Response(body, media_type="application/json")
 
 
 @router.post("/jobs/{job}/scoring/results")
 async def results(service: ServiceDep, job: NamedJob, asked: Results) -> Counted:
-    """Hand scores in. What comes twice, or after another worker's, is counted once."""
+    """Send scores. Repeats count once, also from different workers."""
     given = {one.id: one.scores for one in asked.results}
     expected = await asyncio.to_thread(service.reward_workers.units.completions, job.id, list(given))
     for key, n in expected.items():
@@ -68,7 +68,7 @@ async def results(service: ServiceDep, job: NamedJob, asked: Results) -> Counted
 
 @router.delete("/jobs/{job}/scoring/workers/{worker}", status_code=204)
 async def leave(service: ServiceDep, job: NamedJob, worker: str) -> None:
-    """Say that a reward worker goes; what it holds is handed out again at once."""
+    """Report that a reward worker leaves; its work is leased again at once."""
     await service.reward_workers.leave(job.id, worker.replace("\0", ""))
 
 

@@ -1,4 +1,4 @@
-"""Sign-in through the operator's OpenID Connect provider: of the dashboard, and of the command line."""
+"""Sign-in through the operator's OpenID Connect provider, for the dashboard and the command line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def begin(
     challenge: Annotated[str | None, Query(pattern="^[A-Za-z0-9_-]{43}$")] = None,
     state: Annotated[str | None, Query(pattern="^[A-Za-z0-9_-]{22,128}$")] = None,
 ) -> Response:
-    """Send the browser to the provider; the query is of a command line that waits on the person's machine."""
+    """Redirect the browser to the provider; the query comes from a command on the person's machine."""
     try:
         loopback = None if port is None or challenge is None or state is None else Loopback(port, challenge, state)
         if loopback is None and (port, challenge, state) != (None, None, None):
@@ -58,11 +58,11 @@ async def finish(
     error: Annotated[str, Query(max_length=200)] = "",
     iss: Annotated[str | None, Query(max_length=2000)] = None,
 ) -> Response:
-    """Take the browser back from the provider, and let it in; the only addresses that it is sent to are fixed."""
+    """Handle the browser's return from the provider; it is only redirected to fixed addresses."""
     kept = f"{service.sign_ins.cookie}-login"
     try:
         if iss not in (None, service.sign_ins.config.issuer):
-            raise Refusal(401, "another provider answers than the one that was asked; begin again")
+            raise Refusal(401, "the answer is from another provider; begin again")
         if error or not code:
             words = f" ({error})" if error.replace("_", "").isalnum() else ""
             raise Refusal(401, f"the provider has not signed you in{words}; begin again")
@@ -88,7 +88,7 @@ async def finish(
 
 @router.get("/v1/login", tags=["sign-in"])
 async def ways(request: Request, service: ServiceDep) -> LoginWays:
-    """How people sign in; 404 where they need keys. No key is asked for."""
+    """Get the ways to sign in; 404 if people need keys. This route needs no key."""
     provider = service.sign_ins.provider(request)
     return LoginWays(
         issuer=service.sign_ins.config.issuer, url=service.sign_ins.page, device=await provider.has_device_flow()
@@ -97,14 +97,14 @@ async def ways(request: Request, service: ServiceDep) -> LoginWays:
 
 @router.post("/v1/login/key", status_code=201, tags=["sign-in"])
 def exchange(request: Request, service: ServiceDep, wanted: LoginCode) -> NewKey:
-    """Exchange the code that a browser handed to a command line for a key, which is shown this once."""
+    """Exchange the code that a browser passed to a command line for a key; the key is shown only once."""
     service.sign_ins.provider(request, "finish")
     return _key(request, service.sign_ins, service.sign_ins.person_by(wanted.code, wanted.verifier))
 
 
 @router.post("/v1/login/device", status_code=201, tags=["sign-in"])
 async def begin_device(request: Request, service: ServiceDep) -> DeviceLogin:
-    """Begin the device flow: a person types a code in a browser anywhere. 409 where the provider has none."""
+    """Start the device flow: a person enters a code in any browser. 409 if the provider does not support it."""
     device, handle = await service.sign_ins.begin_device(request)
     return DeviceLogin(handle=handle, **device.model_dump(exclude={"device_code"}))
 
@@ -116,7 +116,7 @@ async def begin_device(request: Request, service: ServiceDep) -> DeviceLogin:
 async def finish_device(
     request: Request, response: Response, service: ServiceDep, wanted: DeviceHandle
 ) -> NewKey | Response:
-    """Ask for the key of a device sign-in; 202 until the person has finished. The key is shown this once."""
+    """Poll for the key of a device sign-in; 202 until the person has finished. The key is shown only once."""
     person = await service.sign_ins.finish_device(request, wanted.handle)
     if isinstance(person, tuple):
         waits = DevicePending(interval=person[0].interval, handle=person[1])
@@ -126,7 +126,7 @@ async def finish_device(
 
 @router.delete("/v1/login", status_code=204, tags=["sign-in"])
 def sign_out(who: Asker, service: ServiceDep, response: Response) -> None:
-    """End the sign-in whose key asks, and the keys that were made with it."""
+    """End the sign-in of the request's key, and the keys created with it."""
     if not who.signed_in:
         raise Refusal(409, "this key was not made by a sign-in; `motet keys revoke` ends it")
     service.store.tenants.revoke_key(who.key_id)
@@ -136,7 +136,7 @@ def sign_out(who: Asker, service: ServiceDep, response: Response) -> None:
 
 @router.get("/v1/me", tags=["sign-in"])
 def me(who: Asker) -> Me:
-    """Who asks, and what they may do."""
+    """Get the requester and its rights."""
     return Me(
         id=who.key_id, tenant=who.tenant, name=who.name, role=who.role, rights=sorted(rights(who)), expires=who.expires,
         signed_in=who.signed_in,

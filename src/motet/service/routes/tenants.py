@@ -1,4 +1,4 @@
-"""Tenants: their keys and who changed what, their limits and what they used, as JSON or as a table for a spreadsheet."""
+"""Routes for tenants: keys, audit log, limits, and usage as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _DAY = 86400.0
 
 @router.post("/keys", status_code=201, tags=["keys"])
 def create(who: Asker, service: ServiceDep, wanted: KeyRequest) -> NewKey:
-    """Make a key for oneself, of a role that is not higher; it ends with the key that made it. The key is shown this once.
+    """Create a key with a role that is not higher than one's own; it ends with the key that created it.
 
-    An admin makes keys of all tenants, also of new ones, and these do not end with the admin's.
+    The key is shown only once. An admin creates keys for all tenants, also new ones, and these do not end with the
+    admin's.
     """
     tenant = wanted.tenant or who.tenant
     if tenant != who.tenant and not who.admin:
@@ -45,13 +46,13 @@ def create(who: Asker, service: ServiceDep, wanted: KeyRequest) -> NewKey:
 
 @router.get("/keys", tags=["keys"])
 def list_keys(who: Asker, service: ServiceDep) -> Keys:
-    """Keys without their texts: one's own and those that it made; an admin of a tenant sees the tenant's, an admin all."""
+    """List keys without their texts: one's own and those that it created. Admins see those of their tenant, or all."""
     return Keys(data=[_shown(key, tenant) for key, tenant in service.store.tenants.keys_of(who)])
 
 
 @router.post("/keys/{key}/rotate", status_code=201, tags=["keys"])
 def rotate(who: Asker, service: ServiceDep, key: str) -> NewKey:
-    """End a key and make another with the same name, rights and end. The new key is shown this once."""
+    """Replace a key by a new one with the same name, rights and expiry. The new key is shown only once."""
     tenant = _visible(service.store, who, key)
     theirs = {one.id for one, _ in service.store.tenants.keys_of(who) if one.made_by == who.key_id} | {who.key_id}
     made_by = None if who.admin or key in theirs else who.key_id
@@ -64,7 +65,7 @@ def rotate(who: Asker, service: ServiceDep, key: str) -> NewKey:
 
 @router.delete("/keys/{key}", status_code=204, tags=["keys"])
 def revoke(who: Asker, service: ServiceDep, key: str) -> None:
-    """End a key, and those that were made with it; they are refused from now on."""
+    """Revoke a key and those created with it."""
     _visible(service.store, who, key, ends=True)
     service.store.tenants.revoke_key(key)
     service.store.audit(who, "revoke key", key)
@@ -75,10 +76,10 @@ def list_entries(
     who: Admin,
     service: ServiceDep,
     tenant: Annotated[str | None, Query(max_length=100, description="Only of this tenant.")] = None,
-    after: Annotated[str | None, Query(pattern=r"^[0-9]{1,15}$", description="`next` of the page before.")] = None,
+    after: Annotated[str | None, Query(pattern=r"^[0-9]{1,15}$", description="`next` of the previous page.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> AuditEntries:
-    """Who changed what, newest first. Every change that is asked for over HTTP is written down."""
+    """List changes, newest first. Every change over HTTP is recorded."""
     known = None if tenant is None else service.store.tenants.find(tenant)
     if tenant is not None and known is None:
         raise Refusal(404, f"there is no tenant {tenant!r}", "tenant")
@@ -94,13 +95,13 @@ def list_entries(
 
 @router.get("/tenants", tags=["tenants"])
 def list_tenants(who: Admin, service: ServiceDep) -> Tenants:
-    """All tenants, with their limits and what they use of them."""
+    """List all tenants with limits and usage."""
     return Tenants(data=service.quotas.used())
 
 
 @router.put("/tenants/{tenant}/limits", tags=["tenants"])
 def set_limits(who: Admin, service: ServiceDep, tenant: str, wanted: LimitsConfig) -> TenantInfo:
-    """Set a tenant's own limits, all at once, from now on; jobs that are there already stay.
+    """Set a tenant's own limits, all at once; existing jobs stay.
 
     Null means no limit. Fields that you leave out get the service's default.
     """
@@ -112,7 +113,7 @@ def set_limits(who: Admin, service: ServiceDep, tenant: str, wanted: LimitsConfi
 
 @router.delete("/tenants/{tenant}", tags=["tenants"])
 def erase(who: Admin, service: ServiceDep, response: Response, tenant: str) -> Erased:
-    """Erase a tenant: end its keys and jobs, then delete all that is kept of it. Ask again while jobs end (202)."""
+    """Erase a tenant: end its keys and jobs, then delete all its data. Repeat while jobs are ending (202)."""
     known = existing(service.store.tenants.find(tenant), f"there is no tenant {tenant!r}")
     if known.id == who.tenant_id:
         raise Refusal(409, f"{tenant!r} is your own tenant; ask with an admin's key of another one")
@@ -126,7 +127,7 @@ def erase(who: Admin, service: ServiceDep, response: Response, tenant: str) -> E
 
 @router.get("/limits", tags=["tenants"])
 def own_limits(who: Asker, service: ServiceDep) -> TenantInfo:
-    """What the asker's tenant may use, and what it uses."""
+    """Get the limits and usage of the requester's tenant."""
     return service.quotas.used(who.tenant)[0]
 
 
@@ -145,11 +146,11 @@ def usage(
     since: Annotated[date | None, Query(description="The first day (UTC).")] = None,
     until: Annotated[date | None, Query(description="The last day (UTC).")] = None,
     tenant: Annotated[
-        str | None, Query(max_length=100, description="Whose, by name; admins see all without it.")
+        str | None, Query(max_length=100, description="The tenant's name; default for admins: all.")
     ] = None,
     form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
 ) -> Response:
-    """Tokens and device time of your tenant. Admins see all tenants, and unassigned time."""
+    """Get tokens and device time of your tenant. Admins see all tenants, and unassigned time."""
     based = "base" in by or (service.bases.several and "job" in by)
     lines = service.ledger.report(
         _whose(service.store, who, tenant),
@@ -164,7 +165,7 @@ def usage(
 
 
 def _whose(store: Store, who: Principal, tenant: str | None) -> str | None:
-    """The id of the tenant whose usage is asked for; None for all."""
+    """The id of the requested tenant; None for all."""
     if tenant is None:
         return None if who.admin else who.tenant_id
     known = store.tenants.find(tenant)
@@ -182,10 +183,10 @@ def _table(lines: list[UsageLine]) -> str:
 
 
 def _visible(store: Store, who: Principal, key_id: str, *, ends: bool = False) -> str:
-    """The name of the tenant whose key it is; a key that only `ends` may have a later end than the asker's.
+    """The tenant's name for a key; with `ends`, the key may outlive the requester's.
 
     Raises:
-        Refusal: there is none that the asker may see, or its role is higher than theirs.
+        Refusal: the requester can see no such key, or its role is higher than theirs.
     """
     known = [one for one in store.tenants.keys_of(who) if one[0].id == key_id]
     key, tenant = existing(known[0] if known else None, f"there is no key {key_id!r}")

@@ -1,4 +1,4 @@
-"""What the service answers, as documented in its OpenAPI description."""
+"""Response models of the service, described in its OpenAPI document."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from motet.section import Described
 
 
 class Answer(Described):
-    """Base of all answers; made of fields, or of an object that has attributes of the same names."""
+    """Base of all responses; built from fields, or from an object with attributes of the same names."""
 
     model_config = ConfigDict(from_attributes=True)
 
 
 class Asked(Described):
-    """Base of what is asked; a field that is not supported is refused by its name."""
+    """Base of all requests; unsupported fields are refused by name."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class HeldOut(Answer):
-    """What a job's adapter came to on held-out problems: its mean reward; where nothing is rewarded, its log-likelihood."""
+    """Held-out results of a job: mean reward, or log-likelihood for jobs without rewards."""
 
     version: int
-    """The version that was evaluated last."""
+    """The last evaluated version."""
     value: float
     best_version: int
     """The version with the highest figure."""
@@ -39,11 +39,11 @@ class Job(Answer):
     id: str
     name: str
     tenant: str | None = None
-    """The name of whose it is; told to admins."""
+    """Name of the owner; for admins only."""
     state: str
     """`queued`, `running`, `paused`, `succeeded`, `failed` or `cancelled`."""
     message: str
-    """Why it failed, or what to know of it."""
+    """Why it failed, or a notice."""
     step: int
     """Steps done."""
     steps: int
@@ -55,15 +55,15 @@ class Job(Answer):
     held_out: HeldOut | None = None
     """Its newest and its best evaluation; null before the first."""
     base: str | None = None
-    """The name of the base that it trains on, where the service has several."""
+    """Its base, if the service has several."""
     after: list[str] = []
-    """Ids of the jobs that have to succeed before it starts."""
+    """Ids of jobs that must succeed before it starts."""
     at: float | None = None
-    """Unix seconds before which it does not start."""
+    """Earliest start, in Unix seconds."""
     spec: dict[str, Any]
-    """The job, as it was validated."""
+    """The validated configuration."""
     progress: dict[str, Any] | None = None
-    """Of a running job: its phase, rollouts of the step under way, tokens per second, seconds left."""
+    """Of a running job: phase, rollouts of the current step, tokens per second, seconds left."""
 
 
 class Jobs(Answer):
@@ -71,14 +71,14 @@ class Jobs(Answer):
 
     data: list[Job]
     next: str | None
-    """Give it as `after` for the next page; absent on the last."""
+    """Send it as `after` for the next page; null on the last."""
 
 
 class JobEvent(Answer):
-    """Something that happened to a job."""
+    """An event of a job."""
 
     id: int
-    """Grows; give the last one seen as `after`, or as `Last-Event-ID` of a stream."""
+    """Increasing; send the last one seen as `after`, or as `Last-Event-ID` of a stream."""
     kind: Literal["state", "step"]
     time: float
     """Unix seconds."""
@@ -93,28 +93,28 @@ class Events(Answer):
 
 
 class TenantEvent(JobEvent):
-    """Something that happened to one of the tenant's jobs."""
+    """An event of one of the tenant's jobs."""
 
     job: str
     """The job's id."""
 
 
 class Steps(Answer):
-    """Steps of a job, thinned for a picture."""
+    """Steps of a job, thinned for a chart."""
 
     data: list[dict[str, Any]]
-    """Lines of metrics.jsonl in order, with tokens and seconds; only the fields that were asked for."""
+    """Lines of metrics.jsonl in order, with tokens and seconds; only the requested fields."""
     after: int
     """The newest event. A stream that starts here has no gap and no duplicate."""
 
 
 class Rollouts(Answer):
-    """What a step of a job sampled, or the evaluation of a version."""
+    """Rollouts of a step of a job, or of an evaluation."""
 
     step: int
-    """The step; of an evaluation the version."""
+    """The step, or the evaluated version."""
     steps: list[int]
-    """Steps whose rollouts are kept; of evaluations the versions."""
+    """Steps with stored rollouts, or evaluated versions."""
     data: list[dict[str, Any]]
     """As in the run directory's rollouts/<step>.jsonl."""
 
@@ -127,17 +127,17 @@ class JobToSubmit(Asked):
     """One of several jobs."""
 
     job: dict[str, Any]
-    """As it is in a job file: name, data, reward, …; where the service has several bases, with its `base`."""
+    """As in a job file: name, data, reward, …; with `base` if the service has several."""
     after: list[Annotated[str, StringConstraints(max_length=100)]] = Field([], max_length=20)
-    """Jobs, by name or id, that have to succeed before this one starts."""
+    """Jobs, by name or id, that must succeed before this one starts."""
 
 
 class JobsToSubmit(Asked):
-    """Jobs that are taken together, or not at all."""
+    """Jobs that are accepted together or not at all."""
 
     jobs: list[JobToSubmit] = Field(min_length=1, max_length=MOST_SUBMITTED)
     at: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """Unix seconds before which none of them starts."""
+    """Earliest start of all jobs, in Unix seconds."""
 
 
 class SubmittedJobs(Answer):
@@ -147,7 +147,7 @@ class SubmittedJobs(Answer):
 
 
 class CheckedJobs(Answer):
-    """The jobs that a text holds; each can be submitted as it is."""
+    """The jobs in a text; each can be submitted as it is."""
 
     jobs: list[dict[str, Any]]
 
@@ -160,12 +160,12 @@ class Version(Answer):
     """Whether it is the best by evaluation."""
     latest: bool
     model: str
-    """How requests for completions name it."""
+    """Its name in requests for completions."""
     bytes: int
 
 
 class Versions(Answer):
-    """Versions that are kept, oldest first."""
+    """Stored versions, oldest first."""
 
     data: list[Version]
 
@@ -181,25 +181,25 @@ class File(Answer):
     created: float
     """Unix seconds."""
     created_at: int
-    """The same in whole seconds."""
+    """`created` in whole seconds."""
     purpose: Literal["fine-tune"] = "fine-tune"
     status: Literal["processed"] = "processed"
-    """Every row has been read when the upload is answered."""
+    """Every row has been checked before the response."""
 
 
 class Files(Answer):
-    """A page of files, newest first unless asked otherwise."""
+    """A page of files, newest first by default."""
 
     object: Literal["list"] = "list"
     data: list[File]
     has_more: bool = False
-    """Give `last_id` as `after` for the next page."""
+    """If true, send `last_id` as `after` for the next page."""
     first_id: str | None = None
     last_id: str | None = None
 
 
 class FileDeleted(Answer):
-    """A file that is gone."""
+    """A deleted file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -217,16 +217,16 @@ class ApiKey(Answer):
     expires: float | None
     revoked: float | None
     scope: list[str] | None = None
-    """What it may do of what its role may; all where there is none."""
+    """The subset of its role's rights that it has; null for all."""
     signed_in: bool = False
-    """Whether a sign-in made it."""
+    """Whether a sign-in created it."""
 
 
 class NewKey(ApiKey):
-    """A key that was just made."""
+    """A new key."""
 
     key: str
-    """Shown this once."""
+    """Shown only once."""
 
 
 class Keys(Answer):
@@ -237,37 +237,37 @@ class Keys(Answer):
 
 def _printable(text: str) -> str:
     if not text.isprintable():
-        raise ValueError("it holds characters that are not printed, such as the end of a line; leave them out")
+        raise ValueError("it contains unprintable characters, such as line breaks; remove them")
     return text
 
 
 class KeyRequest(Asked):
-    """A key to make."""
+    """A key to create."""
 
     tenant: str | None = Field(None, min_length=1, max_length=100, pattern=f"^{TENANT_NAME}$")
-    """Whose it is; the asker's own tenant without one. Only an admin names another."""
+    """Its tenant; by default the requester's. Only admins may name another."""
     name: Annotated[str, Field(max_length=100), AfterValidator(_printable)] = ""
     role: Literal["reader", "member", "tenant-admin", "admin"] = "member"
     scope: list[Literal["read", "jobs", "completions", "files"]] | None = Field(None, min_length=1, max_length=4)
-    """What it may do of what its role may; all without one. A key with a scope makes no keys."""
+    """A subset of its role's rights; default: all. A key with a scope cannot create keys."""
     expires_days: float | None = Field(None, gt=0, le=36500)
 
 
 class AuditEntry(Answer):
-    """Something that was changed."""
+    """A recorded change."""
 
     id: int
     time: float
     """Unix seconds."""
     tenant: str
-    """Whose key it was."""
+    """Tenant of the key."""
     key: str
     """The key's id."""
     key_name: str
     action: str
-    """What was done: `submit`, `cancel`, `create key`, …"""
+    """The action: `submit`, `cancel`, `create key`, …"""
     object: str
-    """What it was done to, by id."""
+    """Id of the changed object."""
 
 
 class AuditEntries(Answer):
@@ -275,33 +275,33 @@ class AuditEntries(Answer):
 
     data: list[AuditEntry]
     next: str | None
-    """Give it as `after` for the next page; absent on the last."""
+    """Send it as `after` for the next page; null on the last."""
 
 
 class Health(Answer):
-    """How the service is."""
+    """State of the service."""
 
     status: str
     base: str | None = None
-    """The base that is meant where none is named."""
+    """The default base."""
     bases: dict[str, str] = {}
-    """What each base is, by its name, where there are several."""
+    """Locations of the bases by name, if there are several."""
     message: str = ""
 
 
 class Model(Answer):
-    """Something that can be asked for completions."""
+    """A model for completions."""
 
     id: str
     object: Literal["model"] = "model"
     created: int = 0
     owned_by: str = "motet"
     base: str | None = None
-    """Of an adapter, where the service has several bases: the name of the one that it is on."""
+    """Base of an adapter, if the service has several."""
 
 
 class Models(Answer):
-    """The base and the versions of the tenant's adapters."""
+    """The bases and the versions of the tenant's adapters."""
 
     object: Literal["list"] = "list"
     data: list[Model]
@@ -311,13 +311,13 @@ class ErrorDetail(Answer):
     """What went wrong."""
 
     message: str
-    """For a person: what is wrong and what to do."""
+    """What is wrong and what to do."""
     type: str
     param: str | None = None
     code: str | None = None
 
 
 class Error(Answer):
-    """The body of every answer that is not a success."""
+    """The body of every error response."""
 
     error: ErrorDetail

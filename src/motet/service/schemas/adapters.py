@@ -1,4 +1,4 @@
-"""What the service answers about adapters and shares."""
+"""Response models of adapters and shares."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from motet.service.schemas import Answer, Asked
 
 
 class Adapter(Answer):
-    """An adapter that was uploaded."""
+    """An uploaded adapter."""
 
     id: str
-    """A job's `adapter.init`, and a model for completions."""
+    """Usable as a job's `adapter.init` and as a model for completions."""
     name: str
-    """The same, by name."""
+    """Usable like the id."""
     rank: int
     alpha: float
     target_modules: list[str]
     """Linear layers that it changes."""
     base: str | None = None
-    """The name of the base that it fits, where the service has several."""
+    """Its base, if the service has several."""
     bytes: int
     created: float
     """Unix seconds."""
@@ -41,17 +41,18 @@ class ShareRequest(Asked):
 
 
 class Share(Answer):
-    """An adapter that another tenant may chat with, start from and take home."""
+    """An adapter that another tenant may chat with, start from and download."""
 
     id: str
     name: str
-    """How its owner names it."""
+    """The owner's name for it."""
     owner: str
-    """The owner's name."""
+    """The owning tenant."""
     tenant: str
-    """With whom; `*`: all."""
+    """The other tenant; `*` for all."""
     models: list[str]
-    """How the other tenant names it, in requests for completions and in `adapter.init`; empty before the first version."""
+    """The other tenant's names for it, in requests for completions and in `adapter.init`; empty before the first version.
+    """
     created: float
     """Unix seconds."""
 
@@ -60,6 +61,6 @@ class Shares(Answer):
     """Shares, oldest first."""
 
     given: list[Share]
-    """What the tenant shares; for admins, all shares."""
+    """Shares of the tenant; for admins, all shares."""
     received: list[Share]
-    """What others share with the tenant."""
+    """Shares of others with the tenant."""

@@ -1,4 +1,4 @@
-"""What the fine-tuning routes take and answer, in the shapes of the `openai` package."""
+"""Request and response models of the fine-tuning routes, as in the `openai` package."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ Table = Annotated[dict[str, Any], AfterValidator(check_plain)]
 
 
 class Hyperparameters(Asked):
-    """How to train. `auto`, or leaving one out, is Motet's own default."""
+    """Training settings. `auto` or a missing field uses Motet's default."""
 
     n_epochs: Whole = None
-    """Passes over the training file: the job has n_epochs · rows / batch_size steps, rounded up. The default is 50 steps."""
+    """Passes over the training file: the job has n_epochs · rows / batch_size steps, rounded up. The default is 50 steps.
+    """
     batch_size: Whole = None
-    """Problems of a step, `algorithm.groups_per_step`, or rows, `algorithm.rows_per_step`."""
+    """Problems per step (`algorithm.groups_per_step`), or rows (`algorithm.rows_per_step`)."""
     learning_rate_multiplier: Factor = None
     """Factor on the learning rate: `optimizer.lr_multiplier`."""
 
 
 class ReinforcementHyperparameters(Hyperparameters):
-    """How to train by reinforcement."""
+    """Settings of reinforcement training."""
 
     compute_multiplier: Factor = None
-    """Factor on the answers that are sampled for each problem: 8 times this is `algorithm.group_size`."""
+    """Factor on the number of answers per problem: 8 times this is `algorithm.group_size`."""
     eval_interval: Whole = None
     """Steps between evaluations: `eval.every`."""
     eval_samples: Whole = None
-    """Answers for each problem of the validation file: `eval.n`."""
+    """Answers per problem of the validation file: `eval.n`."""
     reasoning_effort: Literal["default"] | None = None
-    """Only `default`: the base has no levels of it."""
+    """Only `default`."""
 
 
 class Reinforcement(Asked):
@@ -67,7 +68,7 @@ class Supervised(Asked):
 
 
 class DpoHyperparameters(Hyperparameters):
-    """How to train on preferences."""
+    """Settings of preference training."""
 
     beta: Annotated[Annotated[float, Field(gt=0, le=2)] | None, BeforeValidator(_auto)] = None
     """`algorithm.beta`, 0.1 by default. A larger value keeps the policy closer to its start."""
@@ -80,7 +81,7 @@ class Dpo(Asked):
 
 
 class Method(Asked):
-    """How to fine-tune: `type`, and the field of that name."""
+    """The kind of fine-tuning: `type`, and the field of that name."""
 
     type: Literal["reinforcement", "supervised", "dpo"]
     reinforcement: Reinforcement | None = None
@@ -89,27 +90,28 @@ class Method(Asked):
 
 
 class FineTuningRequest(Asked):
-    """A job to make."""
+    """A job to create."""
 
     model: str = Field(max_length=300)
-    """The base, or a version of an adapter to start from, named as in chat completions."""
+    """A base, or a version of an adapter to start from, named as in chat completions."""
     training_file: str = Field(max_length=100)
-    """A file of rows: `{"messages": […], …}`, whose other columns are a grader's `item`; of preferences for `dpo`."""
+    """A file of rows `{"messages": […], …}`, whose other columns are a grader's `item`; of preferences for `dpo`."""
     validation_file: str | None = Field(None, max_length=100)
     method: Method | None = None
     """The default is supervised."""
     suffix: str | None = Field(None, min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """The job's name begins with it."""
+    """Prefix of the job's name."""
     seed: int | None = Field(None, ge=0, lt=2**48)
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
         None, max_length=16
     )
     hyperparameters: Anything = None
-    """Refused: it belongs into `method`."""
+    """Refused: use the field in `method`."""
     integrations: list[Any] | None = Field(None, max_length=0)
     """Only an empty list."""
     motet: Table | None = None
-    """Fields of a Motet job that this form has no word for (`sampling.max_tokens`); the package sends it as `extra_body`."""
+    """Fields of a Motet job without an equivalent here (`sampling.max_tokens`); the package sends it as `extra_body`.
+    """
 
 
 class FineTuningError(Answer):
@@ -124,7 +126,7 @@ class FineTuningJob(Answer):
     """A Motet job in the shape of the `openai` package."""
 
     id: str
-    """The job's id, for all other routes too."""
+    """The job's id, also for all other routes."""
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
     created_at: int
     """Unix seconds."""
@@ -132,7 +134,7 @@ class FineTuningJob(Answer):
     estimated_finish: int | None
     model: str
     fine_tuned_model: str | None
-    """Of a job that has succeeded: what chat completions take as `model`."""
+    """After success: the `model` for chat completions."""
     organization_id: str
     status: str
     """`queued`, `running`, `paused`, `succeeded`, `failed` or `cancelled`."""
@@ -155,11 +157,11 @@ class FineTuningJobs(Answer):
     object: Literal["list"] = "list"
     data: list[FineTuningJob]
     has_more: bool
-    """Give the last one's id as `after` for the next page."""
+    """If true, send the last id as `after` for the next page."""
 
 
 class FineTuningEvent(Answer):
-    """Something that happened to a job."""
+    """An event of a job."""
 
     id: str
     object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
@@ -168,8 +170,11 @@ class FineTuningEvent(Answer):
     message: str
     type: Literal["message", "metrics"]
     data: dict[str, Any]
-    """Of `metrics`: `step`, `total_steps`, `train_loss`, `valid_loss`, of a job with rewards `train_mean_reward`,
-    `valid_mean_reward`; `metrics` is the line of metrics.jsonl."""
+    """For `metrics`:
+
+    `step`, `total_steps`, `train_loss`, `valid_loss`; for a job with rewards also `train_mean_reward` and
+    `valid_mean_reward`; `metrics` is the line of metrics.jsonl.
+    """
 
 
 class FineTuningEvents(Answer):
@@ -181,17 +186,17 @@ class FineTuningEvents(Answer):
 
 
 class Checkpoint(Answer):
-    """A version of the adapter that is kept."""
+    """A stored version of the adapter."""
 
     id: str
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
     created_at: int
     fine_tuned_model_checkpoint: str
-    """What chat completions take as `model`."""
+    """The `model` for chat completions."""
     fine_tuning_job_id: str
     step_number: int
     metrics: dict[str, float | None]
-    """`step`, `train_loss`, `train_mean_reward`, and where this version was evaluated `valid_loss` or `valid_mean_reward`."""
+    """`step`, `train_loss`, `train_mean_reward`, and for an evaluated version `valid_loss` or `valid_mean_reward`."""
 
 
 class Checkpoints(Answer):
@@ -205,36 +210,36 @@ class Checkpoints(Answer):
 
 
 class GraderAsked(Asked):
-    """A grader to look at."""
+    """A grader to check."""
 
     grader: Table
 
 
 class GraderRun(GraderAsked):
-    """A grader to try out."""
+    """A grader to try."""
 
     model_sample: str = Field(max_length=100_000)
-    """An answer; `sample.output_json` is there where it is JSON."""
+    """An answer; `sample.output_json` is available if it is JSON."""
     item: Annotated[dict[str, Any], AfterValidator(_short)] | None = None
-    """The row that it answers, of at most 1 MB."""
+    """The row of the answer, at most 1 MB."""
 
 
 class GraderValid(Answer):
-    """A grader that can be used."""
+    """A valid grader."""
 
     grader: dict[str, Any]
 
 
 class GraderErrors(Answer):
-    """What went wrong, if anything."""
+    """Errors, if there were any."""
 
     formula_parse_error: bool = False
     sample_parse_error: bool = False
-    """The sample has not what a variable names; that grader's score is 0."""
+    """The sample lacks a field that a variable names; that grader's score is 0."""
     truncated_observation_error: bool = False
     unresponsive_reward_error: bool = False
     invalid_variable_error: bool = False
-    """The item has not what a variable names."""
+    """The item lacks a field that a variable names."""
     other_error: bool = False
     python_grader_server_error: bool = False
     python_grader_server_error_type: str | None = None
@@ -246,11 +251,11 @@ class GraderErrors(Answer):
     """The judge gave no score."""
     model_grader_server_error_details: str | None = None
     details: str | None = None
-    """In words, for a person."""
+    """Message for a person."""
 
 
 class GraderMetadata(Answer):
-    """How a grader was run."""
+    """Details of the grader's run."""
 
     name: str
     type: str
@@ -263,11 +268,11 @@ class GraderMetadata(Answer):
 
 
 class GraderResult(Answer):
-    """What a grader gives a sample."""
+    """A grader's result for a sample."""
 
     reward: float
-    """0 where something went wrong; `metadata.errors` says what."""
+    """0 after an error; see `metadata.errors`."""
     metadata: GraderMetadata
     sub_rewards: dict[str, float]
-    """Of a multi grader, by name."""
+    """Scores of a multi grader by name."""
     model_grader_token_usage_per_model: dict[str, int]

@@ -1,4 +1,4 @@
-"""What is asked and answered where people sign in."""
+"""Request and response models of sign-in."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ from motet.service.schemas import Answer, Asked
 
 
 class Me(Answer):
-    """Who asks: the key, its tenant and what it may do."""
+    """The requester: its key, tenant and rights."""
 
     id: str
-    """Of the key; `none` where the service asks for none."""
+    """Id of the key; `none` in a service without keys."""
     tenant: str
     name: str
-    """Of the key; for a sign-in, the person's."""
+    """Name of the key; for a sign-in, of the person."""
     role: str
     rights: list[str]
-    """Some of `read`, `jobs`, `completions`, `files`, `keys` and `service`."""
+    """A subset of `read`, `jobs`, `completions`, `files`, `keys` and `service`."""
     expires: float | None
     signed_in: bool
-    """Whether a sign-in made the key; `DELETE /v1/login` then ends it."""
+    """Whether a sign-in created the key; `DELETE /v1/login` then ends it."""
 
 
 class LoginWays(Answer):
-    """How people sign in."""
+    """Ways to sign in."""
 
     issuer: str
     """The OpenID Connect provider."""
     url: str
-    """The page that begins a sign-in in a browser."""
+    """The page that starts a sign-in in a browser."""
     device: bool
-    """Whether the provider has the device flow."""
+    """Whether the provider supports the device flow."""
 
 
 class LoginCode(Asked):
-    """What a command line was given by the browser."""
+    """The code that a browser passed to a command line."""
 
     code: str = Field(min_length=1, max_length=8000)
     verifier: str = Field(pattern="^[A-Za-z0-9_-]{43,128}$")
-    """Of PKCE: its SHA-256 was given when the sign-in began."""
+    """PKCE verifier; its SHA-256 was sent at the start of the sign-in."""
 
 
 class DeviceLogin(Answer):
-    """A sign-in that a person finishes in a browser anywhere."""
+    """A sign-in that a person finishes in any browser."""
 
     handle: str
     """Send it to `POST /v1/login/device/key`."""
     user_code: str
-    """What the person types."""
+    """The code that the person enters."""
     verification_uri: str
-    """Where they type it."""
+    """The page where they enter it."""
     expires_in: float
     """Seconds."""
     interval: float
-    """Seconds between two questions whether the person has finished."""
+    """Seconds between two polls."""
 
 
 class DeviceHandle(Asked):
-    """A sign-in that was begun."""
+    """An unfinished sign-in."""
 
     handle: str = Field(min_length=1, max_length=8000)
 
@@ -67,6 +67,6 @@ class DevicePending(Answer):
     """The person has not finished."""
 
     interval: float
-    """Seconds until the next question; five more each time that the provider asks to slow down."""
+    """Seconds until the next poll; five more each time the provider asks to slow down."""
     handle: str
-    """Send it with the next question."""
+    """Send it with the next poll."""

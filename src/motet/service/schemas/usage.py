@@ -1,4 +1,4 @@
-"""Answers and requests about limits and usage."""
+"""Request and response models of limits and usage."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from motet.config.service import LimitsConfig
 from motet.service.schemas import Answer, Asked
 
 By = Literal["job", "day", "tenant", "base"]
-"""How a report of usage is grouped."""
+"""Grouping of a usage report."""
 
 
 class UsageLine(Answer):
-    """What the tenant or job of a line used."""
+    """Usage of a tenant, a job or a base."""
 
     day: str | None = None
     """In UTC; only with `by=day`."""
     tenant: str | None = None
-    """The tenant's name; absent where the device was idle."""
+    """The tenant's name; null for idle time."""
     job: str | None = None
     """The job's id; only with `by=job`."""
     name: str | None = None
-    """The job's name; it stays when the job is deleted."""
+    """The job's name; kept after the job is deleted."""
     kind: Literal["job", "completions", "idle", "all"]
-    """What it was used for: `all` where usage is not told by job."""
+    """The kind of usage; `all` if the report is not grouped by job."""
     tokens_prompt: int
-    """Read as prompts of completions."""
+    """Prompt tokens of completions."""
     tokens_sampled: int
     tokens_trained: int
     device_seconds: float
-    """Of the device. All lines of an admin, idle ones included, sum to the time that the engine was up."""
+    """Device time. An admin's lines, including idle ones, sum to the time that the engine was running."""
     base: str | None = None
-    """The name of the base; with `by=base`, and with each job if the service has several."""
+    """The base; with `by=base`, and for each job if the service has several."""
 
 
 class UsageReport(Answer):
-    """Usage in lines: by day, tenant, job and base, where these are told."""
+    """Usage lines, grouped as requested."""
 
     data: list[UsageLine]
 
 
 class TenantInfo(Answer):
-    """A tenant, its limits and what it uses of them."""
+    """A tenant, its limits and its usage."""
 
     id: str
     name: str
     limits: LimitsConfig
-    """What holds for it; null is no limit."""
+    """Effective limits; null means unlimited."""
     own: list[str]
-    """Limits that an admin set for it; the others are the service's defaults."""
+    """Limits that an admin set for it; the others are defaults."""
     running: int
     """Jobs that run."""
     waiting: int
     """Jobs that are queued or paused."""
     tokens_today: int
-    """Sampled, trained and read as prompts of completions."""
+    """Tokens sampled, trained and read as prompts of completions."""
     device_seconds_today: float
     stored_bytes: int
-    """Everything that is kept for the tenant, as `storage_mb` counts it."""
+    """All stored data of the tenant, as counted by `storage_mb`."""
 
 
 class Tenants(Answer):
@@ -69,16 +69,16 @@ class Tenants(Answer):
 
 
 class Erased(Answer):
-    """How far the erasure of a tenant is."""
+    """Progress of a tenant's erasure."""
 
     erased: bool
     open_jobs: int
-    """Jobs that have not ended yet; ask again."""
+    """Jobs that have not ended yet; repeat the request."""
 
 
 class JobChange(Asked):
     """Changes to a job that has not ended. Fields that you leave out keep their values."""
 
     budget: Annotated[int, Field(ge=1, le=10**15)] | None = None
-    """Tokens after which it pauses; null is none."""
+    """Tokens after which it pauses; null for none."""
     priority: Annotated[int, Field(ge=-100, le=100)] | Literal["low", "normal", "high"] = 0

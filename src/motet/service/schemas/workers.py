@@ -1,4 +1,4 @@
-"""What workers and the service say to each other, and what rewards there are; part of the OpenAPI description."""
+"""Messages between workers and the service, and the list of rewards; part of the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -10,144 +10,146 @@ from motet.service.schemas import Answer, Asked
 from motet.tasks.reward_elsewhere import MOST_LETTERS
 
 MOST_UNITS = 256
-"""That a worker may hold, and hand in at once."""
+"""Most units that a worker may hold, or send at once."""
 MOST_COMPLETIONS = 1024
-"""Of one problem."""
+"""Most completions of one problem."""
 EpisodeName = Annotated[str, Field(pattern=r"^[!-~]{1,64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class LeaseRequest(Asked):
-    """Work that a reward worker asks for."""
+    """A reward worker's request for work."""
 
     worker: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,60}$")
-    """The worker's own name for itself, the same in all its requests. What it holds already is renewed."""
+    """The worker's own name, the same in all its requests. Work that it holds is renewed."""
     most: int = Field(16, ge=0, le=MOST_UNITS)
-    """How many units it can take; 0 only renews."""
+    """Most units to lease; 0 only renews."""
     wait_seconds: float = Field(20.0, ge=0, le=30)
-    """How long to wait until there is one."""
+    """How long to wait for work."""
 
 
 class ScoringWork(Answer):
-    """One problem's completions, to be scored by one reward."""
+    """One problem's completions, for one reward."""
 
     id: str
-    """A digest of the work; results name it."""
+    """A digest of the work; results refer to it."""
     reward: dict[str, Any]
-    """`args` as the job gives them (`function`, and its `args`) and the limits: `cpu_seconds`, `wall_seconds`, `memory_mb`."""
+    """`args` from the job (`function`, and its `args`) and the limits: `cpu_seconds`, `wall_seconds`, `memory_mb`."""
     problem: dict[str, Any]
     """`id`, `messages`, `answer`, `metadata`, `conversational`."""
     completions: list[str]
     transcripts: list[list[dict[str, Any]]] = []
-    """The whole conversation of each completion: messages with `role` and `content`, `tool_calls` (each a `name` and its
-    `arguments`) of an assistant and the `name` of a tool that answered. Empty where each is the problem's messages and the
-    completion: in a job whose environment is `single`."""
+    """The conversation of each completion: messages with `role` and `content`, the assistant's `tool_calls` (each with
+    `name` and `arguments`), and the `name` of an answering tool. Empty in a job with the environment `single`, where
+    each conversation is the problem's messages and the completion.
+    """
     handed_out: int
-    """How often it was handed out, this time included."""
+    """How often it was leased, including now."""
 
 
 class Lease(Answer):
-    """Work in a worker's hands."""
+    """Work leased to a worker."""
 
     units: list[ScoringWork]
     seconds: float
-    """How long they are the worker's, unless it asks again meanwhile, which renews them."""
+    """Duration of the lease; another request renews it."""
     state: str
-    """Of the job; a worker is done when it has ended."""
+    """State of the job; the worker can stop when it has ended."""
 
 
 class ByChance(Asked):
-    """There is no score, and the clock or the network is to blame: another run could come out differently."""
+    """No score because of a timeout or the network; another run may give one."""
 
     chance: str = Field(max_length=MOST_LETTERS)
 
 
 Given = Finite | Annotated[str, Field(max_length=MOST_LETTERS)] | ByChance | None
-"""What a worker says of a completion: a finite number, why there is none, or null where the reward does not apply."""
+"""A worker's result for a completion: a finite number, a reason for no score, or null if the reward does not apply."""
 
 
 class Result(Asked):
-    """What a worker says of one unit."""
+    """A worker's results for one unit."""
 
     id: str = Field(pattern=r"^[!-~]{1,64}$")
     scores: list[Given] = Field(max_length=MOST_COMPLETIONS, fail_fast=True)
-    """One for each completion, in order: a finite number, a text that says why there is none, that text as `chance`, or null
-    where the reward does not apply."""
+    """One per completion, in order: a finite number, a text with the reason for no score, that text as `chance`, or null
+    if the reward does not apply.
+    """
 
 
 class Results(Asked):
-    """Scores, of several units at once."""
+    """Scores of several units."""
 
     results: list[Result] = Field(max_length=MOST_UNITS, fail_fast=True)
 
 
 class EpisodeLeaseRequest(LeaseRequest):
-    """Episodes that an agent worker asks for."""
+    """An agent worker's request for episodes."""
 
     holds: list[EpisodeName] | None = Field(None, max_length=MOST_UNITS)
-    """Episodes that the worker still runs; its other episodes are handed out again. By default it keeps all."""
+    """Episodes that the worker still runs; its others are leased again. By default it keeps all."""
 
 
 class EpisodeWork(Answer):
     """An episode for an agent."""
 
     id: str
-    """Of this lease; results name it."""
+    """Of this lease; results refer to it."""
     path: str
-    """The base URL for stock clients is the service's address and this: `/episodes/{id}/v1`."""
+    """Appended to the service's address, this is the base URL for stock clients: `/episodes/{id}/v1`."""
     key: str
-    """Opens these routes, as a bearer or as `x-api-key`, and nothing else."""
+    """Permits these routes only, as a bearer or as `x-api-key`."""
     problem: dict[str, Any]
     """`id`, `messages`, `answer`, `metadata`, `conversational`."""
     args: dict[str, Any]
     """`environment.args` of the job."""
     seed: int
-    """For what the agent draws: the same whenever this rollout is run again."""
+    """Random seed for the agent: the same whenever this rollout is run again."""
     seconds: float
-    """That the agent has from now on (`environment.wall_seconds`)."""
+    """The agent's remaining time (`environment.wall_seconds`)."""
     handed_out: int
-    """How often it was handed out, this time included."""
+    """How often it was leased, including now."""
 
 
 class EpisodeLease(Answer):
-    """Episodes in a worker's hands."""
+    """Episodes leased to a worker."""
 
     episodes: list[EpisodeWork]
-    """New ones."""
+    """New episodes."""
     held: list[str]
-    """All that the worker has now; what it had and is not here was handed to another."""
+    """All episodes that the worker holds now; missing ones were leased to others."""
     seconds: float
-    """How long they are the worker's, unless it asks again meanwhile, or its agents call the model."""
+    """Duration of the lease; another request, or a call of the model, renews it."""
     state: str
-    """Of the job; a worker is done when it has ended."""
+    """State of the job; the worker can stop when it has ended."""
 
 
 class EpisodeResult(Asked):
-    """What came of an episode: `reward`, `rewards`, an `error`, or nothing where the job's own rewards judge it."""
+    """The result of an episode: `reward`, `rewards` or `error`; nothing if the job's own rewards score it."""
 
     id: EpisodeName
     reward: Finite | None = None
     rewards: dict[str, Finite] | None = Field(None, max_length=10_000)
-    """Of single turns, by the `id` of what the model answered."""
+    """Rewards of single turns, by the `id` of the model's answer."""
     error: str = Field("", max_length=4000)
     """Why there is no reward; the rollout counts as failed."""
     late: bool = False
-    """Whether the clock ended it; another run could come out differently."""
+    """Whether a timeout ended it; another run may give another result."""
 
 
 class EpisodeResults(Asked):
-    """Results, of several episodes at once."""
+    """Results of several episodes."""
 
     results: list[EpisodeResult] = Field(max_length=MOST_UNITS, fail_fast=True)
 
 
 class Counted(Answer):
-    """What became of results."""
+    """How results were counted."""
 
     counted: list[str]
-    """Units that got their scores now."""
+    """Units whose scores were stored now."""
     known: list[str]
-    """Units that had scores already: these were not counted again."""
+    """Units that had scores already; not counted again."""
     unknown: list[str]
     """Units that are no longer needed."""
 
@@ -160,7 +162,7 @@ class Reward(Answer):
     """`built-in`, `installed` by the operator, or scored `elsewhere`."""
     summary: str
     parameters: dict[str, str]
-    """What `args` may hold, and the defaults as text; empty text where a job has to give one."""
+    """Names allowed in `args`, with defaults as text; empty for required ones."""
 
 
 class Rewards(Answer):

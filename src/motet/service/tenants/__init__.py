@@ -1,1 +1,1 @@
-"""What tenants may use, and what they used."""
+"""Limits and usage of tenants."""

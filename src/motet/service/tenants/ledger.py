@@ -1,7 +1,7 @@
-"""The usage ledger: tokens and device time by day, tenant and job, each kept once.
+"""The usage ledger: tokens and device time by day, tenant and job.
 
-Tokens of a job are counted with the event of its step, in one transaction, and an event is kept once: steps that are done
-again after a crash count once. Device time comes in numbered windows, and a window that was kept is not kept again.
+A step's tokens are counted in the transaction that stores its event, and events are stored once. So steps repeated
+after a crash count once. Device time arrives in numbered windows, and each window is stored once.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage
 from motet.service.schemas.usage import By, UsageLine
 
 _WORKED = "worked/"
-"""What precedes a job's id in the name of a reading: of its steps, each so many tokens of which are counted."""
+"""Prefix of a job's id in the name of a reading: a step, and its tokens counted so far."""
 _MOST_TOKENS = 2**40
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
 
 
 def today() -> str:
-    """The day that it is in UTC."""
+    """The current day in UTC."""
     return datetime.now(UTC).date().isoformat()
 
 
 @dataclass(frozen=True)
 class UsedToday:
-    """What a tenant used of the limits of a day."""
+    """Usage that counts towards daily limits."""
 
     tokens: int = 0
     device_seconds: float = 0.0
@@ -45,14 +45,14 @@ class Ledger:
     """Usage in the service's database."""
 
     def __init__(self, store: Store, day: Callable[[], str] = today) -> None:
-        """`day` says which day it is."""
+        """`day` returns the current day."""
         self._store, self.day = store, day
         self._counting = threading.Lock()
         self._counted: dict[tuple[str, str], tuple[int, int]] = {}
-        """Tokens of completions that are not written down yet, by tenant id and base: (read as prompts, sampled)."""
+        """Tokens of completions not yet stored, by tenant id and base: (prompt, sampled)."""
 
     def step(self, job_id: str, data: Mapping[str, Any]) -> Callable[[Session], None]:
-        """What a step's event adds, for the transaction that keeps the event."""
+        """Returns the update for a step's event, to run in the event's transaction."""
 
         def add(session: Session) -> None:
             job = find_job(session, job_id)
@@ -65,9 +65,9 @@ class Ledger:
         return add
 
     def worked(self, job_id: str, step: int, tokens: int) -> None:
-        """Count what a client's job trained of a step so far, whether or not the step comes.
+        """Count the tokens that a client's job trained in a step so far, whether or not the step completes.
 
-        Work that is done again after a crash has a smaller total, and counts once.
+        Work repeated after a crash has a smaller total, so it counts once.
         """
         with self._store.transaction() as session:
             job, before = find_job(session, job_id), _counted(session, job_id, step)
@@ -76,19 +76,19 @@ class Ledger:
                 _add(session, self.day(), (job.tenant_id, job.id, job.name, job.base or ""), counts)
 
     def window(self, engine: str, number: int, microseconds: Mapping[str, int], base: str = "") -> bool:
-        """Keep a window of device time; False where it was kept before.
+        """Store a window of device time; False if it is stored already.
 
         Args:
-            engine: the engine's name, another for each start.
-            number: of the window, growing.
+            engine: the engine's name, different for each start.
+            number: increasing number of the window.
             microseconds: by job, by tenant (`COMPLETIONS` and its id), and `IDLE`.
-            base: the name of the engine's base; what a job used is of the base that the job was stored with.
+            base: the engine's base; a job's usage counts for the base stored with the job.
         """
         with self._store.transaction() as session:
             if not _is_new(session, engine, number):
                 return False
             owners = _owners(session, [name for name in microseconds if name.startswith("job-")])
-            for name in sorted(microseconds):  # one order for all, so that no two transactions wait for each other
+            for name in sorted(microseconds):  # a fixed order, so that transactions cannot deadlock
                 owner = owners.get(name, ("", "" if name == IDLE else name, "", base))
                 if name.startswith(COMPLETIONS):
                     owner = (name.removeprefix(COMPLETIONS), "", "", base)
@@ -96,13 +96,13 @@ class Ledger:
         return True
 
     def count_completion(self, tenant_id: str, base: str, prompt: int, sampled: int) -> None:
-        """Remember tokens of a completion on a base until `flush` writes them down."""
+        """Count tokens of a completion until `flush` stores them."""
         with self._counting:
             before = self._counted.get((tenant_id, base), (0, 0))
             self._counted[tenant_id, base] = (before[0] + prompt, before[1] + sampled)
 
     def flush(self) -> None:
-        """Write down what was counted."""
+        """Store the counted completions."""
         with self._counting:
             counted, self._counted = self._counted, {}
         if not counted:
@@ -114,18 +114,18 @@ class Ledger:
                     _add(session, self.day(), (tenant, "", "", base), counts)
         except AWAY:
             for asked, tokens in counted.items():
-                self.count_completion(*asked, *tokens)  # a database that is away for a while comes back
+                self.count_completion(*asked, *tokens)  # kept for the next call, when the database may be back
             raise
 
     def used_today(self) -> dict[str, UsedToday]:
-        """What was used on this day by tenant id."""
+        """Usage of the current day by tenant id."""
         query = select(Usage.tenant_id, func.sum(_TOKENS), func.sum(Usage.microseconds))
         query = query.where(Usage.day == self.day()).group_by(Usage.tenant_id)
         with self._store.transaction() as session:
             return {str(row[0]): UsedToday(int(row[1]), int(row[2]) / 1e6) for row in session.execute(query)}
 
     def tokens_of(self, job_id: str) -> int:
-        """Tokens that a job has sampled and trained so far, which its budget bounds."""
+        """Tokens sampled and trained by a job so far, which its budget limits."""
         query = select(func.coalesce(func.sum(_TOKENS), 0)).where(Usage.job_id == job_id)
         return int(self._store.scalar(query) or 0)
 
@@ -137,9 +137,9 @@ class Ledger:
         until: str | None = None,
         called: Callable[[str], str] | None = None,
     ) -> list[UsageLine]:
-        """Usage in lines, of a tenant, or of everybody and of the device when idle; `since` and `until` are days.
+        """Usage lines of a tenant or, with None, of all and of the idle device; `since` and `until` are days.
 
-        `called` is the name that a base has now which something was stored under; without it bases are not told.
+        `called` maps a stored base to its current name; without it, lines have no base.
         """
         columns: list[Any] = [
             Usage.tenant_id,
@@ -167,7 +167,7 @@ class Ledger:
 
 
 def _sum(one: UsageLine, other: UsageLine) -> UsageLine:
-    """Of what was stored under two names of one base."""
+    """Add two lines stored under two names of one base."""
     names = ("tokens_prompt", "tokens_sampled", "tokens_trained", "device_seconds")
     return one.model_copy(update={name: getattr(one, name) + getattr(other, name) for name in names})
 
@@ -194,16 +194,16 @@ def _line(row: Mapping[Any, Any], by: Sequence[By], base: str | None) -> UsageLi
 
 
 def _insert(session: Session) -> Any:
-    """The insert of this database that knows what to do with a row that is there."""
+    """The database's insert with conflict handling."""
     return postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
 
 
 _Owner = tuple[str, str, str, str]
-"""Tenant id, job id, the job's name, base."""
+"""Tenant id, job id, job name, base."""
 
 
 def _add(session: Session, day: str, owner: _Owner, counts: Mapping[str, int]) -> None:
-    """Add to a row, made where there is none."""
+    """Add to a row, creating it if needed."""
     row = {**dict.fromkeys(_COUNTS, 0), **counts}
     if not any(row.values()):
         return
@@ -215,7 +215,7 @@ def _add(session: Session, day: str, owner: _Owner, counts: Mapping[str, int]) -
 
 
 def _is_new(session: Session, engine: str, number: int) -> bool:
-    """Whether a window was not kept before; from now on it was."""
+    """Whether a window is new; records it."""
     later = update(MeterReading).where(MeterReading.engine == engine, MeterReading.window < number)
     if session.scalar(later.values(window=number).returning(MeterReading.window)) is not None:
         return True
@@ -224,14 +224,14 @@ def _is_new(session: Session, engine: str, number: int) -> bool:
 
 
 def _counted(session: Session, job_id: str, step: int) -> int:
-    """Trained tokens of a step that were counted before it was done."""
+    """Tokens of an unfinished step that were counted already."""
     query = select(MeterReading.window).where(MeterReading.engine == _WORKED + job_id)
     of, tokens = divmod(session.scalar(query) or 0, _MOST_TOKENS)
     return tokens if of == step else 0
 
 
 def _owners(session: Session, jobs: Sequence[str]) -> dict[str, _Owner]:
-    """Those of jobs; of jobs that were deleted, as they were known."""
+    """Owners of jobs; for deleted jobs, from their usage."""
     columns = (StoredJob.tenant_id, StoredJob.id, StoredJob.name, StoredJob.base)
     known = (Usage.tenant_id, Usage.job_id, Usage.job_name, Usage.base)
     before = session.execute(select(*known).where(Usage.job_id.in_(jobs)).distinct()).all()

@@ -1,7 +1,7 @@
-"""What a tenant may use: the service's defaults, what an admin set for one tenant, and what is checked against them.
+"""Limits of tenants: the service's defaults, overrides by an admin, and checks against them.
 
-Quotas also hold over time: the engine is sent the rule of a tenant when it changes, as limits are set, tokens spent and days
-begin.
+Some limits change over time: the engine gets a tenant's rule again when limits are set, tokens are spent or a day
+begins.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ _SECONDS = 1.0
 _ASK = "an admin raises it with motet tenants limit"
 _DELETE = "delete files, adapters, checkpoints or jobs that have ended"
 _NEAR = 2**31
-"""Bytes of room from which on hosts need not know it."""
+"""Hosts need not know the storage room above this many bytes."""
 _MODELS_SECONDS, _JOBS_SECONDS = 30, 60
-"""After which a client asks again for a model, or for a job, that its tenant has no room for; our own shows that at once."""
+"""Seconds after which a client asks again for a model or a job without room; Motet's client shows the error at once."""
 _SMALL = _MB
-"""Bytes beyond `storage_mb` for commands of clients that make room, or that only keep the numbers of others in order."""
+"""Bytes beyond `storage_mb` for client commands that free space or keep command numbers in order."""
 
 
 class Quotas:
-    """The limits of tenants in the service's database, and their checks.
+    """The limits of tenants, and their checks.
 
-    A check raises `LimitError`, which says which limit is exceeded, what is used of it, and who can change it.
+    A check raises `LimitError`, which names the limit, its usage, and who can change it.
     """
 
     def __init__(self, store: Store, stored: StoredBytes, ledger: Ledger, defaults: LimitsConfig, slots: int) -> None:
-        """`defaults` hold for a tenant unless an admin set something else; `slots` jobs run at once, of all tenants."""
+        """`defaults` apply unless an admin set other limits; `slots` is the number of concurrent jobs of all tenants."""
         self._store, self.stored, self._ledger, self._defaults, self._slots = store, stored, ledger, defaults, slots
         self._admitting = threading.Lock()
         self._storing: dict[str, threading.RLock] = {}
 
     def of(self, tenant_id: str) -> LimitsConfig:
-        """What holds for a tenant."""
+        """Effective limits of a tenant."""
         with self._store.transaction() as session:
             own = session.get(TenantLimits, tenant_id)
         return self._with(None if own is None else own.given)
 
     def all(self) -> dict[str, LimitsConfig]:
-        """What holds for each tenant, by id."""
+        """Effective limits of all tenants, by id."""
         query = select(Tenant.id, TenantLimits.given).outerjoin(TenantLimits, TenantLimits.tenant_id == Tenant.id)
         with self._store.transaction() as session:
             return {str(row[0]): self._with(row[1]) for row in session.execute(query)}
 
     def set(self, tenant_id: str, given: Mapping[str, Any]) -> LimitsConfig:
-        """Set a tenant's own limits, all at once; the defaults stand for what is not given."""
+        """Set a tenant's own limits, all at once; defaults apply to the others."""
         with self._store.transaction() as session:
             session.merge(TenantLimits(tenant_id=tenant_id, given=dict(given)))
         return self._with(given)
@@ -78,7 +78,7 @@ class Quotas:
         return LimitsConfig.model_validate({**self._defaults.model_dump(), **known})
 
     def used(self, name: str | None = None) -> list[TenantInfo]:
-        """All tenants by name, or the one of a name, with what they may use and what they use of it."""
+        """Limits and usage of all tenants, or of one, by name."""
         query = select(Tenant, TenantLimits.given).outerjoin(TenantLimits, TenantLimits.tenant_id == Tenant.id)
         query = query if name is None else query.where(Tenant.name == name)
         with self._store.transaction() as session:
@@ -105,7 +105,7 @@ class Quotas:
 
     @contextlib.contextmanager
     def admitting(self, tenant_id: str, configs: Sequence[JobConfig]) -> Iterator[None]:
-        """While jobs are put into the queue: one request at a time, or two would both take the last place."""
+        """Hold while jobs are queued: one request at a time, so that two cannot take the last place."""
         with self._admitting:
             for config in configs:
                 self.check_size(tenant_id, config)
@@ -117,10 +117,10 @@ class Quotas:
 
     @contextlib.contextmanager
     def storing(self, tenant_id: str, size: int, part: str = "", *, small: bool = False) -> Iterator[None]:
-        """While so many bytes are written down as a tenant's: one write of it at a time, as in `admitting`.
+        """Hold while bytes of a tenant are written: one write per tenant at a time.
 
-        They are counted under `part`, a job or `SAMPLES`; uploads, which have no part, are counted by the database. `small`
-        writes, which let a client's model go on and make room, have a little room beyond the limit.
+        They are counted under `part`, a job or `SAMPLES`; uploads have no part and are counted from the database.
+        `small` writes, which let a client's model continue and free space, may exceed the limit slightly.
         """
         with self._storing.setdefault(tenant_id, threading.RLock()):
             self.check_storage(tenant_id, size, _SMALL if small else 0)
@@ -129,7 +129,7 @@ class Quotas:
                 self.stored.add(tenant_id, part, size)
 
     def check_size(self, tenant_id: str, config: JobConfig) -> None:
-        """Let a job be as large as it is, whether or not it could be queued now."""
+        """Check the size of a job, independent of the queue."""
         limits = self.of(tenant_id)
         sizes: list[tuple[str, float, float | None]] = [
             ("adapter.rank", config.adapter.rank, limits.rank),
@@ -149,12 +149,12 @@ class Quotas:
         self.check_priority(tenant_id, config.priority)
 
     def check_queue(self, tenant_id: str, more: int = 1) -> None:
-        """Let so many more jobs run or wait."""
+        """Check whether `more` jobs may run or wait."""
         limits = self.of(tenant_id)
         if limits.queued_jobs is None:
             return
         at_once = min(limits.running_jobs or self._slots, self._slots)
-        count = self._jobs(tenant_id, *OPEN)  # who runs already may be a matter of milliseconds
+        count = self._jobs(tenant_id, *OPEN)  # which jobs run already may change within milliseconds
         if count + more > limits.queued_jobs + at_once:
             several = f", and {more} more are too many" if more > 1 else ""
             raise LimitError(
@@ -165,7 +165,7 @@ class Quotas:
             )
 
     def check_models(self, tenant_id: str) -> None:
-        """Let one more model of a client be made."""
+        """Check whether a client may create another model."""
         most = self.of(tenant_id).client_models
         open_models = StoredJob.idempotency_key.startswith("session-") & StoredJob.state.in_(OPEN)
         query = select(func.count()).where(StoredJob.tenant_id == tenant_id, open_models)
@@ -178,7 +178,7 @@ class Quotas:
             )
 
     def check_samples(self, tenant_id: str, count: int) -> None:
-        """Let one more sample be open beside so many."""
+        """Check whether another sample may be open besides `count`."""
         most = self.of(tenant_id).open_samples
         if most is not None and count >= most:
             raise LimitError(
@@ -186,7 +186,7 @@ class Quotas:
             )
 
     def check_priority(self, tenant_id: str, priority: int) -> None:
-        """Let a job have a priority."""
+        """Check a job's priority."""
         limits = self.of(tenant_id)
         highest = limits.highest_priority
         if highest is not None and priority > highest:
@@ -196,12 +196,12 @@ class Quotas:
             )
 
     def check_storage(self, tenant_id: str, size: int, beyond: int = 0) -> None:
-        """Let so many bytes be stored, up to so many beyond the limit."""
+        """Check whether `size` bytes may be stored, with `beyond` bytes above the limit."""
         most = self.of(tenant_id).storage_mb
         if most is None:
             return
         stored, room = self.stored.of(tenant_id), most * _MB + beyond
-        if stored + size > room or stored >= room:  # jobs may have become smaller since they were measured
+        if stored + size > room or stored >= room:  # jobs may have shrunk since they were measured
             self.stored.measure()
             stored = self.stored.of(tenant_id)
         if stored + size > room or stored >= room:
@@ -213,20 +213,23 @@ class Quotas:
             )
 
     def check_day(self, tenant_id: str) -> None:
-        """Let the device be asked for something."""
+        """Check the daily limits."""
         limits = self.of(tenant_id)
         if spent := _spent(limits, self._used_today(tenant_id, limits)):
             reason, option = spent
             raise LimitError(f"{reason}; new ones come at 00:00 UTC, or {_ASK} {option}", 429, _until_tomorrow())
 
     def _used_today(self, tenant_id: str, limits: LimitsConfig) -> UsedToday:
-        """Looked up only where a limit asks for it."""
+        """Looked up only if a limit needs it."""
         if limits.tokens_per_day is None and limits.device_seconds_per_day is None:
             return UsedToday()
         return self._ledger.used_today().get(tenant_id, UsedToday())
 
     def check_work(self, tenant_id: str, work: int, waiting: int, what: str = "") -> None:
-        """Let a request (or `what`) of so many tokens wait beside others; while none are left, all wait for the next day."""
+        """Check whether a request (or `what`) of `work` tokens may wait besides others.
+
+        Without tokens left, all wait for the next day.
+        """
         most = self.of(tenant_id).tokens_per_day
         if most is None:
             return
@@ -247,30 +250,30 @@ class Quotas:
 
 
 class QuotaEnforcer:
-    """Keeps running jobs within the quotas of their tenants."""
+    """Keeps running jobs within their tenants' limits."""
 
     def __init__(self, quotas: Quotas, ledger: Ledger, engine: Hosts) -> None:
         self._quotas, self._ledger, self._engine = quotas, ledger, engine
         self._sent: dict[str, Rule | None] = {}
-        """What all hosts were sent last; None where one of them has heard something else since."""
+        """Last rule sent to all hosts; None if one of them has received another since."""
 
     def rule(self, tenant_id: str) -> Rule:
-        """What holds for a tenant's jobs now."""
+        """Current rule for a tenant's jobs."""
         used = self._ledger.used_today().get(tenant_id, UsedToday())
         return _rule(self._quotas.of(tenant_id), used, self._quotas.stored.of(tenant_id))
 
     def rule_with_job(self, job: StoredJob) -> Rule:
-        """What holds for a job, for the message that takes it to the engine."""
+        """Rule for a job, for the message that adds it to a host."""
         rule = self.rule(job.tenant_id)
         if rule != self._sent.get(job.tenant_id, Rule()):
             self._sent[job.tenant_id] = None
         return rule
 
     def check_resume(self, job: StoredJob) -> None:
-        """Let a paused or failed job go on.
+        """Check whether a paused or failed job may resume.
 
         Raises:
-            LimitError: a limit keeps it where it is.
+            LimitError: a limit prevents it.
             StoreError: its budget is spent.
         """
         if reason := self.rule(job.tenant_id).hold:
@@ -291,17 +294,17 @@ class QuotaEnforcer:
             await asyncio.sleep(_SECONDS)
             try:
                 await asyncio.to_thread(self.enforce)
-            except Exception:  # whatever it is, the next time may succeed, and without any no job would ever go on
+            except Exception:  # the next attempt may succeed; without this, no job would resume
                 _log.exception("quotas could not be enforced")
 
     def enforce(self) -> None:
-        """Write down usage, and send the engine the rules that are not what they were."""
+        """Store usage, and send the engine the rules that changed."""
         self._ledger.flush()
         self._quotas.stored.measure()
         used = self._ledger.used_today()
         for tenant_id, limits in self._quotas.all().items():
             rule = _rule(limits, used.get(tenant_id, UsedToday()), self._quotas.stored.of(tenant_id))
-            if rule != self._sent.get(tenant_id):  # the first time to all: a service before may have said otherwise
+            if rule != self._sent.get(tenant_id):  # sent to all at first: an earlier service may have sent another
                 self._sent[tenant_id] = rule
                 self._engine.send(SetRule(tenant_id, rule))
 
@@ -310,10 +313,10 @@ def _rule(limits: LimitsConfig, used: UsedToday, stored: int) -> Rule:
     hold, space = "", limits.storage_mb
     if spent := _spent(limits, used):
         reason, option = spent
-        hold = f"{reason}; it goes on by itself at 00:00 UTC, or when {_ASK} {option}"
+        hold = f"{reason}; it continues at 00:00 UTC, or when {_ASK} {option}"
     elif space is not None and stored > space * _MB + _SMALL:
         hold = (
-            f"storage_mb: this tenant stores more than its {space:g} MB; {_DELETE}, and it goes on by itself, or when {_ASK} "
+            f"storage_mb: this tenant stores more than its {space:g} MB; it continues once you {_DELETE}, or when {_ASK} "
             "--storage-mb. Nothing committed is lost"
         )
     room = None if space is None else max(0, round(space * _MB - stored))
@@ -327,7 +330,7 @@ def _until_tomorrow() -> int:
 
 
 def _spent(limits: LimitsConfig, used: UsedToday) -> tuple[str, str] | None:
-    """The reason why a tenant has to wait for the next day, and the option that raises its limit."""
+    """Why a tenant must wait for the next day, and the option that raises its limit."""
     most, seconds = limits.tokens_per_day, limits.device_seconds_per_day
     if most is not None and used.tokens >= most:
         return f"tokens_per_day: the {most} tokens of this tenant for this day are spent", "--tokens-per-day"

@@ -1,6 +1,6 @@
-"""How many bytes each tenant stores: added where the service writes, measured again where the engine writes.
+"""Bytes stored by each tenant: added where the service writes, measured again where the engine writes.
 
-Nothing is walked for a request, but for jobs that have changed since they were measured where a write would not fit.
+A request walks no directories, except jobs that changed since they were measured, if a write would not fit.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from motet.service.database.tables import StoredFile, StoredJob, UploadedAdapter
 from motet.service.storage import Storage
 
 SAMPLES = "samples"
-"""What a tenant's samples are counted under, beside the ids of its jobs."""
+"""The part for a tenant's samples, besides the ids of its jobs."""
 _BLOCK = 4096
 
 
 def size_of(directory: Path) -> int:
-    """Bytes of all files below a directory in whole blocks; a file with several names counts once."""
+    """Bytes of all files below a directory, in whole blocks; hard links count once."""
     total, seen = 0, set[tuple[int, int]]()
     for root, _, names in os.walk(directory):
         for name in names:
             try:
                 status = os.lstat(os.path.join(root, name))
-            except FileNotFoundError:  # the engine removes what is old meanwhile
+            except FileNotFoundError:  # the engine deletes old files meanwhile
                 continue
             if status.st_nlink == 1 or (status.st_dev, status.st_ino) not in seen:
                 seen.add((status.st_dev, status.st_ino))
@@ -36,25 +36,25 @@ def size_of(directory: Path) -> int:
 
 
 def blocks(size: int) -> int:
-    """What a file of so many bytes takes of a disk."""
+    """Disk space of a file with `size` bytes."""
     return -(-size // _BLOCK) * _BLOCK
 
 
 class StoredBytes:
-    """Uploaded files and adapters, all files of jobs, and samples, by tenant. Threads may share it."""
+    """Bytes of uploads, jobs and samples by tenant. Thread-safe."""
 
     def __init__(self, store: Store, storage: Storage) -> None:
         self._store, self._storage = store, storage
         self._lock = threading.Lock()
         self._bytes: dict[str, dict[str, int]] = {}
-        """By tenant, and by job or `SAMPLES`; of tenants that were asked for."""
+        """By tenant, and by job or `SAMPLES`; for tenants that were requested."""
         self._changed: set[tuple[str, str]] = set()
-        """(tenant, part) that may be larger or smaller than it is counted; the tenant is empty where it has to be looked up."""
+        """(tenant, part) that must be measured again; an empty tenant must be looked up."""
         self._round: list[tuple[str, str]] = []
-        """What is measured now and then although nobody said that it has changed."""
+        """Parts that are measured from time to time although no change was reported."""
 
     def of(self, tenant_id: str) -> int:
-        """What a tenant stores."""
+        """Bytes stored by a tenant."""
         with self._store.transaction() as session:
             uploads = [
                 session.scalar(select(func.sum(table.bytes)).where(table.tenant_id == tenant_id)) or 0
@@ -65,7 +65,7 @@ class StoredBytes:
             return sum(map(int, uploads)) + sum(self._bytes[tenant_id].values())
 
     def add(self, tenant_id: str, part: str, size: int) -> None:
-        """Count bytes that were written to a part, or with a minus, removed from it."""
+        """Count bytes written to a part; negative if removed."""
         self._load(tenant_id)
         with self._lock:
             parts = self._bytes[tenant_id]
@@ -73,18 +73,18 @@ class StoredBytes:
             self._changed.add((tenant_id, part))
 
     def changed(self, job_id: str) -> None:
-        """Measure a job again soon: something was written to it, or removed."""
+        """Schedule a job to be measured after a change."""
         with self._lock:
             self._changed.add(("", job_id))
 
     def forget(self, job_id: str) -> None:
-        """A job is deleted, with its files."""
+        """Remove a deleted job."""
         with self._lock:
             for parts in self._bytes.values():
                 parts.pop(job_id, None)
 
     def measure(self) -> None:
-        """Measure what has changed, and one thing more: all are looked at in turn."""
+        """Measure what has changed, and one further part in rotation."""
         with self._lock:
             changed, self._changed = self._changed, set()
             if not self._round:

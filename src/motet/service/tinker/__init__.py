@@ -1,1 +1,1 @@
-"""The routes that the `tinker` package asks: models that clients train, their futures, checkpoints and samples."""
+"""Routes for the `tinker` package: models that clients train, futures, checkpoints and samples."""

@@ -1,6 +1,6 @@
-"""What clients saved of their models: `tinker://<model>/<kind>/<name>`, a directory below the job's `checkpoints`.
+"""Checkpoints saved by clients: `tinker://<model>/<kind>/<name>`, a directory below the job's `checkpoints`.
 
-To take one home there are links that open one file for a quarter of an hour, without a key.
+Download links give access to one file for a quarter of an hour, without a key.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _SNAPSHOT = re.compile(r"snapshot-\d+")
 SECONDS = 900.0
 ARCHIVE = "archive.tar"
 COMPLETE = "checkpoint_complete"
-"""An empty member that older clients look for last."""
+"""An empty file that older clients download last."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is there."""
+    """An existing checkpoint."""
 
     job: StoredJob
     kind: str
@@ -49,16 +49,16 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """As clients name it."""
+        """Its path for clients."""
         return f"tinker://{self.job.idempotency_key}/{self.kind}/{self.name}"
 
     def about(self) -> dict[str, Any]:
-        """What was said of it when it was saved, or later."""
+        """Its stored metadata."""
         facts: dict[str, Any] = msgspec.json.decode((self.directory / ABOUT).read_bytes())
         return facts
 
     def shown(self) -> dict[str, Any]:
-        """As clients are told of it."""
+        """Its description for clients."""
         about, files = self.about(), [path for path in self.directory.iterdir() if path.name != ABOUT]
         return {
             "checkpoint_id": f"{self.kind}/{self.name}",
@@ -73,23 +73,23 @@ class Checkpoint:
 
 
 def iso(seconds: float) -> str:
-    """A time as clients read it."""
+    """A time in the clients' format."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def about_of(number: int, ttl: int | None, metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """What is kept beside a checkpoint that command `number` saves."""
+    """Metadata of a checkpoint that command `number` saves."""
     return {"number": number, "ttl": ttl, "user_metadata": metadata}
 
 
 class Checkpoints:
-    """Finds them among what a tenant's models saved."""
+    """Finds checkpoints of a tenant's models."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
 
     def of(self, job: StoredJob) -> Iterator[Checkpoint]:
-        """Those of a model that have a name, oldest first; what has expired goes away."""
+        """Named checkpoints of a model, oldest first; deletes expired ones."""
         kept = []
         for kind in _TYPES:
             for place in (self._models.directory(job) / "checkpoints" / kind).glob("[!.]*"):
@@ -101,15 +101,15 @@ class Checkpoints:
         """The checkpoint of a path.
 
         Raises:
-            Refusal: there is none.
+            Refusal: it does not exist.
         """
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in _TYPES:
-            raise Refusal(400, f"{path!r} is no path of weights; write tinker://<model>/weights/<name>")
+            raise Refusal(400, f"{path!r} is not a path of weights; write tinker://<model>/weights/<name>")
         try:
             return self.named(self._models.find(who, parts[0]), parts[1], parts[2])
         except Refusal:
-            for job in self._models.everybodys(parts[0]):  # what somebody published is there for all
+            for job in self._models.everybodys(parts[0]):  # published checkpoints are visible to all
                 if (published := self._there(job, parts[1], parts[2])) and published.about().get("public"):
                     return published
             raise
@@ -118,7 +118,7 @@ class Checkpoints:
         """The checkpoint of a kind and name.
 
         Raises:
-            Refusal: there is none.
+            Refusal: it does not exist.
         """
         checkpoint = self._there(job, kind, name) if kind in _TYPES and re.fullmatch(NAME, name) else None
         if checkpoint is None:
@@ -128,13 +128,13 @@ class Checkpoints:
         return checkpoint
 
     def check_free(self, job: StoredJob, kind: str, name: str, number: int, *, overwrite: bool = False) -> None:
-        """Let a command save under a name.
+        """Check that a command may save under a name.
 
         Raises:
-            Refusal: it is taken, or no name to give.
+            Refusal: the name is taken, or not allowed.
         """
         if _SNAPSHOT.fullmatch(name):
-            raise Refusal(400, f"path: {name!r} is a name of the service's own; give another")
+            raise Refusal(400, f"path: {name!r} is reserved by the service; choose another")
         there = self._there(job, kind, name)
         if there is not None and not overwrite and there.about().get("number") != number:
             raise Refusal(400, f"path: there is a checkpoint {name!r} already; give another name")
@@ -145,7 +145,7 @@ class Checkpoints:
         self._models.stored.changed(checkpoint.job.id)
 
     def copy(self, source: Checkpoint, job: StoredJob, ttl: int | None) -> Checkpoint:
-        """The same files, of another model."""
+        """Copy a checkpoint to another model."""
         copied = Checkpoint(
             job, source.kind, source.name, self._models.directory(job) / "checkpoints" / source.kind / source.name
         )
@@ -154,7 +154,7 @@ class Checkpoints:
         draft.mkdir(parents=True)
         about = {**source.about(), "public": False, "expires": None if ttl is None else time.time() + ttl}
         try:
-            for file in source.directory.iterdir():  # an error of `copytree` does not say that the disk is full
+            for file in source.directory.iterdir():  # an error of `copytree` would hide that the disk is full
                 shutil.copy2(file, draft)
             (draft / ABOUT).write_bytes(msgspec.json.encode(about))
         except OSError:
@@ -166,11 +166,11 @@ class Checkpoints:
         return copied
 
     def expire(self, checkpoint: Checkpoint, seconds: int | None) -> None:
-        """Let it go so many seconds from now; None keeps it."""
+        """Set the expiry in seconds from now; None keeps it."""
         self._say(checkpoint, expires=None if seconds is None else time.time() + seconds)
 
     def publish(self, checkpoint: Checkpoint, public: bool) -> None:
-        """Let every tenant read one, or its own alone again."""
+        """Make a checkpoint public to all tenants, or private again."""
         self._say(checkpoint, public=public)
 
     def _say(self, checkpoint: Checkpoint, **more: Any) -> None:
@@ -192,36 +192,36 @@ class Checkpoints:
 
 
 class Link(msgspec.Struct, frozen=True):
-    """What a token opens."""
+    """Content of a download token."""
 
     job: str
     kind: str
     name: str
     file: str
-    """One of the adapter's, or `ARCHIVE`: all of them."""
+    """A file of the adapter, or `ARCHIVE` for all."""
     key: str
-    """The API key under which the link was asked for, by its id: the link ends with it."""
+    """Id of the API key that requested the link; the link ends with it."""
     expires: float
 
 
 class Downloads:
-    """Makes links and opens them. Signed with a secret of this process: one that starts anew knows none of them."""
+    """Creates and checks links, signed with a secret of this process; a restart invalidates them."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
 
     def token(self, checkpoint: Checkpoint, file: str, key: str, expires: float) -> str:
-        """Opens one file until then."""
+        """A token for one file until `expires`."""
         said = msgspec.json.encode(Link(checkpoint.job.id, checkpoint.kind, checkpoint.name, file, key, expires))
         return base64.urlsafe_b64encode(self._signature(said) + said).decode()
 
     def open(self, token: str) -> Link:
-        """What a token opens.
+        """The content of a token.
 
         Raises:
-            Refusal: nothing, or nothing any more.
+            Refusal: it is invalid or has expired.
         """
-        gone = Refusal(403, "this link is not good any more; ask for another")
+        gone = Refusal(403, "this link has expired or is invalid; request another")
         try:
             data = base64.urlsafe_b64decode(token)
         except (binascii.Error, ValueError):
@@ -243,7 +243,7 @@ def files_of(checkpoint: Checkpoint) -> list[str]:
 
 
 def archive_into(target: IO[bytes], directory: Path) -> None:
-    """Write the adapter as clients of the package before 0.36 unpack it."""
+    """Write the adapter in the format of package versions before 0.36."""
     with tarfile.open(fileobj=target, mode="w") as archive:
         for name in ADAPTER_FILES:
             if (directory / name).is_file():

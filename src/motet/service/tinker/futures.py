@@ -1,7 +1,7 @@
-"""Answers that clients come back for: outcomes of commands from journals, and samples.
+"""Futures that clients poll: outcomes of commands from journals, and samples.
 
-What a sample was asked lies in a file until its answer is long gone: a process that starts anew samples it again when the
-client comes back, from the same seed and so with the same tokens.
+A sample's request is stored in a file until long after its answer: after a restart, it is sampled again when the client
+polls, with the same seed and so the same tokens.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from motet.service.tinker.wire import write_gradient
 from motet.types import JobState
 
 POLL_SECONDS = 25.0
-"""How long a question waits; clients give up after 45 s and ask again."""
+"""Seconds that a poll waits; clients time out after 45 s and poll again."""
 _KEPT_SECONDS = 900.0
 _HELD = "samples that are held back"
-"""A topic of those who wait for the end of the service at most."""
+"""Topic of held samples."""
 Answer = bytes | dict[str, Any]
 """A binary message, or JSON."""
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 _TOKEN_BYTES = 40
-"""Of a token's id in a list."""
+"""Bytes of a token id in a list."""
 _RESULT_BYTES = 8
-"""Of a token with its logprob in an answer."""
+"""Bytes of a token with its logprob in an answer."""
 
 
 _DIGITS = 10
-"""Of a command's number."""
+"""Most digits of a command's number."""
 _NAME = re.compile(r"sample-[0-9a-f]{24}")
 
 
@@ -56,17 +56,17 @@ _NAME = re.compile(r"sample-[0-9a-f]{24}")
 class _Sample:
     tenant_id: str
     key: str
-    """The API key under which it was asked for, by its id."""
+    """Id of the API key that requested it."""
     wanted: Sample | None
     """None once it was fetched."""
     size: int
-    """Bytes of memory that it takes, roughly."""
+    """Approximate memory in bytes."""
     stored: int = 0
     """Bytes of its file."""
     task: asyncio.Task[bytes] | None = None
-    """None while its tenant's limits hold it back."""
+    """None while its tenant's limits hold it."""
     since: float | None = field(default_factory=time.monotonic)
-    """When it ended; of one that is held back, when it was asked for last. None while it is under way."""
+    """When it ended; for a held one, when it was last requested. None while it is running."""
     fetched: bool = False
     cancelled: bool = False
 
@@ -76,7 +76,7 @@ class _Sample:
 
 
 class Futures:
-    """All answers that are waited for."""
+    """All pending answers."""
 
     def __init__(
         self,
@@ -88,33 +88,33 @@ class Futures:
         storage: Storage,
         room: OpenBytes,
     ) -> None:
-        """`room` is the memory that open samples may take."""
+        """`room` accounts for the memory of open samples."""
         self._models, self._samplers, self._store, self._bus = models, samplers, store, bus
         self._quotas, self._storage, self._room = quotas, storage, room
         self._samples: dict[str, _Sample] = {}
 
     async def begin(self, who: Principal, wanted: Sample) -> str:
-        """Begin a sample, now or once its tenant may; gives the id of its future.
+        """Start a sample, now or once its tenant may; returns the id of its future.
 
         Raises:
-            LimitError: too many of this tenant's are open, or it does not fit into what its tenant may store.
+            LimitError: too many of this tenant's are open, or its storage is full.
         """
         self.forget_old()
         name, count = f"sample-{secrets.token_hex(12)}", self.open(who)
         size = self._taken(who.tenant_id, wanted)
-        # counted from now on, for those that come meanwhile
+        # counted at once, for concurrent requests
         sample = self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted, size)
         try:
             await asyncio.to_thread(self._quotas.check_samples, who.tenant_id, count)
             sample.stored = await asyncio.to_thread(self._keep, who, name, wanted.model_dump_json().encode())
             await self._started(who, sample)
-        except BaseException:  # the client has no name to ask by
+        except BaseException:  # the client has no id to poll
             self._forget(name)
             raise
         return name
 
     def _taken(self, tenant_id: str, wanted: Sample) -> int:
-        """Take the memory of a sample; where there is none, answers go that were fetched already."""
+        """Reserve the memory of a sample, dropping fetched answers if needed."""
         size = _memory(wanted)
         if not self._room.fits(tenant_id, size):
             fetched = [name for name, one in self._samples.items() if one.fetched and one.tenant_id == tenant_id]
@@ -124,7 +124,7 @@ class Futures:
         return size
 
     def _keep(self, who: Principal, name: str, asked: bytes) -> int:
-        """Write down what a sample was asked; gives the bytes that this takes."""
+        """Store a sample's request in a file; returns its bytes."""
         directory = self._storage.samples(who.tenant_id)
         draft, size = directory / f".part-{name}", blocks(len(asked))
         with self._quotas.storing(who.tenant_id, size, SAMPLES):
@@ -132,13 +132,13 @@ class Futures:
             try:
                 draft.write_bytes(asked)
                 draft.rename(directory / name)
-            except OSError:  # a part of a file takes room where there is none
+            except OSError:  # a partial file would use space on a full disk
                 draft.unlink(missing_ok=True)
                 raise
         return size
 
     async def _started(self, who: Principal, sample: _Sample) -> str:
-        """Let a sample begin, if its tenant may; gives the reason where it may not."""
+        """Start a sample if its tenant's limits allow it; returns the reason if not."""
         try:
             await asyncio.to_thread(self._quotas.check_day, who.tenant_id)
         except LimitError as error:
@@ -151,14 +151,14 @@ class Futures:
         return ""
 
     def open(self, who: Principal) -> int:
-        """Samples of a tenant that are under way or were not fetched yet."""
+        """Samples of a tenant that are running or not fetched yet."""
         return sum(one.tenant_id == who.tenant_id and not one.fetched for one in self._samples.values())
 
     async def cancel(self, who: Principal, request_id: str) -> None:
-        """End a sample or a gradient that is not done.
+        """Cancel a sample or a gradient that is not done.
 
         Raises:
-            Refusal: the asker has no such model.
+            Refusal: the requester has no such model.
         """
         sample = self._samples.get(request_id)
         if sample is not None and sample.tenant_id == who.tenant_id:
@@ -181,16 +181,16 @@ class Futures:
         self._forget(name)
 
     def keys(self) -> set[str]:
-        """The API keys under which samples are under way or held back, by their ids."""
+        """Ids of API keys with running or held samples."""
         return {one.key for one in self._samples.values() if not one.ended}
 
     async def end(self, keys: Collection[str]) -> None:
-        """Cancel the samples of these keys that are not done."""
+        """Cancel the unfinished samples of these keys."""
         for name in [name for name, one in self._samples.items() if one.key in keys and not one.ended]:
             self._cancel(name)
 
     async def wait(self, who: Principal, request_id: str, seconds: float = POLL_SECONDS) -> Answer:
-        """An answer, or after so many seconds that there is none yet.
+        """Wait for an answer; after `seconds`, return that there is none yet.
 
         Raises:
             Refusal: there is no such future.
@@ -206,7 +206,7 @@ class Futures:
     async def _command(self, job: StoredJob, number: int, request_id: str, seconds: float) -> Answer:
         journal, until = self._models.journal(job), time.monotonic() + seconds
         while True:
-            changed = self._bus.next(job.id)  # before looking: nothing is missed
+            changed = self._bus.next(job.id)  # taken before reading, to miss nothing
             outcome = await asyncio.to_thread(journal.outcome, number)
             match outcome:
                 case Gradient():
@@ -252,21 +252,21 @@ class Futures:
             self._shrink(sample, 0)
 
     def _hold(self, sample: _Sample, task: asyncio.Task[bytes]) -> None:
-        """Count an answer that was sampled, also where there is no room left: then no further sample begins."""
+        """Account for a finished answer even without room; no further sample starts then."""
         known = sample.size and not task.cancelled() and task.exception() is None
         if known and (more := len(task.result()) - sample.size) > 0:
             self._room.take(sample.tenant_id, more, always=True)
             sample.size += more
 
     def _shrink(self, sample: _Sample, size: int) -> None:
-        """A sample was fetched: nothing of it is kept but its answer of so many bytes."""
+        """Record that a sample was fetched: keep only its answer of `size` bytes."""
         if not sample.fetched:
             sample.fetched, sample.wanted = True, None
             self._room.give_back(sample.tenant_id, sample.size - min(size, sample.size))
             sample.size = min(size, sample.size)
 
     def forget_old(self) -> None:
-        """Let go of samples that nobody has come back for."""
+        """Drop samples that no client fetched in time."""
         now = time.monotonic()
         old = [name for name, one in self._samples.items() if one.since is not None and now - one.since > _KEPT_SECONDS]
         for name in old:
@@ -281,7 +281,7 @@ class Futures:
         self._quotas.stored.add(sample.tenant_id, SAMPLES, -sample.stored)
 
     def _once_more(self, who: Principal, name: str) -> _Sample | None:
-        """A sample that a process before this one was asked, to begin again."""
+        """Restart a sample that an earlier process received."""
         path = self._storage.samples(who.tenant_id) / name
         if not _NAME.fullmatch(name) or not path.is_file():
             return None
@@ -292,12 +292,12 @@ class Futures:
         return self._samples[name]
 
     def clear(self) -> None:
-        """Files of samples that nobody came back for."""
+        """Delete files of samples that no client fetched."""
         for path in self._storage.samples("").glob("*/*"):
             with contextlib.suppress(FileNotFoundError):  # fetched meanwhile, or renamed
                 if path.name not in self._samples and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
                     path.unlink()
-                    self._quotas.stored.add(path.parent.name, SAMPLES, 0)  # measured again
+                    self._quotas.stored.add(path.parent.name, SAMPLES, 0)  # triggers a measurement
 
 
 def _ended(job: StoredJob | None) -> str:
@@ -305,7 +305,7 @@ def _ended(job: StoredJob | None) -> str:
 
 
 def _of_job(request_id: str, job: StoredJob) -> dict[str, Any]:
-    """That a command of a model is not done yet, and what it waits for."""
+    """The response for an unfinished command, with the reason."""
     if job.state == JobState.QUEUED.value:
         reason = job.message or "all adapter slots are taken; it begins when one is free"
         return _try_again(request_id, "paused_capacity", reason)
@@ -315,7 +315,7 @@ def _of_job(request_id: str, job: StoredJob) -> dict[str, Any]:
 
 
 def _try_again(request_id: str, state: QueueState, reason: str | None) -> dict[str, Any]:
-    """What the package shows its user, once a minute, where the state is not `active`."""
+    """The response that the package shows its user once a minute if the state is not `active`."""
     return {"type": "try_again", "request_id": request_id, "queue_state": state, "queue_state_reason": reason or None}
 
 
@@ -323,12 +323,12 @@ def _ended_at(sample: _Sample) -> Callable[[asyncio.Task[bytes]], None]:
     def ended(task: asyncio.Task[bytes]) -> None:
         sample.since = time.monotonic()
         if not task.cancelled():
-            task.exception()  # whoever fetches it hears of it
+            task.exception()  # the client that fetches it gets the error
 
     return ended
 
 
 def _memory(wanted: Sample) -> int:
-    """Bytes that a sample takes until it is sampled: its prompt, or what is told of it if that is larger."""
+    """Memory of a sample in bytes: its prompt, or its answer if that is larger."""
     prompt = sum(len(chunk.tokens) for chunk in wanted.prompt.chunks)
     return prompt * max(_TOKEN_BYTES, _RESULT_BYTES * (1 + wanted.topk_prompt_logprobs))

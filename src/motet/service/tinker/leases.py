@@ -1,4 +1,4 @@
-"""Clients that are gone: whoever says nothing for long has finished."""
+"""Leases of client sessions: a client that is silent for long has finished."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from motet.service.tinker.futures import Futures
 from motet.service.tinker.models import SESSION, Models
 
 LEASE_SECONDS = 24 * 3600.0
-"""Clients say that they are there every ten seconds."""
+"""Clients send a heartbeat every ten seconds."""
 _LOOK_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
 class Leases:
-    """When each session was heard of last. In memory: a service that starts hears of all of them then."""
+    """Last heartbeat of each session. In memory: a restarted service counts from its start."""
 
     def __init__(
         self, models: Models, futures: Futures, store: Store, clock: Callable[[], float] = time.monotonic
@@ -27,12 +27,12 @@ class Leases:
         self._seen: dict[str, float] = {}
 
     def renew(self, session_id: str) -> None:
-        """A client is there."""
-        if session_id in self._seen:  # of those that have a model
+        """Record a heartbeat."""
+        if session_id in self._seen:  # only sessions with a model
             self._seen[session_id] = self._clock()
 
     def end_silent(self) -> None:
-        """Finish the models of sessions that were not heard of for too long."""
+        """Finish the models of sessions whose lease has expired."""
         now, seen = self._clock(), dict[str, float]()
         self._futures.clear()
         for job in self._store.open_jobs():
@@ -44,11 +44,11 @@ class Leases:
         self._seen = seen
 
     async def watch(self, seconds: float = _LOOK_SECONDS) -> None:
-        """Look again and again, every so many seconds, until cancelled."""
+        """Check periodically until cancelled."""
         while True:
             await asyncio.sleep(seconds)
             try:
                 self._futures.forget_old()
                 await asyncio.to_thread(self.end_silent)
-            except Exception:  # whatever it is, the next look may succeed
+            except Exception:  # the next check may succeed
                 _log.exception("the leases of clients could not be looked at")

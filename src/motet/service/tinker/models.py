@@ -1,4 +1,4 @@
-"""Models that clients train: each is a job, found by the id that its client knows it under."""
+"""Models trained by clients: each is a job, found by the client's id for it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from motet.service.tinker.requests import Lora
 from motet.types import JobState
 
 SESSION = re.compile(r"(session-[0-9a-f]{16})([0-9a-f]{16})")
-"""An id, and the signature that says whose it is."""
+"""An id, and a signature that binds it to its tenant."""
 STEPS = 1_000_000
 ALPHA = 32.0
 MOST_WAITING = 2**31
-"""Bytes of commands of one model, beyond which it is asked for no further gradient; beyond twice as many, for nothing."""
+"""Bytes of waiting commands per model above which gradients are refused; above twice as many, all commands."""
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 
 
 class Models:
-    """Makes them, finds them, and writes down what their clients ask."""
+    """Creates and finds models, and stores their clients' commands."""
 
     def __init__(
         self,
@@ -58,37 +58,37 @@ class Models:
         self._quotas, self._engine, self.stored = quotas, engine, quotas.stored
         self._admitting = threading.Lock()
         self._promised: dict[str, dict[tuple[str, int], int]] = {}
-        """Tokens of requests that were admitted and are not done, by tenant, and by job and number."""
+        """Tokens of admitted, unfinished requests, by tenant, and by job and number."""
 
     def new_session(self, who: Principal) -> str:
-        """An id under which a tenant's client makes models."""
+        """A new session id for a tenant's client."""
         name = new_id("session")
         return f"{name}{self._secrets.signature(f'{who.tenant_id} {name}')}"
 
     def check_session(self, who: Principal, session_id: str) -> None:
-        """Make sure that a session is a tenant's.
+        """Check that a session belongs to a tenant.
 
         Raises:
-            Refusal: it is not, or there is none.
+            Refusal: it does not, or does not exist.
         """
         parts = SESSION.fullmatch(session_id)
         if parts is None or not self._secrets.signed(f"{who.tenant_id} {parts[1]}", parts[2]):
             raise Refusal(404, f"there is no session {session_id!r}; create_session makes one")
 
     def model_id(self, who: Principal, session_id: str, number: int) -> str:
-        """The id of a session's model of a number, which clients make too.
+        """The id of a session's model with a number; clients compute the same id.
 
         Raises:
-            Refusal: the session is not the tenant's.
+            Refusal: the session does not belong to the tenant.
         """
         self.check_session(who, session_id)
         return f"{session_id}:train:{number}"
 
     def base(self, name: str | None) -> str:
-        """The base that a client names, or means by a path of its own machine; the first where it names none.
+        """The base for a client's name or local path; the default for None.
 
         Raises:
-            Refusal: it is not here.
+            Refusal: it is not served here.
         """
         base = self.bases.find(name) or (name and self.bases.alike(name))
         if not base:
@@ -100,10 +100,10 @@ class Models:
     def create(
         self, who: Principal, model_id: str, base: str, lora: Lora, first: AnyCommand, about: dict[str, Any]
     ) -> str:
-        """Queue the job of a new model on a base, whose command 0 is `first`; gives the id of its future.
+        """Queue the job of a new model on a base, with `first` as command 0; returns the id of its future.
 
         Raises:
-            MotetError: it cannot be taken, and why.
+            MotetError: it is not accepted; the message says why.
         """
         if not (lora.train_mlp or lora.train_attn):
             raise Refusal(400, "lora_config: set train_mlp or train_attn; the head has no adapter here")
@@ -120,7 +120,7 @@ class Models:
             "adapter": {"rank": lora.rank, "alpha": ALPHA, "target_modules": targets},
             "optimizer": {"max_skipped": 10**7},
             "steps": steps,
-            "seed": int(number) if lora.seed is None else lora.seed,  # the same program makes the same model
+            "seed": int(number) if lora.seed is None else lora.seed,  # the same program creates the same model
         }
         fresh = self._store.submitted(who, model_id) is None
         job = self._submissions.submit(who, [GivenJob(tree, driven=True)], model_id)[0]
@@ -132,21 +132,21 @@ class Models:
         return self.order(job, 0, first)
 
     def find(self, who: Principal, model_id: str) -> StoredJob:
-        """The job of a model, among the tenant's own.
+        """The job of a model, among the tenant's.
 
         Raises:
-            Refusal: there is none.
+            Refusal: it does not exist.
         """
         return existing(self._store.submitted(who, model_id), f"there is no model {model_id!r}")
 
     def everybodys(self, model_id: str) -> list[StoredJob]:
-        """Models of an id whoever has them, oldest first."""
+        """Models of any tenant with an id, oldest first."""
         return self._store.scalars(
             select(StoredJob).where(StoredJob.idempotency_key == model_id).order_by(StoredJob.number)
         )
 
     def of_session(self, who: Principal, session_id: str | None = None) -> list[StoredJob]:
-        """A tenant's models, of one session or of all, newest first."""
+        """A tenant's models, of one session or all, newest first."""
         begin = "session-" if session_id is None else f"{session_id}:train:"
         query = select(StoredJob).where(
             StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key.startswith(begin)
@@ -154,19 +154,19 @@ class Models:
         return self._store.scalars(query.order_by(StoredJob.number.desc()))
 
     def directory(self, job: StoredJob) -> Path:
-        """Where its files lie."""
+        """The directory of a model's job."""
         return self._storage.job(job.id).path
 
     def journal(self, job: StoredJob) -> Journal:
-        """What its client asked."""
+        """The commands of a model."""
         return Journal(self.directory(job))
 
     def order(self, job: StoredJob, number: int, command: AnyCommand) -> str:
-        """Write a command down, and let the engine know; gives the id of its future.
+        """Store a command and notify the engine; returns the id of its future.
 
         Raises:
             Refusal: the model has ended, or another command has this number.
-            LimitError: it does not fit into what its tenant may store; a gradient's number is used up.
+            LimitError: the tenant's storage is full; a gradient's number is used up.
         """
         if JobState(job.state).final and not self.journal(job).known(number):
             reason = f": {job.message}" if job.message else ""
@@ -174,7 +174,7 @@ class Models:
                 400, f"this model has {job.state}{reason}; create another, from a checkpoint where there is one"
             )
         gradient = isinstance(command, ForwardBackward)
-        most = MOST_WAITING if gradient else 2 * MOST_WAITING  # the step that they wait for can be asked for
+        most = MOST_WAITING if gradient else 2 * MOST_WAITING  # the step that they wait for remains possible
         if not self.journal(job).known(number) and self.journal(job).waiting_bytes() > most:
             if gradient:
                 self.refuse(job, number)
@@ -197,10 +197,10 @@ class Models:
         return f"{job.idempotency_key}/{number}"
 
     def admit(self, job: StoredJob, number: int, command: ForwardBackward) -> None:
-        """Let a command be ordered whose tokens its tenant has left.
+        """Check that a command fits the tenant's remaining tokens.
 
         Raises:
-            LimitError: it takes more than are left; with the status 429 its number stays free.
+            LimitError: it does not; with status 429, its number remains free.
         """
         if self._quotas.of(job.tenant_id).tokens_per_day is None:
             return
@@ -208,7 +208,7 @@ class Models:
         with self._admitting:
             waiting = self._promised[job.tenant_id] = self._still_waiting(job.tenant_id)
             if not journal.known(number):
-                waiting.pop((job.id, number), None)  # it is asked again
+                waiting.pop((job.id, number), None)  # requested again
                 try:
                     self._quotas.check_work(job.tenant_id, work, sum(waiting.values()))
                 except LimitError as error:
@@ -230,21 +230,21 @@ class Models:
         }
 
     def refuse(self, job: StoredJob, number: int) -> None:
-        """A request of this number was refused: those after it go on."""
+        """Record a refused request, so that later commands proceed."""
         if not self.journal(job).known(number):
             self.order(job, number, Nothing())
 
     def cancel(self, job: StoredJob, number: int) -> None:
-        """End a gradient that is not done."""
+        """Cancel a gradient that is not done."""
         self.journal(job).cancel(number)
         self._engine.send(Nudge(job.id))
 
     def finish(self, job: StoredJob) -> None:
-        """No more will come for a model: when what was asked is done, its job has succeeded."""
+        """End a model: its job succeeds when its commands are done."""
         self.journal(job).finish()
         self._engine.send(Nudge(job.id))
 
 
 def _outcome_bytes(command: AnyCommand) -> int:
-    """About what the outcome of a command takes: a gradient's has a logprob for each target."""
+    """Approximate bytes of a command's outcome: a gradient has a logprob for each target."""
     return sum(len(datum.targets) for datum in command.data) if isinstance(command, ForwardBackward) else 256

@@ -1,4 +1,4 @@
-"""What the routes of the Tinker protocol depend on."""
+"""Dependencies of the Tinker protocol's routes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX = "/tinker/api/v1"
 
 
 class Tinker:
-    """The parts that only this protocol uses."""
+    """The parts for this protocol only."""
 
     def __init__(self, service: Service) -> None:
         store, storage, hosts, quotas = service.store, service.storage, service.hosts, service.quotas
@@ -45,19 +45,19 @@ TinkerDep = Annotated[Tinker, Depends(_tinker)]
 
 
 def new_router() -> APIRouter:
-    """A router below the prefix."""
-    return APIRouter(prefix=PREFIX, include_in_schema=False)  # whoever speaks another's protocol has its description
+    """A router with the prefix."""
+    return APIRouter(prefix=PREFIX, include_in_schema=False)  # the protocol is described elsewhere
 
 
 def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
-    """Reads a command of a model. Where it is refused, its number is used up all the same: those after it go on."""
+    """Returns a reader for a command of a model. A refused command still uses its number, so that later ones proceed."""
 
     async def read(request: Request, who: Asker, tinker: TinkerDep) -> Body:
         models = tinker.models
         try:
             given = await request.json()
         except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"the body is no JSON that can be read: {error}") from error
+            raise Refusal(400, f"the body is not valid JSON: {error}") from error
         try:
             return kind.model_validate(given)
         except ValidationError as error:

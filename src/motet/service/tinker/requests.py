@@ -1,4 +1,4 @@
-"""What the routes of the Tinker protocol take as JSON. A field that is not here is refused by its name."""
+"""JSON requests of the Tinker protocol. Unknown fields are refused by name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ Ttl = Annotated[int, Field(ge=1, le=10**9)]
 
 
 def _kept(value: dict[str, Any]) -> dict[str, Any]:
-    """What a journal can keep."""
+    """Check that a journal can store a value."""
     try:
         msgspec.msgpack.encode(check_plain(value))
     except (UnicodeEncodeError, OverflowError) as error:
-        raise ValueError(f"this cannot be kept: {error}; give whole characters, and numbers of 64 bits") from error
+        raise ValueError(
+            f"this cannot be stored: {error}; send valid Unicode, and numbers of at most 64 bits"
+        ) from error
     return value
 
 
@@ -30,20 +32,20 @@ Metadata = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(_kept)
 
 
 class Request(BaseModel):
-    """Base of all."""
+    """Base of all requests."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     type: str | None = None
 
 
 class Anything(BaseModel):
-    """A request of which nothing is read."""
+    """A request whose content is ignored."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class CreateSession(Request):
-    """The start of a client."""
+    """Start of a session."""
 
     tags: list[str] = Field([], max_length=100)
     user_metadata: Metadata | None = None
@@ -53,7 +55,7 @@ class CreateSession(Request):
 
 
 class Heartbeat(Request):
-    """That a client is there."""
+    """A client's heartbeat."""
 
     session_id: Id
 
@@ -69,7 +71,7 @@ class Lora(Request):
 
 
 class OptimizerKind(Request):
-    """Which optimizer a model has."""
+    """The optimizer of a model."""
 
     type: Literal["adamw"] = "adamw"
 
@@ -86,7 +88,7 @@ class CreateModel(Request):
 
 
 class OfModel(Request):
-    """A request that names a model."""
+    """A request for a model."""
 
     model_id: Id
 
@@ -110,7 +112,7 @@ class Step(OfModel):
 
 
 class SaveWeights(OfModel):
-    """A checkpoint to go on from."""
+    """Save a checkpoint to continue from."""
 
     seq_id: Seq
     path: Name
@@ -120,7 +122,7 @@ class SaveWeights(OfModel):
 
 
 class SaveForSampler(OfModel):
-    """A checkpoint to sample from: of a name, or a session of its own."""
+    """Save a checkpoint to sample from, with a name or as a sampling session."""
 
     seq_id: Seq
     path: Name | None = None
@@ -131,7 +133,7 @@ class SaveForSampler(OfModel):
 
 
 class SaveExternal(OfModel):
-    """A checkpoint to take home."""
+    """Save a checkpoint to download."""
 
     seq_id: Seq
     path: Name
@@ -140,7 +142,7 @@ class SaveExternal(OfModel):
 
 
 class LoadWeights(Request):
-    """Go on from a checkpoint: with `model_id` and `seq_id`, or with `session_id` and `model_seq_id` as a new model."""
+    """Load a checkpoint: with `model_id` and `seq_id`, or as a new model with `session_id` and `model_seq_id`."""
 
     model_id: Id | None = None
     seq_id: Seq | None = None
@@ -155,7 +157,7 @@ class LoadWeights(Request):
 
 
 class CopyWeights(Request):
-    """A checkpoint to have once more: as a model of a session, or in a session of its own."""
+    """Copy a checkpoint, as a model of a session or in a new session."""
 
     session_id: Id | None = None
     model_seq_id: int | None = Field(None, ge=0)
@@ -166,7 +168,7 @@ class CopyWeights(Request):
 
 
 class CreateSampling(Request):
-    """Something to sample from."""
+    """Create a sampling session."""
 
     session_id: Id
     sampling_session_seq_id: int = Field(ge=0)
@@ -188,7 +190,7 @@ class Prompt(Request):
 
 
 class Sampling(Request):
-    """How completions are drawn."""
+    """Sampling parameters."""
 
     max_tokens: int | None = Field(None, ge=1, le=100_000)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -218,7 +220,7 @@ class Sample(Request):
 
 
 class RetrieveFuture(BaseModel):
-    """Which answer is waited for."""
+    """The future to wait for."""
 
     model_config = ConfigDict(extra="ignore")
     request_id: Id

@@ -1,4 +1,4 @@
-"""What is there: training runs and their checkpoints."""
+"""Routes for training runs and their checkpoints."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ Offset = Annotated[int, Query(ge=0)]
 
 
 class WeightsInfo(BaseModel):
-    """Which checkpoint is asked for."""
+    """A request for a checkpoint."""
 
     tinker_path: str
 
 
 class Ttls(BaseModel):
-    """How long a checkpoint stays."""
+    """Lifetime of a checkpoint."""
 
     ttl_seconds: Ttl | None = None
 
@@ -56,7 +56,7 @@ def _named(who: Asker, tinker: TinkerDep, run: str, kind: str, name: str) -> Che
 
 
 NamedCheckpoint = Annotated[Checkpoint, Depends(_named)]
-"""The checkpoint that a path names, of one of the asker's models."""
+"""The checkpoint named in the path, of one of the requester's models."""
 _CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
@@ -79,7 +79,7 @@ def _run(models: Models, checkpoints: Checkpoints, owner: str, job: StoredJob) -
 
 @router.get("/training_runs")
 def training_runs(who: Asker, tinker: TinkerDep, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
-    """The asker's models, newest first."""
+    """List the requester's models, newest first."""
     jobs = tinker.models.of_session(who)
     shown = [_run(tinker.models, tinker.checkpoints, who.tenant, job) for job in jobs[offset : offset + limit]]
     return {"training_runs": shown, "cursor": {"offset": offset, "limit": limit, "total_count": len(jobs)}}
@@ -87,19 +87,19 @@ def training_runs(who: Asker, tinker: TinkerDep, limit: Limit = 20, offset: Offs
 
 @router.get("/training_runs/{run}")
 def training_run(who: Asker, tinker: TinkerDep, run: str) -> dict[str, Any]:
-    """One of them."""
+    """Get a model."""
     return _run(tinker.models, tinker.checkpoints, who.tenant, tinker.models.find(who, run))
 
 
 @router.get("/training_runs/{run}/checkpoints")
 def checkpoints_of(who: Asker, tinker: TinkerDep, run: str) -> dict[str, Any]:
-    """What a model saved."""
+    """List a model's checkpoints."""
     return {"checkpoints": [one.shown() for one in tinker.checkpoints.of(tinker.models.find(who, run))]}
 
 
 @router.get("/checkpoints")
 def all_checkpoints(who: Asker, tinker: TinkerDep, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
-    """What all of the asker's models saved."""
+    """List the checkpoints of all the requester's models."""
     kept = [one for job in tinker.models.of_session(who) for one in tinker.checkpoints.of(job)]
     cursor = {"offset": offset, "limit": limit, "total_count": len(kept)}
     return {"checkpoints": [one.shown() for one in kept[offset : offset + limit]], "cursor": cursor}
@@ -107,7 +107,7 @@ def all_checkpoints(who: Asker, tinker: TinkerDep, limit: Limit = 100, offset: O
 
 @router.post("/weights_info")
 def weights_info(who: Asker, tinker: TinkerDep, wanted: WeightsInfo) -> dict[str, Any]:
-    """The shape of a checkpoint."""
+    """Get the shape of a checkpoint."""
     source = tinker.checkpoints.find(who, wanted.tinker_path)
     lora = tinker.models.journal(source.job).description()["lora"]
     shape = {"train_unembed": False, "train_mlp": lora["train_mlp"], "train_attn": lora["train_attn"]}
@@ -123,7 +123,7 @@ def delete_checkpoint(tinker: TinkerDep, checkpoint: NamedCheckpoint) -> Respons
 
 @router.put(f"{_CHECKPOINT}/ttl")
 def set_ttl(tinker: TinkerDep, checkpoint: NamedCheckpoint, wanted: Ttls) -> dict[str, Any]:
-    """Say how long a checkpoint stays."""
+    """Set the lifetime of a checkpoint."""
     tinker.checkpoints.expire(checkpoint, wanted.ttl_seconds)
     return checkpoint.shown()
 
@@ -138,7 +138,7 @@ def publish(who: Asker, service: ServiceDep, tinker: TinkerDep, checkpoint: Name
 
 @router.delete(f"{_CHECKPOINT}/publish", status_code=204)
 def unpublish(who: Asker, service: ServiceDep, tinker: TinkerDep, checkpoint: NamedCheckpoint) -> Response:
-    """Keep it to its own tenant again."""
+    """Make a checkpoint private again."""
     tinker.checkpoints.publish(checkpoint, False)
     service.store.audit(who, "unpublish checkpoint", checkpoint.path)
     return Response(status_code=204)
@@ -146,7 +146,7 @@ def unpublish(who: Asker, service: ServiceDep, tinker: TinkerDep, checkpoint: Na
 
 @router.get(f"{_CHECKPOINT}/external_weights_urls")
 def external_urls(request: Request, who: Asker, tinker: TinkerDep, checkpoint: NamedCheckpoint) -> dict[str, Any]:
-    """A link to each file of a checkpoint."""
+    """Get a link to each file of a checkpoint."""
     expires = time.time() + SECONDS
     urls = {
         file: str(
@@ -159,7 +159,7 @@ def external_urls(request: Request, who: Asker, tinker: TinkerDep, checkpoint: N
 
 @router.get(f"{_CHECKPOINT}/archive")
 def archive(request: Request, who: Asker, tinker: TinkerDep, checkpoint: NamedCheckpoint) -> Response:
-    """A link to all of them in one, as packages before 0.36 ask."""
+    """Get a link to all files in one archive, for package versions before 0.36."""
     expires = time.time() + SECONDS
     url = request.url_for("download_checkpoint", token=tinker.downloads.token(checkpoint, ARCHIVE, who.key_id, expires))
     return Response(status_code=302, headers={"Location": str(url), "Expires": formatdate(expires, usegmt=True)})
@@ -167,7 +167,7 @@ def archive(request: Request, who: Asker, tinker: TinkerDep, checkpoint: NamedCh
 
 @router.get("/downloads/{token}")
 async def download_checkpoint(request: Request, service: ServiceDep, tinker: TinkerDep, token: str) -> Response:
-    """What a link opens. It needs no key of its own, and ends with the key under which it was made."""
+    """Download the file of a link. It needs no key, and ends with the key that created it."""
     link = tinker.downloads.open(token)
     if await asyncio.to_thread(service.store.tenants.ended_keys, [link.key]):
         raise Refusal(403, "the key under which this link was made was revoked or has expired; ask for another link")
@@ -186,12 +186,12 @@ async def download_checkpoint(request: Request, service: ServiceDep, tinker: Tin
 
 @router.post("/copy_weights")
 def copy_weights(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: CopyWeights) -> dict[str, Any]:
-    """A checkpoint once more, in a training run of its own that has ended."""
+    """Copy a checkpoint into a new training run that has ended."""
     source = tinker.checkpoints.find(who, wanted.source_path)
     session_id, number = wanted.session_id or tinker.models.new_session(who), wanted.model_seq_id or 0
     model_id = tinker.models.model_id(who, session_id, number)
     lora = Lora(**tinker.models.journal(source.job).description()["lora"])
-    service.quotas.check_storage(who.tenant_id, size_of(source.directory))  # before a model is made for it
+    service.quotas.check_storage(who.tenant_id, size_of(source.directory))  # before a model is created
     tinker.models.create(
         who, model_id, tinker.models.bases.of(source.job.base), lora, Nothing(), {"from": wanted.source_path}
     )
@@ -205,7 +205,7 @@ def copy_weights(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Cop
 
 @router.get("/auth/apikey/me")
 def whoami(who: Asker) -> dict[str, Any]:
-    """Whose key it is."""
+    """Get the key's owner."""
     return {"user_urn": f"urn:motet:key:{who.key_id}", "org_urn": f"urn:motet:tenant:{who.tenant}"}
 
 
@@ -218,7 +218,7 @@ ELSEWHERE = {
     ("GET", "/billing/usage/events"): "nothing is billed; `motet usage` shows what was used",
     ("GET", "/billing/usage/checkpoints/current"): "nothing is billed; `motet usage` shows what was used",
 }
-"""What the package can ask and a service does otherwise."""
+"""Requests of the package that this service does not support, with alternatives."""
 
 
 def _instead(words: str) -> Callable[[Asker], None]:
@@ -234,14 +234,14 @@ for (_method, _path), _words in ELSEWHERE.items():
 
 @router.get("/sessions")
 def sessions(who: Asker, tinker: TinkerDep, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
-    """Sessions that have made a model, newest first."""
+    """List sessions with models, newest first."""
     ids = list(dict.fromkeys(str(job.idempotency_key).partition(":")[0] for job in tinker.models.of_session(who)))
     return {"sessions": ids[offset : offset + limit]}
 
 
 @router.get("/sessions/{session_id}")
 def session(who: Asker, tinker: TinkerDep, session_id: str) -> dict[str, Any]:
-    """The models of a session."""
+    """List the models of a session."""
     return {
         "training_run_ids": [job.idempotency_key for job in tinker.models.of_session(who, session_id)],
         "sampler_ids": [],

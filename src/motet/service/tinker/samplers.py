@@ -1,7 +1,7 @@
-"""What clients sample from: the base, a checkpoint, a snapshot without a name, or a model as it is trained.
+"""Sources of samples for clients: the base, a checkpoint, an unnamed snapshot, or a model in training.
 
-The id of a sampling session says all of it, so nothing has to be remembered:
-<session>:sample:<number>:base · :base-<base64> (another than the first) · :path-<base64> · :<model>-<command> · :<model>-live
+The id of a sampling session contains everything, so no state is needed: <session>:sample:<number>:base · :base-<base64>
+(not the first base) · :path-<base64> · :<model>-<command> · :<model>-live
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ID = re.compile(
 )
 _MAX_TOKENS = 1024
 NO_LOGPROB = -99999.0
-"""What clients know a place without likeliest tokens by, with token id 0."""
+"""Logprob, with token id 0, at positions without top tokens."""
 _TRIES = 5
 
 
@@ -44,41 +44,41 @@ def sampler_id(session_id: str, number: int, what: str) -> str:
 
 
 def path_part(path: str) -> str:
-    """The end of an id, of a checkpoint's path."""
+    """The id's suffix for a checkpoint's path."""
     return f"path-{base64.urlsafe_b64encode(path.encode()).decode()}"
 
 
 def base_part(base: str, bases: Bases) -> str:
-    """The end of an id, of a base."""
+    """The id's suffix for a base."""
     return "base" if not bases.several else f"base-{base64.urlsafe_b64encode(base.encode()).decode()}"
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """What an id means."""
+    """What a sampling id refers to."""
 
     base: str
     model_path: str | None = None
     directory: Path | None = None
-    """None is the base."""
+    """None for the base."""
 
 
 class Samplers:
-    """Finds what an id means, and samples from it."""
+    """Resolves sampling ids, and samples."""
 
     def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, engine: Hosts) -> None:
         self._models, self._checkpoints, self._storage, self._engine = models, checkpoints, storage, engine
 
     @property
     def waits(self) -> str:
-        """What samples wait for; empty where they are sampled."""
+        """What samples wait for; empty if they run."""
         return "" if self._engine.ready else "the engine is starting"
 
     def find(self, who: Principal, name: str) -> Sampler:
-        """What an id means to somebody.
+        """Resolve a sampling id.
 
         Raises:
-            Refusal: there is no such thing for them.
+            Refusal: the requester can see no such source.
         """
         parts = _ID.fullmatch(name)
         if parts is None:
@@ -90,7 +90,7 @@ class Samplers:
                 return self.of_path(who, base64.urlsafe_b64decode(path).decode())
             if number is None:
                 return Sampler(self._models.base(base64.urlsafe_b64decode(base).decode() if base else None))
-        except ValueError:  # also where it is not ASCII, or no text
+        except ValueError:  # also for invalid base64 or text
             raise Refusal(404, f"there is no sampling session {name!r}") from None
         job = self._models.find(who, f"{session}:train:{number}")
         if what == "live":
@@ -103,7 +103,7 @@ class Samplers:
         return Sampler(self._models.bases.of(job.base), directory=directory)
 
     def of_path(self, who: Principal, path: str) -> Sampler:
-        """What a checkpoint's path means.
+        """Resolve a checkpoint's path.
 
         Raises:
             Refusal: there is no such checkpoint.
@@ -112,10 +112,10 @@ class Samplers:
         return Sampler(self._models.bases.of(checkpoint.job.base), path, checkpoint.directory)
 
     def of(self, who: Principal, wanted: Sample) -> Sampler:
-        """What a sample is to come from.
+        """The source of a sample.
 
         Raises:
-            Refusal: there is no such thing for them.
+            Refusal: the requester can see no such source.
         """
         if wanted.sampling_session_id is not None:
             return self.find(who, wanted.sampling_session_id)
@@ -125,7 +125,7 @@ class Samplers:
 
     @staticmethod
     def seeded(wanted: Sample) -> Sample:
-        """The same with a seed; where none was given, of the sampling session's number and the sample's."""
+        """The request with a seed; by default derived from the sampling session's number and the sample's."""
         given = wanted.sampling_params
         if given.seed is not None:
             return wanted
@@ -137,19 +137,19 @@ class Samplers:
         return wanted.model_copy(update={"sampling_params": given.model_copy(update={"seed": seed})})
 
     async def sample(self, who: Principal, wanted: Sample) -> bytes:
-        """Complete a prompt, as a binary message.
+        """Complete a prompt; returns a binary message.
 
         Raises:
-            Refusal, EngineError, ConfigError: it cannot be answered, now or ever, and why.
+            Refusal, EngineError, ConfigError: it cannot be answered; the message says why.
         """
         for left in reversed(range(_TRIES)):
             sampler = await asyncio.to_thread(self.of, who, wanted)
             if not (there := self._engine.there[sampler.base]).is_set():
                 await there.wait()
-                sampler = await asyncio.to_thread(self.of, who, wanted)  # what it was may be gone
+                sampler = await asyncio.to_thread(self.of, who, wanted)  # the source may be gone now
             try:
                 return await self._answer(who, sampler, wanted)
-            except HostGone:  # another one comes
+            except HostGone:  # another host takes over
                 if not left:
                     raise
         raise AssertionError
@@ -179,7 +179,7 @@ class Samplers:
 
 
 def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
-    """What the engine is asked."""
+    """The engine's question."""
     given, stop = wanted.sampling_params, wanted.sampling_params.stop
     texts = [stop] if isinstance(stop, str) else [one for one in stop or () if isinstance(one, str)]
     ids = [one for one in stop if isinstance(one, int)] if isinstance(stop, list) and not texts else None

@@ -1,4 +1,4 @@
-"""Sessions of clients: how one begins and ends, whether it is still there, what it samples from, and samples."""
+"""Routes for client sessions: start, heartbeat, end, sampling sessions and samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHUNK = {"fwdbwd_max_chunk_len": 1024, "fwdbwd_max_chunk_bytes_count": 5_000_00
 
 @router.post("/client/config")
 def client_config(who: Asker, wanted: Anything) -> dict[str, Any]:
-    """How a client is to behave; what is left out is its own default."""
+    """Get the client's settings; missing ones keep the client's defaults."""
     return {
         **_CHUNK,
         "parallel_fwdbwd_chunks": True,
@@ -33,19 +33,19 @@ def client_config(who: Asker, wanted: Anything) -> dict[str, Any]:
 
 @router.post("/client/dynamic_config")
 def dynamic_config(who: Asker, wanted: Anything) -> dict[str, Any]:
-    """The same, asked now and then."""
+    """Get settings that the client refreshes."""
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 1}
 
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """That it answers."""
+    """Check that the service answers."""
     return {"status": "ok"}
 
 
 @router.get("/get_server_capabilities")
 def capabilities(who: Asker, tinker: TinkerDep) -> dict[str, Any]:
-    """The bases."""
+    """List the bases."""
     return {
         "supported_models": [
             {"model_name": name, "trainable": True, "sampleable": True} for name in tinker.models.bases.names
@@ -55,13 +55,13 @@ def capabilities(who: Asker, tinker: TinkerDep) -> dict[str, Any]:
 
 @router.post("/create_session")
 def create_session(who: Asker, tinker: TinkerDep, wanted: CreateSession) -> dict[str, Any]:
-    """An id under which models are made."""
+    """Create a session id for models."""
     return {"type": "create_session", "session_id": tinker.models.new_session(who), "info_message": _HEAD}
 
 
 @router.post("/session_heartbeat")
 def heartbeat(who: Asker, tinker: TinkerDep, wanted: Heartbeat) -> dict[str, str]:
-    """That a client is there. A model keeps its slot until another has a use for it, heartbeat or not."""
+    """Record a heartbeat. A model keeps its slot until another needs it, with or without heartbeats."""
     tinker.models.check_session(who, wanted.session_id)
     tinker.leases.renew(wanted.session_id)
     return {"type": "session_heartbeat"}
@@ -69,13 +69,13 @@ def heartbeat(who: Asker, tinker: TinkerDep, wanted: Heartbeat) -> dict[str, str
 
 @router.post("/telemetry")
 def telemetry(who: Asker, wanted: Anything) -> dict[str, str]:
-    """What a client tells of itself, which nobody keeps."""
+    """Accept a client's telemetry and discard it."""
     return {"status": "accepted"}
 
 
 @router.post("/sessions/{session_id}/finish", status_code=204)
 def finish(who: Asker, tinker: TinkerDep, session_id: str, wanted: Anything) -> Response:
-    """No more will come for the models of a session."""
+    """Finish the models of a session."""
     for job in tinker.models.of_session(who, session_id) if SESSION.fullmatch(session_id) else ():
         tinker.models.finish(job)
     return Response(status_code=204)
@@ -83,7 +83,7 @@ def finish(who: Asker, tinker: TinkerDep, session_id: str, wanted: Anything) -> 
 
 @router.post("/create_sampling_session")
 def create_sampling_session(who: Asker, tinker: TinkerDep, wanted: CreateSampling) -> dict[str, Any]:
-    """Something to sample from: the base, or a checkpoint."""
+    """Create a sampling session for the base or a checkpoint."""
     tinker.models.check_session(who, wanted.session_id)
     what = base_part(tinker.models.base(wanted.base_model), tinker.models.bases)
     if wanted.model_path is not None:
@@ -95,7 +95,7 @@ def create_sampling_session(who: Asker, tinker: TinkerDep, wanted: CreateSamplin
 
 @router.get("/samplers/{name}")
 def sampler(who: Asker, tinker: TinkerDep, name: str) -> dict[str, Any]:
-    """What a sampling session samples from."""
+    """Get the source of a sampling session."""
     sampler = tinker.samplers.find(who, name)
     path = {} if sampler.model_path is None else {"model_path": sampler.model_path}
     return {"sampler_id": name, "base_model": sampler.base, **path}
@@ -103,7 +103,7 @@ def sampler(who: Asker, tinker: TinkerDep, name: str) -> dict[str, Any]:
 
 @router.post("/asample")
 async def asample(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Sample) -> dict[str, Any]:
-    """Begin to complete a prompt."""
+    """Start the completion of a prompt."""
     length = sum(len(chunk.tokens) for chunk in wanted.prompt.chunks)
     if not length:
         raise Refusal(400, "prompt: it has no token")

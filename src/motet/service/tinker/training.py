@@ -1,4 +1,4 @@
-"""Commands of a client: models, gradients, steps and checkpoints. Each is written down, and answered by a future."""
+"""Routes for a client's commands: models, gradients, steps and checkpoints. Each is stored, and answered by a future."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _promise(request_id: str, **more: Any) -> dict[str, Any]:
 
 @router.post("/create_model")
 def create_model(who: Asker, tinker: TinkerDep, wanted: CreateModel) -> dict[str, Any]:
-    """A new adapter."""
+    """Create an adapter."""
     base = tinker.models.base(wanted.base_model)
     model_id = tinker.models.model_id(who, wanted.session_id, wanted.model_seq_id)
     answer = {"type": "create_model", "model_id": model_id}
@@ -53,7 +53,7 @@ def create_model(who: Asker, tinker: TinkerDep, wanted: CreateModel) -> dict[str
 
 @router.post("/get_info")
 def get_info(who: Asker, tinker: TinkerDep, wanted: OfModel) -> dict[str, Any]:
-    """What a model is."""
+    """Get a model's description."""
     job = tinker.models.find(who, wanted.model_id)
     base = tinker.models.bases.of(job.base)
     data = {"arch": "causal-lm", "model_name": base, "tokenizer_id": tinker.models.bases.tokenizer(base)}
@@ -66,7 +66,7 @@ def get_info(who: Asker, tinker: TinkerDep, wanted: OfModel) -> dict[str, Any]:
 
 @router.post("/unload_model")
 def unload_model(who: Asker, tinker: TinkerDep, wanted: OfModel) -> dict[str, Any]:
-    """No more will come for a model."""
+    """Finish a model."""
     job = tinker.models.find(who, wanted.model_id)
     tinker.models.finish(job)
     return _promise(f"{wanted.model_id}/0", model_id=wanted.model_id)
@@ -74,7 +74,7 @@ def unload_model(who: Asker, tinker: TinkerDep, wanted: OfModel) -> dict[str, An
 
 @router.post("/forward_backward")
 async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, request: Request) -> dict[str, Any]:
-    """Add a gradient, or with `forward_only` look at the loss."""
+    """Add a gradient, or with `forward_only` compute the loss."""
     if request.headers.get("content-type", "").partition(";")[0] != CONTENT_TYPE:
         raise Refusal(400, f"send {CONTENT_TYPE}: tinker 0.25 and newer do")
     body = await request.body()
@@ -112,7 +112,7 @@ def optim_step(who: Asker, tinker: TinkerDep, wanted: Annotated[Step, Depends(nu
 def save_weights(
     who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Annotated[SaveWeights, Depends(numbered(SaveWeights))]
 ) -> dict[str, Any]:
-    """Save weights, moments and a gradient that waits for its step, to go on from."""
+    """Save weights, moments and an accumulated gradient, to continue from."""
     job = tinker.models.find(who, wanted.model_id)
     with _refusing(tinker.models, job, wanted.seq_id):
         tinker.checkpoints.check_free(job, WEIGHTS, wanted.path, wanted.seq_id, overwrite=wanted.overwrite)
@@ -146,7 +146,7 @@ def save_for_sampler(
         raise Refusal(400, "give path or sampling_session_seq_id")
     session, _, model = wanted.model_id.partition(":train:")
     what = "live" if wanted.kind == "inflight" else str(number)
-    # by the command's own number: a client that sends it again counts its sampling session once more
+    # by the command's number: a repeated request must get the same sampling session
     answer["sampling_session_id"] = sampler_id(session, number, f"{model}-{what}")
     command = Nothing(answer) if what == "live" else Save(f"{SAMPLER}/snapshot-{number}", False, about, answer)
     return _promise(tinker.models.order(job, number, command))
@@ -156,7 +156,7 @@ def save_for_sampler(
 def load_weights(
     who: Asker, tinker: TinkerDep, wanted: Annotated[LoadWeights, Depends(numbered(LoadWeights))]
 ) -> dict[str, Any]:
-    """Go on from a checkpoint, in a model that is there or in a new one."""
+    """Load a checkpoint into an existing or a new model."""
     if wanted.model_id is not None and wanted.seq_id is not None:
         job = tinker.models.find(who, wanted.model_id)
         with _refusing(tinker.models, job, wanted.seq_id):
@@ -185,7 +185,7 @@ def _load(source: Checkpoint, wanted: LoadWeights) -> Load:
 
 @contextlib.contextmanager
 def _refusing(models: Models, job: StoredJob, number: int) -> Iterator[None]:
-    """Where a command of a number is refused, the commands after it go on."""
+    """Record refused commands, so that later ones proceed."""
     try:
         yield
     except (Refusal, LimitError):
@@ -197,7 +197,7 @@ def _refusing(models: Models, job: StoredJob, number: int) -> Iterator[None]:
 def save_external(
     who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Annotated[SaveExternal, Depends(numbered(SaveExternal))]
 ) -> dict[str, Any]:
-    """Save a PEFT directory to take home."""
+    """Save a PEFT directory to download."""
     job = tinker.models.find(who, wanted.model_id)
     with _refusing(tinker.models, job, wanted.seq_id):
         tinker.checkpoints.check_free(job, EXTERNAL, wanted.path, wanted.seq_id)
@@ -216,7 +216,7 @@ async def retrieve_future(who: Asker, tinker: TinkerDep, wanted: RetrieveFuture)
 
 @router.post("/cancel_future")
 async def cancel_future(who: Asker, tinker: TinkerDep, wanted: RetrieveFuture) -> dict[str, Any]:
-    """End a sample or a gradient that is not done."""
+    """Cancel a sample or a gradient that is not done."""
     if tinker.futures.trains(wanted.request_id):
         check(who, "POST", "/tinker/api/v1/forward_backward")
     await tinker.futures.cancel(who, wanted.request_id)

@@ -1,7 +1,7 @@
-"""The binary messages of the Tinker protocol, from descriptors that are built here, and the commands that they mean.
+"""The Tinker protocol's binary messages, from descriptors built here, and their conversion to commands.
 
-Fields are known by number and kind alone, so that a map is written as the list of entries that it is on the wire, and what is
-not read (where a token came from) is left out.
+Fields match by number and kind only. A map is described as the list of entries that it is on the wire, and unused
+fields (the origin of a token) are omitted.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ Samples sequences:1:*Sequence prompt_logprobs:2:bytes topk_prompt_logprobs:3:Top
 Top token_ids:1:bytes logprobs:2:bytes k:3:uint32 length:4:uint32
 Sequence stop_reason:1:int32 tokens:2:bytes logprobs:3:bytes
 """
-"""A message a line: its name, then name, number and kind of each field; `*` repeats."""
+"""One message per line: its name, then name, number and kind of each field; `*` repeats."""
 FLOAT32, INT64, INT32 = 1, 2, 3
 STOP, LENGTH = 0, 1
 MOST_NUMBERS = 2**24
-"""Of what is sparse in one request: a few bytes of it may mean any number."""
+"""Most numbers in sparse tensors of a request: a few bytes can encode any count."""
 SMALL = 2**18
-"""Bytes of a request that is read where it arrives."""
+"""Largest request that is parsed in the service's process, in bytes."""
 MOST_DATA = 4096
-"""Of one request; the client splits what is more."""
+"""Most data of one request; the client splits larger ones."""
 MOST_TARGETS = 2**17
-"""Of one datum: the engine holds a hidden state for each while it learns the datum."""
+"""Most targets of a datum: the engine keeps a hidden state for each during training."""
 _DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4"}
 
 
 class WireError(Refusal):
-    """Bytes that are no message, or one that is not meant; says what is wrong."""
+    """Invalid bytes, or an unsupported message; the message says which."""
 
     def __init__(self, message: str) -> None:
         super().__init__(400, message)
@@ -91,35 +91,35 @@ KINDS = _messages()
 
 
 def read_request(body: bytes) -> Any:
-    """A request for a gradient.
+    """Parse a request for a gradient.
 
     Raises:
-        WireError: it is none.
+        WireError: it is invalid.
     """
     try:
         return KINDS["Request"].FromString(body)
     except (message.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"the body is no ForwardBackwardRequest: {error}") from error
+        raise WireError(f"the body is not a ForwardBackwardRequest: {error}") from error
 
 
 def tokens_of(chunks: Sequence[Any]) -> IntArray:
     """The token ids of a model input.
 
     Raises:
-        WireError: it holds something else.
+        WireError: it contains other data.
     """
     for chunk in chunks:
         if chunk.HasField("image") or chunk.HasField("dmel"):
-            raise WireError("model_input has an image or audio; this base reads text: give encoded_text chunks alone")
+            raise WireError("model_input has an image or audio; this base reads text: send only encoded_text chunks")
     tokens: IntArray = array_of(b"".join(chunk.encoded_text.tokens for chunk in chunks), INT32, "model_input")
     return tokens
 
 
 def array_of(data: bytes, dtype: int, name: str) -> Any:
-    """Numbers of a kind.
+    """Decode numbers of a dtype.
 
     Raises:
-        WireError: the kind is unknown, or the bytes do not fit it.
+        WireError: the dtype is unknown, or does not match the number of bytes.
     """
     if dtype not in _DTYPES:
         raise WireError(f"{name}: dtype {dtype} is unknown; send float32 or int64")
@@ -130,10 +130,10 @@ def array_of(data: bytes, dtype: int, name: str) -> Any:
 
 
 def shape_of(tensor: Any, name: str) -> list[int]:
-    """[T] or [T, K]; empty where it is as long as its numbers.
+    """[T] or [T, K]; empty if it is implied by the numbers.
 
     Raises:
-        WireError: it is neither, or too large for any.
+        WireError: another shape, or too large.
     """
     shape = [int(one) for one in tensor.shape[:3]]
     if len(shape) > 2 or not all(0 <= one <= MOST_NUMBERS for one in shape):
@@ -142,10 +142,10 @@ def shape_of(tensor: Any, name: str) -> list[int]:
 
 
 def dense(tensor: Any, name: str) -> Any:
-    """A tensor, [T] or [T, K], dense.
+    """A tensor [T] or [T, K] in dense form.
 
     Raises:
-        WireError: its parts do not fit each other.
+        WireError: its parts are inconsistent.
     """
     shape = shape_of(tensor, name)
     if not tensor.HasField("sparse_csr"):
@@ -169,10 +169,10 @@ def dense(tensor: Any, name: str) -> Any:
 
 
 def command_of(request: Any) -> ForwardBackward:
-    """The command that a request means.
+    """Convert a request to a command.
 
     Raises:
-        WireError: it asks for something that is not there, and what to use.
+        WireError: a part is not supported; the message suggests an alternative.
     """
     try:
         loss = ClientLoss.of(request.loss_fn, _settings(request))
@@ -191,17 +191,17 @@ def command_of(request: Any) -> ForwardBackward:
 
 
 class AskedGradient(msgspec.Struct, frozen=True, array_like=True):
-    """A request for a gradient, as it was read."""
+    """A parsed request for a gradient."""
 
     model_id: str
     seq_id: int
     command: ForwardBackward | None
     reason: str
-    """Why there is no command; without a model's id, why the bytes are no request."""
+    """Why there is no command; without a model id, why the bytes are invalid."""
 
 
 def read_gradient(body: bytes) -> bytes:
-    """Read a request for a gradient; gives an `AskedGradient` as bytes. Long ones are read in a process of its own."""
+    """Parse a request for a gradient into an encoded `AskedGradient`. Long ones are parsed in a separate process."""
     asked, command, reason = None, None, ""
     try:
         request = read_request(body)
@@ -216,10 +216,10 @@ def read_gradient(body: bytes) -> bytes:
 
 
 def gradient_of(read: bytes) -> AskedGradient:
-    """What `read_gradient` gave.
+    """Decode the result of `read_gradient`.
 
     Raises:
-        WireError: the bytes were no request.
+        WireError: the bytes were not a request.
     """
     asked = msgspec.msgpack.decode(read, type=AskedGradient)
     if not asked.model_id and asked.reason:
@@ -237,7 +237,7 @@ def _settings(request: Any) -> dict[str, float]:
 
 
 def _sparse_numbers(index: int, datum: Any) -> int:
-    """How many a datum's sparse tensors have once they are dense."""
+    """Number of values in a datum's sparse tensors after conversion to dense form."""
     sparse = (one for one in datum.loss_fn_inputs if one.value.HasField("sparse_csr"))
     return sum(math.prod(shape_of(one.value, f"data[{index}].{one.key}")) for one in sparse)
 
@@ -277,9 +277,9 @@ def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:
 
 
 def write_gradient(outcome: Gradient) -> bytes:
-    """What came of a request for a gradient: logprobs of each datum."""
+    """Encode the outcome of a gradient: logprobs of each datum."""
     result = KINDS["Output"](loss_fn_output_type="ArrayRecord")
-    for one in outcome.logprobs:  # a record each: those of [T] and of [T, K] cannot share one
+    for one in outcome.logprobs:  # one record each: [T] and [T, K] cannot share one
         record = result.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
         field = record.fields.add(key="logprobs")
         field.value.data, field.value.dtype = one.data, FLOAT32
@@ -295,9 +295,9 @@ def write_samples(
     prompt_logprobs: FloatArray | None,
     top: tuple[IntArray, FloatArray] | None = None,
 ) -> bytes:
-    """Completions of a prompt: token ids, their logprobs and whether the length ended it, of each.
+    """Encode completions of a prompt: token ids, logprobs, and whether each ended by length.
 
-    `top` are the likeliest tokens [T, k] of the prompt's places, and their logprobs.
+    `top` has the top tokens [T, k] of the prompt's positions, and their logprobs.
     """
     result = KINDS["Samples"]()
     for tokens, logprobs, cut in sequences:

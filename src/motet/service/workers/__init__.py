@@ -1,1 +1,1 @@
-"""Workers on machines of their owners: they ask for work, and what they hand in reaches the engine."""
+"""Workers on their owners' machines: they lease work over HTTP, and their results reach the engine."""

@@ -1,7 +1,7 @@
-"""Agent workers of tenants: the episodes that wait for them, and what agents ask and return.
+"""Agent workers of tenants: episodes that wait for them, and their conversations and results.
 
-An episode lives as long as the engine that offers it: it is in memory, here and there. Each time that it is leased it begins
-anew under another name and another key, so that nothing that an earlier agent says counts.
+An episode lives in memory, as long as the host that offers it. Each lease starts it again under another name and key,
+so that messages of an earlier agent do not count.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from motet.service.events import EventBus
 from motet.service.workers.attached import AttachedWorkers, Gone
 
 KEY_PREFIX = "ek-"
-"""Of the keys of episodes."""
+"""Prefix of episode keys."""
 MOST_OPEN = 256
-"""Episodes that one API key may have open."""
+"""Most open episodes per API key."""
 MOST_LOST = 3
-"""How often an episode is handed out again whose worker was not heard of any more."""
+"""How often an episode is leased again after its worker disappeared."""
 _REMEMBERED = 10_000
 _GRACE_SECONDS = 15.0
-"""What a worker has to hand in what it knows of an agent whose time is up."""
+"""Time for a worker to report an agent whose time has run out."""
 _OVER = "there is no such episode, or it is over: its lease has ended, or its reward is in"
 
 
@@ -40,55 +40,55 @@ class AgentHost(Protocol):
     """The host that offers an episode."""
 
     def send(self, *messages: m.BeginEpisode) -> None:
-        """Say that an agent takes it."""
+        """Notify it that an agent takes the episode."""
         ...
 
     def ask(self, question: m.AskEpisode, /) -> AsyncGenerator[Any, None]:
-        """What an agent is answered, and that this is all; as `Host.ask`."""
+        """Ask for the agent; yields as `Host.ask`."""
         ...
 
 
 @dataclass(eq=False)
 class OfferedEpisode:
-    """An episode that the engine offers, and who has it now."""
+    """An episode offered by a host, and its current lease."""
 
     host: AgentHost
     offer: m.OfferEpisode
     ended: asyncio.Future[m.EpisodeEnded]
     name: str = ""
-    """Of this lease; empty while nobody has it."""
+    """Name of this lease; empty without one."""
     key: str = ""
     worker: str = ""
     owner: str = ""
-    """The API key under which it was leased, by its id."""
+    """Id of the API key that leased it."""
     leased_until: float = 0.0
     """On the monotonic clock, as is `deadline`."""
     deadline: float = 0.0
     calls: int = 0
-    """Of the agent, under way."""
+    """Running calls of the agent."""
     handed_out: int = 0
     lost: int = 0
 
 
 class AgentWorkers(AttachedWorkers):
-    """The episodes that wait for agents or have one, of all jobs. Lives in one event loop."""
+    """Waiting and leased episodes of all jobs. Use in one event loop."""
 
     kind, phase = "episodes", "waits for an agent worker"
 
     def __init__(self, store: Store, bus: EventBus, lease_seconds: float) -> None:
-        """`lease_seconds`: how long an episode of which nobody says anything more is its worker's."""
+        """`lease_seconds`: how long a silent worker keeps an episode."""
         super().__init__(store, bus, lease_seconds)
         self._waiting: defaultdict[str, list[OfferedEpisode]] = defaultdict(list)
-        """By job, in the order in which they were offered."""
+        """By job, in the order offered."""
         self._open: dict[str, OfferedEpisode] = {}
-        """Those that are leased, by name."""
+        """Leased episodes by name."""
         self._settled: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
-        """Names of the last ones whose agents have returned, by job, as long as that lives."""
+        """Names of recently finished episodes, by job."""
 
     # --- the engine's side ------------------------------------------------------------------------------------------------
 
     async def run(self, host: AgentHost, offer: m.OfferEpisode) -> m.EpisodeEnded:
-        """What comes of an episode, once an agent has ended it."""
+        """Wait until an agent has ended the episode; returns its result."""
         if self._closing:
             return m.EpisodeEnded(offer.episode, away=True)
         self._begin_to_look()
@@ -105,12 +105,12 @@ class AgentWorkers(AttachedWorkers):
                 self._resting.discard(offer.job)
 
     def send_away(self, job_id: str) -> None:
-        """Let a job rest that waits for agents."""
+        """Release a job that waits for agents."""
         for one in self._waiting.get(job_id, ()):
             self._end(one, m.EpisodeEnded(0, away=True))
 
     def ended(self, job_id: str) -> None:
-        """Forget a job that has ended; those that wait for its episodes are woken. From any thread."""
+        """Forget an ended job, and wake its waiting workers. Thread-safe."""
         self._settled.pop(job_id, None)
         self._publish(job_id)
 
@@ -119,7 +119,7 @@ class AgentWorkers(AttachedWorkers):
     async def lease(
         self, job_id: str, worker: str, owner: str, most: int, seconds: float, gone: Gone
     ) -> list[OfferedEpisode]:
-        """Episodes for a worker, or none when none comes in some seconds. `owner` is its API key, by its id."""
+        """Lease episodes to a worker; empty after `seconds` without any. `owner` is the id of its API key."""
 
         async def take() -> list[OfferedEpisode]:
             return self._lease(job_id, worker, owner, most)
@@ -140,7 +140,7 @@ class AgentWorkers(AttachedWorkers):
         return free
 
     def renew(self, job_id: str, worker: str, holds: Collection[str] | None) -> None:
-        """Hear that a worker goes on with what it holds, and let others have what it holds no more; None is all."""
+        """Renew the episodes in `holds` (None for all), and free the worker's others."""
         freed = False
         for one in self._held(job_id, worker):
             if holds is None or one.name in holds:
@@ -152,21 +152,21 @@ class AgentWorkers(AttachedWorkers):
             self._publish(job_id)
 
     def held(self, job_id: str, worker: str) -> list[str]:
-        """The names of the episodes that a worker has."""
+        """Names of the episodes that a worker has."""
         return [one.name for one in self._held(job_id, worker)]
 
     def _held(self, job_id: str, worker: str) -> list[OfferedEpisode]:
         return [one for one in self._waiting.get(job_id, ()) if one.name and one.worker == worker]
 
     def leave(self, job_id: str, worker: str) -> None:
-        """A worker that goes: others can have what it held at once."""
+        """Free a leaving worker's episodes at once."""
         self._seen[job_id].pop(worker, None)
         for one in self._held(job_id, worker):
             self._free(one)
         self._publish(job_id)
 
     def settle(self, job_id: str, name: str, result: m.EpisodeEnded) -> str:
-        """Take what came of an episode: `counted`, or `known` where it has come before, or `unknown`."""
+        """Record an episode's result: returns `counted`, `known` for a repeat, or `unknown`."""
         one = self._open.get(name)
         if one is None or one.offer.job != job_id:
             return "known" if name in self._settled.get(job_id, ()) else "unknown"
@@ -175,18 +175,18 @@ class AgentWorkers(AttachedWorkers):
         return "counted"
 
     def keys(self) -> set[str]:
-        """The API keys under which episodes are leased, by their ids."""
+        """Ids of API keys with leased episodes."""
         return {one.owner for one in self._open.values()}
 
     async def end(self, keys: Collection[str]) -> None:
-        """Let others have what was leased under these keys."""
+        """Free the episodes leased under these keys."""
         for one in [one for one in self._open.values() if one.owner in keys]:
             self._seen[one.offer.job].pop(one.worker, None)
             self._free(one)
             self._publish(one.offer.job)
 
     def look(self) -> None:
-        """Take episodes from workers that are not heard of any more, and end those whose time is up."""
+        """Free the episodes of silent workers, and end those whose time has run out."""
         now = time.monotonic()
         for one in list(self._open.values()):
             if now > one.deadline + _GRACE_SECONDS:
@@ -197,7 +197,7 @@ class AgentWorkers(AttachedWorkers):
     def _lose(self, one: OfferedEpisode) -> None:
         one.lost += 1
         if one.lost > MOST_LOST:
-            error = f"was lost {one.lost} times: nothing was heard of its worker for {self.lease_seconds:g} s"
+            error = f"was lost {one.lost} times: its worker was silent for {self.lease_seconds:g} s"
             self._end(one, m.EpisodeEnded(0, error=error, late=True))
             return
         self._free(one)
@@ -209,22 +209,22 @@ class AgentWorkers(AttachedWorkers):
             one.ended.set_result(replace(result, episode=one.offer.episode))
 
     def _free(self, one: OfferedEpisode) -> None:
-        """Its name and its key are those of no episode any more."""
+        """Invalidate its name and key."""
         self._open.pop(one.name, None)
         one.name = one.key = one.worker = ""
 
     # --- what agents ask --------------------------------------------------------------------------------------------------
 
     def owner(self, name: str, key: str) -> str:
-        """Whose worker has an episode, where the key is that of the episode; else empty."""
+        """The API key that leased an episode, if `key` is the episode's; otherwise empty."""
         one = self._open.get(name)
         return one.owner if one is not None and secrets.compare_digest(key.encode(), one.key.encode()) else ""
 
     async def answer(self, name: str, key: str, question: m.AskEpisode) -> m.EpisodeAnswered:
-        """What an agent is answered.
+        """Answer an agent's request.
 
         Raises:
-            Refusal: there is no such episode any more, or the key is another's.
+            Refusal: the episode is over, or the key is wrong.
             EngineError: the engine cannot answer.
         """
         one = self._open.get(name)
@@ -239,7 +239,7 @@ class AgentWorkers(AttachedWorkers):
                     if isinstance(answer, m.EpisodeAnswered):
                         return answer
         finally:
-            if one.name == name:  # another lease counts its own
+            if one.name == name:  # a newer lease has its own count
                 one.calls -= 1
                 one.leased_until = max(one.leased_until, time.monotonic() + self.lease_seconds)
         raise Refusal(404, _OVER)

@@ -1,8 +1,8 @@
-"""Reward workers of tenants: what waits for them, and how their scores reach the engine.
+"""Reward workers of tenants: their waiting work, and the delivery of scores to the engine.
 
-A unit of their work is one reward of one problem's completions, in the database: asked once, handed out on lease, counted
-once. Its key is a digest of all that its score may depend on, so an engine that asks again after a crash finds what was scored
-already. What was scored is kept, without its texts, until the job has gone on so far that it cannot be asked again.
+A unit of work is one reward for one problem's completions, stored in the database. Its key is a digest of everything
+that its score may depend on, so an engine that asks again after a crash gets existing scores. Scored units are kept,
+without texts, until no restart of the job can ask for them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from motet.service.workers.attached import AttachedWorkers, Gone
 from motet.tasks.reward_elsewhere import ScoreOrReason, Transcripts, from_wire
 
 MOST_LEASED = 2**24
-"""Characters of work that are handed out at once, unless one unit has more."""
+"""Most characters of work leased at once, unless a single unit has more."""
 
 
 @dataclass(frozen=True)
 class Leased:
-    """A unit in the hands of a worker."""
+    """A leased unit."""
 
     key: str
     work: Mapping[str, Any]
     """`reward`, `problem`, `completions`, `transcripts`."""
     handed_out: int
-    """How often it was handed out, this time included."""
+    """How often it was leased, including now."""
 
 
 def key_of(work: Mapping[str, Any]) -> str:
@@ -54,7 +54,7 @@ class ScoringUnits:
         self._store = store
 
     def ask(self, job_id: str, key: str, step: int, work: Mapping[str, Any]) -> list[Any] | None:
-        """Scores of a piece of work where they are known; else it waits for a worker. `step`: steps that the job has done."""
+        """Existing scores of a piece of work; otherwise queue it for workers. `step`: steps that the job has done."""
         with self._store.transaction() as session:
             row = session.execute(
                 select(ScoringUnit.scores).where(ScoringUnit.job_id == job_id, ScoringUnit.key == key)
@@ -65,12 +65,12 @@ class ScoringUnits:
         try:
             with self._store.transaction() as session:
                 session.add(unit)
-        except IntegrityError:  # asked for at the same time, or the job was deleted
+        except IntegrityError:  # requested concurrently, or the job was deleted
             pass
         return None
 
     def lease(self, job_id: str, worker: str, most: int, seconds: float) -> list[Leased]:
-        """Renew what a worker holds of a job, and hand it more, the oldest first, as far as they fit into one answer."""
+        """Renew a worker's units of a job, and lease more, oldest first, within the size of one response."""
         lease, until = new_id("lease"), now() + seconds
         waiting = (ScoringUnit.job_id == job_id, ScoringUnit.scores.is_(None))
         free = or_(ScoringUnit.leased_until.is_(None), ScoringUnit.leased_until < now())
@@ -86,7 +86,7 @@ class ScoringUnits:
             sizes = accumulate(row[1] for row in rows)
             chosen = [row[0] for row, size in zip(rows, sizes, strict=True) if size <= MOST_LEASED]
             chosen = chosen or [row[0] for row in rows[:1]]
-            # `free` once more: of two that ask at once, the second has to look at what the first has left.
+            # Check `free` again, so that concurrent requests do not lease the same units.
             session.execute(
                 update(ScoringUnit)
                 .where(ScoringUnit.id.in_(chosen), *waiting, free)
@@ -97,7 +97,7 @@ class ScoringUnits:
             return [Leased(unit.key, unit.work or {}, unit.handed_out) for unit in units]
 
     def give_back(self, job_id: str, worker: str) -> None:
-        """End a worker's leases, so that others can have them at once."""
+        """End a worker's leases, so that others can have the work at once."""
         with self._store.transaction() as session:
             session.execute(
                 update(ScoringUnit)
@@ -106,7 +106,7 @@ class ScoringUnits:
             )
 
     def completions(self, job_id: str, keys: Sequence[str]) -> dict[str, int]:
-        """How many completions each of these units has; one that is not there is left out."""
+        """Number of completions of each existing unit."""
         with self._store.transaction() as session:
             rows = session.execute(
                 select(ScoringUnit.key, ScoringUnit.completions).where(
@@ -116,7 +116,7 @@ class ScoringUnits:
             return {str(row[0]): int(row[1]) for row in rows}
 
     def settle(self, job_id: str, key: str, scores: Sequence[Any]) -> bool:
-        """Keep the scores of a unit; False where it has some already, or is not there."""
+        """Store the scores of a unit; False if it has scores or does not exist."""
         with self._store.transaction() as session:
             done = session.execute(
                 update(ScoringUnit)
@@ -126,7 +126,7 @@ class ScoringUnits:
             return bool(done.rowcount)  # type: ignore[attr-defined]
 
     def forget(self, job_id: str, before_step: int | None = None) -> None:
-        """Forget a job's units: all, or those that were asked for before a step and are scored."""
+        """Delete a job's units: all, or scored ones from before a step."""
         old = delete(ScoringUnit).where(ScoringUnit.job_id == job_id)
         if before_step is not None:
             old = old.where(ScoringUnit.step < before_step, ScoringUnit.scores.is_not(None))
@@ -135,18 +135,18 @@ class ScoringUnits:
 
 
 class RewardWorkers(AttachedWorkers):
-    """What waits for workers, of all jobs. Lives in one event loop."""
+    """Waiting work of all jobs. Use in one event loop."""
 
     kind, phase = "scoring", "waits for a reward worker"
 
     def __init__(self, store: Store, bus: EventBus, lease_seconds: float) -> None:
-        """`lease_seconds`: how long a worker that says nothing more keeps what it was handed."""
+        """`lease_seconds`: how long a silent worker keeps its work."""
         super().__init__(store, bus, lease_seconds)
         self.units = ScoringUnits(store)
         self._waiting: defaultdict[str, dict[str, list[asyncio.Future[list[Any]]]]] = defaultdict(dict)
         self._pruned: dict[str, int] = {}
         self._owners: dict[tuple[str, str], str] = {}
-        """The API key under which a worker asks for work of a job, by its id; by job and worker."""
+        """Id of the API key of each worker, by job and worker."""
 
     async def ask(
         self,
@@ -156,10 +156,10 @@ class RewardWorkers(AttachedWorkers):
         completions: list[str],
         transcripts: Transcripts,
     ) -> list[ScoreOrReason]:
-        """Scores of completions, once a worker has given them.
+        """Wait for a worker's scores of completions.
 
         Raises:
-            ScorerAway: nobody is attached, and the job is to rest.
+            ScorerAway: no worker is attached, and the job must stop.
         """
         if self._closing:
             raise ScorerAway("the service is stopping")
@@ -167,7 +167,7 @@ class RewardWorkers(AttachedWorkers):
         given = reward.model_dump(mode="json", exclude={"name", "weight"})
         work = {"reward": given, "problem": problem, "completions": completions, "transcripts": transcripts}
         key, answer = key_of(work), asyncio.get_running_loop().create_future()
-        self._waiting[job.id].setdefault(key, []).append(answer)  # before looking, so that no answer is missed
+        self._waiting[job.id].setdefault(key, []).append(answer)  # before the look-up, so that no answer is missed
         try:
             await self._prune(job)
             known = await asyncio.to_thread(self.units.ask, job.id, key, job.step, work)
@@ -184,7 +184,7 @@ class RewardWorkers(AttachedWorkers):
                 self._resting.discard(job.id)
 
     async def _prune(self, job: StoredJob) -> None:
-        """Forget what was scored for steps that no restart goes back to."""
+        """Delete scores of steps that no restart returns to."""
         if self._pruned.get(job.id) == job.step:
             return
         self._pruned[job.id] = job.step
@@ -193,15 +193,15 @@ class RewardWorkers(AttachedWorkers):
         await asyncio.to_thread(self.units.forget, job.id, job.step - kept)
 
     def ended(self, job_id: str) -> None:
-        """Forget what was asked for a job that has ended; those that wait for work are woken. From any thread."""
+        """Delete an ended job's units, and wake its waiting workers. Thread-safe."""
         self.units.forget(job_id)
         self._pruned.pop(job_id, None)
         self._publish(job_id)
 
     async def lease(self, job_id: str, worker: str, owner: str, most: int, seconds: float, gone: Gone) -> list[Leased]:
-        """Work for a worker, or nothing when none comes in some seconds; what it holds is renewed.
+        """Lease work to a worker; empty after `seconds` without any. Renews what it holds.
 
-        `owner` is its API key, by its id.
+        `owner` is the id of its API key.
         """
         self._owners[job_id, worker] = owner
 
@@ -211,26 +211,26 @@ class RewardWorkers(AttachedWorkers):
         return await self._taken(job_id, worker, seconds if most else 0.0, gone, take)
 
     async def leave(self, job_id: str, worker: str) -> None:
-        """A worker that goes: others can have what it held at once."""
+        """Free a leaving worker's work at once."""
         self._seen[job_id].pop(worker, None)
         self._owners.pop((job_id, worker), None)
         await asyncio.to_thread(self.units.give_back, job_id, worker)
         self._publish(job_id)
 
     def keys(self) -> set[str]:
-        """The API keys under which work is leased, by their ids."""
+        """Ids of API keys with leased work."""
         for job_id in {job_id for job_id, _ in self._owners}:
             self.attached(job_id)  # forgets workers whose leases have ended
         self._owners = {one: key for one, key in self._owners.items() if one[1] in self._seen.get(one[0], {})}
         return set(self._owners.values())
 
     async def end(self, keys: Collection[str]) -> None:
-        """Let others have what was leased under these keys."""
+        """Free the work leased under these keys."""
         for job_id, worker in [one for one, key in self._owners.items() if key in keys]:
             await self.leave(job_id, worker)
 
     async def settle(self, job_id: str, results: Mapping[str, Sequence[Any]]) -> list[str]:
-        """Keep scores by the key of their unit, and pass them on; the keys of those that were the first for theirs."""
+        """Store scores by unit key, and deliver them; returns the keys that had no scores before."""
         counted = []
         for key, scores in results.items():
             if await asyncio.to_thread(self.units.settle, job_id, key, scores):
@@ -241,8 +241,8 @@ class RewardWorkers(AttachedWorkers):
         return counted
 
     def send_away(self, job_id: str) -> None:
-        """Let a job rest that waits for scores."""
+        """Release a job that waits for scores."""
         for answers in self._waiting.get(job_id, {}).values():
             for answer in answers:
                 if not answer.done():
-                    answer.set_exception(ScorerAway("nobody scores, and the job is to rest"))
+                    answer.set_exception(ScorerAway("no worker is attached, and the job must stop"))

@@ -1,7 +1,7 @@
-"""Graders: rewards that are written as JSON, in the form of the `openai` package, and run without code of their owner.
+"""Graders: rewards defined in JSON, in the form of the `openai` package, without users' code.
 
-`shapes` says what may be written, `template` fills in variables, `similarity` and `formula` do what their names say. Graders
-that ask a model are scored by the service; everything else is scored here, in reward processes.
+`shapes` defines the valid forms, `template` fills in variables; `similarity` and `formula` compute scores. The service
+runs graders with a judge model; reward processes run the others.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def item_of(problem: Problem) -> dict[str, Any]:
 
 
 def check(spec: Mapping[str, Any]) -> None:
-    """Look at a grader that a reward is to be made of.
+    """Check a grader for a reward.
 
     Raises:
-        GraderError: it is not one.
-        ValueError: it asks a model.
+        GraderError: it is invalid.
+        ValueError: it needs a judge model.
     """
     if judges(_parsed(json.dumps(spec))):
         raise ValueError("a grader that asks a model needs `motet serve`, which has one to ask: submit the job there")
 
 
 def score(problem: Problem, completion: str, spec: Mapping[str, Any]) -> float:
-    """What a grader gives an answer.
+    """Score an answer with a grader.
 
     Raises:
-        ValueError: the row has no such column, or the formula no value.
+        ValueError: the row lacks a column, or the formula has no value.
     """
     return grade(_parsed(json.dumps(spec)), item_of(problem), completion)
 
@@ -50,10 +50,10 @@ def _parsed(spec: str) -> Grader:
 
 
 def grade(grader: Grader, item: Mapping[str, Any], output: str) -> float:
-    """The score of an answer by a grader that asks no model; 0 where the answer has not what a variable names.
+    """Score an answer with a grader without a model; 0 if the answer lacks a field that a variable names.
 
     Raises:
-        ValueError: the row has not what a variable names, or the formula has no value.
+        ValueError: the row lacks a field that a variable names, or the formula has no value.
     """
     if isinstance(grader, Multi):
         scores = {name: grade(part, item, output) for name, part in grader.graders.items()}

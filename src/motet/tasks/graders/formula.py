@@ -32,14 +32,14 @@ _DEEPEST = 50
 
 
 def parse(text: str, names: Collection[str]) -> ast.expr:
-    """A formula that `value` understands.
+    """Parse a formula for `value`.
 
     Args:
         text: as a person wrote it.
         names: graders whose scores it may use.
 
     Raises:
-        ValueError: it is something else than arithmetic over those names; says what.
+        ValueError: it is not arithmetic over those names; the message says why.
     """
     if len(text) > _LONGEST:
         raise ValueError(f"the formula has {len(text)} characters; the most are {_LONGEST}")
@@ -52,10 +52,10 @@ def parse(text: str, names: Collection[str]) -> ast.expr:
 
 
 def value(tree: ast.expr, scores: Mapping[str, float]) -> float:
-    """What a formula gives for these scores.
+    """Evaluate a formula with scores.
 
     Raises:
-        ValueError: it has no finite value, such as a division by zero.
+        ValueError: it has no finite value, such as after a division by zero.
     """
     try:
         result = float(_value(tree, scores))

@@ -1,7 +1,7 @@
 """Template variables of graders: `{{ item.answer }}`, `{{ sample.output_text }}`, `{{ sample.output_json.name }}`.
 
-`item` is the row that the problem was made of, `sample` what the model answered. A path goes on with `.name` and `[0]`.
-Nothing else is understood: no expressions, no filters.
+`item` is the problem's row, `sample` the model's answer. A path may continue with `.name` and `[0]`. Expressions and
+filters are not supported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_FILLED = 2**20
 
 
 class UnfilledError(Exception):
-    """A variable that has no value. `of_item` says whose fault that is: the row's, or what the model answered."""
+    """A variable has no value. `of_item` tells whether the row or the answer lacks it."""
 
     def __init__(self, variable: str, reason: str, *, of_item: bool) -> None:
         super().__init__(f"{{{{{variable}}}}}: {reason}")
@@ -32,7 +32,7 @@ def variables(text: str) -> list[tuple[str, tuple[str | int, ...]]]:
     """The (namespace, path) of each variable of a template, in order.
 
     Raises:
-        ValueError: what stands between braces is no variable; says what would be.
+        ValueError: the text between braces is not a variable; the message shows a valid one.
     """
     names = []
     for inside in _split(text)[1::2]:
@@ -52,10 +52,10 @@ def variables(text: str) -> list[tuple[str, tuple[str | int, ...]]]:
 
 
 def fill(text: str, item: Mapping[str, Any], output: str) -> str:
-    """A template with its variables filled in. Text stands as it is, other values as JSON.
+    """Fill in a template's variables. Texts are inserted unchanged, other values as JSON.
 
     Raises:
-        UnfilledError: a variable has no value, or the text gets longer than `MOST_FILLED` characters.
+        UnfilledError: a variable has no value, or the text exceeds `MOST_FILLED` characters.
     """
     pieces = _split(text)
     size = sum(map(len, pieces[::2]))
@@ -71,7 +71,7 @@ def fill(text: str, item: Mapping[str, Any], output: str) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """Plain text and what stands between `{{` and `}}`, by turns; the time is linear in the text's length."""
+    """Plain text and the contents of `{{ }}` alternately; runs in linear time."""
     pieces, done = [], 0
     while (opened := text.find("{{", done)) >= 0 and (closed := text.find("}}", opened + 2)) >= 0:
         pieces += [text[done:opened], text[opened + 2 : closed]]

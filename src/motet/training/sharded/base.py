@@ -1,4 +1,4 @@
-"""A base in shards, as the process that has none of them sees it."""
+"""A sharded base, as seen by the process that holds none of it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from motet.training.sharded.group import RankGroup
 
 @dataclass(frozen=True)
 class ShardedBase:
-    """The ranks that a base lies over, and what they found when they proved it."""
+    """The ranks of a base, and the facts that they report about it."""
 
     info: ModelInfo
     group: RankGroup
     here: LoraModel | None = None
-    """The whole base in this process too, where it samples."""
+    """The whole base, if this process samples too."""
 
     @classmethod
     def of(cls, group: RankGroup, *, trust_remote_code: bool) -> ShardedBase:
-        """What this process needs to know of a base that it does not load."""
+        """Facts about a base that this process does not load."""
         facts: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in group.joined[0].facts.items()
         }
@@ -37,29 +37,29 @@ class ShardedBase:
 
     @classmethod
     def beside(cls, base: LoraModel, group: RankGroup) -> ShardedBase:
-        """A base that lies here too; its ranks say what can be trained.
+        """A base that is also loaded here; its ranks report what can be trained.
 
         Raises:
-            BaseModelError: they compute other bits.
+            BaseModelError: the ranks compute different bits.
         """
         facts = group.joined[0].facts
         if facts["device"] == base.info.device and group.joined[0].fingerprint != base.fingerprint():
             raise BaseModelError(
-                f"the ranks of {base.info.name} compute other bits than the process that samples; set engine.kernels to torch"
+                f"the ranks of {base.info.name} compute different bits than the sampling process; set engine.kernels to torch"
             )
         info = replace(base.info, experts=tuple(facts["experts"]), experts_idle=facts["experts_idle"])
         return cls(_with_memory_note(info, group), group, base)
 
     @property
     def math(self) -> LossFunctions | None:
-        """Of the base in this process."""
+        """Math kernels of the base in this process."""
         return None if self.here is None else self.here.math
 
     def examine(self, directory: Path) -> AdapterConfig:
-        """As `motet.model.peft_io.examine`; where the base is not here, a rank looks.
+        """As `motet.model.peft_io.examine`; if the base is not loaded here, a rank examines it.
 
         Raises:
-            AdapterError: no job could start from the adapter, and why.
+            AdapterError: no job could start from the adapter; the message says why.
         """
         if self.here is not None:
             return examine(self.here, directory)

@@ -1,6 +1,6 @@
-"""The processes that train together, as their parent sees them: they start together and end together.
+"""The processes that train together, as seen by their parent. They start and end together.
 
-A rank that dies ends the group, because the others would wait for it for ever: every call from then on says so.
+A rank that dies ends the group, because the others would wait for it forever; later calls raise `RankGone`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODULE = "motet.training.sharded.process"
 
 
 class _Rank:
-    """One process. Answers come in the order of the messages."""
+    """One process. Answers arrive in the order of the messages."""
 
     def __init__(self, rank: int, link: Link, ended: Callable[[int, str], None]) -> None:
         """`ended` is called once, in another thread, with the rank and how it ended."""
@@ -38,7 +38,7 @@ class _Rank:
         self._reader.start()
 
     def send(self, message: m.ToRank) -> Future[m.FromRank]:
-        """Ask; the answer comes with the future."""
+        """Send a message; the future receives the answer."""
         future: Future[m.FromRank] = Future()
         with self._lock:
             if self._gone is not None:
@@ -49,7 +49,7 @@ class _Rank:
         return future
 
     def fail(self, error: MotetError) -> None:
-        """Tell everybody who waits, and whoever asks later."""
+        """Fail waiting and later requests."""
         with self._lock:
             self._gone = self._gone or error
             waiting = [*self._waiting]
@@ -81,9 +81,9 @@ class RankGroup:
         """Start the ranks and wait until they have loaded and proved the base together.
 
         Args:
-            join: the same for all; each gets its own `rank`, and all one `meeting` unless they have one.
-            log: where their errors go; thrown away without one.
-            others: finds all ranks but the first, of so many, where somebody else has started them.
+            join: common message; each rank gets its own `rank`, and all get the same `meeting` if none is set.
+            log: file for the ranks' errors; discarded if None.
+            others: returns links to all ranks but the first, if they were started elsewhere; gets the number of ranks.
 
         Raises:
             BaseModelError: the base cannot be used.
@@ -91,7 +91,7 @@ class RankGroup:
         """
         self.n_ranks = join.config.n_ranks
         self.on_death: Callable[[RankGone], object] = _nobody
-        """Called once, in another thread, before anybody who waits is told."""
+        """Called once, in another thread, before waiting callers are informed."""
         self.death: RankGone | None = None
         self._closing = False
         self._lock = threading.Lock()
@@ -113,15 +113,15 @@ class RankGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that were started here."""
+        """Ids of the processes that were started here."""
         return tuple(rank.link.pid for rank in self._ranks if isinstance(rank.link, ChildProcess))
 
     def ask(self, messages: Mapping[int, m.ToRank]) -> dict[int, m.FromRank]:
-        """Send each rank its message and wait for all answers. Threads may ask at once: all ranks hear them in one order.
+        """Send each rank its message and wait for all answers. Thread-safe: all ranks see the same order.
 
         Raises:
             RankGone: a rank ended.
-            Exception: what was refused, as the rank raised it.
+            Exception: the error that a rank reported.
         """
         with self._lock:
             futures = {rank: self._ranks[rank].send(message) for rank, message in messages.items()}
@@ -133,22 +133,22 @@ class RankGroup:
             except RankGone as error:
                 gone = error
         refused = [answer for answer in answers.values() if isinstance(answer, m.RankRefused)]
-        if refused:  # also where the others ended because this one did
+        if refused:  # even if other ranks ended because of this one
             raise _error(next((one for one in refused if one.kind), refused[0]))
         if gone is not None:
             raise gone
         return answers
 
     def ask_all(self, message: m.ToRank) -> dict[int, m.FromRank]:
-        """The same for one message to every rank."""
+        """`ask` with one message for all ranks."""
         return self.ask(dict.fromkeys(range(self.n_ranks), message))
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """End the block, run by the current task, as soon as a rank ends.
+        """Cancel the block, run by the current task, as soon as a rank ends.
 
         Raises:
-            RankGone: one did.
+            RankGone: a rank ended.
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
@@ -173,12 +173,12 @@ class RankGroup:
         self._files.cleanup()
 
     def _ended(self, rank: int, how: str) -> None:
-        """A rank that dies takes the others with it."""
+        """End the whole group after one rank ended."""
         with contextlib.suppress(AttributeError):  # the first may end before the last has begun
             if not self._closing and self.death is None:
                 self.death = RankGone(
                     f"rank {rank} of {self.n_ranks} ended ({how}). "
-                    "Nothing that was committed is lost: start again, and every job goes on from its last commit"
+                    "Nothing committed is lost: start again, and every job resumes from its last commit"
                 )
                 self.on_death(self.death)
                 for other in self._ranks:
@@ -189,11 +189,11 @@ class RankGroup:
 
 
 def _nobody(error: RankGone) -> None:
-    """Nobody has to know."""
+    """Default of `on_death`."""
 
 
 def _error(refused: m.RankRefused) -> Exception:
-    """The exception that a rank told of."""
+    """The exception that a rank reported."""
     if refused.kind == "OSError":
         return OSError(refused.number, refused.reason, refused.path)
     kind = getattr(errors, refused.kind, None)

@@ -1,4 +1,4 @@
-"""How a group reaches one of its ranks: a process that it starts, or one that has connected."""
+"""Links from a group to its ranks: to a process that it starts, or to one that has connected."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from motet.training.sharded.messages import Leave
 
 
 class Connected(ProcessStreams):
-    """A rank that somebody else has started, perhaps on another machine."""
+    """A rank that was started elsewhere, perhaps on another machine."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         super().__init__(connection.makefile("rb"), connection.makefile("wb"))
 
     def how_it_ended(self) -> str:
-        """Nobody here can know."""
-        return "it hung up; its last words are where its launcher writes them"
+        """Only the launcher knows more."""
+        return "it disconnected; see the output of its launcher"
 
     def kill(self) -> None:
-        """Hang up: it ends at once."""
+        """Disconnect; the rank then exits at once."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):  # what was not sent yet goes nowhere
+        with contextlib.suppress(OSError):  # unsent data is discarded
             self.out.close()
         self._connection.close()
 
     def close(self) -> None:
-        """Let it leave, and hang up where it does not."""
-        with contextlib.suppress(OSError, ValueError):  # it has hung up itself
+        """Ask it to leave, and disconnect after a time limit."""
+        with contextlib.suppress(OSError, ValueError):  # it has disconnected itself
             self.send(Leave())
             hung_up = select.poll()
             hung_up.register(self._connection, getattr(select, "POLLRDHUP", 0))

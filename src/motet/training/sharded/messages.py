@@ -1,4 +1,4 @@
-"""What passes between a `ShardedTrainer` and the processes of its ranks. A rank answers each message once, in their order."""
+"""Messages between a `ShardedTrainer` and the processes of its ranks. A rank answers each message once, in order."""
 
 from __future__ import annotations
 
@@ -20,62 +20,62 @@ from motet.types import FloatArray
 
 
 class Join(ChannelMessage, frozen=True):
-    """The first message: the base, what computes it, and who takes part."""
+    """The first message: the base, its settings, and the ranks."""
 
     base: str
     engine: dict[str, Any]
-    """Fields of `EngineConfig`; `threads` are those of one rank."""
+    """Fields of `EngineConfig`; `threads` is per rank."""
     own: Choice | None = None
-    """What kernels `auto` is on every rank where own kernels cover the base."""
+    """Kernels that `auto` selects on every rank, if own kernels cover the base."""
     trust_remote_code: bool = False
-    """Apart from `engine`, because no file may set it."""
+    """Separate from `engine`, because no file may set it."""
     embedded: bool = True
-    """Whether Motet samples itself, which adapters on experts need."""
+    """Whether Motet samples itself, which adapters on experts require."""
     rank: int = 0
     of_torchrun: bool = False
-    """Whether torchrun has started the ranks, and says which of its node's each is."""
+    """Whether torchrun started the ranks and sets their local ranks."""
     meeting: str = ""
-    """Where the ranks find each other: a file that does not exist yet, or an address that the first of them listens at."""
+    """Rendezvous of the ranks: a file that does not exist yet, or an address at which the first rank listens."""
 
     @classmethod
     def of(cls, base: str, engine: EngineConfig, own: Choice | None = None, *, embedded: bool = True) -> Join:
-        """What every rank of a host is told. None changes its kernels alone, as where memory is short."""
+        """The message for all ranks of a host. No rank changes its kernels alone, as it would when memory is short."""
         fields = engine.model_dump(mode="json") | {"threads": budgets.threads_of(engine)}
         choice = dataclasses.replace(own or of_machine(), kept=True)
         return cls(base, fields, choice, engine.trust_remote_code, embedded)
 
     @property
     def config(self) -> EngineConfig:
-        """As the rank loads it."""
+        """The configuration that the rank loads."""
         config = EngineConfig.model_validate(self.engine)
         return config.model_copy(update={"trust_remote_code": self.trust_remote_code})
 
 
 class AddAdapter(ChannelMessage, frozen=True):
-    """Make a fresh adapter."""
+    """Create a new adapter."""
 
     name: str
     shape: dict[str, Any]
     """Fields of `AdapterConfig`."""
     seed: int
     owner: int
-    """The rank that has its masters, gradient and moments; every rank has the copy that is multiplied with."""
+    """The rank with its masters, gradient and moments; every rank has the compute copy."""
     head: bool = False
-    """Whether it gives values."""
+    """Whether it has a value head."""
 
 
 class Leave(ChannelMessage, frozen=True):
-    """There is nothing more to do: a rank that ends without having heard this says that something went wrong."""
+    """Leave the group; a rank that ends without this message reports an error."""
 
 
 class RemoveAdapter(ChannelMessage, frozen=True):
-    """Let go of an adapter."""
+    """Remove an adapter."""
 
     name: str
 
 
 class RankLoss(msgspec.Struct, frozen=True):
-    """What a segment minimises: one of three kinds."""
+    """A segment's loss: one of three kinds."""
 
     algorithm: dict[str, Any] | None = None
     """Fields of an algorithm that a rank finds by its name."""
@@ -84,21 +84,21 @@ class RankLoss(msgspec.Struct, frozen=True):
 
 
 class RankSegment(msgspec.Struct, frozen=True):
-    """A segment that a rank runs."""
+    """A segment for a rank."""
 
     place: int
-    """Among the segments of the whole batch."""
+    """Index in the whole batch."""
     adapter: str
     samples: tuple[Sample, ...]
     loss: RankLoss | None
-    """None where there is no backward pass."""
+    """None for a forward pass."""
     denominator: float
     temperature: float
     share_prefixes: bool
 
     @classmethod
     def of(cls, place: int, segment: Segment, loss: RankLoss | None) -> RankSegment:
-        """A segment of a batch as its rank gets it."""
+        """A segment of a batch for its rank."""
         return cls(
             place,
             segment.adapter,
@@ -111,15 +111,15 @@ class RankSegment(msgspec.Struct, frozen=True):
 
 
 class Train(ChannelMessage, frozen=True):
-    """Run a forward and backward pass; all ranks do at once, those without parts too."""
+    """Run a forward and backward pass; all ranks take part, also those without segments."""
 
     parts: tuple[RankSegment, ...]
     route: tuple[tuple[str, int], ...]
-    """Of every segment of the batch, in order, its adapter and the rank that runs it."""
+    """Adapter and rank of every segment of the batch, in order."""
 
 
 class Forward(ChannelMessage, frozen=True):
-    """Run a forward pass, all ranks at once."""
+    """Run a forward pass; all ranks take part."""
 
     parts: tuple[RankSegment, ...]
     base: bool
@@ -127,14 +127,14 @@ class Forward(ChannelMessage, frozen=True):
 
 
 class RankStep(ChannelMessage, frozen=True):
-    """The owner steps, and hands the new version to all ranks."""
+    """The owner updates the adapter and sends the new version to all ranks."""
 
     name: str
     adamw: AdamW
 
 
 class SaveAdapter(ChannelMessage, frozen=True):
-    """To the owner alone: write an adapter."""
+    """To the owner only: write an adapter."""
 
     name: str
     directory: str
@@ -142,7 +142,7 @@ class SaveAdapter(ChannelMessage, frozen=True):
 
 
 class ReadAdapter(ChannelMessage, frozen=True):
-    """The owner reads an adapter, and hands it to all ranks."""
+    """The owner reads an adapter and sends it to all ranks."""
 
     name: str
     directory: str
@@ -150,7 +150,7 @@ class ReadAdapter(ChannelMessage, frozen=True):
 
 
 class ExamineOnRank(ChannelMessage, frozen=True):
-    """To any rank: whether a job over this base could start from an adapter."""
+    """To any rank: check whether a job over this base could start from an adapter."""
 
     directory: str
 
@@ -169,49 +169,49 @@ class Joined(ChannelMessage, frozen=True):
     """Fields of `ModelInfo`, without the tokenizer."""
     fingerprint: str
     own_bytes: int
-    """Of the weights that lie on this rank."""
+    """Bytes of the weights on this rank."""
 
 
 class RankDone(ChannelMessage, frozen=True):
-    """The message was carried out, and there is nothing to tell."""
+    """The message was executed and has no result."""
 
 
 class SegmentResult(msgspec.Struct, frozen=True):
-    """What a pass says of one segment."""
+    """Result of a pass for one segment."""
 
     place: int
     logprobs: tuple[FloatArray, ...]
     stats: LossStats | None = None
-    """Where there was a backward pass."""
+    """Set after a backward pass."""
 
 
 class RankResult(ChannelMessage, frozen=True):
-    """What a pass says of the rank's segments."""
+    """Results of the rank's segments."""
 
     results: tuple[SegmentResult, ...]
 
 
 class Stepped(ChannelMessage, frozen=True):
-    """What an optimizer step did."""
+    """Result of an optimizer step."""
 
     stats: OptimStats
 
 
 class ExaminedOnRank(ChannelMessage, frozen=True):
-    """An adapter that fits."""
+    """The adapter fits."""
 
     shape: dict[str, Any]
-    """Fields of `AdapterConfig`: what the job's own adapter has to be."""
+    """Fields of `AdapterConfig` that the job's own adapter needs."""
 
 
 class RankRefused(ChannelMessage, frozen=True):
-    """It was not done, on any rank; the ranks are in step and can go on."""
+    """The message was executed on no rank; all ranks are ready for the next."""
 
     kind: str
-    """The exception's class; empty where it was another rank's."""
+    """Class name of the exception; empty if another rank raised it."""
     reason: str
     number: int = 0
-    """Of an OSError."""
+    """`errno` of an OSError."""
     path: str | None = None
     """The file, of an OSError."""
 

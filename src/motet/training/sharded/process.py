@@ -1,6 +1,6 @@
-"""The process of one rank: it joins the others, loads its part of the base, and answers what the trainer asks.
+"""The process of one rank: joins the others, loads its part of the base, and answers the trainer's messages.
 
-The parent is `motet.training.sharded.group`. The process ends when its input does, so also when the parent dies.
+The parent is `motet.training.sharded.group`. The process ends when its input ends, so also when the parent dies.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from motet.training.torch_trainer import TorchTrainer
 
 _ALGORITHM: TypeAdapter[Algorithm] = TypeAdapter(Choice)
 _PATIENCE = timedelta(days=7)
-"""A rank waits for the others as long as it takes; the parent sees when one is gone."""
+"""Time limit between ranks; the parent detects a missing rank."""
 
 
 def join(message: m.Join) -> RankTrainer:
-    """Meet the other ranks and load this one's part.
+    """Connect to the other ranks and load this rank's part.
 
     Raises:
         BaseModelError: the base cannot be used.
@@ -59,7 +59,7 @@ def join(message: m.Join) -> RankTrainer:
             place.type, (engine.n_ranks // engine.shard, engine.shard), mesh_dim_names=("copy", "part")
         )
         shards = Shards(copies["part"])
-    # by default a base is unpacked: what memory is free might differ between ranks
+    # unpacked by default: free memory may differ between ranks
     form = "packed" if engine.base_format == "packed" else "unpacked"
     own = engine.model_copy(update={"device": str(place), "base_format": form})
     base = load_as_configured(message.base, own, message.own, shards=shards)
@@ -71,7 +71,7 @@ def join(message: m.Join) -> RankTrainer:
 
 
 def _store(message: m.Join, n_ranks: int) -> FileStore | TCPStore:
-    """Where the ranks find each other. Not by `init_method`, which under torchrun means torchrun's own store."""
+    """The rendezvous store. `init_method` is not used, because torchrun redirects it to its own store."""
     host, _, port = message.meeting.rpartition(":")
     if host:
         return TCPStore(host, int(port), n_ranks, is_master=message.rank == 0)
@@ -79,7 +79,7 @@ def _store(message: m.Join, n_ranks: int) -> FileStore | TCPStore:
 
 
 def joined(trainer: RankTrainer) -> m.Joined:
-    """What the base is, and what this rank computes with it."""
+    """Facts about the base and this rank."""
     info = trainer.base.info
     facts = asdict(replace(info, tokenizer=None))  # type: ignore[arg-type]
     del facts["tokenizer"]
@@ -87,7 +87,7 @@ def joined(trainer: RankTrainer) -> m.Joined:
 
 
 def answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
-    """Do what one message asks. What leaves this function has put the rank out of step with the others."""
+    """Execute one message. An exception from this function means that the rank is out of step with the others."""
     try:
         return _answer(trainer, message)
     except InStep as error:
@@ -116,12 +116,12 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
         case m.SaveAdapter():
             try:
                 trainer.save(message.name, Path(message.directory), optimizer=message.optimizer)
-            except (OSError, MotetError) as error:  # a full disk is the job's affair
+            except (OSError, MotetError) as error:  # a full disk affects only this job
                 return _refused(error)
         case m.ExamineOnRank():
             try:
                 shape = examine(trainer.base, Path(message.directory))
-            except Exception as error:  # whatever a stranger's files do to it: no other rank takes part
+            except Exception as error:  # the files are untrusted, and no other rank takes part
                 return _refused(error)
             return m.ExaminedOnRank(shape.model_dump(mode="json"))
         case m.ReadAdapter():
@@ -161,9 +161,9 @@ def _refused(error: BaseException | None) -> m.RankRefused:
 
 
 def serve(parent: Parent[m.ToRank]) -> None:
-    """Be a rank until the parent is gone; the process ends with it."""
+    """Serve as a rank until the parent is gone; the process ends with it."""
     give_back_freed_memory()
-    parent.on_hang_up(lambda: os._exit(1))  # at once: what it would still write is another process's by now
+    parent.on_hang_up(lambda: os._exit(1))  # at once: another process may already write to the same files
     first = parent.first()
     if not isinstance(first, m.Join):
         os._exit(int(first is None))
@@ -175,7 +175,7 @@ def serve(parent: Parent[m.ToRank]) -> None:
     parent.send(joined(trainer))
     while (message := parent.first()) is not None and not isinstance(message, m.Leave):
         parent.send(answer(trainer, message))
-    os._exit(int(message is None))  # a group is left one by one
+    os._exit(int(message is None))  # ranks leave a group one by one
 
 
 if __name__ == "__main__":

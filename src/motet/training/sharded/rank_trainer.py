@@ -1,8 +1,8 @@
-"""One rank of several: its base or part of one, the adapters that it owns, and copies of the others.
+"""One rank of several: its base or a part of it, the adapters that it owns, and copies of the others.
 
-A segment's gradient is made whole on one rank, as it would be alone, and kept unscaled. Its adapter's owner adds the
-segments' gradients in the order of the batch, with the additions that a trainer on one device makes: an all-reduce would add in
-another order, and have other bits. Every method is called on all ranks at once, but for `save`.
+Each segment's gradient is computed whole on one rank, as if it were alone, and kept unscaled. The adapter's owner adds
+the gradients in batch order, as a trainer on one device does; an all-reduce would add in another order and give other
+bits. Every method except `save` is called on all ranks at once.
 
 Legend: T packed rows.
 """
@@ -29,17 +29,17 @@ from motet.types import FloatArray
 
 
 class InStep(Exception):
-    """A call was refused on every rank, and all are ready for the next; `__cause__` is None where it was another rank's."""
+    """A call failed on every rank, and all are ready for the next; `__cause__` is None if another rank raised the error."""
 
 
 @dataclass(frozen=True)
 class _Gradient:
-    """Of one segment, unscaled, in the type that its products have: the base's, and fp32 by own kernels."""
+    """Gradient of one segment, unscaled, in the dtype of its products: the base's, or fp32 with own kernels."""
 
     flat: Tensor
     matrices: dict[str, LoraMatrices]
     head: Tensor | None
-    """That of a value head, in fp32."""
+    """Of the value head, in fp32."""
 
     @classmethod
     def zeros(cls, layout: AdapterLayout, base: LoraModel, *, head: bool) -> _Gradient:
@@ -49,10 +49,10 @@ class _Gradient:
 
 
 class RankTrainer:
-    """What one rank does of a `Trainer`."""
+    """The part of a `Trainer` that runs on one rank."""
 
     def __init__(self, base: LoraModel, owned: TorchTrainer) -> None:
-        """The process group is there; where the base is in shards, over all ranks of it or over groups of them.
+        """The process group exists; if the base is sharded, it covers all of its ranks or groups of them.
 
         `owned` trains the adapters that this rank owns.
         """
@@ -61,12 +61,12 @@ class RankTrainer:
         self._owned = owned
         self._owners: dict[str, int] = {}
         self._copies: dict[str, AdapterWeights] = {}
-        """Of the adapters that other ranks own."""
+        """Copies of adapters that other ranks own."""
         self._heads: dict[str, Tensor] = {}
-        """Of those among them that give values."""
+        """Their value heads."""
 
     def add_adapter(self, name: str, shape: AdapterConfig, seed: int, owner: int, *, head: bool = False) -> None:
-        """Make a fresh adapter; every rank draws the same numbers.
+        """Create a new adapter; every rank draws the same numbers.
 
         Raises:
             InStep: a target module does not exist.
@@ -81,12 +81,12 @@ class RankTrainer:
                 self._copies[name] = AdapterWeights.from_masters(layout, scaling, masters, self.base.dtype)
                 if head:
                     self._heads[name] = _empty_head(self.base)
-        except MotetError as error:  # on every rank
+        except MotetError as error:  # raised on every rank
             raise InStep from error
         self._owners[name] = owner
 
     def remove_adapter(self, name: str) -> None:
-        """Let go of an adapter."""
+        """Remove an adapter."""
         if self._owners.pop(name) == self.rank:
             self._owned.remove_adapter(name)
         else:
@@ -94,12 +94,12 @@ class RankTrainer:
             self._heads.pop(name, None)
 
     def train(self, batch: Batch, places: Sequence[int], route: Sequence[tuple[str, int]]) -> tuple[Trained, ...]:
-        """Run this rank's segments, and add up the gradients of the adapters that it owns.
+        """Run this rank's segments, and add the gradients of the adapters that it owns.
 
         Args:
-            batch: this rank's segments; there may be none.
-            places: of each its place in the whole batch.
-            route: of every segment of the whole batch its adapter and its rank.
+            batch: this rank's segments; may be empty.
+            places: their indices in the whole batch.
+            route: adapter and rank of every segment of the whole batch.
 
         Raises:
             InStep: a segment failed on some rank; nothing was added on any.
@@ -136,13 +136,13 @@ class RankTrainer:
         if segments or self.base.shards is not None:
             weights = None if base else [self._weights(segment.adapter) for segment in segments]
             flats = [] if base else [self._head(segment.adapter) for segment in segments]
-            heads = [None if flat is None else ValueHead(flat, flat) for flat in flats]  # no gradient is made
+            heads = [None if flat is None else ValueHead(flat, flat) for flat in flats]  # no gradient is computed
             logprobs = whole(packed.score(weights, heads))
         self._agree(fault)
         return logprobs
 
     def step(self, name: str, adamw: AdamW) -> OptimStats | None:
-        """Step an adapter; what its owner says of it."""
+        """Update an adapter; returns its owner's statistics."""
         stats = self._owned.optim_step(name, adamw) if self._owners[name] == self.rank else None
         self._hand_out(name)
         return stats
@@ -161,7 +161,7 @@ class RankTrainer:
         if self._owners[name] == self.rank:
             try:
                 self._owned.load_adapter(name, directory, optimizer=optimizer)
-            except Exception as error:  # told by who asked, like a fault of one device
+            except Exception as error:  # reported to the caller, as on one device
                 fault = error
         self._agree(fault)
         self._hand_out(name)
@@ -176,7 +176,7 @@ class RankTrainer:
         return None if head is None else head.flat
 
     def _packed(self, batch: Batch) -> tuple[PackedPass, Exception | None]:
-        """This rank's pass; one of padding where its segments cannot be laid out, and why."""
+        """This rank's pass; if its segments cannot be laid out, a pass of padding and the error."""
         try:
             for segment in batch.segments:
                 highest = max(int(sample.token_ids.max(initial=0)) for sample in segment.samples)
@@ -187,10 +187,10 @@ class RankTrainer:
             return PackedPass(self.base, Batch(()), share=False), error
 
     def _agree(self, fault: Exception | None) -> None:
-        """Go on where no rank has a fault.
+        """Continue if no rank has an error.
 
         Raises:
-            InStep: one has.
+            InStep: a rank has one.
         """
         faults = torch.tensor([int(fault is not None)], device=self.base.device)
         distributed.all_reduce(faults)
@@ -198,7 +198,7 @@ class RankTrainer:
             raise InStep from fault
 
     def _add(self, name: str, rank: int, gradient: _Gradient | None) -> None:
-        """Bring a segment's gradient from the rank that made it to the owner, who adds it."""
+        """Send a segment's gradient from the rank that computed it to the owner, who adds it."""
         owner = self._owners[name]
         if self.rank not in (owner, rank):
             return
@@ -213,9 +213,9 @@ class RankTrainer:
             self._owned.add_gradient(name, gradient.matrices, gradient.head)
 
     def _hand_out(self, name: str) -> None:
-        """Give every rank the owner's copy."""
+        """Broadcast the owner's copy to all ranks."""
         weights, owner = self._weights(name), self._owners[name]
-        flat = weights.flat[: weights.layout.size]  # behind it the owner has the head, in another type
+        flat = weights.flat[: weights.layout.size]  # the owner's head follows it, in another dtype
         if owner != self.rank:
             flat = torch.empty_like(flat)
         distributed.broadcast(flat.view(torch.uint8), owner)
@@ -227,5 +227,5 @@ class RankTrainer:
 
 
 def _empty_head(base: LoraModel) -> Tensor:
-    """As wide as the model, and a bias."""
+    """Zeros for the weights and the bias."""
     return torch.zeros(base.info.hidden_size + 1, device=base.device)

@@ -1,6 +1,6 @@
-"""Ranks that `torchrun` has started, one in each of its processes but the first, which trains and starts its rank itself.
+"""Ranks started by `torchrun`. The first process trains and starts its rank itself; each other process is a rank.
 
-They find the first one through the store that torchrun keeps, and end when it does.
+They find the first process through torchrun's store, and end when it does.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from motet.training.sharded.links import Connected
 from motet.training.sharded.process import serve
 
 _KEY = "motet/first"
-"""In torchrun's store: the port at which the first process listens, and what to say there."""
+"""Key in torchrun's store: the port of the first process, and a token."""
 _CONNECT_SECONDS = 300.0
 _LOOK_SECONDS = 0.2
 
 
 def rank_group(join: m.Join, log: Path, *, of_torchrun: bool) -> RankGroup:
-    """Ranks that are started here, or, in the first process of torchrun, those in all of them.
+    """The ranks, started here or, in the first process of torchrun, in all of its processes.
 
     Raises:
         BaseModelError: the base cannot be used.
         RankGone: a rank ended.
-        ConfigError: torchrun has started another number of processes.
-        EngineError: one does not connect.
+        ConfigError: torchrun started another number of processes.
+        EngineError: a process does not connect.
     """
     if not of_torchrun:
         return RankGroup(join, log)
@@ -48,14 +48,14 @@ def rank_group(join: m.Join, log: Path, *, of_torchrun: bool) -> RankGroup:
             f"engine.ranks (or engine.shard) is {n_ranks}, and torchrun has started {started} processes: set both to the same "
             "number"
         )
-    # not torchrun's own store: where it starts everything anew, what the ranks before said may still be in there
+    # not torchrun's own store: after a restart, it may still have keys of the earlier ranks
     with socket.create_server((host, 0)) as free:
         meeting = f"{host}:{free.getsockname()[1]}"
     return RankGroup(replace(join, meeting=meeting, of_torchrun=True), log, _connected)
 
 
 def _connected(n_ranks: int) -> list[Connected]:
-    """All ranks but the first, in their order."""
+    """All ranks but the first, in order."""
     token, joined = secrets.token_hex(16), dict[int, Connected]()
     with socket.create_server((os.environ["MASTER_ADDR"], 0)) as server:
         _store().set(_KEY, f"{server.getsockname()[1]} {token}")
@@ -78,14 +78,14 @@ def _connected(n_ranks: int) -> list[Connected]:
 
 
 def take_part() -> None:
-    """Be a rank until the first process ends; what torchrun's processes are told by signals is for that one alone."""
+    """Serve as a rank until the first process ends; ignores signals, which only the first process handles."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     serve(_first_process())
 
 
 def _first_process() -> Parent[m.ToRank]:
-    """Connect to it, once it listens: until then there is nothing in the store, or where an earlier one did."""
+    """Connect to the first process; waits until it listens. An earlier process may have left an old address."""
     store, host = _store(), os.environ["MASTER_ADDR"]
     while True:
         port, token = store.get(_KEY).decode().split()
@@ -95,14 +95,14 @@ def _first_process() -> Parent[m.ToRank]:
 
 
 def _store() -> TCPStore:
-    """The first process may take long to load the base before it comes; torchrun sees when it ends instead."""
+    """The long timeout covers the loading of the base; torchrun detects when the first process ends."""
     return TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(days=1)
     )
 
 
 def _greeted(connection: socket.socket, token: str) -> int | None:
-    """The rank that has connected; None for a stranger."""
+    """The rank of a connection; None for a stranger."""
     connection.settimeout(_CONNECT_SECONDS)
     said = b""
     with contextlib.suppress(OSError):

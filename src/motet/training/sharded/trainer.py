@@ -1,8 +1,8 @@
-"""A `Trainer` over several processes; its masters, moments and logprobs are those of one.
+"""A `Trainer` over several processes, with the masters, moments and logprobs of a single one.
 
-This side holds neither weights nor a process group: it says who does what, and the ranks
-(`motet.training.sharded.rank_trainer`) exchange gathered weights, gradients and versions among themselves. So a rank that dies
-is a pipe that closes, never a call that hangs.
+This side holds no weights and no process group. It assigns the work, and the ranks
+(`motet.training.sharded.rank_trainer`) exchange gathered weights, gradients and versions. So a dead rank shows as a
+closed pipe, never as a call that hangs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class ShardedTrainer:
         self._owners: dict[str, int] = {}
 
     def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
-        """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0; one with a `head` gives values.
+        """Take a slot for a new adapter (B = 0), with zero moments and step count 0; `head` adds a value head.
 
         Raises:
             AdapterError: the name is taken, no slot is free, or a target module does not exist.
         """
         if name in self._owners:
-            raise AdapterError(f"adapter {name!r} is there already")
+            raise AdapterError(f"adapter {name!r} exists already")
         if len(self._owners) >= self.slots:
             raise AdapterError(f"all {self.slots} adapter slots are taken; raise engine.slots or wait for a job to end")
         rank = owner(self._owners.values(), self._group.n_ranks)
@@ -45,7 +45,7 @@ class ShardedTrainer:
         self._owners[name] = rank
 
     def remove_adapter(self, name: str) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         self._owner(name)
         self._group.ask_all(m.RemoveAdapter(name))
         del self._owners[name]
@@ -59,18 +59,18 @@ class ShardedTrainer:
         return tuple(Trained(one.stats, one.logprobs) for one in ran if one.stats is not None)
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
-        """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
+        """Logprobs [T] per sample per segment, no gradient; `base=True` disables the adapters (the KL reference)."""
         parts = self._parts(batch, self._scatter(batch, base=base), learns=False)
         return tuple(one.logprobs for one in self._run({rank: m.Forward(own, base) for rank, own in parts.items()}))
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
-        """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
+        """Clip, step and clear the gradient of one adapter; the next version can then be published."""
         answer = self._group.ask_all(m.RankStep(name, adamw))[self._owner(name)]
         assert isinstance(answer, m.Stepped)
         return answer.stats
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
-        """Write PEFT files, and the optimizer's state where asked; the directory exists. Waits for the owner's turn."""
+        """Write PEFT files, with `optimizer` also the optimizer's state; the directory exists. Waits for the owner's turn."""
         self._group.ask({self._owner(name): m.SaveAdapter(name, str(directory.absolute()), optimizer)})
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
@@ -90,21 +90,21 @@ class ShardedTrainer:
         return scatter([segment.n_tokens for segment in batch.segments], owners, self._group.n_ranks)
 
     def _parts(self, batch: Batch, ranks: tuple[int, ...], *, learns: bool) -> dict[int, tuple[m.RankSegment, ...]]:
-        """Of each rank its segments, in the order of the batch."""
+        """Each rank's segments, in batch order."""
         parts: dict[int, list[m.RankSegment]] = {rank: [] for rank in range(self._group.n_ranks)}
         for place, (segment, rank) in enumerate(zip(batch.segments, ranks, strict=True)):
             parts[rank].append(m.RankSegment.of(place, segment, _loss(segment) if learns else None))
         return {rank: tuple(own) for rank, own in parts.items()}
 
     def _run(self, messages: dict[int, m.Train] | dict[int, m.Forward]) -> list[m.SegmentResult]:
-        """What all ranks say of a pass, in the order of the batch."""
+        """Results of a pass from all ranks, in batch order."""
         answers = self._group.ask({**messages})
         results = [one for answer in answers.values() if isinstance(answer, m.RankResult) for one in answer.results]
         return sorted(results, key=lambda one: one.place)
 
 
 def _loss(segment: Segment) -> m.RankLoss:
-    """A loss for a rank, which finds an algorithm by its name."""
+    """A loss in a form that a rank can rebuild; algorithms are found by name."""
     loss = segment.loss
     if loss is None:
         raise ValueError(f"a segment of {segment.adapter!r} has no loss; a gradient needs one")
@@ -114,21 +114,21 @@ def _loss(segment: Segment) -> m.RankLoss:
         return m.RankLoss(client=loss)
     if not isinstance(loss, Algorithm) or not (loss.type in ALGORITHMS or ":" in loss.type):
         raise AdapterError(
-            f"the loss of {segment.adapter!r}, a {type(loss).__name__}, cannot be handed to other processes; put its class "
+            f"the loss of {segment.adapter!r}, a {type(loss).__name__}, cannot be sent to other processes; put its class "
             "into a file and name it as `file.py:Class` in algorithm.type, or set engine.ranks and engine.shard to 1"
         )
     return m.RankLoss(loss.model_dump(mode="json"))
 
 
 def scatter(lengths: Sequence[int], owners: Sequence[int], n_ranks: int) -> tuple[int, ...]:
-    """A rank for each segment of a batch: the longest first, each to the rank with the fewest tokens so far.
+    """Assign a rank to each segment of a batch: longest first, to the rank with the fewest tokens so far.
 
-    That decides how long a pass takes, never a bit of what it gives.
+    The assignment affects the duration of a pass, never its bits.
 
     Args:
         lengths: tokens of each segment.
-        owners: the rank that owns each segment's adapter; where ranks are level it is taken, for it need not send a gradient.
-        n_ranks: how many ranks there are.
+        owners: the rank that owns each segment's adapter; preferred in a tie, because it need not send a gradient.
+        n_ranks: number of ranks.
     """
     loads, ranks = [0] * n_ranks, [0] * len(lengths)
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
@@ -139,7 +139,7 @@ def scatter(lengths: Sequence[int], owners: Sequence[int], n_ranks: int) -> tupl
 
 
 def owner(owned: Iterable[int], n_ranks: int) -> int:
-    """A rank for a new adapter: the one that owns the fewest."""
+    """The rank for a new adapter: the one that owns the fewest."""
     counts = [0] * n_ranks
     for rank in owned:
         counts[rank] += 1

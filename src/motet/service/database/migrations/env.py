@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the steps in `versions/` on the connection that `Store` hands over."""
+"""Alembic's entry point: runs the steps in `versions/` on the connection from `Store`."""
 
 from alembic import context
 

@@ -1,4 +1,4 @@
-"""The shape that `tables.py` makes. Each later change of it is a step after this one."""
+"""The initial schema of `tables.py`. Each later change is a step after this one."""
 
 revision = "0001"
 down_revision = None
@@ -7,4 +7,4 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Nothing: a new database gets the newest tables at once."""
+    """Do nothing: a new database gets the newest tables directly."""
