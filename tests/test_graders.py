@@ -12,7 +12,7 @@ import pytest
 
 from motet.config import RewardConfig
 from motet.errors import GraderError, RewardError
-from motet.service.rewards.grading import VerdictError, prompt, verdict
+from motet.tasks.judging import VerdictError, prompt, ranking, verdict
 from motet.tasks import graders
 from motet.tasks.graders import template
 from motet.tasks.graders.shapes import Judge, columns, parse

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from motet.service.rewards.grading import prompt
+from motet.tasks.judging import prompt
 from motet.tasks.graders.shapes import Judge, parse
 from tests.openai_requests import GRADER, JUDGE, PYTHON, SHORT, WORDS, client_of, method, rows, uploaded
 from tests.pages import fences

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator
@@ -38,6 +38,20 @@ Transcripts = list[list[dict[str, Any]]]
 """The messages of each completion's whole conversation; none at all where each is the prompt and the completion."""
 Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str], Transcripts], Awaitable[list[ScoreOrReason]]]
 """(job, reward, problem, completions, transcripts) → one score per completion, in order; a `Problem` as plain values."""
+
+
+@runtime_checkable
+class Judging(Protocol):
+    """Scores elsewhere, keeps count of what that takes, and has something to close."""
+
+    def spend(self, job: str) -> Mapping[str, Any]:
+        """What was paid for a job so far; empty where nothing was."""
+        ...
+
+    async def close(self) -> None:
+        """Ask no longer."""
+        ...
+
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 _OWN_HEADERS = ("host", "content-length", "content-type", "transfer-encoding", "connection", "accept-encoding")

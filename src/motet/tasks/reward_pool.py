@@ -34,6 +34,7 @@ from motet.tasks.reward_elsewhere import (
     SEES_ALL,
     Chance,
     Elsewhere,
+    Judging,
     ScoreOrReason,
     Transcripts,
     labels_of,
@@ -164,6 +165,14 @@ class RewardPool:
         """End all processes and wait until they are gone."""
         for job in list(self._jobs):
             await self.unregister(job)
+        for one in self._elsewhere.values():
+            if isinstance(one, Judging):
+                await one.close()
+
+    def spend(self, job: str) -> Mapping[str, Any]:
+        """What judges took for a job so far; empty where none was asked."""
+        told = [one.spend(job) for one in self._elsewhere.values() if isinstance(one, Judging)]
+        return told[0] if told else {}
 
     def rest(self, job: str, wanted: bool) -> None:
         """Say whether a job is to rest; where nobody is there to score for it, `score` then raises `ScorerAway`."""
@@ -273,10 +282,12 @@ class RewardPool:
     ) -> list[_Part]:
         """Parts of a reward that a process of the job scores.
 
-        A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
+        A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout. A
+        reward that compares them gets no such call.
         """
-        if group.loaded.together[group.index(index)] and len(answers) > 1:
-            parts = await self._call(group, index, problem, answers)
+        own = group.index(index)
+        if group.loaded.together[own] and len(answers) > 1:
+            parts = await self._call(group, index, problem, answers, last=group.loaded.compares[own])
             if parts is not None:
                 return parts
         alone = await asyncio.gather(*(self._call(group, index, problem, [answer], last=True) for answer in answers))
