@@ -257,7 +257,7 @@ def _below(graders: Any, where: str) -> Any:
         raise GraderError(where, "this is a mapping of names to graders")
     for name, grader in graders.items():
         if isinstance(grader, Mapping) and grader.get("type") in ("multi", "rank"):
-            raise GraderError(f"{where}.{name}", f"a multi grader cannot contain a {grader['type']} grader")
+            raise GraderError(f"{where}.{name}", "a multi grader cannot contain another, or a rank grader")
     return {str(name): parse(grader, f"{where}.{name}") for name, grader in graders.items()}
 
 
