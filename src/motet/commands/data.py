@@ -125,7 +125,7 @@ def selected(rows: Sequence[Row], wanted: Wanted) -> list[Row]:
     for one in comparisons:
         if one.column not in columns:
             near = close_matches(one.column, sorted(columns), 1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
+            meant = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(
                 f"--filter: no row has a column {one.column!r}{meant} There are {', '.join(sorted(columns))}"
             )
