@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from motet.commands.replay import replay
 from motet.config import EngineConfig, RewardConfig
 from motet.errors import GraderError, RewardError
 from motet.launch import load
@@ -200,7 +202,7 @@ def test_a_job_learns_the_same_again_from_a_judge_that_changes_its_mind(small: A
 
         def trained(name: str) -> tuple[dict[str, str], int]:
             before = len(server.questions)
-            done = small_runs.run(small, tmp_path / name, [job]).jobs["a"]
+            done = small_runs.run(small, tmp_path / name, [job], threads=1).jobs["a"]
             assert (done.state.value, done.inexact) == ("succeeded", ())
             return small_runs.fingerprint(tmp_path / name / "a"), len(server.questions) - before
 
@@ -210,6 +212,11 @@ def test_a_job_learns_the_same_again_from_a_judge_that_changes_its_mind(small: A
         shutil.copy(tmp_path / "first" / "a" / "judge.sqlite", tmp_path / "again" / "a")
         assert trained("again") == (first, 0)
         assert trained("anew")[0] != first  # such is this judge
+        tree = small_runs.config(tmp_path / "first", [job], threads=1).model_dump(mode="json", exclude_unset=True)
+        (tmp_path / "jobs.yaml").write_text(yaml.safe_dump(tree))
+        before = len(server.questions)
+        assert replay(tmp_path / "jobs.yaml", "a", [], None, trust_remote_code=False) == 0
+        assert len(server.questions) == before
     timings = (tmp_path / "first" / "a" / "timings.jsonl").read_text().splitlines()
     spent = json.loads(timings[-1])["judge"]
     assert spent == {"questions": paid, "read": 100 * paid, "written": 10 * paid, "cost": 0.0}

@@ -21,7 +21,7 @@ from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
 from motet.before_loading import Checked, auto_kernels, check_before_loading
 from motet.commands.answers import print_table
-from motet.commands.forecast import forecast, warnings_of
+from motet.commands.forecast import Forecast, forecast, warnings_of
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.errors import RunError
@@ -164,7 +164,8 @@ async def _check_all(
     prices: PricesConfig,
 ) -> None:
     """`failing` gets the jobs in which no answer got a reward."""
-    failures, forecasts = [], []
+    failures: list[str] = []
+    forecasts: list[tuple[str, Forecast]] = []
     table = Table(
         "job", "train / held out", "reward", "groups with signal", "answer length", "truncated", "a step", "all steps"
     )

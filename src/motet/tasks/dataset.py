@@ -117,10 +117,10 @@ def split(config: DataConfig, source: Source, longer: Longer | None = None) -> D
 
 def _ordered(column: str, problems: Sequence[Problem], source: str) -> list[int]:
     """The places of problems by a column, smallest first; equal ones stay as they are in the source."""
-    values = [problem.metadata.get(column) for problem in problems]
-    for kind in (int | float, str):
-        if all(isinstance(value, kind) for value in values):
-            return sorted(range(len(values)), key=values.__getitem__)
+    values: list[Any] = [problem.metadata.get(column) for problem in problems]
+    numbers = all(isinstance(value, int | float) for value in values)
+    if numbers or all(isinstance(value, str) for value in values):
+        return sorted(range(len(values)), key=lambda place: values[place])
     bad = next(at for at, value in enumerate(values) if not isinstance(value, int | float))
     raise DataError(
         f"data.order {column!r}: {source} row {problems[bad].id + 1} has {str(values[bad])[:80]!r} there; every row needs a "
