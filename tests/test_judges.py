@@ -87,7 +87,8 @@ def test_a_judge_at_an_address_scores_and_each_question_is_paid_once(
     assert (first["model"], first["temperature"], first["user"]) == ("m", 0, "me")
     assert "for 4" in first["messages"][0]["content"]
     spent = JudgeAnswers(tmp_path / "job" / "judge.sqlite").spend()
-    assert spent == Spend(3, 300, 30, pytest.approx(3 * (100 * 2 + 10 * 10) / 1e6))
+    assert (spent.questions, spent.read, spent.written) == (3, 300, 30)
+    assert spent.cost == pytest.approx(3 * (100 * 2 + 10 * 10) / 1e6)
     assert b"secret" not in (tmp_path / "job" / "judge.sqlite").read_bytes()
 
 
@@ -150,7 +151,11 @@ def test_what_a_judge_answers_is_not_trusted(server: JudgeServer, tmp_path: Path
 
 
 def test_a_slow_judge_costs_its_rollout_and_a_spent_budget_stops_asking(server: JudgeServer, tmp_path: Path) -> None:
-    server.mind = lambda question: (time.sleep(1), digits(question))[1]
+    def slowly(question: str) -> str:
+        time.sleep(1)
+        return digits(question)
+
+    server.mind = slowly
     slow = judge(server).model_copy(update={"wall_seconds": 0.2})
     (one,) = scored(tmp_path, slow, ["1"])
     assert "gave no answer in 0.2 s (reward field wall_seconds)" in one.error

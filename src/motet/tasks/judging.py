@@ -14,6 +14,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Literal
 
 from motet.config import RewardConfig
@@ -269,7 +270,7 @@ def verdict(judge: Judge, said: str) -> float:
     return _within(judge, number)
 
 
-def _within(judge: ScoreModel | Rubric, number: float) -> float:
+def _within(judge: ScoreModel | Rubric, number: float | Decimal) -> float:
     low, high = judge.range
     if not low <= number <= high:
         raise VerdictError(f"the judge {judge.model!r} gave {number}, which is not from {low:g} to {high:g}")

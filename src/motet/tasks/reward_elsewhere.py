@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
@@ -51,6 +51,11 @@ class Judging(Protocol):
     async def close(self) -> None:
         """Ask no longer."""
         ...
+
+
+def judging(scorers: Iterable[object]) -> list[Judging]:
+    """Those that keep count of what they take."""
+    return [one for one in scorers if isinstance(one, Judging)]
 
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")

@@ -34,9 +34,9 @@ from motet.tasks.reward_elsewhere import (
     SEES_ALL,
     Chance,
     Elsewhere,
-    Judging,
     ScoreOrReason,
     Transcripts,
+    judging,
     labels_of,
 )
 from motet.tasks.reward_installed import Installed, without_folder
@@ -125,6 +125,7 @@ class RewardPool:
         """
         self._workers, self._walls = workers, walls or Walls()
         self._elsewhere, self._installed, self._rest = elsewhere or {}, installed or {}, rest
+        self._judging = judging(self._elsewhere.values())
         self._jobs: dict[str, _Job] = {}
 
     async def register(
@@ -165,14 +166,12 @@ class RewardPool:
         """End all processes and wait until they are gone."""
         for job in list(self._jobs):
             await self.unregister(job)
-        for one in self._elsewhere.values():
-            if isinstance(one, Judging):
-                await one.close()
+        for one in self._judging:
+            await one.close()
 
     def spend(self, job: str) -> Mapping[str, Any]:
         """What judges took for a job so far; empty where none was asked."""
-        told = [one.spend(job) for one in self._elsewhere.values() if isinstance(one, Judging)]
-        return told[0] if told else {}
+        return self._judging[0].spend(job) if self._judging else {}
 
     def rest(self, job: str, wanted: bool) -> None:
         """Say whether a job is to rest; where nobody is there to score for it, `score` then raises `ScorerAway`."""
