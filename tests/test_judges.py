@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from motet.commands.replay import replay
-from motet.config import EngineConfig, RewardConfig
+from motet.config import EngineConfig, JobConfig, RewardConfig
 from motet.errors import GraderError, RewardError
 from motet.launch import load
+from motet.runtime.identity import of_config
 from motet.tasks import judge_http
 from motet.tasks.graders.shapes import parse
 from motet.tasks.judge_answers import JudgeAnswers, Said, Spend
@@ -188,6 +189,13 @@ def test_arguments_that_cannot_work_are_refused_before_anything_is_asked(
         judge_http.check(judge(server, **args))
     assert words in str(error.value)
     assert not server.questions
+
+
+def test_a_larger_budget_is_no_other_job(server: JudgeServer) -> None:
+    def known(**args: Any) -> Any:
+        return of_config(JobConfig.model_validate({"name": "a", "data": "toy:add", "reward": [judge(server, **args)]}))
+
+    assert known() == known(budget=9, at_once=2, prices={"read": 1}, key="OTHER") != known(model="other")
 
 
 def test_the_oldest_answers_go_first_and_what_was_paid_stays(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ class JudgeArgs(Config):
 
 ELSEWHERE: Mapping[str, type[Config]] = {"http": HttpArgs, "worker": WorkerArgs, "judge": JudgeArgs}
 """Rewards that no process of the job scores, with their arguments; a model's first line says who scores."""
+SPENDING = ("key", "at_once", "budget", "prices")
+"""Arguments of a judge that say who pays for it, and how much."""
 SEES_ALL = frozenset({"http", "worker"})
 """Those of them that are sent whole conversations."""
 
@@ -163,6 +165,13 @@ def with_headers(reward: Mapping[str, Any], change: Callable[[str], str]) -> dic
 def masked(reward: Mapping[str, Any]) -> dict[str, Any]:
     """A reward as it may be shown: values of headers are secrets."""
     return with_headers(reward, lambda _: MASK)
+
+
+def without_spending(reward: Mapping[str, Any]) -> dict[str, Any]:
+    """A reward as plain values, without what a judge may cost: it changes no score."""
+    if reward.get("name") != "judge":
+        return dict(reward)
+    return {**reward, "args": {name: value for name, value in reward["args"].items() if name not in SPENDING}}
 
 
 def needs_a_service(name: str) -> RewardError:
