@@ -59,7 +59,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "module": ({"reward": "nobody_has_this:reward"}, ("reward module 'nobody_has_this' does not load",)),
     "argument": ({"reward": "needs.py:reward"}, ("needs args that the job does not give", "{level: …}")),
     "pattern": ({"reward": {"name": "regex", "args": {"pattern": "("}}}, ("reward 'regex': args",)),
-    "judge": ({"reward": "judge"}, ("reward 'judge' is scored beside a service",)),
+    "judge": ({"reward": "judge"}, ("reward judge: args.url is missing",)),
     "address": ({"reward": {"name": "http", "args": {}}}, ("reward http: args.url: is missing",)),
     "lambda": ({"reward": lambda problem: 1.0}, ("takes problem; write def reward(problem, completion)",)),
     "scorer": ({"reward": "scorer"}, ("only reasoning-gym:NAME data has a scorer",)),

@@ -12,11 +12,11 @@ import pytest
 
 from motet.config import RewardConfig
 from motet.errors import GraderError, RewardError
-from motet.service.rewards.grading import VerdictError, prompt, verdict
 from motet.tasks import graders
 from motet.tasks.graders import template
 from motet.tasks.graders.shapes import Judge, columns, parse
 from motet.tasks.graders.template import UnfilledError
+from motet.tasks.judging import VerdictError, prompt, verdict
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from motet.types import Message, Problem
 

@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from motet.service.rewards.grading import prompt
 from motet.tasks.graders.shapes import Judge, parse
+from motet.tasks.judging import prompt
 from tests.openai_requests import GRADER, JUDGE, PYTHON, SHORT, WORDS, client_of, method, rows, uploaded
 from tests.pages import fences
 from tests.service_run import Json, Service, tiny

@@ -355,3 +355,16 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
         parent.kill()
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def ordered(problem, completions):
+    if "fail" in completions:
+        raise ValueError("cannot compare")
+    assert problem.answer == "42"
+    return [sorted(completions).index(text) / (len(completions) - 1) for text in completions]
+
+
+def test_a_reward_may_compare_all_answers_to_a_problem():
+    assert [one.reward for one in scores(["b", "c", "a"], reward(ordered))] == [0.5, 1.0, 0.0]
+    failed = scores(["b", "fail"], reward(ordered))
+    assert all("cannot compare" in one.error for one in failed)  # asked about one alone it would divide by zero

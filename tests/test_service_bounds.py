@@ -25,9 +25,10 @@ from motet.errors import ChatRefusal, DataError
 from motet.service.adapters.adapters import Adapters
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
 from motet.service.jobs.validation import TEMPLATE_PARAMETERS
-from motet.service.rewards.grading import _LANES, Grading
+from motet.service.rewards.grading import Grading
 from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import parse
+from motet.tasks.judging import _LANES
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome, Transcript

@@ -27,10 +27,10 @@ from motet.runtime.identity import computed_by, of_config
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.opening import check_identity
 from motet.runtime.own_environment import check_environment
-from motet.tasks import reward_elsewhere
+from motet.tasks import judge_http, reward_elsewhere
 from motet.tasks.dataset import Dataset
+from motet.tasks.judge_http import of_a_run
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_http import Addresses, HttpRewards
 from motet.tasks.reward_loading import NO_SCORER, OWN, SCORER, adapted, built_in
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
@@ -137,7 +137,7 @@ def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loa
     if here:
         with refusals.of():
             check_directories(config.engine)
-    pool = RewardPool(elsewhere={"http": HttpRewards(Addresses(anywhere=True))})
+    pool = RewardPool(elsewhere=of_a_run(Path(config.run)))
     made_by_others, names = chains(config.jobs), [job.name for job in config.jobs]
     code: dict[str, tuple[Load, list[str]]] = {}
     for job in config.jobs:
@@ -265,9 +265,9 @@ def _check_rewards(job: JobConfig) -> bool:
     own, here = False, []
     for reward in job.rewards:
         if reward.function is None and reward.name in reward_elsewhere.ELSEWHERE:
-            if reward.name != "http":
+            if reward.name == "worker":
                 raise reward_elsewhere.needs_a_service(reward.name)
-            reward_elsewhere.check(reward)
+            (judge_http if reward.name == "judge" else reward_elsewhere).check(reward)
             continue
         if reward.function is not None:
             adapted(reward.function, reward.args, reward.name)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from motet import __version__
-from motet.commands import backup, comparing, demo, jobs, login, nodes, replaying, sharing, tenants, workers
+from motet.commands import backup, beginning, comparing, demo, jobs, login, nodes, replaying, sharing, tenants, workers
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 from motet.errors import MotetError
 
@@ -337,6 +337,7 @@ def serve(
 
 for part in (
     demo.app,
+    beginning.app,
     comparing.app,
     replaying.app,
     nodes.app,

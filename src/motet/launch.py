@@ -25,7 +25,7 @@ from motet.runtime.learner import Learner
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.scheduler import FairScheduler
 from motet.slot_memory import check_slots
-from motet.tasks.reward_http import Addresses, HttpRewards
+from motet.tasks.judge_http import of_a_run
 from motet.tasks.reward_pool import RewardPool
 from motet.workshop import FreeMemory, Workshop
 
@@ -356,7 +356,7 @@ def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | 
         device=workshop.device,
         scheduler=scheduler,
         learner=Learner(workshop.trainer, workshop.device, config.train_tokens, scheduler),
-        rewards=rewards or RewardPool(config.reward_processes, {"http": HttpRewards(Addresses(anywhere=True))}),
+        rewards=rewards or RewardPool(config.reward_processes, of_a_run(directory.path)),
         micro_batch_tokens=config.micro_batch_tokens,
         probe_tolerance=workshop.probe_tolerance,
         keep_versions=workshop.keep_versions,

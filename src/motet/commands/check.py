@@ -21,8 +21,9 @@ from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
 from motet.before_loading import Checked, auto_kernels, check_before_loading
 from motet.commands.answers import print_table
+from motet.commands.forecast import Forecast, forecast, warnings_of
 from motet.commands.run import print_rates
-from motet.config import EngineConfig, JobConfig, RunConfig
+from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.errors import RunError
 from motet.jobfile import load_jobs
 from motet.launch import assemble, open_base, services
@@ -99,7 +100,7 @@ def _check(config: RunConfig, rollouts: int) -> bool:
             shared = services(workshop, directory)
             jobs = [job for job, _ in prepared]
             print_rates(console, jobs)
-            Interrupt().run(lambda: _check_all(console, jobs, workshop, shared, rollouts, failing))
+            Interrupt().run(lambda: _check_all(console, jobs, workshop, shared, rollouts, failing, config.prices))
             console.print(_longest(base, config.engine))
         finally:
             workshop.close()
@@ -154,10 +155,17 @@ def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
 
 
 async def _check_all(
-    console: Console, jobs: Sequence[Job], workshop: Workshop, shared: Services, rollouts: int, failing: list[str]
+    console: Console,
+    jobs: Sequence[Job],
+    workshop: Workshop,
+    shared: Services,
+    rollouts: int,
+    failing: list[str],
+    prices: PricesConfig,
 ) -> None:
     """`failing` gets the jobs in which no answer got a reward."""
-    failures = []
+    failures: list[str] = []
+    forecasts: list[tuple[str, Forecast]] = []
     table = Table(
         "job", "train / held out", "reward", "groups with signal", "answer length", "truncated", "a step", "all steps"
     )
@@ -169,6 +177,13 @@ async def _check_all(
                     continue
                 sampled, step_seconds = await _check_job(console, job, shared, rollouts)
                 table.add_row(*_row(job, step_seconds, _figures(sampled.groups)))
+                forecasts.append(
+                    (job.name, forecast(job.config, sampled.groups, step_seconds, shared.rewards.spend(job.name)))
+                )
+                failures += [
+                    f"job {job.name}: {warning}"
+                    for warning in warnings_of(job.config, job.chat, job.data.train, sampled.groups)
+                ]
                 reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
                 failed = Counter(reason for reason in reasons if reason)
                 failing += [job.name] * (failed.total() == len(reasons))
@@ -184,6 +199,8 @@ async def _check_all(
     print_table(console, table)
     for line in failures:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+    for name, foreseen in forecasts:
+        console.print(f"job {name}: {foreseen.text(prices)}", markup=False, highlight=False, soft_wrap=True)
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
 
 

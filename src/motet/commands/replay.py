@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from motet.runtime.fork import fork
 from motet.runtime.opening import rollout_sums
 from motet.runtime.progress import JobProgress
 from motet.runtime.receipts import changed_materials, differences, materials_of, read_receipt, subjects_of
+from motet.tasks.judge_answers import FILE as JUDGE_ANSWERS
 from motet.types import JobState
 
 _MOST = 200
@@ -99,6 +101,9 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
         if first:
             run.mkdir(exist_ok=True)
             fork(original, first, again.path)
+        if (said := original.path / JUDGE_ANSWERS).is_file():  # what judges said is a fact of the run, as its data is
+            again.path.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(said, again.path / JUDGE_ANSWERS)
         versions = f"version {last}" if last == first + 1 else f"versions {first + 1} to {last}"
         say(f"deriving {versions} of {job.name} again …")
         # commits change no bit, and with one a step every receipt of the original has its version here

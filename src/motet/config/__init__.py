@@ -44,6 +44,13 @@ class HostConfig(Config):
         return self
 
 
+class PricesConfig(Config):
+    """What a run costs, in a currency of your choice; `motet check` forecasts with it."""
+
+    hour: float = Field(0.0, ge=0, le=1e9)
+    """One hour of this machine."""
+
+
 class RunConfig(HostConfig):
     """A job file after defaults, sweeps and overrides."""
 
@@ -53,6 +60,8 @@ class RunConfig(HostConfig):
     """What to train, all at once."""
     observers: Observers = []
     """What receives every step: trackers, or [your own code](runs.md#trackers)."""
+    prices: PricesConfig = PricesConfig()
+    """What an hour costs, for the forecast of `motet check`."""
     run: str = "runs/default"
     """Directory of the run; `motet run` uses runs/<name of the job file>, `motet.run` runs/<name of the script>."""
 
@@ -97,6 +106,7 @@ __all__ = [
     "LaunchConfig",
     "ObserverConfig",
     "OptimizerConfig",
+    "PricesConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

@@ -52,6 +52,9 @@ class DataConfig(Config):
     """Variables for the chat template, such as `enable_thinking: false`."""
     shuffle: bool = True
     """Shuffle every pass over the data with the seed of the job."""
+    order: str | None = None
+    """Column by which every pass goes through the rows, smallest value first, such as a difficulty. It replaces
+    `shuffle`."""
     holdout: Annotated[int, Field(ge=0, le=10**6)] | Literal["auto"] = "auto"
     """Rows to keep for evaluation. `auto` is 64, or a quarter of the rows if there are fewer than 256."""
     eval_source: str | None = None
@@ -66,6 +69,15 @@ class DataConfig(Config):
         if self.holdout != "auto":
             return self.holdout
         return HELD_OUT if rows is None else min(HELD_OUT, rows // 4)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ordered_is_not_shuffled(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("order") is not None:
+            if value.get("shuffle") is True:
+                raise ValueError("order and shuffle: true do not go together; leave one out")
+            return {**value, "shuffle": False}
+        return value
 
     @model_validator(mode="before")
     @classmethod

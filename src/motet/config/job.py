@@ -44,8 +44,8 @@ class RewardConfig(Config):
     """One reward. A plain string is the name."""
 
     name: str
-    """`exact`, `contains`, `numeric`, `math`, `regex`, `length`, `grader`, `code`, `scorer`, `http`, `file.py:function` or
-    `module:function`. On a service also `worker`, `judge` and the functions that its operator installed."""
+    """`exact`, `contains`, `numeric`, `math`, `regex`, `length`, `grader`, `code`, `scorer`, `http`, [`judge`](judges.md),
+    `file.py:function` or `module:function`. On a service also `worker` and the functions that its operator installed."""
     weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Factor in the weighted sum."""
     args: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.function_sums import FunctionSums
 from motet.runtime.source_sums import SHOWN, CodeSums
 from motet.tasks.plain_json import as_json
-from motet.tasks.reward_elsewhere import masked
+from motet.tasks.reward_elsewhere import masked, without_spending
 from motet.types import ADAPTER_WEIGHTS
 
 NOT_FOLLOWED = "not_followed"
@@ -38,7 +38,7 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
     for section, field in code:
         file, colon, function = section[field].rpartition(":")
         section[field] = f"{_placeless(file)}:{function}" if colon else section[field]
-    job["rewards"] = [masked(reward) for reward in job["rewards"]]  # a changed password is not a changed job
+    job["rewards"] = [without_spending(masked(reward)) for reward in job["rewards"]]  # another password is no other job
     sources = _sources(config, installed or {})
     unknown = {NOT_FOLLOWED: sources.not_followed} if sources.not_followed else {}
     return {

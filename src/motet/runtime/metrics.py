@@ -176,11 +176,13 @@ def timing_record(
     tokens_trained: int,
     busy: BusyTime,
     errors: Mapping[str, int] | None = None,
+    judge: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The line of timings.jsonl for one step; `errors` as returned by `errors_of`."""
+    """The line of timings.jsonl of one step; `errors` as from `errors_of`, `judge` what judges took since the job began."""
     elapsed = max(time.monotonic() - busy.started, 1e-9)
     return {
         **({"errors": dict(errors)} if errors else {}),
+        **({"judge": dict(judge)} if judge else {}),
         "step": step,
         "time": time.time(),
         "seconds": {name: round(value, 4) for name, value in seconds.items()},

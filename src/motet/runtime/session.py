@@ -272,7 +272,8 @@ class Session:
         if rollouts is not None:
             directory.write_rollouts(str(step), rollouts)
         directory.append(directory.metrics, record)
-        timing = timing_record(step, seconds, **tokens, busy=self.services.device.busy, errors=errors)
+        judge = self.services.rewards.spend(self.job.name)
+        timing = timing_record(step, seconds, **tokens, busy=self.services.device.busy, errors=errors, judge=judge)
         directory.append(directory.timings, timing)
 
 

@@ -110,7 +110,22 @@ def split(config: DataConfig, source: Source, longer: Longer | None = None) -> D
     left_out = len(problems) - len(train) - (0 if config.eval_source else len(holdout))
     if left_out:
         notes.append(f"{left_out} of {len(problems)} rows are left out of training, because their prompts are held out")
+    if config.order is not None:
+        train = train.only(_ordered(config.order, train, config.source))
     return Dataset(train, holdout, source.scorer, tuple(notes))
+
+
+def _ordered(column: str, problems: Sequence[Problem], source: str) -> list[int]:
+    """The places of problems by a column, smallest first; equal ones stay as they are in the source."""
+    values: list[Any] = [problem.metadata.get(column) for problem in problems]
+    numbers = all(isinstance(value, int | float) for value in values)
+    if numbers or all(isinstance(value, str) for value in values):
+        return sorted(range(len(values)), key=lambda place: values[place])
+    bad = next(at for at, value in enumerate(values) if not isinstance(value, int | float))
+    raise DataError(
+        f"data.order {column!r}: {source} row {problems[bad].id + 1} has {str(values[bad])[:80]!r} there; every row needs a "
+        f"number, or every row a text. {_columns(problems[bad].metadata)}"
+    )
 
 
 def _short(config: DataConfig, source: str, problems: Problems, longer: Longer | None) -> tuple[Problems, list[str]]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator
@@ -37,6 +37,25 @@ Transcripts = list[list[dict[str, Any]]]
 """The messages of each completion's whole conversation; none at all where each is the prompt and the completion."""
 Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str], Transcripts], Awaitable[list[ScoreOrReason]]]
 """(job, reward, problem, completions, transcripts) → one score per completion, in order; a `Problem` as plain values."""
+
+
+@runtime_checkable
+class Judging(Protocol):
+    """Scores elsewhere, keeps count of what that takes, and has something to close."""
+
+    def spend(self, job: str) -> Mapping[str, Any]:
+        """What was paid for a job so far; empty where nothing was."""
+        ...
+
+    async def close(self) -> None:
+        """Ask no longer."""
+        ...
+
+
+def judging(scorers: Iterable[object]) -> list[Judging]:
+    """Those that keep count of what they take."""
+    return [one for one in scorers if isinstance(one, Judging)]
+
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 _OWN_HEADERS = ("host", "content-length", "content-type", "transfer-encoding", "connection", "accept-encoding")
@@ -105,7 +124,9 @@ class JudgeArgs(Config):
 
 
 ELSEWHERE: Mapping[str, type[Config]] = {"http": HttpArgs, "worker": WorkerArgs, "judge": JudgeArgs}
-"""Rewards scored outside the job's processes, with their arguments; a model's first line says who scores."""
+"""Rewards that no process of the job scores, with their arguments; a model's first line says who scores."""
+SPENDING = ("key", "at_once", "budget", "prices")
+"""Arguments of a judge that say who pays for it, and how much."""
 SEES_ALL = frozenset({"http", "worker"})
 """Rewards among these that get whole conversations."""
 
@@ -143,6 +164,13 @@ def with_headers(reward: Mapping[str, Any], change: Callable[[str], str]) -> dic
 def masked(reward: Mapping[str, Any]) -> dict[str, Any]:
     """A reward as it may be shown: values of headers are secrets."""
     return with_headers(reward, lambda _: MASK)
+
+
+def without_spending(reward: Mapping[str, Any]) -> dict[str, Any]:
+    """A reward as plain values, without what a judge may cost: it changes no score."""
+    if reward.get("name") != "judge":
+        return dict(reward)
+    return {**reward, "args": {name: value for name, value in reward["args"].items() if name not in SPENDING}}
 
 
 def needs_a_service(name: str) -> RewardError:

@@ -39,11 +39,11 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _ANY = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-class _Refused(Exception):
-    """A final failure: a retry would not help; the text says why."""
+class AddressRefused(Exception):
+    """The address answered, or may not be asked, and asking again would not help; the text says why."""
 
 
-class _Failed(Exception):
+class AddressFailed(Exception):
     """The address could not be reached, or failed; it may do better a moment later."""
 
 
@@ -158,9 +158,9 @@ class HttpRewards:
                     return _scores(await self._posted(args, body), len(completions))
             except TimeoutError:
                 reason = Chance(f"{host} gave no whole answer in {reward.wall_seconds:g} s (reward field wall_seconds)")
-            except _Failed as error:
+            except AddressFailed as error:
                 reason = Chance(f"{host} {error}, {ATTEMPTS} times")
-            except _Refused as error:
+            except AddressRefused as error:
                 reason = f"{host} {error}"
         return [reason] * len(completions)
 
@@ -168,18 +168,18 @@ class HttpRewards:
         """The answer; failures that may pass are tried again."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return await self._post_once(args, body, attempt)
-            except _Failed:
+                return await self.post_once(args, body, attempt)
+            except AddressFailed:
                 if attempt == ATTEMPTS:
                     raise
             await asyncio.sleep(_PAUSE_SECONDS * attempt)
         raise AssertionError
 
-    async def _post_once(self, args: HttpArgs, body: bytes, attempt: int) -> bytes:
+    async def post_once(self, args: HttpArgs, body: bytes, attempt: int) -> bytes:
         """One request; where a name has several addresses, each attempt takes the next.
 
         Raises:
-            _Refused, _Failed: there is no answer that could be used.
+            AddressRefused, AddressFailed: there is no answer that could be used.
         """
         url = httpx2.URL(args.url)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **args.headers}
@@ -205,31 +205,33 @@ class HttpRewards:
             ):
                 return await _read(response)
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            raise _Failed(f"could not be reached ({error or type(error).__name__})") from error
+            raise AddressFailed(f"could not be reached ({error or type(error).__name__})") from error
         except httpx2.TransportError as error:
-            raise _Failed(f"broke off ({error or type(error).__name__})") from error
+            raise AddressFailed(f"broke off ({error or type(error).__name__})") from error
         except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL) as error:
-            raise _Refused(f"cannot be asked ({error or type(error).__name__})") from error
+            raise AddressRefused(f"cannot be asked ({error or type(error).__name__})") from error
 
     async def _checked(self, url: str) -> list[str]:
         """The addresses that may be connected to.
 
         Raises:
-            _Refused: the service does not ask there.
-            _Failed: the name could not be resolved.
+            AddressRefused: the service does not ask there.
+            AddressFailed: the name could not be resolved.
         """
         host, port = _host_and_port(url)
         listed = self._addresses.hosts is not None
         if listed and not self._addresses.lists(host, port):
-            raise _Refused(f"is not among the hosts that this service asks: {_listed(self._addresses.hosts or ())}")
+            raise AddressRefused(
+                f"is not among the hosts that this service asks: {_listed(self._addresses.hosts or ())}"
+            )
         try:
             addresses = [ipaddress.ip_address(one) for one in await self._resolve(host, port)]
         except (OSError, UnicodeError) as error:
-            raise _Failed(f"has no address ({error})") from error
+            raise AddressFailed(f"has no address ({error})") from error
         if not listed and not all(map(is_public, addresses)):
-            raise _Refused("has a private address, which this service does not ask")
+            raise AddressRefused("has a private address, which this service does not ask")
         if not addresses:
-            raise _Failed("has no address")
+            raise AddressFailed("has no address")
         return [str(address) for address in addresses]
 
 
@@ -237,23 +239,23 @@ async def _read(response: httpx2.Response) -> bytes:
     """Read a response body up to its limit.
 
     Raises:
-        _Refused, _Failed: it cannot contain scores.
+        AddressRefused, AddressFailed: it is not one that could hold scores.
     """
     status = response.status_code
     if status >= 500 or status == 429:
-        raise _Failed(f"answered {status}")
+        raise AddressFailed(f"answered {status}")
     if 300 <= status < 400:
-        raise _Refused(f"answered with a redirect ({status}); name the address that scores itself")
+        raise AddressRefused(f"answered with a redirect ({status}); name the address that scores itself")
     if "content-encoding" in response.headers:
-        raise _Refused("answered compressed, which is not asked for")
+        raise AddressRefused("answered compressed, which is not asked for")
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
         if len(body) > _ANSWER_BYTES:
-            raise _Refused(f"answered more than {_ANSWER_BYTES >> 20} MB")
+            raise AddressRefused(f"answered more than {_ANSWER_BYTES >> 20} MB")
     if status != 200:
         said = " ".join(bytes(body[:200]).decode("utf-8", "replace").split())
-        raise _Refused(f"answered {status}{f': {said}' if said else ''}")
+        raise AddressRefused(f"answered {status}{f': {said}' if said else ''}")
     return bytes(body)
 
 
@@ -261,15 +263,15 @@ def _scores(body: bytes, n: int) -> list[ScoreOrReason]:
     """Parse the scores of `n` completions.
 
     Raises:
-        _Refused: the response is not `{"scores": […]}` with one for each.
+        AddressRefused: the answer is not `{"scores": […]}` with one for each.
     """
     try:
         reply = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise _Refused(f"answered what is not JSON: {str(error)[:100]}") from error
+        raise AddressRefused(f"answered what is not JSON: {str(error)[:100]}") from error
     scores = reply.get("scores") if isinstance(reply, dict) else None
     if not isinstance(scores, list):
-        raise _Refused('must answer {"scores": [one number for each completion]}')
+        raise AddressRefused('must answer {"scores": [one number for each completion]}')
     if len(scores) != n:
-        raise _Refused(f"gave {len(scores)} scores for {n} completions")
+        raise AddressRefused(f"gave {len(scores)} scores for {n} completions")
     return [number(score) for score in scores]

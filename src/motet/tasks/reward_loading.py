@@ -4,11 +4,13 @@ Runs in reward processes. These ways of writing a reward are understood, told ap
 
     def score(problem, completion) -> float                      # ours, sync or async; in any order under these names
     def score(problem, completion, transcript) -> float          # with the whole conversation, a list of messages as mappings
+    def score(problem, completions) -> list[float]               # ours, all completions of a problem compared
     def score(prompts, completions, **columns) -> list[float]    # TRL's, https://huggingface.co/docs/trl/rewards
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +43,8 @@ class LoadedReward:
     is_async: bool
     sees_all: bool = False
     """Takes the transcript too."""
+    compares: bool = False
+    """Scores the completions of a problem together, so that one cannot be asked about alone."""
 
 
 def resolve(name: str, args: Mapping[str, Any], function: Any = None, scorer: ScorerSpec | None = None) -> LoadedReward:
@@ -101,9 +105,19 @@ def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
             f"reward {name!r} takes environments, which are not where rewards run: leave it out. What the environment's "
             "get_reward() returns counts without a reward, and self.reward where it has neither that nor step"
         )
+    if list(parameters)[:2] == ["problem", "completions"] and not any(
+        one.kind is one.VAR_KEYWORD for one in parameters.values()
+    ):
+        _check_args(parameters, args, name)
+        together = functools.partial(_compared, function, dict(args))
+        return LoadedReward(together, True, is_async, compares=True)
     if "completions" in parameters:
         return LoadedReward(_trl_call(function, parameters, args, name), True, is_async)
     return LoadedReward(_own_call(function, parameters, args, name), False, is_async, "transcript" in parameters)
+
+
+def _compared(function: Any, args: dict[str, Any], problem: Problem, completions: Sequence[str]) -> Any:
+    return function(problem, list(completions), **args)
 
 
 def _own_call(

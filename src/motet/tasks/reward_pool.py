@@ -36,6 +36,7 @@ from motet.tasks.reward_elsewhere import (
     Elsewhere,
     ScoreOrReason,
     Transcripts,
+    judging,
     labels_of,
 )
 from motet.tasks.reward_installed import Installed, without_folder
@@ -124,6 +125,7 @@ class RewardPool:
         """
         self._workers, self._walls = workers, walls or Walls()
         self._elsewhere, self._installed, self._rest = elsewhere or {}, installed or {}, rest
+        self._judging = judging(self._elsewhere.values())
         self._jobs: dict[str, _Job] = {}
 
     async def register(
@@ -164,6 +166,12 @@ class RewardPool:
         """End all processes and wait until they are gone."""
         for job in list(self._jobs):
             await self.unregister(job)
+        for one in self._judging:
+            await one.close()
+
+    def spend(self, job: str) -> Mapping[str, Any]:
+        """What judges took for a job so far; empty where none was asked."""
+        return self._judging[0].spend(job) if self._judging else {}
 
     def rest(self, job: str, wanted: bool) -> None:
         """Say whether a job is to rest; where nobody is there to score for it, `score` then raises `ScorerAway`."""
@@ -273,10 +281,12 @@ class RewardPool:
     ) -> list[_Part]:
         """Parts of a reward that a process of the job scores.
 
-        A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout.
+        A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout. A
+        reward that compares them gets no such call.
         """
-        if group.loaded.together[group.index(index)] and len(answers) > 1:
-            parts = await self._call(group, index, problem, answers)
+        own = group.index(index)
+        if group.loaded.together[own] and len(answers) > 1:
+            parts = await self._call(group, index, problem, answers, last=group.loaded.compares[own])
             if parts is not None:
                 return parts
         alone = await asyncio.gather(*(self._call(group, index, problem, [answer], last=True) for answer in answers))

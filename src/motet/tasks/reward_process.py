@@ -149,7 +149,8 @@ def serve(read: Read, write: Write) -> None:
         write(m.LoadRefused(str(error)))
         return
     together = tuple(reward.batched or reward.is_async for reward in rewards)
-    write(m.RewardsLoaded(together, tuple(reward.sees_all for reward in rewards)))
+    sees_all = tuple(reward.sees_all for reward in rewards)
+    write(m.RewardsLoaded(together, sees_all, tuple(reward.compares for reward in rewards)))
     limits = WorkerLimits()
     while request := read(m.ScoreCompletions):
         write(answer_call(rewards, limits, request))

@@ -47,6 +47,8 @@ class RewardsLoaded(ChannelMessage, frozen=True):
     """Whether it takes all completions of a problem in one call."""
     sees_all: tuple[bool, ...]
     """Whether it takes the whole conversation too."""
+    compares: tuple[bool, ...] = ()
+    """Whether a score depends on the other completions."""
 
 
 class ScoreCompletions(ChannelMessage, frozen=True):

@@ -20,9 +20,9 @@ from motet.service.database.tables import Event, FineTuning, StoredJob
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal, existing
 from motet.service.jobs.submissions import GivenJob
-from motet.service.rewards.grading import Graded
 from motet.service.schemas import fine_tuning as s
 from motet.tasks.graders.shapes import Multi, judges
+from motet.tasks.judging import Graded
 from motet.types import JobState
 
 router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"])

@@ -1,4 +1,4 @@
-"""Graders as they are written in JSON, checked: string_check, text_similarity, score_model, label_model and multi."""
+"""Graders as they are written in JSON, checked."""
 
 from __future__ import annotations
 
@@ -91,12 +91,20 @@ class JudgeSampling(Described):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
 
 
+def _as_message(given: Any) -> Any:
+    """Accept one text for one message of the user."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+Input = Annotated[list[JudgeMessage], Field(min_length=1, max_length=100), BeforeValidator(_as_message)]
+
+
 class Judge(Shape):
     """What graders that ask a model have in common."""
 
     model: str = Field(max_length=300)
     """The base, or a version of an adapter, as chat completions name it."""
-    input: list[JudgeMessage] = Field(min_length=1, max_length=100)
+    input: Input
     sampling_params: JudgeSampling | None = None
 
     def templates(self) -> Iterator[tuple[str, str]]:
@@ -131,7 +139,54 @@ class LabelModel(Judge):
         return self
 
 
-Single = StringCheck | TextSimilarity | ScoreModel | LabelModel
+_ANSWERED = "Conversation, as JSON:\n{{item.messages}}\n\nAnswer to judge:\n{{sample.output_text}}"
+_ASKED = "Conversation, as JSON:\n{{item.messages}}\n\nJudge how well each of these answers continues it."
+
+
+class Criterion(Described):
+    """A part of a rubric. A plain string is the text."""
+
+    model_config = ConfigDict(extra="forbid")
+    text: str = Field(min_length=1, max_length=10_000)
+    """What the judge looks for."""
+    weight: float = Field(1.0, ge=-1e6, le=1e6, allow_inf_nan=False)
+    """Share in the score, relative to the other criteria; a negative one takes points off."""
+
+
+class Rubric(Judge):
+    """Several scores that a model gives in one answer; the result is their weighted mean."""
+
+    type: Literal["rubric"]
+    criteria: dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$")],
+        Annotated[Criterion, BeforeValidator(lambda given: {"text": given} if isinstance(given, str) else given)],
+    ] = Field(min_length=1, max_length=_MOST_GRADERS)
+    input: Input = [JudgeMessage(role="user", content=_ANSWERED)]
+    range: tuple[float, float] = (0.0, 1.0)
+
+    @model_validator(mode="after")
+    def _can_be_weighed(self) -> Rubric:
+        if not self.range[0] < self.range[1]:
+            raise ValueError(f"range: {list(self.range)} must go from a smaller to a larger number")
+        if not any(one.weight for one in self.criteria.values()):
+            raise ValueError("criteria: every weight is 0; give one of them another")
+        return self
+
+
+class Rank(Judge):
+    """All answers to a problem, ordered by a model that sees them together: 1 for the best, 0 for the worst."""
+
+    type: Literal["rank"]
+    input: Input = [JudgeMessage(role="user", content=_ASKED)]
+
+    @model_validator(mode="after")
+    def _names_no_answer(self) -> Rank:
+        if any(name == "sample" for _, text in self.templates() for name, _ in template.variables(text)):
+            raise ValueError("input: a rank grader shows all answers below the input; leave {{sample…}} out")
+        return self
+
+
+Single = StringCheck | TextSimilarity | ScoreModel | LabelModel | Rubric
 
 
 class Multi(Shape):
@@ -147,12 +202,14 @@ class Multi(Shape):
             yield from ((f"graders.{name}.{field}", text) for field, text in grader.templates())
 
 
-Grader = Single | Multi
-KINDS: Mapping[str, type[StringCheck | TextSimilarity | ScoreModel | LabelModel | Multi]] = {
+Grader = Single | Rank | Multi
+KINDS: Mapping[str, type[StringCheck | TextSimilarity | ScoreModel | LabelModel | Rubric | Rank | Multi]] = {
     "string_check": StringCheck,
     "text_similarity": TextSimilarity,
     "score_model": ScoreModel,
     "label_model": LabelModel,
+    "rubric": Rubric,
+    "rank": Rank,
     "multi": Multi,
 }
 _PYTHON = (
@@ -199,8 +256,8 @@ def _below(graders: Any, where: str) -> Any:
     if not isinstance(graders, Mapping):
         raise GraderError(where, "this is a mapping of names to graders")
     for name, grader in graders.items():
-        if isinstance(grader, Mapping) and grader.get("type") == "multi":
-            raise GraderError(f"{where}.{name}", "a multi grader cannot contain another")
+        if isinstance(grader, Mapping) and grader.get("type") in ("multi", "rank"):
+            raise GraderError(f"{where}.{name}", "a multi grader cannot contain another, or a rank grader")
     return {str(name): parse(grader, f"{where}.{name}") for name, grader in graders.items()}
 
 

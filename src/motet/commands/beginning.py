@@ -1,0 +1,61 @@
+"""`motet init` and `motet data` as commands; `init.py` and `data.py` do what they ask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(epilog="Example: motet init; motet init --task number --data gsm8k.jsonl --base smollm2 --yes")
+def init(
+    file: Annotated[Path, typer.Argument(help="The job file to write.")] = Path("jobs.yaml"),
+    task: Annotated[
+        str | None,
+        typer.Option(help="exact, contains, number, math, own (a function of yours) or imitate.", show_default=False),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="A file, `toy:NAME` or a hub name.", show_default=False)] = None,
+    base: Annotated[
+        str | None, typer.Option(help="`small`, a hub id, a directory or a .gguf file.", show_default=False)
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: use the default of each missing option.")] = False,
+) -> None:
+    """Ask three questions and write a job file that runs."""
+    from motet.commands.init import write_job_file
+
+    write_job_file(file, task, data, base, ask=not yes)
+
+
+@app.command(
+    epilog="Examples: motet data rows.jsonl; motet data rows.jsonl --filter 'level >= 3' --dedupe --split 100 --to hard.jsonl"
+)
+def data(
+    source: Annotated[str, typer.Argument(help="As `data.source` in a job file.", show_default=False)],
+    base: Annotated[str, typer.Option(help="Count tokens with the tokenizer of this base.")] = "small",
+    prompt: Annotated[str | None, typer.Option(help="As `data.prompt`.", show_default=False)] = None,
+    answer: Annotated[str | None, typer.Option(help="As `data.answer`.", show_default=False)] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--filter",
+            metavar="COMPARISON",
+            help="Keep rows such as 'level >= 3', 'kind == hard' or 'text ~ word' (contains). Repeat it to narrow down.",
+            show_default=False,
+        ),
+    ] = None,
+    dedupe: Annotated[
+        bool, typer.Option("--dedupe", help="Keep the first of rows with the same prompt, ignoring case and spaces.")
+    ] = False,
+    held_out: Annotated[
+        int, typer.Option("--split", min=0, metavar="N", help="Write N rows, drawn by --seed, to a second file.")
+    ] = 0,
+    to: Annotated[Path | None, typer.Option(help="Write the rows to this .jsonl file.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(help="Seed of --split.")] = 0,
+) -> None:
+    """Show columns, lengths and a prompt as the model reads it; filter, dedupe and split rows into .jsonl files."""
+    from motet.commands.data import Wanted, look_at
+
+    look_at(source, base, prompt, answer, Wanted(tuple(only or ()), dedupe, held_out, seed), to)

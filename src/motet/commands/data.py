@@ -1,0 +1,192 @@
+"""`motet data`: what rows a source has, and files of those that a person wants."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet import seeds
+from motet.checksums import replace_file
+from motet.commands.answers import say, table
+from motet.config import DataConfig
+from motet.errors import ConfigError, DataError
+from motet.near import close_matches
+from motet.tasks.chat import Chat
+from motet.tasks.dataset import read_source
+from motet.tasks.problems import Problems
+from motet.tasks.row_files import Row
+from motet.tasks.sources import read_rows
+
+_COMPARISON = re.compile(r"\s*([^\s=!<>~]+)\s*(==|!=|<=|>=|<|>|~)\s*(.*?)\s*", re.DOTALL)
+_SHOWN = 40
+_MOST_COUNTED = 2000
+"""Rows whose tokens are counted."""
+_COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "~": lambda text, part: str(part) in str(text),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which rows, and how many are split off."""
+
+    filters: tuple[str, ...] = ()
+    dedupe: bool = False
+    held_out: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A column compared with a constant."""
+
+    column: str
+    sign: str
+    value: Any
+    """A number where it reads as one and the column has numbers; else text."""
+
+    @classmethod
+    def of(cls, text: str) -> Comparison:
+        """Read `level >= 3`.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        match = _COMPARISON.fullmatch(text)
+        if match is None or not match[3]:
+            raise ConfigError(f"--filter {text!r}: write COLUMN SIGN VALUE, with one of the signs {' '.join(_COMPARE)}")
+        try:
+            value = json.loads(match[3])
+        except ValueError:
+            value = match[3]
+        return cls(match[1], match[2], value)
+
+    def holds(self, row: Row) -> bool:
+        """Whether a row fits; one without the column, or with a value of another kind, does not."""
+        if self.column not in row:
+            return False
+        found, value = row[self.column], self.value
+        if isinstance(found, str) and not isinstance(value, str):
+            value = json.dumps(value)  # of a .csv every value is text
+            if self.sign not in ("==", "!=", "~"):
+                try:
+                    found, value = float(found), float(self.value)
+                except (TypeError, ValueError):
+                    return False
+        try:
+            return _COMPARE[self.sign](found, value)
+        except TypeError:
+            return False
+
+
+def look_at(source: str, base: str, prompt: str | None, answer: str | None, wanted: Wanted, to: Path | None) -> None:
+    """Print what a source has, and write the rows that are wanted.
+
+    Raises:
+        DataError, ConfigError: it cannot be read, or nothing is left.
+    """
+    if wanted.held_out and to is None:
+        raise ConfigError("--split writes two files: name the first with --to FILE.jsonl")
+    if to is not None and to.suffix != ".jsonl":
+        raise ConfigError(f"--to {to}: rows are written as JSON lines, to a file whose name ends with .jsonl")
+    rows, _ = read_rows(DataConfig(source=source))
+    kept = selected(list(rows), wanted)
+    problems = read_source(DataConfig.model_validate({"source": kept, "prompt": prompt, "answer": answer})).problems
+    if wanted.dedupe:
+        first = {_plain(problem.messages): place for place, problem in reversed(list(enumerate(problems)))}
+        places = sorted(first.values())
+        say(f"{len(kept) - len(places)} of {len(kept)} rows repeat an earlier prompt and are left out")
+        kept, problems = [kept[place] for place in places], problems.only(places)
+    _show(kept, problems, base)
+    if to is not None:
+        _write(kept, wanted, to)
+
+
+def selected(rows: Sequence[Row], wanted: Wanted) -> list[Row]:
+    """The rows that fit all comparisons.
+
+    Raises:
+        ConfigError: a comparison is none, or no row has its column.
+        DataError: no row fits.
+    """
+    columns = {name for row in rows for name in row}
+    comparisons = [Comparison.of(text) for text in wanted.filters]
+    for one in comparisons:
+        if one.column not in columns:
+            near = close_matches(one.column, sorted(columns), 1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigError(
+                f"--filter: no row has a column {one.column!r}{meant} There are {', '.join(sorted(columns))}"
+            )
+    kept = [row for row in rows if all(one.holds(row) for one in comparisons)]
+    if not kept:
+        raise DataError(f"--filter: none of the {len(rows)} rows fits {' and '.join(wanted.filters)}")
+    return kept
+
+
+def _plain(messages: Iterable[Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((one.role, " ".join(one.content.split()).casefold()) for one in messages)
+
+
+def _show(rows: Sequence[Row], problems: Problems, base: str) -> None:
+    from motet.model.load import load_tokenizer
+
+    try:
+        chat = Chat.plain(load_tokenizer(base))
+    except OSError as error:
+        raise ConfigError(f"--base {base}: its tokenizer cannot be loaded: {error}") from error
+    say(f"{len(rows)} rows")
+    say(table(_columns(rows), "column;kind;rows;first value", empty=""))
+    some = range(0, len(problems), max(1, len(problems) // _MOST_COUNTED))
+    prompts = sorted(len(chat.prompt_ids(problems[place])) for place in some)
+    answers = sorted(
+        len(chat.tokenizer.encode(problems[place].answer, add_special_tokens=False))
+        for place in some
+        if problems[place].answer
+    )
+    lengths = [(name, *_quantiles(counts)) for name, counts in (("prompt", prompts), ("answer", answers)) if counts]
+    say(table(lengths, "tokens;smallest;median;95 %;largest", empty=""))
+    say("the first prompt as the model reads it:")
+    say(chat.prompt_text(problems[0]))
+    if problems[0].answer:
+        say(f"reference answer: {problems[0].answer!r}")
+
+
+def _columns(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if row.get(name) is not None]
+        kinds = sorted({type(value).__name__ for value in values})
+        first = json.dumps(values[0], ensure_ascii=False)[:_SHOWN] if values else ""
+        yield name, ", ".join(kinds), f"{len(values)}", first
+
+
+def _quantiles(counts: Sequence[int]) -> tuple[str, str, str, str]:
+    at = [0, len(counts) // 2, int(0.95 * (len(counts) - 1)), -1]
+    smallest, median, high, largest = (f"{counts[place]:,}" for place in at)
+    return smallest, median, high, largest
+
+
+def _write(rows: Sequence[Row], wanted: Wanted, to: Path) -> None:
+    """Write rows in their order; those that are split off depend on the seed and the number of rows only."""
+    if wanted.held_out >= len(rows):
+        raise ConfigError(f"--split {wanted.held_out} leaves nothing: there are {len(rows)} rows")
+    order = seeds.permutation(seeds.key(wanted.seed, "split"), len(rows)).tolist()
+    apart = set(order[: wanted.held_out])
+    parts = {to: [row for place, row in enumerate(rows) if place not in apart]}
+    if apart:
+        parts[to.with_stem(f"{to.stem}-held-out")] = [rows[place] for place in sorted(apart)]
+    for path, some in parts.items():
+        lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in some)
+        replace_file(path, lines.encode("utf-8", "surrogatepass"))
+        say(f"wrote {len(some)} rows to {path}")

@@ -1,0 +1,97 @@
+"""`motet init`: three questions, and a job file that runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from motet.before_loading import check_before_loading
+from motet.commands.answers import say
+from motet.config import DataConfig
+from motet.errors import ConfigError, MotetError
+from motet.jobfile import load_jobs
+from motet.near import close_matches
+from motet.tasks.dataset import load_dataset
+
+TASKS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "exact": ("the answer equals the reference answer", {"reward": "exact"}),
+    "contains": ("the answer contains the reference answer", {"reward": "contains"}),
+    "number": ("the last number is that of the reference answer", {"reward": "numeric"}),
+    "math": ("the last formula equals the reference answer", {"reward": "math"}),
+    "own": ("a function of yours in rewards.py gives the score", {"reward": "rewards.py:reward"}),
+    "imitate": ("the model learns to give the reference answers (no reward)", {"algorithm": "sft"}),
+}
+"""The kinds of task, with what they mean and the fields of their jobs."""
+_SHORT = ("exact", "contains")
+_FEWEST, _USUAL = 16, 256
+_OWN_REWARD = '''"""The reward of the job: a number for each answer, larger is better."""
+
+
+def reward(problem, completion):
+    return float(problem.answer in completion)
+'''
+
+
+def write_job_file(file: Path, task: str | None, data: str | None, base: str | None, *, ask: bool) -> None:
+    """Write a job file; what is not given is asked for, or has its default where nothing is asked.
+
+    Raises:
+        ConfigError: the file is there, or an answer is missing or wrong.
+        MotetError: the data or the base cannot be used.
+    """
+    if file.exists():
+        raise ConfigError(f"{file} is there already: give another name, or remove it")
+    if ask and None in (task, data, base) and not sys.stdin.isatty():
+        raise ConfigError("there is no terminal to ask on: give --task, --data and --base, or --yes for the defaults")
+    if ask and task is None:
+        say("\n".join(f"  {name:<9} {meaning}" for name, (meaning, _) in TASKS.items()))
+    task = _answer(task, "What is a good answer?", "exact", ask)
+    if task not in TASKS:
+        near = close_matches(task, list(TASKS), 1)
+        raise ConfigError(f"--task {task!r}: {f'did you mean {near[0]}? ' if near else ''}There are {', '.join(TASKS)}")
+    data = _answer(data, "Which data (a file, toy:NAME or a hub name)?", "toy:add", ask)
+    base = _answer(base, "Which base?", "small", ask)
+    rows = load_dataset(DataConfig(source=_from_file(data, file)))
+    tree = _job(task, data, max((len(problem.answer) for problem in rows.train), default=0))
+    made = [file]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if task == "own" and not (rewards := file.parent / "rewards.py").exists():
+        rewards.write_text(_OWN_REWARD)
+        made.append(rewards)
+    heading = "# Written by motet init. Fields: docs/configuration.md. Try it: motet check, then motet run.\n"
+    file.write_text(heading + yaml.safe_dump({"base": base, "jobs": [tree]}, sort_keys=False, allow_unicode=True))
+    try:
+        check_before_loading(load_jobs(file))
+    except MotetError:
+        for path in made:
+            path.unlink()
+        raise
+    say(f"wrote {' and '.join(map(str, made))} ({len(rows.train)} rows to train on, {len(rows.holdout)} held out)")
+    say(f"try it: motet check {file}\ntrain:  motet run {file}")
+
+
+def _answer(given: str | None, question: str, default: str, ask: bool) -> str:
+    if given is not None or not ask:
+        return given or default
+    return str(typer.prompt(question, default=default))
+
+
+def _from_file(data: str, file: Path) -> str:
+    """Where a job file would look for its data: in the working directory, then beside itself."""
+    beside = file.parent / data
+    return str(beside) if not Path(data).exists() and beside.exists() else data
+
+
+def _job(task: str, data: str, longest: int) -> dict[str, Any]:
+    """`longest` is in characters, of which a token has at least one: an answer of that many tokens is not cut."""
+    name = "".join(letter if letter.isalnum() else "-" for letter in Path(data.partition(":")[2] or data).stem)
+    tree = {"name": name.strip("-")[:40] or "job", "data": data, **TASKS[task][1]}
+    if task == "imitate":
+        return tree
+    room = max(_FEWEST, 1 << longest.bit_length()) if task in _SHORT else _USUAL
+    return {**tree, "sampling": {"max_tokens": min(room, 4 * _USUAL)}}

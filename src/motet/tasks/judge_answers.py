@@ -1,0 +1,109 @@
+"""What judges said, kept in a job's directory: the same question is asked once, and a resumed job gets the same scores.
+
+The file also counts what was paid, which no crash takes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from motet.errors import EngineError
+
+FILE = "judge.sqlite"
+"""In the directory of a job."""
+MOST_KEPT = 50_000
+"""Answers that are kept; the oldest go first."""
+_WAIT_SECONDS = 30.0
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS answers (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE, text TEXT)",
+    "CREATE TABLE IF NOT EXISTS spend (questions INT, read INT, written INT, cost REAL)",
+    "INSERT INTO spend SELECT 0, 0, 0, 0.0 WHERE NOT EXISTS (SELECT 1 FROM spend)",
+    "PRAGMA user_version = 1",
+)
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer of a judge."""
+
+    text: str
+    read: int
+    """Tokens of the question, as the address counts them."""
+    written: int
+    """Tokens of the answer."""
+
+
+@dataclass(frozen=True)
+class Spend:
+    """What a job's judges took so far."""
+
+    questions: int = 0
+    read: int = 0
+    written: int = 0
+    """Tokens, as in `Said`."""
+    cost: float = 0.0
+    """In the currency of `prices`; 0 where there are none."""
+
+    @property
+    def tokens(self) -> int:
+        """Both kinds."""
+        return self.read + self.written
+
+
+def key_of(url: str, body: Mapping[str, Any]) -> str:
+    """What tells a question apart from others."""
+    return hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
+
+
+class JudgeAnswers:
+    """The answers of one job's judges. Each call opens the file, so that nothing has to be closed."""
+
+    def __init__(self, path: Path, most: int = MOST_KEPT) -> None:
+        self._path, self._most = path, most
+
+    def find(self, key: str) -> str | None:
+        """What was said to a question before."""
+        if not self._path.exists():
+            return None
+        with self._open() as file:
+            row = file.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def keep(self, key: str, said: Said, cost: float) -> None:
+        """Write an answer and what it cost, both or neither; on disk when this returns."""
+        with self._open() as file:
+            file.execute("INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, said.text))
+            file.execute(
+                "UPDATE spend SET questions = questions + 1, read = read + ?, written = written + ?, cost = cost + ?",
+                (said.read, said.written, cost),
+            )
+            file.execute("DELETE FROM answers WHERE id <= (SELECT max(id) FROM answers) - ?", (self._most,))
+
+    def spend(self) -> Spend:
+        """What was paid for so far."""
+        if not self._path.exists():
+            return Spend()
+        with self._open() as file:
+            return Spend(*file.execute("SELECT questions, read, written, cost FROM spend").fetchone())
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with (
+                contextlib.closing(sqlite3.connect(self._path, timeout=_WAIT_SECONDS)) as file,
+                file,
+            ):  # one transaction
+                if file.execute("PRAGMA user_version").fetchone() == (0,):
+                    file.execute("BEGIN IMMEDIATE")  # another thread may be making the file too
+                    for statement in _TABLES:
+                        file.execute(statement)
+                yield file
+        except sqlite3.Error as error:
+            raise EngineError(f"answers of judges cannot be kept in {self._path}: {error}") from error

@@ -1,0 +1,242 @@
+"""The reward `judge` of a run: a model at an OpenAI-compatible address scores, grades by a rubric, or orders the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx2
+import msgspec
+from pydantic import Field, ValidationError
+
+from motet.config import Config, RewardConfig
+from motet.errors import ConfigError, EngineError, RewardError
+from motet.tasks.graders import item_of
+from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, judges, parse
+from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, key_of
+from motet.tasks.judging import MAX_TOKENS, Graders, score_or_reason
+from motet.tasks.reward_elsewhere import Elsewhere, HttpArgs, ScoreOrReason, Transcripts
+from motet.tasks.reward_http import Addresses, AddressFailed, AddressRefused, HttpRewards
+from motet.tasks.reward_walls import Walls
+from motet.types import Problem
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+"""Seconds between two attempts; each pause is twice the one before."""
+_PER = 1e6
+"""Tokens that a price is for."""
+_LONGEST_ANSWER = 200_000
+"""Characters of an answer that is kept."""
+
+
+class Prices(Config):
+    """What a million tokens cost."""
+
+    read: float = Field(0.0, ge=0, le=1e9)
+    """Of questions (input tokens)."""
+    written: float = Field(0.0, ge=0, le=1e9)
+    """Of answers (output tokens)."""
+
+
+class JudgeAddress(Config):
+    """Where a judge is; stands in `args` of the reward, beside the fields of the grader."""
+
+    url: str = Field(max_length=2000)
+    """Base URL of an OpenAI-compatible server, such as `https://api.openai.com/v1`."""
+    key: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")
+    """Name of the environment variable with the API key."""
+    at_once: int = Field(8, ge=1, le=1000)
+    """Questions that are open at a time, of all jobs of a process."""
+    body: dict[str, Any] = {}
+    """More fields of the request, such as `reasoning_effort`; null leaves a field out."""
+    budget: int | None = Field(None, ge=1, le=10**15)
+    """Tokens that the job's judges may read and write; above it no question is asked and the job fails."""
+    prices: Prices = Prices()
+    """Per million tokens, to report the cost."""
+
+
+def parts_of(reward: RewardConfig) -> tuple[JudgeAddress, Grader]:
+    """Address and grader of a reward `judge` in a run.
+
+    Raises:
+        RewardError: an argument is missing or wrong.
+    """
+    own = {name: value for name, value in reward.args.items() if name in JudgeAddress.model_fields}
+    if "url" not in own:
+        raise RewardError(
+            "reward judge: args.url is missing: name an OpenAI-compatible server, such as http://localhost:8000/v1, or "
+            "submit the job to `motet serve`, whose own models can judge"
+        )
+    try:
+        address = JudgeAddress.model_validate(own)
+        HttpArgs(url=address.url)
+    except ValidationError as error:
+        mistake = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in mistake["loc"])
+        raise RewardError(f"reward judge: args.{field}: {str(mistake['msg']).removeprefix('Value error, ')}") from error
+    grader = parse({name: value for name, value in reward.args.items() if name not in own}, "reward judge: args")
+    if not judges(grader):
+        raise RewardError(f"reward judge: a {grader.type} grader asks no model: take the reward `grader`")
+    return address, grader
+
+
+def check(reward: RewardConfig) -> None:
+    """Look at a reward `judge` before anything is asked.
+
+    Raises:
+        RewardError: an argument is wrong, or there is no key.
+    """
+    address, _ = parts_of(reward)
+    _key(address)
+
+
+def _key(address: JudgeAddress) -> str:
+    key = os.environ.get(address.key or "", "")
+    if address.key is not None and not (key and key.isascii() and key.isprintable()):
+        raise RewardError(f"reward judge: args.key names {address.key}: set that environment variable to the API key")
+    return key
+
+
+class Judges:
+    """Asks judges, for all jobs of a process. Lives in one event loop."""
+
+    def __init__(self, directory: Path, http: HttpRewards) -> None:
+        """`directory` is that of the run: each job keeps its answers in its own directory below."""
+        self._directory, self._http = directory, http
+        self._graders = Graders(Walls())
+        self._gates: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
+        self._open: dict[tuple[str, str], asyncio.Task[str]] = {}
+
+    async def __call__(
+        self,
+        job: str,
+        reward: RewardConfig,
+        problem: dict[str, Any],
+        completions: list[str],
+        transcripts: Transcripts,
+    ) -> list[ScoreOrReason]:
+        """Scores of all completions of a problem. What goes wrong is a reason."""
+        address, grader = parts_of(reward)
+        kept = JudgeAnswers(self._directory / job / FILE)
+
+        async def asked(judge: Judge, messages: list[dict[str, str]]) -> tuple[str, int]:
+            return await self._said(job, address, kept, _request(address, judge, messages), reward.wall_seconds), 0
+
+        item = item_of(msgspec.convert(problem, Problem))
+        graded = await self._graders.graded(grader, item, completions, asked)
+        return [score_or_reason(one) for one in graded]
+
+    def spend(self, job: str) -> Mapping[str, Any]:
+        """What the judges of a job took so far; empty where nothing was asked."""
+        spent = JudgeAnswers(self._directory / job / FILE).spend()
+        return asdict(spent) if spent.questions else {}
+
+    async def close(self) -> None:
+        """Ask no longer, and end the processes of graders that ask no model."""
+        for question in list(self._open.values()):
+            question.cancel()
+        await self._graders.close()
+
+    async def _said(
+        self, job: str, address: JudgeAddress, kept: JudgeAnswers, body: Mapping[str, Any], seconds: float
+    ) -> str:
+        """What was said before to the question, or is said now; those that ask the same together share one answer."""
+        key = key_of(address.url, body)
+        if (known := await asyncio.to_thread(kept.find, key)) is not None:
+            return known
+        if (under_way := self._open.get((job, key))) is None:
+            under_way = self._open[job, key] = asyncio.create_task(self._ask(address, kept, key, body, seconds))
+            under_way.add_done_callback(lambda done: self._forget((job, key), done))
+        return await asyncio.shield(under_way)  # it is paid for: whoever waits may leave, the answer is kept
+
+    def _forget(self, question: tuple[str, str], done: asyncio.Task[str]) -> None:
+        del self._open[question]
+        if not done.cancelled():
+            done.exception()  # those who asked may be gone
+
+    async def _ask(
+        self, address: JudgeAddress, kept: JudgeAnswers, key: str, body: Mapping[str, Any], seconds: float
+    ) -> str:
+        gate = self._gates.setdefault(address.url, asyncio.Semaphore(address.at_once))
+        async with gate:
+            if address.budget is not None and (await asyncio.to_thread(kept.spend)).tokens >= address.budget:
+                raise ConfigError(
+                    f"the judges took args.budget, {address.budget:,} tokens: raise it, and run the same command again"
+                )
+            said = await self._answer(address, body, seconds)
+            cost = (said.read * address.prices.read + said.written * address.prices.written) / _PER
+            await asyncio.to_thread(kept.keep, key, said, cost)
+        return said.text
+
+    async def _answer(self, address: JudgeAddress, body: Mapping[str, Any], seconds: float) -> Said:
+        """One answer; failures that may pass are tried again until the time is over.
+
+        Raises:
+            EngineError: there is none.
+        """
+        host, reason, pause = httpx2.URL(address.url).host, "", _FIRST_PAUSE
+        try:
+            key = _key(address)
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            args = HttpArgs(url=f"{address.url.rstrip('/')}/chat/completions", headers=headers)
+            with anyio.fail_after(seconds):
+                for attempt in range(1, 10**6):
+                    try:
+                        return _read(await self._http.post_once(args, json.dumps(body).encode(), attempt))
+                    except AddressFailed as error:
+                        reason = f" ({host} {error})"
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+        except TimeoutError as error:
+            raise EngineError(f"{host} gave no answer in {seconds:g} s (reward field wall_seconds){reason}") from error
+        except AddressRefused as error:
+            raise EngineError(f"{host} {error}") from error
+        except RewardError as error:
+            raise EngineError(str(error)) from error
+        raise AssertionError
+
+
+def _request(address: JudgeAddress, judge: Judge, messages: list[dict[str, str]]) -> dict[str, Any]:
+    sampling = judge.sampling_params or JudgeSampling()
+    fields = {
+        "model": judge.model,
+        "messages": messages,
+        "max_tokens": sampling.max_tokens or MAX_TOKENS,
+        "temperature": sampling.temperature or 0.0,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        **address.body,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _read(body: bytes) -> Said:
+    """An answer in OpenAI's form.
+
+    Raises:
+        AddressRefused: it is something else.
+    """
+    try:
+        answer = json.loads(body)
+        text = answer["choices"][0]["message"]["content"]
+        usage = answer.get("usage") or {}
+        read, written = (usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise AddressRefused("answered what is not a chat completion: is url the base URL, ending in /v1?") from error
+    if not isinstance(text, str) or len(text) > _LONGEST_ANSWER:
+        raise AddressRefused("answered without text, or with too much of it: set sampling_params.max_tokens")
+    counts = [n if isinstance(n, int) and 0 <= n < math.inf else 0 for n in (read, written)]
+    return Said(text, min(counts[0], 10**9), min(counts[1], 10**9))
+
+
+def of_a_run(directory: Path) -> dict[str, Elsewhere]:
+    """Who scores the rewards of a person's own run that no process scores: any address may be asked."""
+    http = HttpRewards(Addresses(anywhere=True))
+    return {"http": http, "judge": Judges(directory, http)}

@@ -1,0 +1,323 @@
+"""Graders run: those that ask no model in reward processes, as in a job, the others by asking a judge.
+
+A judge reads what to end its answer with, and the score is read out of what it says. Who answers for a judge is the
+caller's: a model of a service, or an address (`judge_http`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import zlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, Literal
+
+from motet.config import RewardConfig
+from motet.errors import ConfigError, EngineError, RewardError
+from motet.tasks.graders import combined
+from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, Rank, Rubric, ScoreModel, Single
+from motet.tasks.graders.template import MOST_FILLED, UnfilledError, fill
+from motet.tasks.reward_elsewhere import Chance, ScoreOrReason
+from motet.tasks.reward_pool import RewardPool
+from motet.tasks.reward_walls import Walls
+from motet.tasks.rewards import last_number
+from motet.types import Problem
+
+_LANES = 8
+_PROCESSES = 2
+_CPU_SECONDS = 10.0
+_WALL_SECONDS = 30.0
+_RESULT = re.compile(r'"result"\s*:\s*"?(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')
+_OBJECT = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\}")
+MAX_TOKENS = 512
+"""Of a judge's answer, where its grader does not say."""
+_SHOWN = 120
+_ALONE = 0.5
+"""What an answer is worth that there is no other to compare with."""
+Fault = Literal["formula", "sample", "variable", "parse", "server", "other"]
+Asked = Callable[[Judge, list[dict[str, str]]], Awaitable[tuple[str, int]]]
+"""(judge, messages) → what the judge says, and the tokens that it took; raises EngineError or ConfigError."""
+
+
+@dataclass
+class Graded:
+    """What a grader gave one answer."""
+
+    reward: float | None = None
+    """None where something went wrong."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Of a multi grader: each of its graders."""
+    faults: dict[Fault, str] = field(default_factory=dict)
+    """What went wrong, in words. `sample` alone leaves a reward: 0 for that grader."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens that judges took, by model."""
+
+
+class Graders:
+    """Runs graders. Lives in one event loop."""
+
+    def __init__(self, walls: Walls) -> None:
+        """No process is started yet; `walls` says which run behind a wall."""
+        self._pool = RewardPool(_PROCESSES, walls=walls)
+        self._lanes: OrderedDict[str, int] = OrderedDict()  # how many use each now
+        self._opening = asyncio.Lock()
+        self._free = asyncio.Semaphore(_LANES)  # each in use has a lane of its own, which has processes
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._pool.close()
+
+    async def graded(
+        self, grader: Grader, item: Mapping[str, Any], outputs: Sequence[str], asked: Asked
+    ) -> list[Graded]:
+        """Score the answers to one row, in their order. What goes wrong is in the result."""
+        graded = [Graded() for _ in outputs]
+        if isinstance(grader, Rank):
+            await self._ranked(grader, item, outputs, graded, asked)
+            return graded
+        parts: Mapping[str, Single] = grader.graders if isinstance(grader, Multi) else {grader.name: grader}
+        await asyncio.gather(*(self._part(name, part, item, outputs, graded, asked) for name, part in parts.items()))
+        for one in graded:
+            if any(fault != "sample" for fault in one.faults):
+                continue
+            try:
+                one.reward = combined(grader, one.parts) if isinstance(grader, Multi) else one.parts[grader.name]
+            except ValueError as error:
+                one.faults["formula"] = str(error)
+        return graded
+
+    async def _ranked(
+        self, grader: Rank, item: Mapping[str, Any], outputs: Sequence[str], graded: Sequence[Graded], asked: Asked
+    ) -> None:
+        """Equal answers are shown once and get the same score."""
+        texts = sorted(set(outputs))
+        random.Random(zlib.crc32(repr((grader.input, texts)).encode())).shuffle(texts)  # a judge may favour the first
+        worth = dict.fromkeys(texts, _ALONE)
+        if len(texts) > 1:
+            whole = Graded()
+            said = await self._said(grader, item, "", whole, asked, texts)
+            try:
+                places = ranking(grader, said, len(texts)) if said is not None else []
+                worth |= {texts[n]: 1 - place / (len(texts) - 1) for place, n in enumerate(places)}
+            except VerdictError as error:
+                whole.faults["parse"] = str(error)
+            for one in graded:
+                one.faults |= whole.faults
+            graded[0].tokens = whole.tokens
+        for output, one in zip(outputs, graded, strict=True):
+            if not one.faults:
+                one.reward = one.parts[grader.name] = worth[output]
+
+    async def _part(
+        self,
+        name: str,
+        part: Single,
+        item: Mapping[str, Any],
+        outputs: Sequence[str],
+        graded: Sequence[Graded],
+        asked: Asked,
+    ) -> None:
+        """Put one grader's scores, or why there are none, into `graded`."""
+        fillable = []
+        for output, one in zip(outputs, graded, strict=True):
+            try:
+                for _, text in part.templates():
+                    fill(text, item, output)
+                fillable.append((output, one))
+            except UnfilledError as error:
+                one.faults["variable" if error.of_item else "sample"] = str(error)
+                one.parts[name] = 0.0
+        if isinstance(part, Judge):
+            await asyncio.gather(*(self._judged(name, part, item, *pair, asked) for pair in fillable))
+        elif fillable:
+            scored = await self._computed(part, item, [output for output, _ in fillable])
+            for (_, one), value in zip(fillable, scored, strict=True):
+                if isinstance(value, str):
+                    one.faults["other"] = value
+                else:
+                    one.parts[name] = value
+
+    async def _computed(self, part: Single, item: Mapping[str, Any], outputs: Sequence[str]) -> list[float | str]:
+        """Scores by a grader that asks no model, or why there is none."""
+        spec = json.dumps(part.model_dump(mode="json"), sort_keys=True)
+        async with self._free:
+            try:
+                async with self._opening:
+                    await self._open(spec, part)
+            except RewardError as error:
+                return [str(error)] * len(outputs)
+            try:
+                scored = await self._pool.score(spec, Problem(0, (), "", item), outputs)
+            finally:
+                self._lanes[spec] -= 1
+        return [one.error or one.reward for one in scored]
+
+    async def _open(self, spec: str, part: Single) -> None:
+        """A lane for a grader; one that nobody uses goes when there are too many."""
+        if spec not in self._lanes:
+            idle_ones = [name for name, users in self._lanes.items() if users == 0]
+            for idle in idle_ones[: max(0, len(self._lanes) + 1 - _LANES)]:
+                del self._lanes[idle]
+                await self._pool.unregister(idle)
+            config = RewardConfig(
+                name="grader", args=part.model_dump(mode="json"), cpu_seconds=_CPU_SECONDS, wall_seconds=_WALL_SECONDS
+            )
+            await self._pool.register(spec, [config])
+            self._lanes[spec] = 0
+        self._lanes[spec] += 1
+        self._lanes.move_to_end(spec)
+
+    async def _judged(
+        self, name: str, judge: Judge, item: Mapping[str, Any], output: str, graded: Graded, asked: Asked
+    ) -> None:
+        said = await self._said(judge, item, output, graded, asked)
+        try:
+            if said is not None:
+                graded.parts[name] = verdict(judge, said)
+        except VerdictError as error:
+            graded.faults["parse"] = str(error)
+
+    @staticmethod
+    async def _said(
+        judge: Judge, item: Mapping[str, Any], output: str, graded: Graded, asked: Asked, ranked: Sequence[str] = ()
+    ) -> str | None:
+        """A judge's answer; where there is none, the reason is put into `graded`."""
+        try:
+            said, tokens = await asked(judge, prompt(judge, item, output, ranked))
+            graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
+            return said
+        except UnfilledError as error:  # each message could be filled, but together they are too long
+            graded.faults["variable"] = str(error)
+        except (ConfigError, EngineError) as error:
+            graded.faults["server"] = str(error)
+        return None
+
+
+def score_or_reason(graded: Graded) -> ScoreOrReason:
+    """What a job learns of a graded answer."""
+    if graded.reward is not None:
+        return graded.reward
+    reason = "; ".join(graded.faults.values())
+    return Chance(reason) if "server" in graded.faults else reason
+
+
+class VerdictError(ValueError):
+    """What a judge said holds no score."""
+
+
+def prompt(judge: Judge, item: Mapping[str, Any], output: str, ranked: Sequence[str] = ()) -> list[dict[str, str]]:
+    """The messages to a judge, with what it has to end its answer with; `ranked` are the answers that it has to order.
+
+    Raises:
+        UnfilledError: a variable has no value, or the messages are too long together.
+    """
+    messages = [
+        {"role": "system" if one.role == "developer" else one.role, "content": fill(one.content, item, output)}
+        for one in judge.input
+    ]
+    for number, text in enumerate(ranked, 1):
+        messages[-1]["content"] += f"\n\n[Answer {number}]\n{text}"
+    if (size := sum(len(one["content"]) for one in messages)) > MOST_FILLED:
+        raise UnfilledError(
+            "item", f"the messages to the judge have {size} characters; the most are {MOST_FILLED}", of_item=True
+        )
+    messages[-1]["content"] += f"\n\n{_form(judge, len(ranked))}"
+    return messages
+
+
+def _form(judge: Judge, n: int) -> str:
+    if isinstance(judge, LabelModel):
+        return f"Answer with one of these labels and nothing else: {', '.join(judge.labels)}"
+    if isinstance(judge, Rank):
+        return (
+            f'End your answer with JSON of this form: {{"order": [NUMBER, …]}}, with the numbers 1 to {n} of the answers, '
+            "each once, the best first."
+        )
+    assert isinstance(judge, ScoreModel | Rubric)
+    low, high = judge.range
+    if isinstance(judge, Rubric):
+        criteria = "\n".join(f"- {name}: {one.text}" for name, one in judge.criteria.items())
+        form = ", ".join(f'"{name}": NUMBER' for name in judge.criteria)
+        return (
+            f"Score each of these criteria from {low:g} to {high:g}:\n{criteria}\n\n"
+            f"End your answer with JSON of this form: {{{form}}}"
+        )
+    return (
+        f'End your answer with JSON of this form: {{"result": NUMBER}}. NUMBER is your score, from {low:g} to {high:g}.'
+    )
+
+
+def verdict(judge: Judge, said: str) -> float:
+    """The score in what a judge said.
+
+    Raises:
+        VerdictError: there is none.
+    """
+    if isinstance(judge, LabelModel):
+        return float(_label(judge, said) in judge.passing_labels)
+    if isinstance(judge, Rubric):
+        return _weighed(judge, said)
+    assert isinstance(judge, ScoreModel)
+    results = _RESULT.findall(said)
+    number = float(results[-1]) if results else last_number(said)
+    if number is None:
+        raise VerdictError(f"the judge {judge.model!r} gave no number: {said[:_SHOWN]!r}")
+    return _within(judge, number)
+
+
+def _within(judge: ScoreModel | Rubric, number: float | Decimal) -> float:
+    low, high = judge.range
+    if not low <= number <= high:
+        raise VerdictError(f"the judge {judge.model!r} gave {number}, which is not from {low:g} to {high:g}")
+    return float(number)
+
+
+def _weighed(judge: Rubric, said: str) -> float:
+    """The mean of the scores, weighted; the weights are divided by the sum of their sizes."""
+    scores = _last_object(said)
+    total = 0.0
+    for name, one in judge.criteria.items():
+        number = scores.get(name)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise VerdictError(f"the judge {judge.model!r} gave no number for {name!r}: {said[-_SHOWN:]!r}")
+        total += one.weight * _within(judge, number)
+    return total / sum(abs(one.weight) for one in judge.criteria.values())
+
+
+def ranking(judge: Rank, said: str, n: int) -> list[int]:
+    """The places of n answers in what was shown, the best first.
+
+    Raises:
+        VerdictError: the judge did not name each answer once.
+    """
+    order = _last_object(said).get("order")
+    if not isinstance(order, list) or sorted(map(repr, order)) != sorted(map(repr, range(1, n + 1))):
+        raise VerdictError(f"the judge {judge.model!r} did not order the {n} answers: {said[-_SHOWN:]!r}")
+    return [number - 1 for number in order]
+
+
+def _last_object(said: str) -> Mapping[str, Any]:
+    """The last JSON object in a text; empty where there is none."""
+    for found in reversed(_OBJECT.findall(said)):
+        try:
+            value = json.loads(found)
+        except (ValueError, RecursionError):
+            continue
+        return value if isinstance(value, Mapping) else {}
+    return {}
+
+
+def _label(judge: LabelModel, said: str) -> str:
+    plain = said.strip().strip("\"'.`*").casefold()
+    for label in judge.labels:
+        if label.casefold() == plain:
+            return label
+    named = [one for one in judge.labels if re.search(rf"(?<!\w){re.escape(one)}(?!\w)", said, re.IGNORECASE)]
+    if len(named) != 1:
+        raise VerdictError(f"the judge {judge.model!r} gave none of the labels, or several: {said[:_SHOWN]!r}")
+    return named[0]
