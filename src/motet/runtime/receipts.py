@@ -109,7 +109,7 @@ class Materials:
         """Base, data and code, the same for all versions."""
         data = {"train": self._data.train, "holdout": Problems.of(self._data.holdout)}
         with _LOCK:  # jobs share a base: one of them reads it
-            base = _base_sums(self._base)
+            base = base_sums(self._base)
         return [
             *(_material(f"base/{name}", "sha256", digest) for name, digest in base.items()),
             *(_material(f"data/{name}", "sha256", part.sum()) for name, part in data.items()),
@@ -150,8 +150,8 @@ def _code_sum(entry: Mapping[str, str]) -> str:
 
 
 @functools.cache
-def _base_sums(name: str) -> dict[str, str]:
-    """sha256 of each file of a base; empty where it was not loaded from files that are here."""
+def base_sums(name: str) -> dict[str, str]:
+    """sha256 of each file of a base, by name; empty where it was not loaded from files that are here."""
     folder, gguf = _place(name)
     files = [folder / gguf] if folder and gguf else sorted(folder.iterdir()) if folder else []
     return {path.name: _file_sum(path) for path in files if gguf or path.suffix in _BASE_FILES}
