@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +24,9 @@ from motet.commands import export
 from motet.commands.export_apart import pre_tokenizer, read_model
 from motet.commands.export_check import Loaded, check, compare
 from motet.commands.export_gguf import converter, modelfile_template
-from motet.commands.merging import Source
+from motet.commands.merging import ExportSource
 from motet.commands.probe import TEXTS, logprobs_here
+from motet.config import JobConfig
 from motet.errors import AdapterError, ConfigError
 from motet.model.find import SMALL_BASE
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -31,7 +34,7 @@ from tests.peft_files import save_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 Tensors = dict[str, torch.Tensor]
-CHATML = SMALL_BASE / "chat_template.jinja"
+Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +47,6 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ours(adapter: Path):
     """Tokens of the built-in texts, and logprobs of base and adapter."""
-    import asyncio
-
     return asyncio.run(logprobs_here(str(SMALL_BASE), [adapter], lambda _: TEXTS, "float32", 32))
 
 
@@ -53,36 +54,36 @@ def compared(ours, place: Path, base: Path = SMALL_BASE) -> str:
     token_ids, here = ours
     texts, ids = list(token_ids), [one.tolist() for one in token_ids.values()]
     answer = read_model(texts, ids, str(base), str(place))
-    return compare(Loaded("peft", base, place), token_ids, *here.values(), answer)
+    return compare(Loaded("peft", base, place), token_ids, tuple(here.values()), answer)
 
 
-def without_scaling(tensors: Tensors, config: dict) -> None:
+def without_scaling(tensors: Tensors, config: Json) -> None:
     config["lora_alpha"] = config["r"]
 
 
-def with_cut_rank(tensors: Tensors, config: dict) -> None:
+def with_cut_rank(tensors: Tensors, config: Json) -> None:
     config["lora_alpha"] *= (config["r"] - 1) / config["r"]
     config["r"] -= 1
     for name, tensor in tensors.items():
         tensors[name] = (tensor[:-1] if "lora_A" in name else tensor[:, :-1]).contiguous()
 
 
-def with_transposed_b(tensors: Tensors, config: dict) -> None:
+def with_transposed_b(tensors: Tensors, config: Json) -> None:
     for name, tensor in tensors.items():
         if "lora_B" in name:
             tensors[name] = tensor.t().contiguous().reshape(tensor.shape)
 
 
-def without_a_layer(tensors: Tensors, config: dict) -> None:
+def without_a_layer(tensors: Tensors, config: Json) -> None:
     tensors[next(name for name in tensors if "lora_B" in name)].zero_()
 
 
-def silent(tensors: Tensors, config: dict) -> None:
+def silent(tensors: Tensors, config: Json) -> None:
     for name in tensors:
         tensors[name].zero_()
 
 
-FAULTS: dict[Callable[[Tensors, dict], None], str] = {
+FAULTS: dict[Callable[[Tensors, Json], None], str] = {
     without_scaling: "is not what was trained",
     with_cut_rank: "is not what was trained",
     with_transposed_b: "is not what was trained",
@@ -128,7 +129,7 @@ def test_other_tokens_are_refused(ours) -> None:
     ids = [one.tolist() for one in token_ids.values()]
     ids[1][3] += 1
     with pytest.raises(AdapterError, match="makes other tokens of 'Sort these letters"):
-        compare(Loaded("llama.cpp", SMALL_BASE), token_ids, *here.values(), {"tokens": ids, "logprobs": []})
+        compare(Loaded("llama.cpp", SMALL_BASE), token_ids, tuple(here.values()), {"tokens": ids, "logprobs": []})
 
 
 def test_an_adapter_that_changes_nothing_is_not_told_from_its_base(ours) -> None:
@@ -139,24 +140,22 @@ def test_an_adapter_that_changes_nothing_is_not_told_from_its_base(ours) -> None
         logprobs.append(base[first : first + len(ids) - 1])
         first += len(ids) - 1
     answer = {"tokens": [one.tolist() for one in token_ids.values()], "logprobs": logprobs}
-    said = compare(Loaded("peft", SMALL_BASE), token_ids, base, base, answer)
+    said = compare(Loaded("peft", SMALL_BASE), token_ids, (base, base), answer)
     assert said.endswith("the adapter changes too little here to tell it from its base")
 
 
 def test_what_is_refused_leaves_nothing(adapter: Path, tmp_path: Path, capsys) -> None:
-    """Through another process, as a user has it."""
-
-    def forgets(source: Source, target: Path) -> Loaded:
+    def forgets(source: ExportSource, target: Path) -> Loaded:
         loaded = export.peft(source, target)
         config = json.loads((target / ADAPTER_CONFIG).read_text())
         (target / ADAPTER_CONFIG).write_text(json.dumps({**config, "lora_alpha": config["r"]}))
         return loaded
 
     with pytest.raises(AdapterError, match="the export is not what was trained, so nothing is written"):
-        export.write_as(export.Format(forgets, "peft"), Source(adapter), tmp_path / "wrong")
+        export.write_as(export.Format(forgets, "peft"), ExportSource(adapter), tmp_path / "wrong")
     assert not list(tmp_path.iterdir())
     export.write(adapter, None, tmp_path / "right", "peft", checked=False)
-    assert "not checked, because of --unchecked" in capsys.readouterr().err
+    assert "not checked: because of --unchecked" in capsys.readouterr().err
     assert {file.name for file in (tmp_path / "right").iterdir()} == {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
 
 
@@ -192,7 +191,8 @@ def test_a_card_says_how_an_adapter_was_made_and_how_good_it_is(version: Path, t
         "tags": ["lora", "reinforcement-learning", "motet"],
     }
     settings = yaml.safe_load(body.split("```yaml\n")[1].split("```")[0])
-    assert (settings["base"], settings["jobs"][0]["name"], settings["jobs"][0]["steps"]) == ("small", "sort", 1)
+    job = JobConfig.model_validate(settings["jobs"][0])
+    assert (settings["base"], job.name, job.steps, job.seed) == ("small", "sort", 1, 1)
     for part in ("![Curves](curves.svg)", "| v0 | 0.", "| v1 | 0.", "| base/model.safetensors | `", "| data/train | `"):
         assert part in body, part
 

@@ -123,7 +123,7 @@ TRACKERS: Mapping[str, Tracker] = {
         {},
         "commands/export.py",
         "FORMATS: Mapping[str, Format] = {",
-        """def names(source: Source, target: Path) -> None:
+        """def names(source: ExportSource, target: Path) -> None:
     (target / "name").write_text(source.adapter.name)
 
 

@@ -6,14 +6,14 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from motet.commands import export_gguf
 from motet.commands.answers import say
 from motet.commands.export_card import write_card
 from motet.commands.export_check import Loaded, check, missing
-from motet.commands.merging import Source, merge
+from motet.commands.merging import ExportSource, merge
 from motet.errors import AdapterError, BaseModelError, ConfigError
 from motet.runtime.receipts import RECEIPT
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -23,7 +23,7 @@ from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 class Format:
     """A format of `motet export`."""
 
-    write: Callable[[Source, Path], Loaded | None]
+    write: Callable[[ExportSource, Path], Loaded | None]
     """Writes the files into an empty directory; returns what the consumer is to load."""
     consumer: str | None = None
     """What loads it again, a key of `export_check.PACKAGES`; None where nothing here does."""
@@ -31,12 +31,12 @@ class Format:
     """Whether it is a whole model, whose weights have a type."""
 
 
-def merged(source: Source, target: Path) -> Loaded:
+def merged(source: ExportSource, target: Path) -> Loaded:
     """Base and adapter as one model directory."""
     return Loaded("transformers", target, dtype=merge(source, target, source.dtype))
 
 
-def peft(source: Source, target: Path) -> Loaded:
+def peft(source: ExportSource, target: Path) -> Loaded:
     """The adapter's own files, and its receipt where it has one."""
     config = {**json.loads((source.adapter / ADAPTER_CONFIG).read_text()), "base_model_name_or_path": source.base}
     (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
@@ -46,14 +46,14 @@ def peft(source: Source, target: Path) -> Loaded:
     return Loaded("peft", Path(source.files), target)
 
 
-def card(source: Source, target: Path) -> Loaded:
+def card(source: ExportSource, target: Path) -> Loaded:
     """The same with a model card: a directory that can be put on a hub as it is."""
     loaded = peft(source, target)
     write_card(source, target)
     return loaded
 
 
-def split_experts(source: Source, target: Path) -> None:
+def split_experts(source: ExportSource, target: Path) -> None:
     """An adapter on experts as vLLM reads it, expert by expert.
 
     Raises:
@@ -112,22 +112,24 @@ def write(
     if not one.whole and dtype != "auto":
         wholes = " or ".join(name for name, other in FORMATS.items() if other.whole)
         raise ConfigError(f"--dtype needs a whole model: leave it out, or use --format {wholes}")
-    write_as(one, Source(adapter, base, dtype), target, checked=checked)
+    write_as(one, ExportSource(adapter, base, dtype, checked), target)
     return target
 
 
-def write_as(form: Format, source: Source, target: Path, *, checked: bool = True) -> None:
+def write_as(form: Format, source: ExportSource, target: Path) -> None:
     """The same for a format; raises as `write` does."""
+    if form.consumer is None:
+        reason = "nothing here loads this format"
+    elif not source.checked:
+        reason = "because of --unchecked"
+    elif lacking := missing(form.consumer):
+        reason = f"{lacking} is not installed; pip install 'motet[export]'"
+    else:
+        reason = ""
+    source = replace(source, checked=not reason)
     with drafted(target) as draft:
         loaded = form.write(source, draft)
-        if form.consumer is None or loaded is None:
-            said = "not checked: nothing here loads this format"
-        elif not checked:
-            said = "not checked, because of --unchecked"
-        elif lacking := missing(form.consumer):
-            said = f"not checked: {lacking} is not installed; pip install 'motet[export]'"
-        else:
-            said = check(loaded, source.adapter, source.base)
+        said = f"not checked: {reason}" if loaded is None or reason else check(loaded, source.adapter, source.base)
     say(said, aside=True)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from motet.commands.answers import same_command
-from motet.commands.merging import Source
+from motet.commands.merging import ExportSource
 from motet.errors import RunError
-from motet.report.read import JobRecord, read_job
+from motet.report.read import JobRecord, Series, read_job
 from motet.report.svg import Curves, draw_curves
 from motet.runtime.receipts import RECEIPT, dependencies_of, read_receipt, subjects_of
 
@@ -23,7 +23,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 
 
-def write_card(source: Source, target: Path) -> None:
+def write_card(source: ExportSource, target: Path) -> None:
     """Write README.md, and the curves where the adapter is a version of a run.
 
     Raises:
@@ -59,7 +59,7 @@ model = PeftModel.from_pretrained(base, ".")  # this directory, or its name on t
 """
 
 
-def _hub_id(source: Source) -> str | None:
+def _hub_id(source: ExportSource) -> str | None:
     """The base's name on the hub; None where it is a directory that says nothing of one."""
     if found := _CACHED.search(f"{source.files}/"):
         return "/".join(found.groups())
@@ -84,12 +84,13 @@ def _rewards(job: JobRecord, target: Path) -> list[str]:
     held_out = job.evaluations
     if not held_out.xs:
         return []
-    (target / _CURVES).write_text(draw_curves([Curves(job.name, job.columns["reward"], held_out)]))
+    (target / _CURVES).write_text(draw_curves([Curves(job.name, job.columns.get("reward", Series()), held_out)]))
+    figure = "reward" if "eval/reward" in job.columns else "log-likelihood"
     rows = "\n".join(f"| v{x:g} | {y:.3f} |" for x, y in zip(held_out.xs, held_out.ys, strict=True))
-    return [f"## Held-out reward\n\n| version | reward |\n|---|---|\n{rows}\n\n![Curves]({_CURVES})"]
+    return [f"## Held-out {figure}\n\n| version | {figure} |\n|---|---|\n{rows}\n\n![Curves]({_CURVES})"]
 
 
-def _origin(source: Source) -> list[str]:
+def _origin(source: ExportSource) -> list[str]:
     """The settings of the run and the receipt's sums; nothing where there is no receipt."""
     try:
         receipt = read_receipt(source.adapter / RECEIPT)
@@ -98,7 +99,8 @@ def _origin(source: Source) -> list[str]:
     built = receipt["predicate"]["buildDefinition"]
     settings: dict[str, Any] = dict(built["externalParameters"])
     version = settings.pop("version")
-    jobs = {"base": built["internalParameters"].get("base"), "jobs": [{**settings, "steps": version}]}
+    inner = built["internalParameters"]
+    jobs = {"base": inner.get("base"), "jobs": [{**settings, "seed": inner.get("seed"), "steps": version}]}
     listed = {**subjects_of(receipt), **dependencies_of(receipt)}
     rows = "\n".join(
         f"| {name} | `{digest}` |" for name, digest in listed.items() if not name.startswith(("rollouts/", "version "))

