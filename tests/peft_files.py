@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
+from motet.model.find import SMALL_BASE
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
@@ -21,6 +24,16 @@ def export(directory: Path, base: LoraModel, weights: AdapterWeights, targets: s
     masters = weights.flat.float().clone()
     masters[: weights.layout.size_a] /= weights.scaling
     write_adapter(directory, base, weights.layout, weights.scaling * weights.layout.rank, targets, masters)
+
+
+def save_random(directory: Path, seed: int = 0) -> None:
+    """An adapter that changes what the small base says."""
+    base = AutoModelForCausalLM.from_pretrained(SMALL_BASE, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # A is PEFT's own
+        peft = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"]))
+    randomise(peft, seed)
+    peft.save_pretrained(str(directory))
 
 
 def load(directory: Path, base: LoraModel) -> AdapterWeights:

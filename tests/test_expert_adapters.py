@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.batch import Batch
-from motet.commands.export import split_experts
+from motet.commands.export import write
 from motet.config import AdapterConfig, EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.errors import AdapterError, BaseModelError
 from motet.launch import open_base
@@ -217,7 +217,7 @@ def test_experts_one_by_one_are_the_same_adapter(name: str, targets: list[str], 
     base, ids = tiny.base(name), tiny.tokens(23)
     weights = tiny.adapter(base, rank=3, targets=targets)
     export(tmp_path / "together", base, weights, targets)
-    split_experts(tmp_path / "together", None, tmp_path / "apart")
+    write(tmp_path / "together", None, tmp_path / "apart", "experts")
     logits = tiny.packed_logits(base, [(weights, ids)])[0]
     again = load(tmp_path / "apart", base)
     assert torch.equal(tiny.packed_logits(base, [(again, ids)])[0], logits)
@@ -242,7 +242,7 @@ def test_experts_one_by_one_whose_gate_and_up_share_nothing_get_twice_the_rank(t
     """As PEFT reads what was trained with experts that were modules of their own."""
     base, ids = tiny.base(NAME), tiny.tokens(23)
     export(tmp_path / "one", base, tiny.adapter(base, rank=3, targets=["q_proj", "experts"]), ["q_proj", "experts"])
-    split_experts(tmp_path / "one", None, tmp_path / "two")
+    write(tmp_path / "one", None, tmp_path / "two", "experts")
     tensors = load_file(tmp_path / "two" / ADAPTER_WEIGHTS)
     generator = torch.Generator().manual_seed(5)
     for name, tensor in tensors.items():
@@ -258,7 +258,7 @@ def test_experts_one_by_one_whose_gate_and_up_share_nothing_get_twice_the_rank(t
 def test_experts_one_by_one_that_lack_something_are_refused(tmp_path: Path) -> None:
     base, whole = tiny.base(NAME), tmp_path / "whole"
     export(tmp_path / "one", base, tiny.adapter(base, rank=3, targets=["experts"]), ["experts"])
-    split_experts(tmp_path / "one", None, whole)
+    write(tmp_path / "one", None, whole, "experts")
     tensors, module = load_file(whole / ADAPTER_WEIGHTS), "model.layers.0.mlp.experts"
     for gone, reason in (
         (".layers.0.mlp.experts.3.down_proj.lora_B", f"{module} do not all have an adapter of one shape on down_proj"),
@@ -287,10 +287,10 @@ def test_experts_one_by_one_that_lack_something_are_refused(tmp_path: Path) -> N
     with pytest.raises(
         BaseModelError, match=r"\(llama\) do not store experts one by one; give a server the adapter unchanged"
     ):
-        split_experts(tmp_path / "llama", None, tmp_path / "no")
+        write(tmp_path / "llama", None, tmp_path / "no", "experts")
     export(tmp_path / "heads", base, tiny.adapter(base, targets=["q_proj"]), ["q_proj"])
     with pytest.raises(AdapterError, match="has no weights on experts"):
-        split_experts(tmp_path / "heads", None, tmp_path / "no")
+        write(tmp_path / "heads", None, tmp_path / "no", "experts")
 
 
 def test_experts_are_adapted_where_they_are_asked_for() -> None:

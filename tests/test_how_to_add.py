@@ -123,11 +123,11 @@ TRACKERS: Mapping[str, Tracker] = {
         {},
         "commands/export.py",
         "FORMATS: Mapping[str, Format] = {",
-        """def names(adapter: Path, base: str | None, target: Path, dtype: str) -> None:
-    target.write_text(adapter.name)
+        """def names(source: ExportSource, target: Path) -> None:
+    (target / "name").write_text(source.adapter.name)
 
 
-FORMATS: Mapping[str, Format] = {"names": Format(names, whole=False), """,
+FORMATS: Mapping[str, Format] = {"names": Format(names), """,
     ),
     "A LoRA kernel": (
         {},
@@ -201,7 +201,7 @@ assert Path(motet.__file__).is_relative_to(sys.argv[1]), motet.__file__
 assert any(route.path == "/v1/greeting" for module in ROUTES for route in module.router.routes)
 assert RolloutConfig(engine="third", urls=["http://127.0.0.1:1"]).engine == "third"
 home = Path(sys.argv[1])
-assert write(home / "an-adapter", None, home / "names", "names", "auto", None).read_text() == "an-adapter"
+assert (write(home / "an-adapter", None, home / "names", "names") / "name").read_text() == "an-adapter"
 job = {
     "data": {"source": "toy:add", "size": 16, "holdout": 0}, "reward": {"name": "length", "args": {"target": 3}}, "steps": 1,
     "sampling": {"max_tokens": 6}, "seed": 5, "environment": "halved",

@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from safetensors.torch import load_file, save_file
 
-from motet.commands.export import split_experts
+from motet.commands.export import write
 from motet.config import AdapterConfig, EngineConfig, RolloutConfig, RunConfig
 from motet.errors import EngineError, ProbeError
 from motet.launch import load
@@ -403,7 +403,7 @@ def test_experts_one_by_one_are_what_it_loads(tmp_path: Path) -> None:
     vllm_python()
     base, targets = tiny_models.base("qwen3_moe"), ["q_proj", "experts"]
     export(tmp_path / "together", base, tiny_models.adapter(base, targets=targets), targets)
-    split_experts(tmp_path / "together", None, tmp_path / "apart")
+    write(tmp_path / "together", None, tmp_path / "apart", "experts")
     with vllm_server(base, tmp_path / "server", "--max-model-len", "256", "--lora-target-modules", *targets) as server:
         headers = {"Authorization": f"Bearer {server.key}"}
         with httpx2.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:

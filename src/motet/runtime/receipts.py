@@ -109,7 +109,7 @@ class Materials:
         """Base, data and code, equal for all versions."""
         data = {"train": self._data.train, "holdout": Problems.of(self._data.holdout)}
         with _LOCK:  # jobs share a base: only one of them hashes it
-            base = _base_sums(self._base)
+            base = base_sums(self._base)
         return [
             *(_material(f"base/{name}", "sha256", digest) for name, digest in base.items()),
             *(_material(f"data/{name}", "sha256", part.sum()) for name, part in data.items()),
@@ -150,7 +150,7 @@ def _code_sum(entry: Mapping[str, str]) -> str:
 
 
 @functools.cache
-def _base_sums(name: str) -> dict[str, str]:
+def base_sums(name: str) -> dict[str, str]:
     """sha256 of each file of a base; empty if it was not loaded from local files."""
     folder, gguf = _place(name)
     files = [folder / gguf] if folder and gguf else sorted(folder.iterdir()) if folder else []

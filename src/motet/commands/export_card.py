@@ -1,0 +1,113 @@
+"""A model card for an adapter: README.md with a hub's metadata, held-out rewards, the receipt's sums and how to load it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from motet.commands.answers import same_command
+from motet.commands.merging import ExportSource
+from motet.errors import RunError
+from motet.report.read import JobRecord, Series, read_job
+from motet.report.svg import Curves, draw_curves
+from motet.runtime.receipts import RECEIPT, dependencies_of, read_receipt, subjects_of
+
+_CURVES = "curves.svg"
+_CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
+"""The hub's cache names a repository's folder so."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
+
+
+def write_card(source: ExportSource, target: Path) -> None:
+    """Write README.md, and the curves where the adapter is a version of a run.
+
+    Raises:
+        BaseModelError: the base is not there.
+    """
+    job = read_job(source.adapter.resolve().parent.parent)
+    hub_id, licence = _hub_id(source), _licence(source.directory)
+    head = {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        **({"base_model": hub_id} if hub_id else {}),
+        **({"license": licence} if licence else {}),
+        "tags": ["lora", "reinforcement-learning", "motet"],
+    }
+    named = hub_id or Path(source.base).name
+    parts = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
+        f"# {job.name if job.steps else source.adapter.resolve().name}",
+        f"A LoRA adapter of rank {source.weights.rank} (alpha {source.weights.alpha:g}) on `{named}`, trained with Motet."
+        + ("" if licence else " The base's files do not say its licence."),
+        *_rewards(job, target),
+        f"## Load it\n\n```py\n{_LOAD.format(base=hub_id or source.base)}```",
+        *_origin(source),
+    ]
+    (target / "README.md").write_text("\n\n".join(parts) + "\n")
+
+
+_LOAD = """from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, ".")  # this directory, or its name on the hub
+"""
+
+
+def _hub_id(source: ExportSource) -> str | None:
+    """The base's name on the hub; None where it is a directory that says nothing of one."""
+    if found := _CACHED.search(f"{source.files}/"):
+        return "/".join(found.groups())
+    return source.files if _HUB_ID.fullmatch(source.files) and not Path(source.files).exists() else None
+
+
+def _licence(base: Path) -> str | None:
+    """As the card of the base names it; `other` where there is only a file."""
+    card = base / "README.md"
+    parts = card.read_text(errors="replace").split("---\n", 2) if card.is_file() else []
+    try:
+        head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else None
+    except yaml.YAMLError:
+        head = None
+    if isinstance(head, Mapping) and isinstance(head.get("license"), str):
+        return str(head["license"])
+    return "other" if any((base / name).is_file() for name in _LICENCES) else None
+
+
+def _rewards(job: JobRecord, target: Path) -> list[str]:
+    """A table of held-out rewards and a picture of the curves; nothing where there was no evaluation."""
+    held_out = job.evaluations
+    if not held_out.xs:
+        return []
+    (target / _CURVES).write_text(draw_curves([Curves(job.name, job.columns.get("reward", Series()), held_out)]))
+    figure = "reward" if "eval/reward" in job.columns else "log-likelihood"
+    rows = "\n".join(f"| v{x:g} | {y:.3f} |" for x, y in zip(held_out.xs, held_out.ys, strict=True))
+    return [f"## Held-out {figure}\n\n| version | {figure} |\n|---|---|\n{rows}\n\n![Curves]({_CURVES})"]
+
+
+def _origin(source: ExportSource) -> list[str]:
+    """The settings of the run and the receipt's sums; nothing where there is no receipt."""
+    try:
+        receipt = read_receipt(source.adapter / RECEIPT)
+    except RunError:
+        return []
+    built = receipt["predicate"]["buildDefinition"]
+    settings: dict[str, Any] = dict(built["externalParameters"])
+    version = settings.pop("version")
+    inner = built["internalParameters"]
+    jobs = {"base": inner.get("base"), "jobs": [{**settings, "seed": inner.get("seed"), "steps": version}]}
+    listed = {**subjects_of(receipt), **dependencies_of(receipt)}
+    rows = "\n".join(
+        f"| {name} | `{digest}` |" for name, digest in listed.items() if not name.startswith(("rollouts/", "version "))
+    )
+    return [
+        f"## How it was made\n\n`motet run jobs.yaml` made version {version} with these settings:\n\n"
+        f"```yaml\n{yaml.safe_dump(jobs, sort_keys=False)}```\n\n"
+        f"`{same_command()}` wrote this card.",
+        f"## Receipt\n\n`{RECEIPT}` says what the version was made of. Its sums (sha256):\n\n| file | sum |\n|---|---|\n{rows}",
+    ]

@@ -1,0 +1,160 @@
+"""Load an export again by its consumer, and compare its logprobs with the adapter's own."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from motet.commands.probe import TEXTS, logprobs_here
+from motet.errors import AdapterError, BaseModelError, RunError
+from motet.types import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from motet.report.read import Line
+
+PACKAGES = {"transformers": "transformers", "peft": "peft", "llama.cpp": "xllamacpp"}
+"""What has to be installed for each consumer."""
+_TEXTS, _TOKENS = 6, 96
+"""Held-out answers that are compared, and the most tokens of each."""
+
+
+TOLERANCES = {"float32": (0.001, 0.005), "float16": (0.005, 0.01), "bfloat16": (0.03, 0.03)}
+"""By the type of the weights: how far the root mean square of differences may go, as a number and a share of the effect."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a consumer loads."""
+
+    consumer: str
+    """A key of `PACKAGES`."""
+    model: Path
+    adapter: Path | None = None
+    dtype: str = "float32"
+    """A key of `TOLERANCES`."""
+
+
+def missing(consumer: str) -> str | None:
+    """The package that a consumer lacks here."""
+    package = PACKAGES[consumer]
+    return None if importlib.util.find_spec(package) else package
+
+
+def check(loaded: Loaded, adapter: Path, base: str) -> str:
+    """Compare; returns a line for people.
+
+    Raises:
+        AdapterError: it computes something else, or was made of another base than the adapter.
+        BaseModelError: the consumer cannot load it.
+    """
+    _refuse_another_base(adapter, base)
+    lines = _held_out(adapter)
+    token_ids, here = asyncio.run(
+        logprobs_here(base, [adapter], lambda tokenizer: _texts(tokenizer, lines, adapter), "float32", _TOKENS)
+    )
+    answer = _ask(loaded, list(token_ids), [ids.tolist() for ids in token_ids.values()])
+    said = compare(loaded, token_ids, tuple(here.values()), answer)
+    return f"{said} ({len(token_ids)} {'held-out answers' if lines else 'built-in texts'})"
+
+
+def compare(
+    loaded: Loaded, token_ids: Mapping[str, IntArray], here: Sequence[FloatArray], answer: Mapping[str, Any]
+) -> str:
+    """A line for people, from logprobs [N] of the base and the adapter here, and what the consumer answered.
+
+    Raises:
+        AdapterError: the consumer makes other tokens, or its logprobs are too far from the adapter's.
+    """
+    base, own = here
+    for (text, wanted), found in zip(token_ids.items(), answer["tokens"], strict=True):
+        if found[: len(wanted)] != wanted.tolist():
+            raise AdapterError(
+                f"{loaded.consumer} makes other tokens of {text!r}, so nothing is written: {found}, not {wanted.tolist()}"
+            )
+    theirs = np.concatenate([np.asarray(one, np.float64) for one in answer["logprobs"]])
+    apart, effect = _rms(theirs - own), _rms(own - base)
+    fixed, share = TOLERANCES[loaded.dtype]
+    most = fixed + share * effect
+    figures = (
+        f"{loaded.consumer}: {len(own)} logprobs differ from the adapter's by {np.abs(theirs - own).mean():.2g} on average, "
+        f"{np.abs(theirs - own).max():.2g} at most; the adapter differs from its base by {np.abs(own - base).mean():.2g} on "
+        f"average, {np.abs(own - base).max():.2g} at most"
+    )
+    if not apart <= most:
+        silent = "; it answers as the base does" if _rms(theirs - base) <= most else ""
+        raise AdapterError(
+            f"the export is not what was trained, so nothing is written{silent}. {figures}. The root mean square of the "
+            f"differences is {apart:.2g}, and {most:.2g} is allowed"
+        )
+    weak = "" if effect > 2 * most else "; the adapter changes too little here to tell it from its base"
+    return f"checked with {figures}{weak}"
+
+
+def _rms(values: FloatArray) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))
+
+
+def _ask(loaded: Loaded, texts: Sequence[str], token_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+    request = {"texts": texts, "token_ids": token_ids, "model": str(loaded.model)}
+    if loaded.adapter is not None:
+        request["adapter"] = str(loaded.adapter)
+    command = [sys.executable, "-m", "motet.commands.export_apart", loaded.consumer]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
+    if done.returncode:
+        (*_, said) = done.stderr.strip().splitlines() or ["nothing"]
+        raise BaseModelError(f"{loaded.consumer} cannot load the export, so nothing is written; it says: {said}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def _held_out(adapter: Path) -> list[Line]:
+    """The newest answers to the first held-out problems, where the adapter is a version of a run."""
+    from motet.report.read import read_pairs
+
+    pairs, _ = read_pairs(adapter.resolve().parent.parent / "rollouts", _TEXTS)
+    lines = [pair.after or pair.before for pair in pairs]
+    return [line for line in lines if line and isinstance(line.get("prompt"), str) and line.get("completion")]
+
+
+def _texts(tokenizer: Any, lines: Sequence[Line], adapter: Path) -> list[str]:
+    """Prompt, answer and end as the model reads them; the built-in texts where there are none."""
+    from motet.report.read import read_job
+    from motet.tasks.chat import Chat
+    from motet.types import Message, Problem
+
+    if not lines:
+        return list(TEXTS)
+    data = read_job(adapter.resolve().parent.parent).config.get("job", {}).get("data", {})
+    template = bool(tokenizer.chat_template) and data.get("chat_template", True)
+    chat = Chat(tokenizer, template, data.get("chat_template_kwargs") or {})
+    system = [Message("system", data["system"])] if data.get("system") else []
+    texts = []
+    for line in lines:
+        problem = Problem(0, (*system, Message("user", str(line["prompt"]))), "")
+        texts.append(f"{chat.prompt_text(problem)}{line['completion']}")
+    return texts
+
+
+def _refuse_another_base(adapter: Path, base: str) -> None:
+    """Compare the base's files with those of the adapter's receipt, where it has one."""
+    from motet.runtime.receipts import RECEIPT, base_sums, dependencies_of, read_receipt
+
+    try:
+        known = dependencies_of(read_receipt(adapter / RECEIPT))
+    except RunError:
+        return
+    now = base_sums(base)
+    for name, digest in now.items():
+        if known.get(f"base/{name}", digest) != digest:
+            raise AdapterError(
+                f"{name} of {base} is not the file that {adapter} was trained on, by its receipt; give its own base as --base"
+            )

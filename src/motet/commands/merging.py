@@ -1,0 +1,167 @@
+"""An adapter that is exported, its base, and both as one model."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from motet.errors import AdapterError, BaseModelError
+from motet.model_info import matches_experts
+
+if TYPE_CHECKING:
+    from motet.model.peft_io import PeftAdapter
+
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""What a base that sees images has besides; what is written reads them again."""
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """What is exported. Files are read when they are asked for."""
+
+    adapter: Path
+    """A PEFT LoRA directory."""
+    named: str | None = None
+    """The base that the user names; None takes what the adapter's directory says."""
+    dtype: str = "auto"
+    """Of a whole model's weights; `auto` is the base's own, and float16 in a .gguf file."""
+    checked: bool = True
+    """Whether the consumer loads the export again."""
+
+    @cached_property
+    def weights(self) -> PeftAdapter:
+        """The adapter.
+
+        Raises:
+            AdapterError: it cannot be read.
+        """
+        from motet.model.peft_io import read_adapter
+
+        return read_adapter(self.adapter)
+
+    @property
+    def base(self) -> str:
+        """Name of its base.
+
+        Raises:
+            AdapterError: nobody says it.
+        """
+        if not (name := self.named or self.weights.base):
+            raise AdapterError(f"{self.adapter} does not say what it was trained on; give --base")
+        return name
+
+    @cached_property
+    def files(self) -> str:
+        """What transformers loads of the base: a hub id or a directory.
+
+        Raises:
+            BaseModelError: it is not there, or is a .gguf file.
+        """
+        from motet.model.find import find_base
+
+        found, gguf = find_base(self.base)
+        if gguf is not None:
+            raise BaseModelError(
+                f"{self.base} is a .gguf file, which an adapter cannot be added to; give what it was made from as --base"
+            )
+        return found
+
+    @cached_property
+    def directory(self) -> Path:
+        """The base's files, downloaded where they are on the hub."""
+        if Path(self.files).is_dir():
+            return Path(self.files)
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(self.files))
+
+
+def merge(source: ExportSource, target: Path, dtype: str) -> str:
+    """Write a model directory whose weights are the base's with the adapter's product added, in fp32 before they are rounded.
+
+    Returns the type of its weights.
+
+    Raises:
+        AdapterError: the adapter cannot be read or does not fit the base.
+        BaseModelError: the base cannot be loaded.
+    """
+    weights = source.weights
+    model, tokenizer = load_model(source.base, source.files, dtype)
+    _add(model, weights, source.adapter, source.base)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    _copy_processors(source.files, target)
+    return str(model.dtype).removeprefix("torch.")
+
+
+def load_model(name: str, source: str, dtype: str) -> tuple[Any, Any]:
+    """A model and its tokenizer from what transformers loads; `name` is for the message.
+
+    Raises:
+        BaseModelError: it cannot be loaded.
+    """
+    import transformers
+
+    from motet.model.text_only import without_towers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        sees = without_towers(transformers.AutoConfig.from_pretrained(source)) is not None
+        kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+        return kind.from_pretrained(source, dtype=dtype), tokenizer
+    except (OSError, ValueError) as error:
+        raise BaseModelError(f"base {name!r} cannot be loaded: {error}; give another as --base") from error
+
+
+def _copy_processors(source: str, target: Path) -> None:
+    """Whatever prepares images, as it is."""
+    from transformers.utils.hub import cached_file
+
+    for name in _PROCESSORS:
+        file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            shutil.copyfile(file, target / name)
+
+
+def _add(model: Any, adapter: Any, source: Path, base: str) -> None:
+    """Add the adapter to the weights of the layers that it names."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    from motet.model.peft_io import PREFIX
+
+    paths = sorted({key.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for key in adapter.tensors})
+    layers = dict(model.named_modules())
+    for path in paths:
+        a, b = (adapter.tensors[f"{PREFIX}{path}.lora_{side}.weight"].float() for side in "AB")
+        module, weight = _weight(layers, path, adapter.target_modules)
+        n_experts = weight.shape[0] if weight is not None and weight.dim() == 3 else 1
+        fits = weight is not None and sorted(weight.shape[-2:]) == sorted((len(b), a.shape[1]))
+        if not fits or len(a) != n_experts * adapter.rank:
+            raise AdapterError(
+                f"{source} has a product for {path}, which {base} does not have in this shape; give its own base as --base"
+            )
+        a_ERK, b_NRE = a.view(n_experts, adapter.rank, -1), b.view(len(b), adapter.rank, n_experts)
+        product = torch.einsum("nre,erk->enk", b_NRE, a_ERK) * (adapter.alpha / adapter.rank)
+        if isinstance(module, Conv1D) or getattr(module, "is_transposed", False):
+            product = product.transpose(1, 2)
+        with torch.no_grad():
+            weight.copy_(weight.float() + product.reshape(weight.shape))
+
+
+def _weight(layers: dict[str, Any], path: str, targets: str | list[str]) -> tuple[Any, Any]:
+    """A layer and its weight; of experts the parameter that PEFT wrapped at this depth, the first one innermost."""
+    inside, *wrappers = path.split(".base_layer")
+    layer = layers.get(inside)
+    if layer is None or getattr(layer, "weight", None) is not None:
+        return layer, getattr(layer, "weight", None)
+    wrapped = [
+        parameter
+        for name, parameter in layer.named_parameters(recurse=False)
+        if any(matches_experts(f"{inside}.{name}", target) for target in targets)
+    ]
+    return layer, wrapped[-1 - len(wrappers)] if len(wrappers) < len(wrapped) else None
