@@ -23,6 +23,7 @@ from motet.config.job import (
     SamplingConfig,
 )
 from motet.config.observer import ObserverConfig, Observers
+from motet.config.race import RaceConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.section import Config, named
 
@@ -97,6 +98,7 @@ __all__ = [
     "LaunchConfig",
     "ObserverConfig",
     "OptimizerConfig",
+    "RaceConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
