@@ -17,7 +17,7 @@ from typing import Any
 from motet.checksums import replace_file
 from motet.config.candidates import RacePlan
 from motet.errors import ConfigError, RunError
-from motet.runtime.checkpoint import Committed, dump_line
+from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
 from motet.runtime.job import Job
 from motet.runtime.race_rule import CONFIRMS, RaceStanding, confirming, decide, deciding, paired, ranked
 from motet.types import JobState
@@ -205,7 +205,7 @@ class Race:
     def _decided(self, number: int) -> Rung:
         version, keep = self.plan.rungs[number]
         live = self._live()
-        rows = {job.name: deciding(rows_of(job, version)) for job in live if _takes_part(job)}
+        rows = {job.name: deciding(rows_in(job.directory, version)) for job in live if _takes_part(job)}
         step = self.plan.stop(number) or 0
         keep = min(keep, self._affordable(number, rows))
         standings = decide(rows, keep, self.plan.settings.level, len(self.plan.rungs))
@@ -235,7 +235,7 @@ class Race:
         jobs = [self._jobs[one.name] for one in rung.standings if one.verdict != "failed"]
         if not all(rung.version in job.directory.sampled(evals=True) for job in jobs):
             return
-        rows = {job.name: deciding(rows_of(job, rung.version)) for job in jobs}
+        rows = {job.name: deciding(rows_in(job.directory, rung.version)) for job in jobs}
         again = decide(rows, rung.keep, self.plan.settings.level, len(self.plan.rungs))
         if again != rung.standings[: len(again)]:
             raise RunError(
@@ -249,9 +249,9 @@ class Race:
         if not ended:
             return RaceOutcome(None, tokens=tokens)
         (job,) = ended[:1]
-        by_version = {version: rows_of(job, version) for version in self._versions(job)}
+        by_version = {version: rows_in(job.directory, version) for version in self._versions(job)}
         version = max(by_version, key=lambda one: (_mean(deciding(by_version[one])), -one))
-        start, end = confirming(rows_of(job, 0)), confirming(by_version[version])
+        start, end = confirming(rows_in(job.directory, 0)), confirming(by_version[version])
         gain = paired(end, start, self.plan.settings.level)
         low, high = (None, None) if gain is None or gain.n < 2 else (gain.mean - gain.half, gain.mean + gain.half)
         last = self.record.rungs[-1].standings
@@ -294,10 +294,10 @@ def check_rows(plan: RacePlan, held_out: int) -> None:
         )
 
 
-def rows_of(job: Job, version: int) -> list[float]:
+def rows_in(directory: JobDirectory, version: int) -> list[float]:
     """The mean reward of each held-out row at a version, in the order of the data; NaN where no completion has one."""
     rewards = dict[Any, list[float]]()
-    for line in job.directory.each_rollout(version, evals=True):
+    for line in directory.each_rollout(version, evals=True):
         scores = rewards.setdefault(line["problem"], [])
         if not line["error"]:
             scores.append(float(line["reward"]))
