@@ -3,6 +3,7 @@
     python bench/race.py record curves/ --tasks sort_letters,reverse --seeds 1,2     # trains every candidate to the end, once
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --control     # the same with sixteen equal candidates
     python bench/race.py compare curves/                                             # regret and tokens of each rule
+    python bench/race.py errors                                                      # error rates on made-up rows, no training
 
 A job's bytes do not depend on its company, so each candidate is trained once per task and seed, and every rule reads the same
 curves. TPE needs `pip install optuna`; without it that row is left out.
@@ -17,7 +18,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median
 from typing import Any
 
 from motet.config import JobConfig
@@ -260,15 +261,57 @@ def _row(name: str, results: Sequence[tuple[Sequence[Curve], Sequence[Chosen]]])
     print(f"{name:32} {mean.mean:.3f} ± {mean.half:<20.3f} {fmean(shares):<14.0%} {sum(hits):.1f} of {len(hits)}")
 
 
+# --- error rates of the rule, where the truth is known ---------------------------------------------------------------
+
+
+def drawn(chances: Sequence[float], n_rows: int, rng: random.Random) -> dict[str, list[float]]:
+    """Rewards of 0 and 1: a row has a difficulty that all candidates share, so that their rewards are paired."""
+    hard = [rng.gauss(0, 1) for _ in range(n_rows)]
+    cuts = {f"c{place:02d}": NormalDist().inv_cdf(chance) for place, chance in enumerate(chances)}
+    return {name: [float((one + rng.gauss(0, 1)) / 2**0.5 < cut) for one in hard] for name, cut in cuts.items()}
+
+
+def errors(n_races: int = 400, n_rows: int = 43) -> None:
+    """Print how often the rule says something wrong of sixteen candidates, at two decisions of the default race."""
+    rng, level, rungs = random.Random(0), 0.95, 2
+    scenes = {
+        "all equal, 0.5": [0.5] * 16,
+        "one best, 0.7 against 0.5": [0.7] + [0.5] * 15,
+        "one best, 0.6 against 0.5": [0.6] + [0.5] * 15,
+        "spread, 0.1 to 0.7": [0.1 + 0.04 * place for place in range(16)][::-1],
+    }
+    print(f"{n_races} races each, {n_rows} rows that decide; the best is c00")
+    for scene, chances in scenes.items():
+        called = dropped = lost = 0
+        gaps = []
+        for _ in range(n_races):
+            rows = drawn(chances, n_rows, rng)
+            standings = decide(rows, 4, level, rungs)
+            called += any(one.verdict == "worse" and chances[int(one.name[1:])] >= chances[0] for one in standings)
+            kept = {name: chances[int(name[1:])] for name in (one.name for one in standings if one.stays)}
+            dropped += max(kept.values()) < chances[0]
+            last = decide(drawn([kept[name] for name in sorted(kept)], n_rows, rng), 1, level, rungs)
+            left = [kept[name] for name in sorted(kept)][int(last[0].name[1:])]
+            lost += left < chances[0]
+            gaps.append(chances[0] - left)
+        print(
+            f"{scene:28} a best one called worse {called / n_races:.1%}, gone after the first decision "
+            f"{dropped / n_races:.1%}, not the last {lost / n_races:.1%}, mean loss {fmean(gaps):.3f}"
+        )
+
+
 def main() -> None:
-    """Record, or compare."""
+    """Record, compare, or draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("record", "compare"))
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("action", choices=("record", "compare", "errors"))
+    parser.add_argument("directory", type=Path, nargs="?", default=Path("curves"))
     parser.add_argument("--tasks", default="sort_letters")
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--control", action="store_true")
     given = parser.parse_args()
+    if given.action == "errors":
+        errors()
+        return
     if given.action == "compare":
         compare(given.directory)
         return

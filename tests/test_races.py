@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 
 import motet
+from motet.commands.replay import fork_job
+from motet.commands.verify import verify
 from motet.config import JobConfig
 from motet.config.candidates import RacePlan, raced
 from motet.errors import ConfigError, RunError
-from motet.jobfile import merge
+from motet.jobfile import load_jobs, merge
+from motet.running import run_config
 from motet.runtime.race import RaceRecord
 from motet.runtime.race_rule import confirming, decide, deciding
 from motet.service.jobs.validation import Allowed, validated
@@ -151,23 +154,26 @@ def test_a_budget_lets_fewer_go_on(alone: Path, tmp_path: Path) -> None:
 
 
 def test_a_race_on_the_small_base_is_shown_and_its_winner_is_an_ordinary_job(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Say {i}", "answer": f"{i % 4}"} for i in range(24)]
+    file = tmp_path / "jobs.yaml"
     wanted = {
         "name": "say",
-        "data": {"source": rows, "holdout": 12},
-        "reward": "contains",
+        "data": {"source": "toy:add", "size": 24, "holdout": 12},
+        "reward": "exact",
         "sampling": {"max_tokens": 2},
         "algorithm": {"group_size": 2, "groups_per_step": 2},
         "adapter": {"rank": 4},
         "steps": 3,
         "race": {"candidates": 2, "keep_one_in": 2, "first": 1, "over": {"optimizer.lr": [1e-3]}},
     }
-    ended = run(tmp_path, wanted)
+    tree = {"base": "small", "run": str(tmp_path / "run"), "engine": {"samplers": 0}, "jobs": [wanted]}
+    file.write_text(json.dumps(tree))
+    ended = run_config(load_jobs(file))
     assert ended.ok, ended
     record = ended.races["say"]
     assert record.outcome is not None
-    assert record.outcome.finalist is not None
-    assert ended.jobs[record.outcome.finalist].best.is_dir()
+    finalist = record.outcome.finalist
+    assert finalist is not None
+    assert ended.jobs[finalist].best.is_dir()
     (dropped,) = record.dropped()
     assert ended.jobs[dropped].message == record.dropped()[dropped]
     assert ended.report is not None
@@ -175,8 +181,14 @@ def test_a_race_on_the_small_base_is_shown_and_its_winner_is_an_ordinary_job(tmp
     assert "dropped: not shown worse at v1" in page
     assert verdict(record) in page
     assert verdict(record).startswith("no winner: "), "nothing is learned in three steps"
-    again = run(tmp_path, wanted)
+    again = run_config(load_jobs(file))
     assert again.races == ended.races
+    assert again.jobs[dropped].message == ended.jobs[dropped].message
+    assert verify(tmp_path / "run") == 0
+    fork_job(file, f"{finalist}@3", tmp_path / "longer", None, ["steps=4"])
+    (longer,) = load_jobs(tmp_path / "longer" / "jobs.yaml").jobs
+    assert (longer.name, longer.steps, longer.race) == (finalist, 4, None)
+    assert (tmp_path / "longer" / finalist / "versions" / "v3").is_dir()
 
 
 @pytest.mark.parametrize(

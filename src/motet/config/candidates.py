@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,15 @@ def raced(jobs: Sequence[JobConfig]) -> tuple[list[JobConfig], list[RacePlan]]:
     return [one for job in jobs for one in (plans[job.name].candidates if job.name in plans else (job,))], [
         *plans.values()
     ]
+
+
+def known_jobs(jobs: Sequence[JobConfig]) -> list[JobConfig]:
+    """The jobs of a file and all candidates of their races; of a job without `race`, those of `motet run --race`."""
+    known = list(jobs)
+    for job in jobs:
+        with contextlib.suppress(ConfigError):  # it cannot race
+            known += plan(job, job.race or RaceConfig()).candidates
+    return known
 
 
 def plan(job: JobConfig, race: RaceConfig) -> RacePlan:
