@@ -12,6 +12,7 @@ curves. TPE needs `pip install optuna`; without it that row is left out.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import random
@@ -188,8 +189,7 @@ def median_rule(curves: Sequence[Curve]) -> Chosen:
 
 def tpe(curves: Sequence[Curve], tokens_allowed: int, seed: int) -> Chosen:
     """Optuna's TPE with Hyperband's pruner over the candidates in the order of their rates, within so many tokens."""
-    import optuna
-
+    optuna: Any = importlib.import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     order, known = sorted(curves, key=lambda one: one.rate), dict[int, int]()
     pruner = optuna.pruners.HyperbandPruner(min_resource=EVERY, max_resource=STEPS, reduction_factor=4)
