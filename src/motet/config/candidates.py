@@ -22,7 +22,7 @@ _RATE = {"optimizer.lr_multiplier": ValueRange(low=0.1, high=10)}
 _RANK = {"adapter.rank": ValueList(values=[8, 16, 32, 64])}
 _GROUP = {"algorithm.group_size": ValueList(values=[4, 8, 16])}
 _CLIP = {"algorithm.clip_high": ValueList(values=[0.2, 0.28, 0.4])}
-_LEAST_FIRST = 4
+_LEAST_FIRST = 3
 """Steps before the first decision, unless `race.first` is set."""
 
 
@@ -130,13 +130,14 @@ def _rungs(job: JobConfig, race: RaceConfig) -> tuple[tuple[tuple[int, int], ...
     first = race.first or max(_LEAST_FIRST, round(steps / 8) - 1)
     unit = job.eval.every if given else first
     first, keeps, live = math.ceil(first / unit) * unit, [], race.candidates
-    while live > 1:
-        live = math.ceil(live / race.keep_one_in)
+    last = min(race.finalists, race.candidates - 1)
+    while live > last:
+        live = max(last, math.ceil(live / race.keep_one_in))
         keeps.append(live)
     rungs = dict[int, int]()
     for place, keep in enumerate(keeps):
         wanted = steps / (2 * race.keep_one_in ** (len(keeps) - 1 - place)) - 1
-        rungs[max(first, round(wanted / unit) * unit)] = keep
+        rungs.setdefault(max(first, round(wanted / unit) * unit), keep)
     if max(rungs) + 1 >= steps:
         raise ConfigError(
             f"job {job.name}: race: {steps} steps are too few, as the last decision needs {max(rungs) + 1}; raise steps, or "

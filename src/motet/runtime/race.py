@@ -46,7 +46,7 @@ class RaceOutcome:
     """What became of a race."""
 
     finalist: str | None
-    """The candidate that went on to the end; None where none did."""
+    """The best of the candidates that trained to the end; None where none did."""
     version: int | None = None
     """Its best version by the rows that decide."""
     start: float | None = None
@@ -248,10 +248,13 @@ class Race:
         ended = [job for job in self._live() if job.state is JobState.SUCCEEDED]
         if not ended:
             return RaceOutcome(None, tokens=tokens)
-        (job,) = ended[:1]
-        by_version = {version: rows_in(job.directory, version) for version in self._versions(job)}
-        version = max(by_version, key=lambda one: (_mean(deciding(by_version[one])), -one))
-        start, end = confirming(rows_in(job.directory, 0)), confirming(by_version[version])
+        known = {
+            (job.name, version): rows_in(job.directory, version) for job in ended for version in self._versions(job)
+        }
+        order = sorted(known, key=lambda one: (-_mean(deciding(known[one])), one))
+        name, version = order[0]
+        job = self._jobs[name]
+        start, end = confirming(rows_in(job.directory, 0)), confirming(known[name, version])
         gain = paired(end, start, self.plan.settings.level)
         low, high = (None, None) if gain is None or gain.n < 2 else (gain.mean - gain.half, gain.mean + gain.half)
         last = self.record.rungs[-1].standings

@@ -38,7 +38,9 @@ def bracket_rows(race: RaceRecord) -> tuple[list[str], list[list[str]]]:
             last, where = (last, where) if mine is None else (mine, rung.version)
         said = "" if last is None else f"{VERDICTS[last.verdict]} at v{where}"
         if race.outcome is not None and name == race.outcome.finalist:
-            said = "winner" if race.outcome.winner else "finalist"
+            said = "winner" if race.outcome.winner else "best, not confirmed"
+        elif race.outcome is not None and last is not None and last.stays:
+            said = "finalist"
         gap = "" if last is None or last.difference is None else interval(last.difference, last.low, last.high)
         rows.append([name, *(f"{race.values[name].get(field, '')}" for field in fields), *means, said, gap])
     return headings, rows
