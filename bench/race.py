@@ -217,15 +217,16 @@ def tpe(curves: Sequence[Curve], tokens_allowed: int, seed: int) -> Chosen:
 
 def compare(directory: Path) -> None:
     """Print each rule's mean regret against the best final reward, and its tokens as a share of the grid's."""
-    rungs = [(EVERY, 4), (4 * EVERY, 1)]
-    later = [(2 * EVERY, 4), (4 * EVERY, 1)]
+    rungs = [(EVERY, 8), (2 * EVERY, 4), (4 * EVERY, 2)]
+    single = [(EVERY, 4), (4 * EVERY, 1)]
     known = {path.stem: read(path) for path in sorted(directory.glob("*.json")) if not path.stem.startswith("control")}
     rules: dict[str, Callable[[Sequence[Curve]], Chosen]] = {
         "full grid": grid,
-        "race, first decision at 1/8": lambda curves: halving(curves, rungs, proof=True),
-        "race, first decision at 1/4": lambda curves: halving(curves, later, proof=True),
-        "plain halving by 4": lambda curves: halving(curves, rungs, proof=False),
-        "plain halving by 2": lambda curves: halving(curves, [(3, 8), (6, 4), (12, 2)], proof=False),
+        "race (default)": lambda curves: halving(curves, rungs, proof=True),
+        "race, by 4, one finalist": lambda curves: halving(curves, single, proof=True),
+        "halving by 2, two finalists": lambda curves: halving(curves, rungs, proof=False),
+        "halving by 2, one finalist": lambda curves: halving(curves, [*rungs, (6 * EVERY, 1)], proof=False),
+        "ASHA by 2": lambda curves: asha(curves, [EVERY, 2 * EVERY, 4 * EVERY, STEPS], 2),
         "ASHA by 4": lambda curves: asha(curves, [EVERY, 4 * EVERY, STEPS], 4),
         "median rule": median_rule,
     }
@@ -242,13 +243,13 @@ def compare(directory: Path) -> None:
         curves = read(path)
         worse = sum(
             one.verdict == "worse"
-            for version, _ in later
-            for one in decide({one.name: deciding(one.rows[version]) for one in curves}, 4, 0.95, len(later))
+            for version, _ in rungs
+            for one in decide({one.name: deciding(one.rows[version]) for one in curves}, 4, 0.95, len(rungs))
         )
         finals = [one.final for one in curves]
         print(
             f"{path.stem}: equal candidates, final {min(finals):.3f} to {max(finals):.3f}: our intervals call {worse} of "
-            f"{2 * (len(curves) - 1)} worse; rules without intervals name one of 16 as the best without saying so"
+            f"{3 * (len(curves) - 1)} worse; rules without intervals name one of 16 as the best without saying so"
         )
 
 
@@ -272,7 +273,7 @@ def drawn(chances: Sequence[float], n_rows: int, rng: random.Random) -> dict[str
 
 
 def errors(n_races: int = 400, n_rows: int = 43) -> None:
-    """Print how often the rule says something wrong of sixteen candidates, at two decisions of the default race."""
+    """Print how often the rule says something wrong of sixteen candidates, at two decisions by four."""
     rng, level, rungs = random.Random(0), 0.95, 2
     scenes = {
         "all equal, 0.5": [0.5] * 16,

@@ -42,7 +42,8 @@ def bracket_rows(race: RaceRecord) -> tuple[list[str], list[list[str]]]:
         elif race.outcome is not None and last is not None and last.stays:
             said = "finalist"
         gap = "" if last is None or last.difference is None else interval(last.difference, last.low, last.high)
-        rows.append([name, *(f"{race.values[name].get(field, '')}" for field in fields), *means, said, gap])
+        number = f"c={name.rpartition('-c=')[2].partition('-')[0]}"  # the settings have columns
+        rows.append([number, *(f"{race.values[name].get(field, '')}" for field in fields), *means, said, gap])
     return headings, rows
 
 
