@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import JobConfig, RewardConfig
+from motet.config.candidates import raced
 from motet.device import Device
 from motet.jobfile import merge
 from motet.model.fake import END, FakeTokenizer
@@ -22,6 +23,7 @@ from motet.runtime.learner import Learner
 from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
+from motet.runtime.race import Race
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import Rule
@@ -132,6 +134,8 @@ class Setting:
     """Of tenants."""
     max_idle: float | None = None
     """Seconds after which jobs that only wait for scores lose their slots; the pipeline then stays when its jobs have ended."""
+    ordered: Callable[[list[JobConfig]], Sequence[JobConfig]] = list
+    """In which order the pipeline gets the jobs."""
     late: frozenset[str] = frozenset()
     """Jobs that the pipeline does not get at first."""
 
@@ -178,10 +182,12 @@ async def _run(
         engine_suffix=f"{directory.run_id}.{directory.attempt}",
         threads=setting.threads,
     )
-    made = [make_job(config, directory, setting) for config in configs]
+    ordinary, plans = raced(configs)
+    made = [make_job(config, directory, setting) for config in setting.ordered(ordinary)]
+    races = [Race(plan, {one.name: one for one in made}, directory.path) for plan in plans]
     taken = [one for one in made if one.name not in setting.late]
     stays = setting.max_idle is not None
-    pipeline = Pipeline(taken, services, setting.slots, stays=stays, max_idle=setting.max_idle or 0.0)
+    pipeline = Pipeline(taken, services, setting.slots, stays=stays, max_idle=setting.max_idle or 0.0, races=races)
     for tenant, rule in setting.rules.items():
         pipeline.rule(tenant, rule)
     run = FakeRun(pipeline, {one.name: one for one in made}, services, engine, trainer)

@@ -94,6 +94,12 @@ def run(
             "--accept-changes", help="Resume even if the job or its code has changed, or saved files are damaged."
         ),
     ] = False,
+    race: Annotated[
+        bool,
+        typer.Option(
+            "--race", help="Race several settings of each job and drop the worse ones early, as `race: true`."
+        ),
+    ] = False,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Run the hosts on the nodes of this Ray cluster; `auto` finds it."),
@@ -110,6 +116,7 @@ def run(
             directory=directory,
             sequential=sequential,
             accept_changes=accept_changes,
+            race=race,
             ray=ray,
             trust_remote_code=trust_remote_code,
         )
@@ -121,12 +128,13 @@ def check(
     jobs: JobFile,
     overrides: Override = None,
     rollouts: Annotated[int, typer.Option(min=2, max=64, help="Rollouts sampled and scored per job.")] = 4,
+    race: Annotated[bool, typer.Option("--race", help="Check the jobs as `motet run --race` would run them.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Load everything, show the first prompts token by token, sample and score a few rollouts, train nothing."""
     from motet.commands.check import check_file
 
-    raise typer.Exit(check_file(jobs, overrides or [], rollouts, trust_remote_code=trust_remote_code))
+    raise typer.Exit(check_file(jobs, overrides or [], rollouts, race=race, trust_remote_code=trust_remote_code))
 
 
 @app.command(

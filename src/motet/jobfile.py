@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from motet import plain_yaml
-from motet.config import Config, EngineConfig, RunConfig
+from motet.config import Config, EngineConfig, RaceConfig, RunConfig
 from motet.config.engine import ClusterConfig
 from motet.config.mistakes import check_fields, explain
 from motet.config.service import ServiceConfig
@@ -25,12 +25,15 @@ Valid = TypeVar("Valid", bound=Config)
 _EXAMPLE = "`- {name: add, data: 'toy:add', reward: exact}`"
 
 
-def load_jobs(path: str | Path, overrides: Sequence[str] = (), *, trust_remote_code: bool = False) -> RunConfig:
+def load_jobs(
+    path: str | Path, overrides: Sequence[str] = (), *, race: bool = False, trust_remote_code: bool = False
+) -> RunConfig:
     """Read and validate a job file.
 
     Args:
         path: the YAML file.
         overrides: `path=value` each; `jobs.NAME.field=value` for one job, `engine.…`, `base=…`, or a job field for all jobs.
+        race: whether jobs race that do not say so.
         trust_remote_code: whether the base's own code may run, which no file can say.
 
     Raises:
@@ -42,6 +45,9 @@ def load_jobs(path: str | Path, overrides: Sequence[str] = (), *, trust_remote_c
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the job file {file}: {_why_unread(file, error)}") from error
     config = parse_jobs(text, str(file), overrides, directory=file.parent)
+    if race:
+        jobs = [job if job.race else job.model_copy(update={"race": RaceConfig()}) for job in config.jobs]
+        config = config.model_copy(update={"jobs": jobs})
     engine = config.engine.model_copy(update={"trust_remote_code": trust_remote_code})
     return config.model_copy(update={"engine": engine})
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from motet.runtime.race import RaceRecord
 from motet.runtime.settings import OVER_SEEDS, Setting, settings
 from motet.types import JobState
 from motet.view.names import ranks, task_of
@@ -49,11 +50,14 @@ class RunResult:
     """The HTML page; None where the disk was too full for it."""
     notes: tuple[str, ...] = ()
     """What a person should know of the base, of rows that were left out, and of sampling processes that did not take part."""
+    races: Mapping[str, RaceRecord] = field(default_factory=dict)
+    """What became of the races, by the name of the job that raced."""
 
     @property
     def ok(self) -> bool:
-        """Whether every job succeeded."""
-        return all(job.state is JobState.SUCCEEDED for job in self.jobs.values())
+        """Whether every job succeeded that no race dropped."""
+        dropped = {name for race in self.races.values() for name in race.dropped()}
+        return all(job.state is JobState.SUCCEEDED for job in self.jobs.values() if job.name not in dropped)
 
     @property
     def settings(self) -> list[Setting]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from motet.before_loading import Checked, auto_kernels, check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig
-from motet.errors import RunError
+from motet.config.candidates import RacePlan, raced
+from motet.errors import ConfigError, RunError
 from motet.launch import assemble, open_base, services
 from motet.model_info import ModelInfo
 from motet.preparing import left_out, open_prepared, prepare_all
@@ -25,6 +26,7 @@ from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
+from motet.runtime.race import Race, check_rows, known_of
 from motet.runtime.settings import setting_of
 from motet.tracking.follow import Followers, job_of_run
 from motet.types import HostNow, JobState
@@ -64,6 +66,7 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
+    config, plans = _raced(config)
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
         return _run_on_hosts(
@@ -72,29 +75,53 @@ def run_config(
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(rundir.opened(Path(config.run)))
         seen = stack.enter_context(_followed(config, directory.path, observe, notify))
-        checked = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None)
+        checked = _check(config, plans, accept_changes=accept_changes, loaded=base is not None)
         loading()
         of_torchrun = config.cluster.launcher == "torchrun"
         opened = base or open_base(config, directory, stack, auto_kernels(config), of_torchrun=of_torchrun)
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources)
-        jobs = [job for job, _ in prepared]
-        for job in jobs:
-            _open(job, opened.info, config, checked, accept_changes=accept_changes)
+        jobs = [_open(job, opened.info, config, checked, accept_changes=accept_changes) for job, _ in prepared]
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
+        races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
         workshop = assemble(opened, at_once, [need for _, need in prepared], directory, config.jobs)
-        workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
-        for reason, job in itertools.product(workshop.inexact, jobs):
-            job.note_inexact(reason)
+        _note(workshop, jobs, checked)
         try:
             if started is not None:
                 started(workshop, jobs)
             interrupt = Interrupt(notify)
-            interrupt.run(lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, seen))
+            interrupt.run(
+                lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, seen, races)
+            )
         finally:
             workshop.close()
         results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
-        return RunResult(directory.path, results, _report(directory.path), tuple(workshop.notes))
+        return RunResult(directory.path, results, _report(directory.path), tuple(workshop.notes), known_of(races))
+
+
+def _raced(config: RunConfig) -> tuple[RunConfig, list[RacePlan]]:
+    """The run with the candidates of its races as jobs.
+
+    Raises:
+        ConfigError: a job cannot race.
+    """
+    jobs, plans = raced(config.jobs)
+    if plans and (config.engine.hosts > 1 or config.cluster.launcher == "ray"):
+        raise ConfigError("a race runs on one host: leave engine.hosts and --ray out, or train without `race`")
+    return config.model_copy(update={"jobs": jobs}) if plans else config, plans
+
+
+def _check(config: RunConfig, plans: Sequence[RacePlan], *, accept_changes: bool, loaded: bool) -> Checked:
+    checked = check_before_loading(config, accept_changes=accept_changes, loaded=loaded)
+    for plan in plans:
+        check_rows(plan, len(checked.sources.split(plan.candidates[0].data).holdout))
+    return checked
+
+
+def _note(workshop: Workshop, jobs: Sequence[Job], checked: Checked) -> None:
+    workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
+    for reason, job in itertools.product(workshop.inexact, jobs):
+        job.note_inexact(reason)
 
 
 def _run_on_hosts(
@@ -174,11 +201,12 @@ def _notes(checked: Checked, jobs: Sequence[JobProgress]) -> list[str]:
     ]
 
 
-def _open(job: Job, info: ModelInfo, config: RunConfig, checked: Checked, *, accept_changes: bool) -> None:
+def _open(job: Job, info: ModelInfo, config: RunConfig, checked: Checked, *, accept_changes: bool) -> Job:
     known = checked.identities[job.name]
     job.progress.setting = setting_of(known)
     open_prepared(job, info, config, known, accept_changes=accept_changes, accept_damage=accept_changes)
     _take_up(job.directory, job.progress)
+    return job
 
 
 def _take_up(directory: JobDirectory, progress: JobProgress) -> list[int]:
@@ -207,8 +235,9 @@ async def _run_jobs(
     slots: int,
     interrupt: Interrupt,
     observe: Callable[[Sequence[JobProgress]], None] | None,
+    races: Sequence[Race],
 ) -> None:
-    pipeline = Pipeline(jobs, shared, slots)
+    pipeline = Pipeline(jobs, shared, slots, races=races)
     progress = [job.progress for job in jobs]
 
     failures = list[BaseException]()

@@ -24,6 +24,7 @@ from motet.commands.answers import print_table
 from motet.commands.forecast import Forecast, forecast, warnings_of
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
+from motet.config.candidates import RacePlan, raced
 from motet.errors import RunError
 from motet.jobfile import load_jobs
 from motet.launch import assemble, open_base, services
@@ -54,12 +55,14 @@ PROBLEMS = 4
 """Problems sampled per job."""
 
 
-def check_file(path: Path, overrides: Sequence[str], rollouts: int, *, trust_remote_code: bool) -> int:
+def check_file(
+    path: Path, overrides: Sequence[str], rollouts: int, *, race: bool = False, trust_remote_code: bool
+) -> int:
     """Check a job file as `motet run` would use it; nothing is trained and nothing is written to the run directory.
 
     Returns 0, or 1 where the rewards of a job failed on every answer.
     """
-    return 0 if _check(load_jobs(path, overrides, trust_remote_code=trust_remote_code), rollouts) else 1
+    return 0 if _check(load_jobs(path, overrides, race=race, trust_remote_code=trust_remote_code), rollouts) else 1
 
 
 def check(
@@ -82,6 +85,8 @@ def check(
 
 def _check(config: RunConfig, rollouts: int) -> bool:
     console, failing = Console(emoji=False), list[str]()
+    candidates, plans = raced(config.jobs)
+    config = config.model_copy(update={"jobs": candidates})
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
         directory = RunDirectory(Path(scratch))
         checked = check_before_loading(config, accept_changes=True)
@@ -98,9 +103,12 @@ def _check(config: RunConfig, rollouts: int) -> bool:
             console.print(f"note: {note}", soft_wrap=True, markup=False)
         try:
             shared = services(workshop, directory)
-            jobs = [job for job, _ in prepared]
+            others = {one.name for plan in plans for one in plan.candidates[1:]}
+            jobs = [job for job, _ in prepared if job.name not in others]
             print_rates(console, jobs)
             Interrupt().run(lambda: _check_all(console, jobs, workshop, shared, rollouts, failing, config.prices))
+            for plan in plans:
+                console.print(_forecast(plan), markup=False, soft_wrap=True)
             console.print(_longest(base, config.engine))
         finally:
             workshop.close()
@@ -111,6 +119,17 @@ def _check(config: RunConfig, rollouts: int) -> bool:
     held = f"KV cache: {workshop.kv_tokens:,} tokens{beside} · " if workshop.kv_tokens else ""
     console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
     return not failing and not refused
+
+
+def _forecast(plan: RacePlan) -> str:
+    """What a race will cost at most."""
+    decisions = [f"step {plan.stop(rung)}: {keep} of them" for rung, (_, keep) in enumerate(plan.rungs)]
+    n, total = len(plan.candidates), plan.total_steps
+    budget = f", within {plan.settings.budget:,} tokens where that is less" if plan.settings.budget else ""
+    return (
+        f"race {plan.name}: {n} candidates; who goes on after {', after '.join(decisions)}. At most {total} steps in all, "
+        f"{total / plan.steps:.1f} times one run and {total / (n * plan.steps):.0%} of training all to the end{budget}"
+    )
 
 
 def _print_changes(console: Console, config: RunConfig, checked: Checked) -> bool:

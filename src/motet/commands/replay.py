@@ -17,6 +17,7 @@ import yaml
 from motet.checksums import replace_file
 from motet.commands.answers import say
 from motet.config import JobConfig, RunConfig
+from motet.config.candidates import known_jobs
 from motet.config.chain import chains
 from motet.errors import ConfigError, RunError
 from motet.jobfile import jobs_of, load_jobs
@@ -121,7 +122,7 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
 
 
 def _job_of(config: RunConfig, name: str) -> JobConfig:
-    jobs = {job.name: job for job in config.jobs}
+    jobs = {job.name: job for job in known_jobs(config.jobs)}
     if name not in jobs:
         near = close_matches(name, list(jobs), 1)
         raise ConfigError(f"there is no job {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")

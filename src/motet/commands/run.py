@@ -18,7 +18,7 @@ from motet.running import run_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.types import HostNow, JobState
-from motet.view import glyphs_of, make_view, settings_table, summary_table
+from motet.view import bracket_table, glyphs_of, make_view, settings_table, summary_table
 from motet.workshop import Workshop
 
 
@@ -29,11 +29,12 @@ def run_file(
     directory: Path | None,
     sequential: bool = False,
     accept_changes: bool = False,
+    race: bool = False,
     ray: str | None = None,
     trust_remote_code: bool = False,
 ) -> int:
     """Run a job file; returns the exit code: 0 all succeeded or spent their budgets, 1 a job failed, 130 interrupted."""
-    config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)
+    config = load_jobs(path, overrides, race=race, trust_remote_code=trust_remote_code)
     if directory is not None:
         config = config.model_copy(update={"run": str(directory)})
     if ray is not None:
@@ -73,6 +74,8 @@ def run_file(
         view.stop()
     _print_notes(console, result.notes, printed)
     _print_tables(console, last, Path(config.run), view.seconds)
+    for raced in result.races.values():
+        print_table(console, bracket_table(raced, glyphs_of(console)))
     return _farewell(console, result)
 
 

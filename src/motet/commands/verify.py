@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from motet.checksums import Damage
+from motet.config.candidates import known_jobs
 from motet.errors import RunError
 from motet.jobfile import load_jobs
 from motet.preparing import Sources
@@ -70,7 +71,7 @@ _NO_MANIFEST = "; an earlier version of Motet wrote them, so removed files canno
 def _not_the_same(jobs_file: Path, directories: Sequence[Path]) -> Iterator[str]:
     """What the newest receipts name that is not so here."""
     config, sources = load_jobs(jobs_file), Sources()
-    known = {job.name: job for job in config.jobs}
+    known = {job.name: job for job in known_jobs(config.jobs)}
     for path in directories:
         newest = max((int(one.stem[1:]) for one in (path / "receipts").glob("v*.json")), default=None)
         if newest is None or path.name not in known:

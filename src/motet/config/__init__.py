@@ -23,6 +23,7 @@ from motet.config.job import (
     SamplingConfig,
 )
 from motet.config.observer import ObserverConfig, Observers
+from motet.config.race import RaceConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.section import Config, named
 
@@ -107,6 +108,7 @@ __all__ = [
     "ObserverConfig",
     "OptimizerConfig",
     "PricesConfig",
+    "RaceConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

@@ -16,6 +16,7 @@ from motet.algorithms.registry import Choice
 from motet.algorithms.rows import RowAlgorithm
 from motet.batch import AdamW
 from motet.config.data import OF_CLIENT, DataConfig
+from motet.config.race import RaceConfig, race_of
 from motet.near import close_matches
 from motet.section import Config, named
 
@@ -281,6 +282,9 @@ class JobConfig(Config):
     and `high` 10."""
     budget: int | None = Field(None, ge=1, le=10**15)
     """The job pauses at the end of the step in which it has sampled and trained this many tokens. Raise it to continue."""
+    race: Annotated[RaceConfig | None, BeforeValidator(race_of)] = None
+    """Try several settings of this job at once and drop the worse ones early (`motet run` only; [Races](races.md)). `true`
+    takes the defaults."""
 
     @model_validator(mode="before")
     @classmethod

@@ -12,7 +12,9 @@ from typing import Any
 
 from motet.report.read import JobRecord, Line, RunRecord, Series, number
 from motet.report.svg import escaped, printable
+from motet.runtime.race import RaceRecord
 from motet.runtime.settings import OVER_SEEDS, Setting
+from motet.view.bracket import bracket_rows, verdict
 from motet.view.names import ranks, task_of
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -63,7 +65,13 @@ def _json(data: Any) -> str:
 def _run(run: RunRecord) -> dict[str, Any]:
     device = {name: _series(points) for name, points in run.device().items()}
     jobs = [_job(job, run.start) for job in run.jobs]
-    return {"name": run.name, "device": device, "jobs": jobs, "settings": _settings(run.settings), "seeds": OVER_SEEDS}
+    settings, races = _settings(run.settings), [_race(race) for race in run.races]
+    return {"name": run.name, "device": device, "jobs": jobs, "settings": settings, "seeds": OVER_SEEDS, "races": races}
+
+
+def _race(race: RaceRecord) -> dict[str, Any]:
+    headings, rows = bracket_rows(race)
+    return {"name": race.name, "verdict": verdict(race), "headings": headings, "rows": rows}
 
 
 def _settings(groups: Sequence[Setting]) -> list[dict[str, Any]]:

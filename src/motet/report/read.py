@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from motet.config import RewardConfig
 from motet.errors import RunError
+from motet.runtime.race import RaceRecord, records
 from motet.runtime.settings import Setting, setting_of, settings
 from motet.runtime.signs import Signs
 from motet.tasks.reward_elsewhere import monitors_of
@@ -148,6 +149,7 @@ class RunRecord:
 
     path: Path
     jobs: tuple[JobRecord, ...]
+    races: tuple[RaceRecord, ...] = ()
 
     @property
     def name(self) -> str:
@@ -204,7 +206,7 @@ def read_run(path: Path) -> RunRecord:
             f"{path} has no jobs: give the directory of a run, runs/<name of the job file> unless `run:` or --run says "
             f"otherwise{hint}"
         )
-    return RunRecord(path, tuple(read_job(item) for item in jobs))
+    return RunRecord(path, tuple(read_job(item) for item in jobs), tuple(records(path)))
 
 
 def read_job(path: Path) -> JobRecord:

@@ -39,7 +39,7 @@ class Driver:
                 await self._publish()
             while not self.ended:
                 job.progress.spent = self.spent
-                if self._pause or job.progress.spent:
+                if self._pause or self._stops:
                     await session.commit(closed=True)
                     return JobState.PAUSED
                 await self.step(session.done.step)
@@ -110,6 +110,12 @@ class Driver:
         return budget is not None and done.tokens >= budget and done.step < self.job.config.steps
 
     @property
+    def _stops(self) -> bool:
+        """Whether the job may not begin another step: its budget is used up, or its race has to decide."""
+        until = self.job.until
+        return self.spent or (until is not None and self.session.done.step >= until)
+
+    @property
     def commits(self) -> bool:
         """Whether the current step is committed: also if it may be the best version, or if a resumed job samples from it."""
         config, version = self.job.config, self.session.done.step + 1
@@ -120,7 +126,7 @@ class Driver:
         if self.session.versions.latest == self.session.done.step:  # nothing was trained: the step was stopped
             return
         await self.session.publish()
-        if not self.spent:
+        if not self._stops:
             self.published(self.session.done.step)
 
 

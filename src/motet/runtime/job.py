@@ -154,6 +154,8 @@ class Job:
     """A job of this run that must succeed first, because this one starts from its adapter."""
     before_version: str = "best"
     """Which of its versions: `best`, `latest`, or a number."""
+    until: int | None = None
+    """Steps after which it waits for a decision of its race; None where it trains to the end."""
 
     @property
     def name(self) -> str:
@@ -169,6 +171,11 @@ class Job:
     def state(self) -> JobState:
         """The current state."""
         return self.progress.state
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it waits for a decision of its race."""
+        return self.until is not None and self.progress.step >= self.until
 
     def move(self, state: JobState, message: str = "") -> None:
         """Change the state and record it.

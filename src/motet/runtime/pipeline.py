@@ -18,6 +18,7 @@ from motet.runtime.client_loop import ClientLoop
 from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
+from motet.runtime.race import Race, let_decide
 from motet.runtime.rollout_loop import RolloutLoop
 from motet.runtime.row_loop import RowLoop
 from motet.runtime.rundir import read_commands
@@ -63,12 +64,13 @@ class Pipeline:
         stays: bool = False,
         max_idle: float = MAX_IDLE,
         turns: SlotTurns | None = None,
+        races: Sequence[Race] = (),
     ) -> None:
         """`stays` keeps running without jobs until `stop`; jobs that only wait then lose their slots."""
         self._turns = turns or SlotTurns()
         self._stays, self._timeouts = stays, IdleSlotTimeouts(max_idle)
         self.jobs = {job.name: job for job in jobs}
-        self._services, self._slots = services, slots
+        self._services, self._slots, self._races = services, slots, races
         self._running: dict[str, Running] = {}
         self._rules: dict[str, Rule] = {}
         self._disk_gate = DiskSpaceGate()
@@ -207,6 +209,7 @@ class Pipeline:
         return [_claim(one.job) for one in self._running.values()]
 
     def _fill_slots(self) -> None:
+        let_decide(() if self._stopping else self._races, self._running)
         _fail_chained(self.jobs.values())
         claims = self._queued()
         if self._stopping:
@@ -241,7 +244,7 @@ class Pipeline:
             state = await loop.run()
             if job.progress.spent:
                 job.held = False
-            _move(job, *_outcome(job, state, running.pause or "", preempted=running.preempted))
+            _move(job, *_outcome(job, state, running.pause, preempted=running.preempted))
         except asyncio.CancelledError:
             if not (self._closing and self._stays):  # a service that shuts down leaves the state of its jobs
                 _move(job, *_cut_off(self._closing, f"after step {job.progress.step}"))
@@ -316,14 +319,15 @@ def _cut_off(closing: bool, when: str) -> tuple[JobState, str]:
 
 def _may_begin(job: Job) -> bool:
     """Whether the adapter that it starts from exists; a job with commits no longer needs it."""
-    return job.before is None or job.before.state is JobState.SUCCEEDED or bool(job.directory.steps())
+    """Whether the adapter that it starts from exists (a job with commits no longer needs it), and no race holds it."""
+    return begins and not job.arrived
 
 
 def _fail_chained(jobs: Iterable[Job]) -> None:
     """Fail jobs that wait for one that ended without success."""
     for job in jobs:
         before = job.before
-        if before is None or job.state is not JobState.QUEUED or _may_begin(job):
+        if before is None or job.state is not JobState.QUEUED or job.arrived or _may_begin(job):
             continue
         spent = before.progress.spent
         if spent or before.state in (JobState.FAILED, JobState.CANCELLED):
@@ -341,13 +345,13 @@ def driver_of(job: Job) -> type[Driver]:
     return RolloutLoop
 
 
-def _outcome(job: Job, state: JobState, reason: str, *, preempted: bool) -> tuple[JobState, str]:
+def _outcome(job: Job, state: JobState, reason: str | None, *, preempted: bool) -> tuple[JobState, str]:
     """State and message of a job whose loop has ended.
 
     Args:
         job: the job.
         state: as returned by its loop.
-        reason: why it was paused.
+        reason: why it was paused, None if nobody asked.
         preempted: whether another job gets its slot.
     """
     done = f"after step {job.progress.step}"
@@ -361,6 +365,8 @@ def _outcome(job: Job, state: JobState, reason: str, *, preempted: bool) -> tupl
             f"paused {done}: its budget of {job.config.budget} tokens is spent; to continue, raise it "
             "(`motet resume JOB --budget TOKENS`, or `budget` in the job file and the same command)"
         )
+    if job.arrived and (reason is None or preempted):
+        return JobState.QUEUED, f"waits {done} for the other candidates of its race"
     if preempted:
         return JobState.QUEUED, f"gave its slot to another tenant's job {done}; continues when a slot is free"
     return state, f"paused {done}: {reason}" if reason else f"paused {done}"

@@ -70,7 +70,8 @@ class RolloutLoop(Driver):
         """Start the sampling that this version allows."""
         if self.job.evaluates(version) and self.session.done.evaluated < version:
             self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
-        last = min(self.job.config.steps, version + self.job.config.algorithm.lag + 1)
+        end = self.job.config.steps if self.job.until is None else self.job.until
+        last = min(end, version + self.job.config.algorithm.lag + 1)
         for step in range(version, last):
             if not self._pause:
                 self._begin(step)

@@ -123,6 +123,8 @@ def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobC
     for section, field, known in (("algorithm", "type", ALGORITHMS), ("environment", "name", _ENVIRONMENTS)):
         _check_no_code(job.get(section), f"{section}.{field}", known)
     config = validate_as(JobConfig, job, "the job")
+    if config.race is not None:
+        raise ConfigError("race: a service runs no races; run this job with `motet run`, or submit a sweep")
     if config.environment.own and not config.environment.elsewhere:
         raise ConfigError(
             f"environment.name {config.environment.name!r} cannot be used here: it runs programs on the server. There are "

@@ -1,0 +1,325 @@
+"""Do races find good settings, and what do they cost? Rules are compared on recorded curves.
+
+    python bench/race.py record curves/ --tasks sort_letters,reverse --seeds 1,2     # trains every candidate to the end, once
+    python bench/race.py record curves/ --tasks sort_letters --seeds 1 --control     # the same with sixteen equal candidates
+    python bench/race.py compare curves/                                             # regret and tokens of each rule
+    python bench/race.py errors                                                      # error rates on made-up rows, no training
+
+A job's bytes do not depend on its company, so each candidate is trained once per task and seed, and every rule reads the same
+curves. TPE needs `pip install optuna`; without it that row is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist, fmean, median
+from typing import Any
+
+from motet.config import JobConfig
+from motet.config.candidates import raced
+from motet.jobfile import validate
+from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.race import rows_in
+from motet.runtime.race_rule import decide, deciding
+from motet.runtime.settings import Mean
+
+STEPS, EVERY = 24, 3
+ENGINE = {"samplers": 0}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A candidate that was trained to the end."""
+
+    name: str
+    rate: float
+    """Factor on the learning rate."""
+    rows: dict[int, list[float]]
+    """Reward of each held-out row, by version."""
+    tokens: dict[int, int]
+    """Sampled and trained until that version was evaluated."""
+
+    def score(self, version: int) -> float:
+        """What rules see: the mean over the rows that decide."""
+        return fmean(deciding(self.rows[version]))
+
+    @property
+    def final(self) -> float:
+        """Held-out reward of the last version, over all rows."""
+        return fmean(self.rows[STEPS])
+
+
+def candidates(task: str, seed: int, *, control: bool) -> list[JobConfig]:
+    """The default candidates of a race; of the control, sixteen seeds of one setting."""
+    over = {"seed": [1000 * seed + place for place in range(1, 16)]} if control else {}
+    job = {
+        "name": f"{task}-s{seed}",
+        "data": f"toy:{task}",
+        "reward": "exact",
+        "steps": STEPS,
+        "seed": seed,
+        "sampling": {"max_tokens": 12},
+        "algorithm": {"groups_per_step": 4},
+        "eval": {"every": EVERY},
+        "race": {"candidates": 16, "over": over},
+    }
+    return raced([JobConfig.model_validate(job)])[0]
+
+
+def record(directory: Path, task: str, seed: int, *, control: bool) -> None:
+    """Train every candidate to the end and write its curve; what is there already stays."""
+    from motet.running import run_config
+
+    name = f"{'control-' if control else ''}{task}-s{seed}"
+    out = directory / f"{name}.json"
+    if out.exists():
+        return
+    jobs, run = candidates(task, seed, control=control), directory / "runs" / name
+    run_config(validate({"base": "small", "run": str(run), "engine": ENGINE, "jobs": jobs}, "the bench"))
+    curves = {}
+    for job in jobs:
+        at = JobDirectory(run / job.name)
+        tokens = at.read_tokens(at.newest() or Committed())
+        spent = {
+            version: sum(
+                one["tokens_sampled"] + one["tokens_trained"] for step, one in tokens.items() if step <= version
+            )
+            for version in at.sampled(evals=True)
+        }
+        rows = {version: rows_in(at, version) for version in at.sampled(evals=True)}
+        curves[job.name] = {"rate": job.optimizer.lr_multiplier, "rows": rows, "tokens": spent}
+    out.write_text(json.dumps(curves))
+
+
+def read(path: Path) -> list[Curve]:
+    """What `record` wrote."""
+
+    def by_version(table: dict[str, Any]) -> dict[int, Any]:
+        return {int(version): value for version, value in table.items()}
+
+    return [
+        Curve(name, one["rate"], by_version(one["rows"]), by_version(one["tokens"]))
+        for name, one in json.loads(path.read_text()).items()
+    ]
+
+
+# --- rules: the chosen curve, and the tokens that the search took ------------------------------------------------------
+
+Chosen = tuple[Curve, int]
+VERSIONS = [*range(EVERY, STEPS, EVERY), STEPS]
+
+
+def best(curves: Iterable[Curve], version: int) -> Curve:
+    """The highest score, by name among equals."""
+    return max(sorted(curves, key=lambda one: one.name), key=lambda one: one.score(version))
+
+
+def grid(curves: Sequence[Curve]) -> Chosen:
+    """All to the end."""
+    return best(curves, STEPS), sum(one.tokens[STEPS] for one in curves)
+
+
+def draw(curves: Sequence[Curve], n: int, rng: random.Random) -> Chosen:
+    """A few to the end."""
+    some = rng.sample(list(curves), n)
+    return best(some, STEPS), sum(one.tokens[STEPS] for one in some)
+
+
+def halving(curves: Sequence[Curve], rungs: Sequence[tuple[int, int]], *, proof: bool) -> Chosen:
+    """Synchronous halving; with `proof` as `motet run --race`, which also drops what is shown worse."""
+    live, tokens, before = list(curves), 0, dict.fromkeys((one.name for one in curves), 0)
+    for version, keep in [*rungs, (STEPS, 1)]:
+        tokens += sum(one.tokens[version] - before[one.name] for one in live)
+        before.update({one.name: one.tokens[version] for one in live})
+        if proof:
+            standings = decide({one.name: deciding(one.rows[version]) for one in live}, keep, 0.95, len(rungs))
+            stay = [one.name for one in standings if one.stays]
+        else:
+            stay = [one.name for one in sorted(live, key=lambda one: (-one.score(version), one.name))[:keep]]
+        live = [one for one in live if one.name in stay]
+    return live[0], tokens
+
+
+def asha(curves: Sequence[Curve], rungs: Sequence[int], eta: int) -> Chosen:
+    """ASHA (arXiv 1810.05934) with one worker: promote whoever is in the best 1/eta of a rung so far, else start another."""
+    done: list[list[Curve]] = [[] for _ in rungs]
+    promoted: list[set[str]] = [set() for _ in rungs]
+    waiting, tokens = list(curves), 0
+
+    def promotable() -> tuple[int, Curve] | None:
+        for rung in range(len(rungs) - 2, -1, -1):
+            order = sorted(done[rung], key=lambda one: (-one.score(rungs[rung]), one.name))
+            for one in order[: len(order) // eta]:
+                if one.name not in promoted[rung]:
+                    return rung, one
+        return None
+
+    while waiting or promotable():
+        if (found := promotable()) is not None:
+            rung, one = found
+            promoted[rung].add(one.name)
+            tokens += one.tokens[rungs[rung + 1]] - one.tokens[rungs[rung]]
+            done[rung + 1].append(one)
+        else:
+            one = waiting.pop(0)
+            tokens += one.tokens[rungs[0]]
+            done[0].append(one)
+    last = max(rung for rung, some in enumerate(done) if some)
+    chosen = best(done[last], rungs[last])
+    return chosen, tokens + chosen.tokens[STEPS] - chosen.tokens[rungs[last]]
+
+
+def median_rule(curves: Sequence[Curve]) -> Chosen:
+    """At each evaluation after the first, whoever is below the median of those that still run stops."""
+    live, tokens = list(curves), 0
+    for place, version in enumerate(VERSIONS):
+        before = VERSIONS[place - 1] if place else None
+        tokens += sum(one.tokens[version] - (0 if before is None else one.tokens[before]) for one in live)
+        middle = median(one.score(version) for one in live)
+        live = [one for one in live if place == 0 or one.score(version) >= middle] or live
+    return best(live, STEPS), tokens
+
+
+def tpe(curves: Sequence[Curve], tokens_allowed: int, seed: int) -> Chosen:
+    """Optuna's TPE with Hyperband's pruner over the candidates in the order of their rates, within so many tokens."""
+    optuna: Any = importlib.import_module("optuna")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    order, known = sorted(curves, key=lambda one: one.rate), dict[int, int]()
+    pruner = optuna.pruners.HyperbandPruner(min_resource=EVERY, max_resource=STEPS, reduction_factor=4)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner)
+    while (
+        sum(order[place].tokens[version] for place, version in known.items()) < tokens_allowed
+        and len(study.trials) < 200
+    ):
+        trial = study.ask()
+        place = trial.suggest_int("place", 0, len(order) - 1)
+        pruned = False
+        for version in VERSIONS:
+            known[place] = max(known.get(place, 0), version)
+            trial.report(order[place].score(version), version)
+            if pruned := version < STEPS and trial.should_prune():
+                break
+        study.tell(
+            trial, None if pruned else order[place].score(STEPS), optuna.trial.TrialState.PRUNED if pruned else None
+        )
+    longest = max(known.values())
+    chosen = best((order[place] for place, version in known.items() if version == longest), longest)
+    spent = sum(order[place].tokens[version] for place, version in known.items())
+    return chosen, spent + chosen.tokens[STEPS] - chosen.tokens[longest]
+
+
+def compare(directory: Path) -> None:
+    """Print each rule's mean regret against the best final reward, and its tokens as a share of the grid's."""
+    rungs = [(EVERY, 8), (2 * EVERY, 4), (4 * EVERY, 2)]
+    single = [(EVERY, 4), (4 * EVERY, 1)]
+    known = {path.stem: read(path) for path in sorted(directory.glob("*.json")) if not path.stem.startswith("control")}
+    rules: dict[str, Callable[[Sequence[Curve]], Chosen]] = {
+        "full grid": grid,
+        "race (default)": lambda curves: halving(curves, rungs, proof=True),
+        "race, by 4, one finalist": lambda curves: halving(curves, single, proof=True),
+        "halving by 2, two finalists": lambda curves: halving(curves, rungs, proof=False),
+        "halving by 2, one finalist": lambda curves: halving(curves, [*rungs, (6 * EVERY, 1)], proof=False),
+        "ASHA by 2": lambda curves: asha(curves, [EVERY, 2 * EVERY, 4 * EVERY, STEPS], 2),
+        "ASHA by 4": lambda curves: asha(curves, [EVERY, 4 * EVERY, STEPS], 4),
+        "median rule": median_rule,
+    }
+    if importlib.util.find_spec("optuna") is not None:
+        rules["TPE + Hyperband (Optuna)"] = lambda curves: tpe(curves, grid(curves)[1] // 4, 0)
+    print(f"{len(known)} grids of 16 candidates: {', '.join(known)}")
+    print(f"{'rule':32} {'regret (95 % interval)':28} {'tokens / grid':14} best found")
+    for name, rule in rules.items():
+        _row(name, [(curves, [rule(curves)]) for curves in known.values()])
+    for n in (4, 8):
+        rng = random.Random(0)
+        _row(f"random, {n} of 16", [(curves, [draw(curves, n, rng) for _ in range(200)]) for curves in known.values()])
+    for path in sorted(directory.glob("control*.json")):
+        curves = read(path)
+        worse = sum(
+            one.verdict == "worse"
+            for version, _ in rungs
+            for one in decide({one.name: deciding(one.rows[version]) for one in curves}, 4, 0.95, len(rungs))
+        )
+        finals = [one.final for one in curves]
+        print(
+            f"{path.stem}: equal candidates, final {min(finals):.3f} to {max(finals):.3f}: our intervals call {worse} of "
+            f"{3 * (len(curves) - 1)} worse; rules without intervals name one of 16 as the best without saying so"
+        )
+
+
+def _row(name: str, results: Sequence[tuple[Sequence[Curve], Sequence[Chosen]]]) -> None:
+    top = [max(one.final for one in curves) for curves, _ in results]
+    regrets = [fmean(best_ - one.final for one, _ in chosen) for best_, (_, chosen) in zip(top, results, strict=True)]
+    shares = [fmean(tokens for _, tokens in chosen) / grid(curves)[1] for curves, chosen in results]
+    hits = [fmean(one.final >= best_ for one, _ in chosen) for best_, (_, chosen) in zip(top, results, strict=True)]
+    mean = Mean.of(regrets)
+    print(f"{name:32} {mean.mean:.3f} ± {mean.half:<20.3f} {fmean(shares):<14.0%} {sum(hits):.1f} of {len(hits)}")
+
+
+# --- error rates of the rule, where the truth is known ---------------------------------------------------------------
+
+
+def drawn(chances: Sequence[float], n_rows: int, rng: random.Random) -> dict[str, list[float]]:
+    """Rewards of 0 and 1: a row has a difficulty that all candidates share, so that their rewards are paired."""
+    hard = [rng.gauss(0, 1) for _ in range(n_rows)]
+    cuts = {f"c{place:02d}": NormalDist().inv_cdf(chance) for place, chance in enumerate(chances)}
+    return {name: [float((one + rng.gauss(0, 1)) / 2**0.5 < cut) for one in hard] for name, cut in cuts.items()}
+
+
+def errors(n_races: int = 400, n_rows: int = 43) -> None:
+    """Print how often the rule says something wrong of sixteen candidates, at two decisions by four."""
+    rng, level, rungs = random.Random(0), 0.95, 2
+    scenes = {
+        "all equal, 0.5": [0.5] * 16,
+        "one best, 0.7 against 0.5": [0.7] + [0.5] * 15,
+        "one best, 0.6 against 0.5": [0.6] + [0.5] * 15,
+        "spread, 0.1 to 0.7": [0.1 + 0.04 * place for place in range(16)][::-1],
+    }
+    print(f"{n_races} races each, {n_rows} rows that decide; the best is c00")
+    for scene, chances in scenes.items():
+        called = dropped = lost = 0
+        gaps = []
+        for _ in range(n_races):
+            rows = drawn(chances, n_rows, rng)
+            standings = decide(rows, 4, level, rungs)
+            called += any(one.verdict == "worse" and chances[int(one.name[1:])] >= chances[0] for one in standings)
+            kept = {name: chances[int(name[1:])] for name in (one.name for one in standings if one.stays)}
+            dropped += max(kept.values()) < chances[0]
+            last = decide(drawn([kept[name] for name in sorted(kept)], n_rows, rng), 1, level, rungs)
+            left = [kept[name] for name in sorted(kept)][int(last[0].name[1:])]
+            lost += left < chances[0]
+            gaps.append(chances[0] - left)
+        print(
+            f"{scene:28} a best one called worse {called / n_races:.1%}, gone after the first decision "
+            f"{dropped / n_races:.1%}, not the last {lost / n_races:.1%}, mean loss {fmean(gaps):.3f}"
+        )
+
+
+def main() -> None:
+    """Record, compare, or draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("record", "compare", "errors"))
+    parser.add_argument("directory", type=Path, nargs="?", default=Path("curves"))
+    parser.add_argument("--tasks", default="sort_letters")
+    parser.add_argument("--seeds", default="1")
+    parser.add_argument("--control", action="store_true")
+    given = parser.parse_args()
+    if given.action == "errors":
+        errors()
+        return
+    if given.action == "compare":
+        compare(given.directory)
+        return
+    for seed in map(int, given.seeds.split(",")):
+        for task in given.tasks.split(","):
+            record(given.directory, task, seed, control=given.control)
+
+
+if __name__ == "__main__":
+    main()

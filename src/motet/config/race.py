@@ -1,0 +1,83 @@
+"""A race: which settings of a job to try, and how many of them go on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from motet.section import Config
+
+MOST_CANDIDATES = 64
+MOST_VALUES = 64
+
+
+class ValueRange(Config):
+    """Values between two positive numbers, drawn evenly on a logarithmic scale."""
+
+    low: float = Field(gt=0, le=1e9)
+    """Smallest value."""
+    high: float = Field(gt=0, le=1e9)
+    """Largest value."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> ValueRange:
+        if self.low >= self.high:
+            raise ValueError(f"low must be below high, not {self.low:g} and {self.high:g}")
+        return self
+
+
+def _choice(value: Any) -> Any:
+    """Spell out a list of values."""
+    return {"values": value} if isinstance(value, list) else value
+
+
+class ValueList(Config):
+    """A list of values."""
+
+    values: list[Any] = Field(min_length=1, max_length=MOST_VALUES)
+    """What to choose from. A plain list is written as such."""
+
+
+class RaceConfig(Config):
+    """Try several settings of a job and drop the worse ones early ([Races](races.md))."""
+
+    SECTIONS: ClassVar[tuple[str, ...]] = ("adapter", "algorithm", "optimizer", "sampling")
+    """Sections whose fields may differ between candidates. They share data, rewards, environment and evaluation."""
+
+    candidates: int = Field(16, ge=2, le=MOST_CANDIDATES)
+    """Number of settings to try. The first is the job as it is written."""
+    over: dict[str, Annotated[ValueRange | ValueList, BeforeValidator(_choice)]] = {}
+    """Fields to vary, such as `optimizer.lr`, `adapter.rank`, `algorithm.clip_high` or `seed`: a list of values, or `low` and
+    `high` for a range. By default the learning rate from a tenth to ten times, the rank and the group size."""
+    keep_one_in: int = Field(2, ge=2, le=MOST_CANDIDATES)
+    """At each decision, one candidate in this many goes on."""
+    finalists: int = Field(2, ge=1, le=MOST_CANDIDATES)
+    """Candidates that train to the end. Large learning rates often lead at first and collapse late; a second finalist guards
+    against them."""
+    first: int | None = Field(None, ge=1, le=10**7)
+    """Steps before the first decision. By default an eighth of the job's steps, at least 3."""
+    budget: int | None = Field(None, ge=1, le=10**15)
+    """Tokens that all candidates together may sample and train. At each decision, fewer go on if the next stretch would cost
+    more. One candidate always goes on."""
+    level: float = Field(0.95, gt=0.5, lt=1)
+    """Confidence of the statements that the race makes, over all its decisions together."""
+
+    @field_validator("over")
+    @classmethod
+    def _may_differ(cls, over: dict[str, Any]) -> dict[str, Any]:
+        for path in over:
+            section, _, rest = path.partition(".")
+            if path != "seed" and (section not in cls.SECTIONS or not rest):
+                raise ValueError(
+                    f"{path} cannot differ between candidates: use `seed`, or fields of {', '.join(cls.SECTIONS)}, such as "
+                    "`optimizer.lr`"
+                )
+        return over
+
+
+def race_of(value: Any) -> Any:
+    """Accept `true` for the defaults, and a number of candidates."""
+    if isinstance(value, bool):
+        return {} if value else None
+    return {"candidates": value} if isinstance(value, int) else value

@@ -1,0 +1,100 @@
+"""A race as a table: what each candidate had at each decision, and who was dropped, and why."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from motet.runtime.race import RaceOutcome, RaceRecord, interval
+from motet.view.text import UNICODE, Glyphs, count_text
+
+VERDICTS = {
+    "leads": "leads",
+    "goes on": "goes on",
+    "worse": "dropped: worse",
+    "dropped": "dropped: not shown worse",
+    "failed": "failed or ended",
+}
+"""What a decision says of a candidate, in words."""
+
+
+def bracket_rows(race: RaceRecord) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row for each candidate, those that came farthest first."""
+    fields = list(dict.fromkeys(field for given in race.values.values() for field in given))
+    headings = [
+        "candidate",
+        *(field.rpartition(".")[2] for field in fields),
+        *(f"v{rung.version}" for rung in race.rungs),
+        "decision",
+        "difference from the leader",
+    ]
+    rows = []
+    for name in order(race):
+        means, last, where = [], None, 0
+        for rung in race.rungs:
+            mine = next((one for one in rung.standings if one.name == name), None)
+            means.append("" if mine is None or mine.mean is None else f"{mine.mean:.3f}")
+            last, where = (last, where) if mine is None else (mine, rung.version)
+        said = "" if last is None else f"{VERDICTS[last.verdict]} at v{where}"
+        if race.outcome is not None and name == race.outcome.finalist:
+            said = "winner" if race.outcome.winner else "best, not confirmed"
+        elif race.outcome is not None and last is not None and last.stays:
+            said = "finalist"
+        gap = "" if last is None or last.difference is None else interval(last.difference, last.low, last.high)
+        number = f"c={name.rpartition('-c=')[2].partition('-')[0]}"  # the settings have columns
+        rows.append([number, *(f"{race.values[name].get(field, '')}" for field in fields), *means, said, gap])
+    return headings, rows
+
+
+def order(race: RaceRecord) -> list[str]:
+    """Candidates, those that came farthest first, the best first among those of one decision."""
+    names = [one.name for rung in reversed(race.rungs) for one in rung.standings]
+    return list(dict.fromkeys([*names, *race.values]))
+
+
+def verdict(race: RaceRecord) -> str:
+    """What came of a race, in one or two sentences."""
+    end = race.outcome
+    if end is None:
+        return f"{len(race.rungs)} of {len(race.plan)} decisions are made; run the same command to resume"
+    if end.finalist is None:
+        return "no winner: every candidate failed or was ended"
+    return f"{_confirmed(end)}{_as_good(end)} {_cost(end)}"
+
+
+def _confirmed(end: RaceOutcome) -> str:
+    figures = f"{_figure(end.start)} before, {_figure(end.end)} after, gain {interval(end.gain, end.low, end.high)}"
+    if end.winner is None:
+        return f"no winner: {end.finalist} is not shown better than the start on the rows that confirm ({figures})."
+    return f"winner: {end.finalist}, version {end.version}, on rows that no decision used: {figures}."
+
+
+def _as_good(end: RaceOutcome) -> str:
+    n = len(end.as_good)
+    return f" At the last decision {n} other{'s were' if n > 1 else ' was'} not shown worse." if n else ""
+
+
+def _cost(end: RaceOutcome) -> str:
+    times = f", {end.tokens / end.finalist_tokens:.1f} times those of one run" if end.finalist_tokens else ""
+    return f"All candidates took {count_text(end.tokens)} tokens{times}."
+
+
+def _figure(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
+
+
+def bracket_table(race: RaceRecord, glyphs: Glyphs = UNICODE) -> Table:
+    """The bracket with its verdict below."""
+    headings, rows = bracket_rows(race)
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left"
+    )
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        style = "bold green" if row[-2] == "winner" else "bright_black" if "dropped" in row[-2] else ""
+        table.add_row(*(Text(glyphs.plain(cell), style=style) for cell in row))
+    table.title = Text(f"Race {glyphs.plain(race.name)}", style="bold")
+    table.caption = Text(glyphs.plain(verdict(race)), style="not italic not dim")
+    return table
