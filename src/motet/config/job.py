@@ -16,6 +16,7 @@ from motet.algorithms.registry import Choice
 from motet.algorithms.rows import RowAlgorithm
 from motet.batch import AdamW
 from motet.config.data import OF_CLIENT, DataConfig
+from motet.config.stopping import StopConfig
 from motet.near import close_matches
 from motet.section import Config, named
 
@@ -281,6 +282,8 @@ class JobConfig(Config):
     and `high` 10."""
     budget: int | None = Field(None, ge=1, le=10**15)
     """The job pauses at the end of the step in which it has sampled and trained this many tokens. Raise it to continue."""
+    stop_when: StopConfig = StopConfig()
+    """When the job ends before its last step, as succeeded."""
 
     @model_validator(mode="before")
     @classmethod
@@ -312,6 +315,22 @@ class JobConfig(Config):
                 )
         elif not self.rewards and not self.environment.own and self.algorithm.needs_rewards:
             raise ValueError("reward: is missing; name one, such as `exact`, or `file.py:function` for your own")
+        return self
+
+    @model_validator(mode="after")
+    def _each_stop_can_come(self) -> JobConfig:
+        algorithm, rows = self.algorithm, isinstance(self.algorithm, RowAlgorithm)
+        if self.stop_when.rules and isinstance(algorithm, ClientDriven):
+            raise ValueError("stop_when: a client ends its job itself; leave it out")
+        mistake = self.stop_when.mistake(
+            rows=rows,
+            held_out=self.data.holdout != 0,
+            every=self.eval.every,
+            steps=self.steps,
+            measures_kl=isinstance(algorithm, PolicyGradient) and algorithm.needs_reference,
+        )
+        if mistake is not None:
+            raise ValueError(mistake)
         return self
 
     @field_validator("name")

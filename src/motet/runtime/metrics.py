@@ -176,6 +176,7 @@ def timing_record(
     tokens_trained: int,
     busy: BusyTime,
     errors: Mapping[str, int] | None = None,
+    adapter_norm: float | None = None,
 ) -> dict[str, Any]:
     """The line of timings.jsonl of one step; `errors` as from `errors_of`."""
     elapsed = max(time.monotonic() - busy.started, 1e-9)
@@ -191,6 +192,7 @@ def timing_record(
             "train": round(busy.train / elapsed, 4),
             "occupancy": round(busy.full / elapsed, 4),
         },
+        **({} if adapter_norm is None else {"adapter_norm": adapter_norm}),
     }
 
 

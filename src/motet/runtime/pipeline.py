@@ -18,6 +18,7 @@ from motet.runtime.client_loop import ClientLoop
 from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
+from motet.runtime.progress import STOPPED_EARLY
 from motet.runtime.rollout_loop import RolloutLoop
 from motet.runtime.row_loop import RowLoop
 from motet.runtime.rundir import read_commands
@@ -354,7 +355,8 @@ def _outcome(job: Job, state: JobState, reason: str, *, preempted: bool) -> tupl
         waited = "it waited for scores, for an agent or for its client"
         return state, f"gave its slot away {done} because {waited}; goes on when one is free"
     if state is not JobState.PAUSED:
-        return state, ""
+        early = job.progress.message.startswith(STOPPED_EARLY)
+        return state, job.progress.message if early else ""
     if job.progress.spent:
         return state, (
             f"paused {done}: its budget of {job.config.budget} tokens is spent; to go on, give it a larger one "

@@ -68,11 +68,11 @@ class RolloutLoop(Driver):
 
     def published(self, version: int) -> None:
         """Begin what may be sampled from it."""
-        if self.job.evaluates(version) and self.session.done.evaluated < version:
+        if self.evaluates(version) and self.session.done.evaluated < version:
             self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
         last = min(self.job.config.steps, version + self.job.config.algorithm.lag + 1)
         for step in range(version, last):
-            if not self._pause:
+            if not self._pause and not self.ended:
                 self._begin(step)
 
     async def evaluated(self) -> Evaluated | None:
