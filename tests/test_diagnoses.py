@@ -146,7 +146,7 @@ def after(now: dict[str, Any], before: dict[str, Any] | None = None, held_out: f
     """Of a job whose lines were as usual, or `before`, and are `now`; held-out reward was 0.5."""
     signs = Signs()
     for step in range(2 * RECENT):
-        signs.see({**LINE, "step": step, **(now if step >= RECENT else before or {})})
+        signs.see({**LINE, "step": step, **(now if step > RECENT else before or {})})
     for version, reward in ((0, 0.5), (2 * RECENT, held_out)):
         signs.see_evaluation(version, {"reward": reward, "reward_stderr": 0.05})
     return kinds(signs.diagnoses)

@@ -43,8 +43,8 @@ ENTROPY = 0.1
 """Entropy as a part of that at first: less leaves nothing to explore."""
 PART_LOST = 0.5
 """What is left of one part of a summed reward while another part rises: less is no trade but a sacrifice."""
-NORM = 2.0
-"""Norm of the adapter as a multiple of that after the first step: 25 steps of the demo reach 1.2."""
+NORM = 1.5
+"""Growth of the adapter's norm over the recent steps: the first ten of the demo, where it grows most, reach 1.1."""
 _NEVER_ALARMS = ("failed", "no-signal")
 """They say that nothing is learned, not that something wrong is."""
 
@@ -134,7 +134,9 @@ class Signs:
         if len(self.recent) >= LEAST and not risen:
             found |= self._not_learning()
         if len(self.recent) >= LEAST and (not risen or worse):
-            found |= {"far": self._far(), "length": self._length(), "norm": self._norm()}
+            found |= {"far": self._far(), "length": self._length()}
+        if len(self.recent) >= LEAST:
+            found["norm"] = self._norm()
         return [
             Diagnosis(kind, says, bool(worse) and kind not in _NEVER_ALARMS) for kind, says in found.items() if says
         ]
@@ -174,10 +176,13 @@ class Signs:
         )
 
     def _norm(self) -> str:
-        norms = list(_numbers([*self.first[:1], *self._newest[-1:]], "adapter_norm"))
+        norms = list(_numbers([*list(self.recent)[:1], *self._newest[-1:]], "adapter_norm"))
         if len(norms) < 2 or not norms[1] >= NORM * norms[0]:
             return ""
-        return f"the adapter's norm runs away ({norms[0]:.3g} to {norms[1]:.3g}): lower optimizer.lr and begin again"
+        return (
+            f"the adapter's norm runs away ({norms[0]:.3g} to {norms[1]:.3g} in {len(self.recent)} steps): lower optimizer.lr "
+            "and begin again"
+        )
 
     def _identical(self) -> str:
         rollouts, groups, distinct = (_mean(self._newest, name) for name in ("rollouts", "groups", "distinct"))
