@@ -22,6 +22,7 @@ SCENES = {
     "": [
         job("steady", steps=3, checkpoint={"keep": 1}),
         job("lagging", steps=4, algorithm={"max_off_policy_steps": 2}, checkpoint={"every": 2}),
+        job("early", steps=6, stop_when={"kl_above": 1e-9}, checkpoint={"every": 4}),
     ],
     "race": [
         job(

@@ -155,10 +155,10 @@ def make_job(config: JobConfig, directory: RunDirectory, setting: Setting) -> Jo
         directory=directory.job(config.name),
         base_rate=rate,
         stop_token_ids=(END,),
-        progress=JobProgress(config.name, config.steps),
+        progress=JobProgress.of(config),
         tenant=setting.tenants.get(config.name, ""),
     )
-    open_job(made.directory, {"job": config.model_dump(mode="json", exclude={"budget"}), **setting.identity})
+    open_job(made.directory, {"job": config.model_dump(mode="json", exclude={"budget", "stop_when"}), **setting.identity})
     return made
 
 

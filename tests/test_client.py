@@ -101,6 +101,19 @@ def test_steering(service: Service) -> None:
         assert refused.value.status == 409
 
 
+def test_a_job_that_stopped_early_says_why_and_how_to_train_on(service: Service) -> None:
+    with motet.Client() as client:
+        client.submit(tiny("enough", steps=9, stop_when={"held_out_above": -1}))
+        service.becomes("enough", "succeeded")
+        done = client.job("enough")
+        assert done.step == 1
+        assert done.message.startswith("stopped early after step 1: the held-out reward of v0 is ")
+        with pytest.raises(
+            ServiceError, match=r"has succeeded \(stopped early .*adapter\.init.*cannot be asked to resume"
+        ):
+            client.resume("enough")
+
+
 def test_files(service: Service, tmp_path: Path) -> None:
     rows = rows_in(tmp_path)
     with motet.Client() as client:

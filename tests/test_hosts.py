@@ -141,12 +141,16 @@ def test_a_run_goes_on_after_a_host_was_killed(tmp_path: Path, alone: dict[str, 
         killed = pool.submit(kill)
         try:
             jobs, engine = [job(name) for name in NAMES], {**ENGINE, "hosts": 2}
+            jobs.append({**job("job-5"), "stop_when": {"held_out_above": -1}})
             run = motet.run(jobs, base="small", directory=tmp_path, engine=engine, quiet=True)
         except KeyboardInterrupt:
             pytest.fail("jobs of the host that was killed wait for ever")
         finally:
             ended.set()
     assert killed.result(), "it ended before a host was killed"
+    enough = run.jobs.pop("job-5")
+    assert (enough.state, len(enough.rewards)) == ("succeeded", 1)
+    assert enough.message.startswith("stopped early after step 1: ")
     for name, one in run.jobs.items():
         assert one.state == "succeeded", one.message
         assert (one.adapter / "adapter_model.safetensors").read_bytes() == alone[name]

@@ -22,7 +22,7 @@ def warnings(steps: int = 2 * RECENT, **fields: Any) -> tuple[str, ...]:
             {name: value[step] if isinstance(value, list) else value for name, value in usual.items()} | {"step": step}
         )
     signs.see({"step": steps, "version": steps, "eval": {}})
-    return tuple(signs.warnings.values())
+    return tuple(one.says for one in signs.diagnoses)
 
 
 def test_an_ordinary_training_is_not_warned_about() -> None:
@@ -91,10 +91,13 @@ def test_rewards_that_fail_are_counted_with_the_commonest_reason() -> None:
     signs = Signs()
     for errors in ({"ZeroDivisionError (rewards.py:12)": 2, "KeyError": 1}, {"ZeroDivisionError (rewards.py:12)": 4}):
         signs.see({"no_signal": 0.1, "rollouts": 32, "failed": sum(errors.values()), "errors": errors})
-    assert signs.warnings == {"failed": "7 of 64 rollouts have no reward, commonest: ZeroDivisionError (rewards.py:12)"}
+    assert signs.warnings == {
+        "failed": "hint: 7 of 64 rollouts have no reward, commonest: ZeroDivisionError (rewards.py:12) "
+        "(docs/not-learning.md#failed)"
+    }
     unknown = Signs()
     unknown.see({"no_signal": 0.1, "rollouts": 32, "failed": 3})
-    assert unknown.warnings == {"failed": "3 of 32 rollouts have no reward"}
+    assert [one.says for one in unknown.diagnoses] == ["3 of 32 rollouts have no reward"]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,9 @@ def test_a_version_that_got_worse_beyond_chance_is_told(last: float, error: floa
         signs.see_evaluation(version, {"reward": reward, "reward_stderr": error})
     assert ("worse" in signs.warnings) == worse
     if worse:
-        assert signs.warnings["worse"] == "v10 is worse on held-out problems than v5 (0.50 against 0.90): take v5"
+        assert signs.warnings["worse"] == (
+            "alarm: v10 is worse on held-out problems than v5 (0.50 against 0.90): take v5 (docs/not-learning.md#worse)"
+        )
 
 
 RISING = [0.1 + 0.04 * step for step in range(2 * RECENT)]
@@ -114,13 +119,13 @@ RISING = [0.1 + 0.04 * step for step in range(2 * RECENT)]
 
 def gamed(monitors: tuple[str, ...] = (), ends: tuple[float, float] = (0.5, 0.5), **fields: Any) -> str:
     """What is said of a job whose reward rises; `ends` are its first and its last held-out reward."""
-    signs = Signs(monitors)
+    signs = Signs(dict.fromkeys(monitors, 0.0))
     for step, reward in enumerate(RISING):
         line = {"reward": reward, "reward_std": 0.3, "no_signal": 0.2, "distinct": 0.8, "step": step}
         signs.see(line | {name: values[step] for name, values in fields.items()})
     for version, held_out in ((0, ends[0]), (2 * RECENT, ends[1])):
         signs.see_evaluation(version, {"reward": held_out, "reward_stderr": 0.05})
-    return signs.warnings.get("gamed", "")
+    return next((one.says for one in signs.diagnoses if one.kind == "gamed"), "")
 
 
 def parts(*values: float) -> list[dict[str, float]]:

@@ -181,7 +181,7 @@ def hopeless(name: str, state: JobState = JobState.RUNNING, steps: int = 12) -> 
 
 def test_warnings_stand_below_their_job_where_there_is_room() -> None:
     lines = draw([hopeless("hard"), job("add")], 80)
-    assert lines[3].startswith("    ! no signal in 100% of the groups (mean reward 0): too hard or too easy")
+    assert lines[3].startswith("    ! hint: no signal in 100% of the groups (mean reward 0): too hard or too")
     assert lines[5].startswith("● add")
     assert not any(
         "no signal" in line for line in draw([hopeless(f"hard-{index}") for index in range(9)], 80, height=12)
@@ -316,9 +316,9 @@ def test_a_note_of_a_job_is_written_once() -> None:
 
 def test_a_warning_is_written_once_though_its_numbers_change() -> None:
     log, hard = Log(), hopeless("hard", steps=9)
-    assert [line for line in log.lines(hard) if "warning" in line] == [
-        "hard  warning: no signal in 100% of the groups (mean reward 0): too hard or too easy for this base; take other "
-        "problems, give partial rewards, or raise algorithm.group_size"
+    assert [line for line in log.lines(hard) if "hint" in line] == [
+        "hard  hint: no signal in 100% of the groups (mean reward 0): too hard or too easy for this base; take other "
+        "problems, give partial rewards, or raise algorithm.group_size (docs/not-learning.md#no-signal)"
     ]
     hard.step += 1
     hard.stepped({"step": 9, **HOPELESS, "no_signal": 0.9})
@@ -438,7 +438,7 @@ def test_variants_of_the_data_are_other_tasks() -> None:
 def test_the_summary_warns_in_full() -> None:
     text = " ".join(" ".join(summary([hopeless("hard", JobState.SUCCEEDED), job("add")], 80)).split())
     assert (
-        "hard: no signal in 100% of the groups (mean reward 0): too hard or too easy for this base; take other problems"
+        "hard: hint: no signal in 100% of the groups (mean reward 0): too hard or too easy for this base; take other problems"
         in text
     )
 

@@ -275,3 +275,5 @@ class OptimStats:
     lr: float
     skipped: bool
     """The gradient was not finite: weights, moments and AdamW's count are as before."""
+    adapter_norm: float | None = None
+    """Of all weights of the adapter after the step; None where the trainer does not say."""

@@ -27,6 +27,7 @@ from motet.runtime.identity import computed_by, of_config
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.opening import check_identity
 from motet.runtime.own_environment import check_environment
+from motet.runtime.stopping import ended_early
 from motet.tasks import judge_http, reward_elsewhere
 from motet.tasks.dataset import Dataset
 from motet.tasks.judge_http import of_a_run
@@ -156,7 +157,7 @@ def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loa
                 _check_start(job, made_by_others, names)
             with refusals.of(job.name):
                 data = check_data(job, checked.sources)
-        if not _has_ended(directory, job.steps):
+        if not _has_ended(directory, job):
             with refusals.of(job.name):
                 for key, load in _own_code(job, data, pool).items():
                     code.setdefault(key, (load, []))[1].append(job.name)
@@ -232,10 +233,12 @@ def check_data(job: JobConfig, sources: Sources) -> Dataset:
     return data
 
 
-def _has_ended(directory: JobDirectory, steps: int) -> bool:
+def _has_ended(directory: JobDirectory, job: JobConfig) -> bool:
     """Whether a job has nothing more to do, so that its code is not asked again."""
     state, done = directory.read_status().get("state"), directory.steps()
-    return state == JobState.CANCELLED or (state == JobState.SUCCEEDED and bool(done) and done[-1] >= steps)
+    if state != JobState.SUCCEEDED or not done:
+        return bool(state == JobState.CANCELLED)
+    return done[-1] >= job.steps or bool(ended_early(directory, job.stop_when))
 
 
 def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool) -> Mapping[str, Load]:

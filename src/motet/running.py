@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet.before_loading import Checked, auto_kernels, check_before_loading
-from motet.config import EngineConfig, JobConfig, RunConfig
+from motet.config import EngineConfig, JobConfig, RunConfig, StopConfig
 from motet.config.candidates import RacePlan, raced
 from motet.errors import ConfigError, RunError
 from motet.launch import assemble, open_base, services
@@ -28,6 +28,7 @@ from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.race import Race, check_rows, known_of
 from motet.runtime.settings import setting_of
+from motet.runtime.stopping import ended_early
 from motet.tracking.follow import Followers, job_of_run
 from motet.types import HostNow, JobState
 from motet.workshop import Workshop
@@ -150,7 +151,7 @@ def _run_on_hosts(
                 at = directory.job(one.name)
                 setting = setting_of(checked.identities[one.name])
                 job = HostedJob(one, at, JobProgress.of(one, setting))
-                job.lines.update(_take_up(at, job.progress))
+                job.lines.update(_take_up(at, job.progress, one.stop_when))
                 jobs.append(job)
             notes = _notes(checked, [job.progress for job in jobs])
             launch = launcher(config.cluster, config)
@@ -205,11 +206,11 @@ def _open(job: Job, info: ModelInfo, config: RunConfig, checked: Checked, *, acc
     known = checked.identities[job.name]
     job.progress.setting = setting_of(known)
     open_prepared(job, info, config, known, accept_changes=accept_changes, accept_damage=accept_changes)
-    _take_up(job.directory, job.progress)
+    _take_up(job.directory, job.progress, job.config.stop_when)
     return job
 
 
-def _take_up(directory: JobDirectory, progress: JobProgress) -> list[int]:
+def _take_up(directory: JobDirectory, progress: JobProgress, when: StopConfig) -> list[int]:
     """Start from what an earlier process left: jobs that ended stay ended (unless more steps are wanted), others go on.
 
     Gives the steps that are recorded.
@@ -222,9 +223,10 @@ def _take_up(directory: JobDirectory, progress: JobProgress) -> list[int]:
     progress.step = committed.step
     progress.take_up(lines)
     state = directory.read_status().get("state")
-    if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and committed.step >= progress.steps):
+    early = ended_early(directory, when) if committed.step < progress.steps else ""
+    if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and (early or committed.step >= progress.steps)):
         progress.state = JobState(state)
-        progress.message = "done before" if state == JobState.SUCCEEDED else "cancelled before"
+        progress.message = (early or "done before") if state == JobState.SUCCEEDED else "cancelled before"
     return [int(line["step"]) for line in lines]
 
 

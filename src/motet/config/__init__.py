@@ -25,6 +25,7 @@ from motet.config.job import (
 from motet.config.observer import ObserverConfig, Observers
 from motet.config.race import RaceConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
+from motet.config.stopping import StopConfig
 from motet.section import Config, named
 
 
@@ -113,4 +114,5 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "StopConfig",
 ]

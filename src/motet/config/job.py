@@ -17,6 +17,7 @@ from motet.algorithms.rows import RowAlgorithm
 from motet.batch import AdamW
 from motet.config.data import OF_CLIENT, DataConfig
 from motet.config.race import RaceConfig, race_of
+from motet.config.stopping import StopConfig
 from motet.near import close_matches
 from motet.section import Config, named
 
@@ -285,6 +286,8 @@ class JobConfig(Config):
     race: Annotated[RaceConfig | None, BeforeValidator(race_of)] = None
     """Try several settings of this job at once and drop the worse ones early (`motet run` only; [Races](races.md)). `true`
     takes the defaults."""
+    stop_when: StopConfig = StopConfig()
+    """When the job ends before its last step, as succeeded."""
 
     @model_validator(mode="before")
     @classmethod
@@ -316,6 +319,22 @@ class JobConfig(Config):
                 )
         elif not self.rewards and not self.environment.own and self.algorithm.needs_rewards:
             raise ValueError("reward: is missing; name one, such as `exact`, or `file.py:function` for your own")
+        return self
+
+    @model_validator(mode="after")
+    def _each_stop_can_come(self) -> JobConfig:
+        algorithm, rows = self.algorithm, isinstance(self.algorithm, RowAlgorithm)
+        if self.stop_when.rules and isinstance(algorithm, ClientDriven):
+            raise ValueError("stop_when: a client ends its job itself; leave it out")
+        mistake = self.stop_when.mistake(
+            rows=rows,
+            held_out=self.data.holdout != 0,
+            every=self.eval.every,
+            steps=self.steps,
+            measures_kl=isinstance(algorithm, PolicyGradient) and algorithm.needs_reference,
+        )
+        if mistake is not None:
+            raise ValueError(mistake)
         return self
 
     @field_validator("name")

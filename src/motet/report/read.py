@@ -20,7 +20,7 @@ from motet.errors import RunError
 from motet.runtime.race import RaceRecord, records
 from motet.runtime.settings import Setting, setting_of, settings
 from motet.runtime.signs import Signs
-from motet.tasks.reward_elsewhere import monitors_of
+from motet.tasks.reward_elsewhere import weights_of
 
 Line = Mapping[str, Any]
 MAX_POINTS = 600
@@ -92,13 +92,11 @@ class JobRecord:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What the metrics warn of."""
-        signs, errors = (
-            Signs(_monitors(self.config)),
-            {number(line.get("step")): line.get("errors") for line in self.timings},
-        )
+        signs, timings = Signs(_weights(self.config)), {number(line.get("step")): line for line in self.timings}
         for line in self.steps:
             step = number(line.get("step"))
-            signs.see({**line, "errors": errors.get(step)})
+            timed = timings.get(step, {})
+            signs.see({**line, **{name: timed.get(name) for name in ("errors", "adapter_norm")}})
             if step is not None and isinstance(evaluation := line.get("eval"), Mapping):
                 signs.see_evaluation(int(step), evaluation)
         return tuple(signs.warnings.values())
@@ -321,14 +319,14 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _monitors(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The rewards of weight 0 of a job; none where what the file says cannot be read."""
+def _weights(config: Mapping[str, Any]) -> Mapping[str, float]:
+    """Of the rewards of a job; empty where what the file says cannot be read."""
     job = config.get("job")
     try:
         rewards = [RewardConfig.model_validate(reward) for reward in job["rewards"]] if isinstance(job, Mapping) else []
     except (KeyError, TypeError, ValidationError):
-        return ()
-    return monitors_of(rewards)
+        return {}
+    return weights_of(rewards)
 
 
 def _object(text: str) -> dict[str, Any]:

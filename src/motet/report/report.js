@@ -62,7 +62,7 @@ function summary() {
   const cell = (label, ...children) => el("td", {data: {label}, class: "number"}, children);
   const rows = jobs.flatMap(job => {
     const notes = [job.message && el("p", {class: WARNING[job.state]}, job.message), job.inexact && el("p", {class: "warm"}, `not exact: ${job.inexact}`),
-      ...job.warnings.map(text => el("p", {class: "warm"}, text))];
+      ...job.warnings.map(text => el("p", {class: text.startsWith("alarm") ? "bad" : "warm"}, text))];
     return [el("tr", {}, el("td", {class: "name"}, el("span", {class: "who"}, mark(job), el("b", {}, job.name))),
       el("td", {class: "is"}, el("span", {class: `state ${job.state}`}, job.state)), cell("steps", job.planned === null ? `${job.done}` : `${job.done}/${job.planned}`),
       cell("held-out", gain(job.evaluations)), el("td", {class: "wide"}, job.evaluations.length ? change(job, low, high) : null),

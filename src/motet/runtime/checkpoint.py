@@ -169,8 +169,8 @@ class JobDirectory:
         return _lines(self.metrics, committed.metrics_bytes)
 
     def read_tokens(self, committed: Committed) -> dict[int, dict[str, Any]]:
-        """`tokens_sampled`, `tokens_trained` and any `errors` of the steps that a commit covers."""
-        names = ("tokens_sampled", "tokens_trained", "errors")
+        """`tokens_sampled`, `tokens_trained`, any `errors` and `adapter_norm` of the steps that a commit covers."""
+        names = ("tokens_sampled", "tokens_trained", "errors", "adapter_norm")
         lines = _lines(self.timings, committed.timings_bytes)
         return {int(line["step"]): {name: line[name] for name in names if name in line} for line in lines}
 

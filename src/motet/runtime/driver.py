@@ -10,6 +10,7 @@ from motet.runtime.job import Job, Services
 from motet.runtime.reference import reference_of
 from motet.runtime.scheduler import weight_of
 from motet.runtime.session import Evaluated, Session
+from motet.runtime.stopping import stopped_early
 from motet.types import JobState
 
 
@@ -45,6 +46,8 @@ class Driver:
                 await self.step(session.done.step)
                 await self._publish()
             await session.end(await self.evaluated(), dict.fromkeys(self.evaluation_seconds, 0.0))
+            if self._reason:
+                job.progress.message = stopped_early(self._reason, session.done.step, session.done.best_version)
             return JobState.SUCCEEDED
         except (ScorerAway, ExceptionGroup) as error:
             if not _only_away(error):
@@ -89,8 +92,12 @@ class Driver:
 
     @property
     def ended(self) -> bool:
-        """Whether training is complete."""
-        return self.session.done.step >= self.job.config.steps
+        """Whether there is nothing left to train."""
+        return self.session.done.step >= self.job.config.steps or bool(self._reason)
+
+    def evaluates(self, version: int) -> bool:
+        """Whether this version is evaluated: also the last of a job that ends early."""
+        return self.job.evaluates(version) or (bool(self._reason) and bool(self.job.data.holdout))
 
     # --- requests from outside
     # -------------------------------------------------------------------------------------------
@@ -104,10 +111,16 @@ class Driver:
         self._pause = False
 
     @property
+    def _reason(self) -> str:
+        """Why the job ends before its last step; empty where it does not."""
+        early = self.session.done.step < self.job.config.steps
+        return self.session.stopping.reason if early else ""
+
+    @property
     def spent(self) -> bool:
         """Whether the budget is used up before the last step."""
         budget, done = self.job.config.budget, self.session.done
-        return budget is not None and done.tokens >= budget and done.step < self.job.config.steps
+        return budget is not None and done.tokens >= budget and done.step < self.job.config.steps and not self._reason
 
     @property
     def _stops(self) -> bool:

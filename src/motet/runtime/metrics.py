@@ -177,6 +177,7 @@ def timing_record(
     busy: BusyTime,
     errors: Mapping[str, int] | None = None,
     judge: Mapping[str, Any] | None = None,
+    adapter_norm: float | None = None,
 ) -> dict[str, Any]:
     """The line of timings.jsonl of one step; `errors` as from `errors_of`, `judge` what judges took since the job began."""
     elapsed = max(time.monotonic() - busy.started, 1e-9)
@@ -193,6 +194,7 @@ def timing_record(
             "train": round(busy.train / elapsed, 4),
             "occupancy": round(busy.full / elapsed, 4),
         },
+        **({} if adapter_norm is None else {"adapter_norm": adapter_norm}),
     }
 
 

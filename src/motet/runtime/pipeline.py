@@ -19,6 +19,7 @@ from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
 from motet.runtime.race import Race, let_decide
+from motet.runtime.progress import STOPPED_EARLY
 from motet.runtime.rollout_loop import RolloutLoop
 from motet.runtime.row_loop import RowLoop
 from motet.runtime.rundir import read_commands
@@ -318,8 +319,8 @@ def _cut_off(closing: bool, when: str) -> tuple[JobState, str]:
 
 
 def _may_begin(job: Job) -> bool:
-    """Whether the adapter that it starts from exists; a job with commits no longer needs it."""
     """Whether the adapter that it starts from exists (a job with commits no longer needs it), and no race holds it."""
+    begins = job.before is None or job.before.state is JobState.SUCCEEDED or bool(job.directory.steps())
     return begins and not job.arrived
 
 
@@ -359,7 +360,8 @@ def _outcome(job: Job, state: JobState, reason: str | None, *, preempted: bool) 
         waited = "it waited for scores, for an agent or for its client"
         return state, f"released its slot {done} because {waited}; continues when a slot is free"
     if state is not JobState.PAUSED:
-        return state, ""
+        early = job.progress.message.startswith(STOPPED_EARLY)
+        return state, job.progress.message if early else ""
     if job.progress.spent:
         return state, (
             f"paused {done}: its budget of {job.config.budget} tokens is spent; to continue, raise it "

@@ -10,11 +10,13 @@ from typing import Any
 
 from motet.config import JobConfig
 from motet.runtime.signs import Signs
-from motet.tasks.reward_elsewhere import monitors_of
+from motet.tasks.reward_elsewhere import weights_of
 from motet.types import JobState
 
 _EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_trained", "errors"}
 """Fields of a job's last line, which belongs to no step."""
+STOPPED_EARLY = "stopped early"
+"""What the message of a job begins with that a rule of `stop_when` ended."""
 REWARD, LOG_LIKELIHOOD, ACCURACY = "reward", "log-lik", "accuracy"
 
 
@@ -71,7 +73,7 @@ class JobProgress:
     @classmethod
     def of(cls, config: JobConfig, setting: str = "") -> JobProgress:
         """Progress of a job that has not begun."""
-        return cls(config.name, config.steps, signs=Signs(monitors_of(config.rewards)), setting=setting)
+        return cls(config.name, config.steps, signs=Signs(weights_of(config.rewards)), setting=setting)
 
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Add what an earlier process recorded."""
@@ -93,6 +95,11 @@ class JobProgress:
         self.figure, value = figure_of(line)
         self.rewards.append(value)
         self.signs.see(line)
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether a rule of `stop_when` ended the job."""
+        return self.state is JobState.SUCCEEDED and self.message.startswith(STOPPED_EARLY)
 
     @property
     def tokens_per_second(self) -> float:

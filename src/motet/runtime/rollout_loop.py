@@ -68,12 +68,12 @@ class RolloutLoop(Driver):
 
     def published(self, version: int) -> None:
         """Start the sampling that this version allows."""
-        if self.job.evaluates(version) and self.session.done.evaluated < version:
+        if self.evaluates(version) and self.session.done.evaluated < version:
             self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
         end = self.job.config.steps if self.job.until is None else self.job.until
         last = min(end, version + self.job.config.algorithm.lag + 1)
         for step in range(version, last):
-            if not self._pause:
+            if not self._pause and not self.ended:
                 self._begin(step)
 
     async def evaluated(self) -> Evaluated | None:

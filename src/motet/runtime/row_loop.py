@@ -58,7 +58,7 @@ class RowLoop(Driver):
     async def evaluated(self) -> Evaluated | None:
         """Evaluate the current version on the held-out rows."""
         job, version = self.job, self.session.done.step
-        if not job.evaluates(version) or self.session.done.evaluated >= version:
+        if not self.evaluates(version) or self.session.done.evaluated >= version:
             return None
         job.progress.phase = "evaluating"
         batch = self._batch(job.data.holdout)

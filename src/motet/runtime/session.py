@@ -24,6 +24,7 @@ from motet.runtime.job import Job, Services, StepDone
 from motet.runtime.learner import Executed, unheard
 from motet.runtime.metrics import timing_record
 from motet.runtime.probe import Probe, probe_ids
+from motet.runtime.stopping import Stopping
 from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions
 from motet.types import FloatArray
@@ -95,6 +96,8 @@ class Session:
         self.moved = False
         """Whether the trainer has changes that are not in `done`."""
         self._resumed = committed is not None
+        when = job.config.stop_when
+        self.stopping = Stopping(when, job.directory.read_metrics(self.done) if when.rules else ())
         self.also_saved: list[Callable[[Path], None]] = []
         """Callbacks that write more files into a commit's directory."""
         job.starts += (
@@ -192,7 +195,8 @@ class Session:
             "tokens_trained": step.tokens_trained,
         }
         seconds = {**step.seconds, "publish": self._publish_seconds}
-        await asyncio.to_thread(self._write, record, seconds, tokens, step.rollouts, step.errors)
+        norm = None if step.optim is None else step.optim.adapter_norm
+        await asyncio.to_thread(self._write, record, seconds, tokens, step.rollouts, step.errors, norm)
         if skipped >= job.config.optimizer.max_skipped:
             raise JobFailed(
                 f"the gradient was not finite in {skipped} steps in a row (optimizer.max_skipped); lower optimizer.lr, or look "
@@ -210,11 +214,13 @@ class Session:
             inexact=tuple(job.inexact),
         )
         self.moved = False
+        self.stopping.see(record)
         if commit:
             await self.commit()
         job.progress.step = self.done.step
         job.progress.tokens += step.tokens_trained
-        line = {**record, **({"errors": dict(step.errors)} if step.errors else {})}
+        beside = {"errors": dict(step.errors) or None, "adapter_norm": norm}
+        line = {**record, **{name: value for name, value in beside.items() if value is not None}}
         job.progress.stepped(line)
         job.observer(StepDone({**line, **tokens, "seconds": seconds}))
 
@@ -267,13 +273,22 @@ class Session:
         tokens: Mapping[str, int],
         rollouts: Iterable[Mapping[str, Any]] | None = None,
         errors: Mapping[str, int] | None = None,
+        norm: float | None = None,
     ) -> None:
         directory, step = self.job.directory, int(record["step"])
         if rollouts is not None:
             directory.write_rollouts(str(step), rollouts)
         directory.append(directory.metrics, record)
         judge = self.services.rewards.spend(self.job.name)
-        timing = timing_record(step, seconds, **tokens, busy=self.services.device.busy, errors=errors, judge=judge)
+        timing = timing_record(
+            step,
+            seconds,
+            **tokens,
+            busy=self.services.device.busy,
+            errors=errors,
+            judge=judge,
+            adapter_norm=norm,
+        )
         directory.append(directory.timings, timing)
 
 

@@ -1,36 +1,66 @@
-"""Warnings from the lines of metrics.jsonl.
-
-Rewards that fail, signal that is missing or lost, answers that grow alike, a policy far from the base, versions that got worse,
-rewards that rise while something else says that the answers are no better.
+"""Diagnoses from the lines of metrics.jsonl: what may be wrong with a training, why, and what to do.
 
 signs = Signs()
 for line in lines:
     signs.see(line)
 signs.warnings
+
+A diagnosis is an alarm only where the held-out reward falls too; otherwise it is a hint. Thresholds are chosen so that healthy
+runs are silent: below, each has its reason.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, variance
 from typing import Any
 
 Line = Mapping[str, Any]
+PAGE = "docs/not-learning.md"
+"""The page on causes and remedies; each kind of diagnosis has an anchor there."""
 RECENT = 10
-"""Steps that a warning looks back on."""
+"""Steps that a diagnosis looks back on: the reward of fewer is mostly noise."""
 LEAST = 5
-"""Steps before the first warning, and how many at each end say whether the reward has risen."""
+"""Steps before the first diagnosis, and how many at each end are compared."""
+CHANCE = 2.0
+"""Standard errors that a difference must exceed: chance alone does that in one of forty comparisons."""
 NO_SIGNAL = 0.75
-"""Share of groups without signal from which on there is a warning, unless the reward has risen."""
+"""Share of groups without signal: above it, most of the sampled tokens teach nothing. A healthy start is below one half."""
 FAR = 1.0
-"""KL to the base in nats per token from which on there is a warning."""
+"""KL to the base in nats per token. A run that improves may pass it, as one of the demo does: it is not judged."""
 CUT_OFF = 0.5
-"""The share of answers that end at `max_tokens` from which on there is a warning, where the reward rises with the length."""
+"""Share of answers that end at `max_tokens`: above it, rewards mostly judge answers that have no end."""
+LONGER = 2.0
+"""Factor between the mean lengths of answers, in either direction: healthy answers settle within it or improve."""
 ALIKE = 0.5
-"""The share of distinct answers, as a part of the share at first, at which there is a warning unless the reward has risen."""
+"""Share of distinct answers, as a part of the share at first. A run that improves may fall further: it is not judged."""
+IDENTICAL = 1.1
+"""Distinct answers in a group: nearly every group has only one."""
+ENTROPY = 0.1
+"""Entropy as a part of that at first: less leaves nothing to explore."""
+PART_LOST = 0.5
+"""What is left of one part of a summed reward while another part rises: less is no trade but a sacrifice."""
+NORM = 1.5
+"""Growth of the adapter's norm over the recent steps: the first ten of the demo, where it grows most, reach 1.1."""
+_NEVER_ALARMS = ("failed", "no-signal")
+"""They say that nothing is learned, not that something wrong is."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What may be wrong, with its cause or remedy."""
+
+    kind: str
+    """Anchor on the page."""
+    says: str
+    alarm: bool
+    """Whether the held-out reward falls too."""
+
+    def __str__(self) -> str:
+        return f"{'alarm' if self.alarm else 'hint'}: {self.says} ({PAGE}#{self.kind})"
 
 
 @dataclass(frozen=True)
@@ -45,8 +75,8 @@ class _Evaluation:
 class Signs:
     """The first and the newest steps of one job."""
 
-    monitors: Collection[str] = ()
-    """Rewards of weight 0, by the names of their parts: they are measured and not trained on."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of rewards, by the names of their parts; those of weight 0 are measured and not trained on."""
     first: list[Line] = field(default_factory=list)
     recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     kl: float | None = None
@@ -91,21 +121,95 @@ class Signs:
 
     @property
     def warnings(self) -> dict[str, str]:
-        """What a person should look at: a sentence for each kind of trouble (`failed`, `lost`, `no signal`, `alike`, …)."""
-        warnings = {"failed": self._failed(), "worse": self._worse()}
-        risen = _risen(self.first, self.recent)
+        """Each diagnosis as one line for people, by kind."""
+        return {one.kind: str(one) for one in self.diagnoses}
+
+    @property
+    def diagnoses(self) -> list[Diagnosis]:
+        """What a person should look at."""
+        worse, risen = self._worse(), _risen(self.first, self.recent)
+        found = {"failed": self._failed(), "worse": worse}
         if risen and len(self.recent) == RECENT:
-            warnings["gamed"] = self._gamed()
+            found |= {"gamed": self._gamed(), "one-part": self._one_part()}
         if len(self.recent) >= LEAST and not risen:
-            warnings["lost"] = self._lost()
-            if not warnings["lost"]:
-                warnings["no signal"] = no_signal(_mean(self.recent, "no_signal"), _mean(self.recent, "reward"))
-                warnings["alike"] = _alike(_mean(self.first, "distinct"), _mean(self.recent, "distinct"))
-        if self.kl is not None and self.kl >= FAR and len(self.recent) >= LEAST and (not risen or warnings["worse"]):
-            warnings["far"] = (
-                f"far from the base: KL {self.kl:.2g} nats per token; lower optimizer.lr, or set algorithm.kl.coef"
-            )
-        return {kind: warning for kind, warning in warnings.items() if warning}
+            found |= self._not_learning()
+        if len(self.recent) >= LEAST and (not risen or worse):
+            found |= {"far": self._far(), "length": self._length()}
+        if len(self.recent) >= LEAST:
+            found["norm"] = self._norm()
+        return [
+            Diagnosis(kind, says, bool(worse) and kind not in _NEVER_ALARMS) for kind, says in found.items() if says
+        ]
+
+    def _not_learning(self) -> dict[str, str]:
+        """Where the reward has not risen, what is missing; one sentence of those that have one cause."""
+        if lost := self._lost():
+            return {"lost": lost}
+        if identical := self._identical():
+            return {"identical": identical}
+        return {
+            "no-signal": no_signal(_mean(self.recent, "no_signal"), _mean(self.recent, "reward")),
+            "alike": _alike(_mean(self.first, "distinct"), _mean(self.recent, "distinct")),
+            "entropy": _no_entropy(_mean(self.first, "entropy"), _mean(self._newest, "entropy")),
+        }
+
+    @property
+    def _newest(self) -> list[Line]:
+        return list(self.recent)[-LEAST:]
+
+    def _far(self) -> str:
+        if self.kl is None or not self.kl >= FAR:
+            return ""
+        return f"far from the base: KL {self.kl:.2g} nats per token; lower optimizer.lr, or set algorithm.kl.coef"
+
+    def _length(self) -> str:
+        before, now = _mean(self.first, "length"), _mean(self._newest, "length")
+        cut = _mean(self._newest, "truncated")
+        ends = cut >= CUT_OFF and cut - _mean(self.first, "truncated") >= CUT_OFF / 2
+        drifts = before > 0 and (now >= LONGER * before or now * LONGER <= before)
+        if not (ends or drifts):
+            return ""
+        more = f", and {cut:.0%} end at max_tokens" if ends else ""
+        return (
+            f"the length of answers drifts ({before:.0f} to {now:.0f} tokens){more}, and they are not better: the reward may "
+            "depend on length; read some answers"
+        )
+
+    def _norm(self) -> str:
+        norms = list(_numbers([*list(self.recent)[:1], *self._newest[-1:]], "adapter_norm"))
+        if len(norms) < 2 or not norms[1] >= NORM * norms[0]:
+            return ""
+        return (
+            f"the adapter's norm runs away ({norms[0]:.3g} to {norms[1]:.3g} in {len(self.recent)} steps): lower optimizer.lr "
+            "and begin again"
+        )
+
+    def _identical(self) -> str:
+        rollouts, groups, distinct = (_mean(self._newest, name) for name in ("rollouts", "groups", "distinct"))
+        if not groups > 0 or not rollouts >= 2 * groups or not distinct * rollouts / groups <= IDENTICAL:
+            return ""
+        return (
+            "all answers of a group are the same in nearly every group: nothing can be learned from them; raise "
+            "sampling.temperature, or begin again with a lower optimizer.lr"
+        )
+
+    def _one_part(self) -> str:
+        """Where the reward rises by one part at the cost of another that is trained on too."""
+        parts = {name: weight for name, weight in self.weights.items() if weight}
+        ends = {name: tuple(_part(lines, name, parts[name]) for lines in (self.first, self._newest)) for name in parts}
+        known = {name: (a, b) for name, (a, b) in ends.items() if len(a) > 1 and len(b) > 1}
+        lost = [
+            name
+            for name, (a, b) in known.items()
+            if fmean(a) > 0 and fmean(b) < PART_LOST * fmean(a) and fmean(a) - fmean(b) > CHANCE * _error(a, b)
+        ]
+        if not lost:
+            return ""
+        top = max(known, key=lambda name: fmean(known[name][1]) - fmean(known[name][0]))
+        return (
+            f"the reward rises by {top} alone ({_ends(*known[top])}) while {lost[0]} falls ({_ends(*known[lost[0]])}): "
+            f"{top} outweighs it; lower its weight, or raise that of {lost[0]}"
+        )
 
     def _failed(self) -> str:
         if not self.failed:
@@ -115,7 +219,7 @@ class Signs:
 
     def _lost(self) -> str:
         """Where a reward that had signal fell to where nearly no group has any."""
-        last = list(self.recent)[-LEAST:]
+        last = self._newest
         now, spread = _mean(last, "reward"), _mean(self.first, "reward_std")
         if self.peak is None or not _mean(last, "no_signal") >= NO_SIGNAL or not self.peak[1] - now > spread / 2:
             return ""
@@ -128,18 +232,18 @@ class Signs:
 
     def _gamed(self) -> str:
         """What speaks against a reward that rises: a monitor or held-out rewards that fall, or answers that never end."""
-        last, reasons = list(self.recent)[-LEAST:], []
-        for name in self.monitors:
-            before, now = (list(_numbers(map(_parts, lines), name)) for lines in (self.first, last))
-            if len(before) > 1 and len(now) > 1 and fmean(before) - fmean(now) > 2 * _error(before, now):
-                reasons.append(f"{name} falls ({fmean(before):.2g} to {fmean(now):.2g})")
+        last, reasons = self._newest, []
+        for name in [name for name, weight in self.weights.items() if not weight]:
+            before, now = (_part(lines, name) for lines in (self.first, last))
+            if len(before) > 1 and len(now) > 1 and fmean(before) - fmean(now) > CHANCE * _error(before, now):
+                reasons.append(f"{name} falls ({_ends(before, now)})")
         if (
             self.earliest
             and self.last
-            and self.earliest.reward - self.last.reward > 2 * math.hypot(self.earliest.error, self.last.error)
+            and self.earliest.reward - self.last.reward > CHANCE * math.hypot(self.earliest.error, self.last.error)
         ):
             reasons.append(f"held-out reward falls ({self.earliest.reward:.2g} to {self.last.reward:.2g})")
-        longer, cut = _mean(last, "length") > 2 * _mean(self.first, "length"), _mean(last, "truncated")
+        longer, cut = _mean(last, "length") > LONGER * _mean(self.first, "length"), _mean(last, "truncated")
         if longer and cut >= CUT_OFF > _mean(self.first, "truncated"):
             reasons.append(f"{cut:.0%} of the answers end at max_tokens")
         if not reasons:
@@ -152,7 +256,7 @@ class Signs:
     def _worse(self) -> str:
         """Where the newest version is worse on held-out problems by more than chance explains."""
         best, last = self.best, self.last
-        if best is None or last is None or not best.reward - last.reward > 2 * math.hypot(best.error, last.error):
+        if best is None or last is None or not best.reward - last.reward > CHANCE * math.hypot(best.error, last.error):
             return ""
         return (
             f"v{last.version} is worse on held-out problems than v{best.version} ({last.reward:.2f} against "
@@ -184,9 +288,23 @@ def _alike(before: float, now: float) -> str:
     )
 
 
-def _parts(line: Line) -> Line:
-    parts = line.get("reward_parts")
-    return parts if isinstance(parts, Mapping) else {}
+def _no_entropy(before: float, now: float) -> str:
+    if not (before > 0 and now <= ENTROPY * before):
+        return ""
+    return (
+        f"the entropy is nearly gone ({before:.2g} to {now:.2g} nats per token), and the reward has not risen: nothing new "
+        "is tried; begin again with a lower optimizer.lr"
+    )
+
+
+def _part(lines: Iterable[Line], name: str, weight: float = 1.0) -> list[float]:
+    """What one part of the reward adds to it, in each of the lines that know it."""
+    parts = (line.get("reward_parts") for line in lines)
+    return [weight * value for value in _numbers((part for part in parts if isinstance(part, Mapping)), name)]
+
+
+def _ends(before: Sequence[float], now: Sequence[float]) -> str:
+    return f"{fmean(before):.2g} to {fmean(now):.2g}"
 
 
 def _error(*samples: Sequence[float]) -> float:

@@ -198,9 +198,9 @@ def labels_of(rewards: Sequence[RewardConfig]) -> list[str]:
     return labels
 
 
-def monitors_of(rewards: Sequence[RewardConfig]) -> tuple[str, ...]:
-    """The labels of the rewards of weight 0, which are measured and not trained on."""
-    return tuple(label for label, reward in zip(labels_of(rewards), rewards, strict=True) if reward.weight == 0)
+def weights_of(rewards: Sequence[RewardConfig]) -> dict[str, float]:
+    """The weight of each reward by its label; those of weight 0 are measured and not trained on."""
+    return {label: reward.weight for label, reward in zip(labels_of(rewards), rewards, strict=True)}
 
 
 def number(value: Any) -> ScoreOrReason:

@@ -120,7 +120,8 @@ class AdapterArena:
             self.weights = self._compute_copy()
         self.gradient.zero_()
         self.pending = False
-        return OptimStats(grad_norm=norm, lr=adamw.lr, skipped=skipped)
+        weights = float(torch.linalg.vector_norm(self.masters.detach()[: self.layout.size]))
+        return OptimStats(grad_norm=norm, lr=adamw.lr, skipped=skipped, adapter_norm=weights)
 
     def _step(self, adamw: AdamW) -> None:
         if self._own is None:

@@ -124,14 +124,15 @@ class Frame:
     def _reason(self, job: JobProgress, width: int) -> list[Text]:
         """Why a job failed or waits, or what to know of a running one, on at most two lines below it."""
         message = self.glyphs.plain(job.message)
-        if not message or job.state is JobState.SUCCEEDED:
+        if not message or (job.state is JobState.SUCCEEDED and not job.stopped_early):
             return []
         return self._folded(message, width, "red" if job.state is JobState.FAILED else "bright_black")
 
     def _warnings(self, job: JobProgress, width: int) -> list[Text]:
         """What the metrics of a running job warn of."""
         warnings = job.signs.warnings.values() if job.state is JobState.RUNNING else ()
-        return [line for warning in warnings for line in self._folded(f"! {warning}", width, "yellow")]
+        styled = ((f"! {one}", "red" if one.startswith("alarm") else "yellow") for one in warnings)
+        return [line for text, style in styled for line in self._folded(text, width, style)]
 
     def _folded(self, message: str, width: int, style: str) -> list[Text]:
         """At most two lines below a job's own."""

@@ -20,7 +20,8 @@ class _Printed:
     state: JobState = JobState.QUEUED
     message: str = ""
     steps: int = 0
-    warnings: set[str] = field(default_factory=set)
+    warnings: set[tuple[str, bool]] = field(default_factory=set)
+    """Kinds, and whether each was an alarm: a hint that becomes one is printed again."""
 
 
 class LogView(View):
@@ -66,8 +67,9 @@ class LogView(View):
         printed.steps = len(job.rewards)
         lines.extend(step_line(job, index, self.glyphs) for index in fresh)
         warnings = job.signs.warnings
-        lines.extend(f"warning: {warnings[kind]}" for kind in warnings if kind not in printed.warnings)
-        printed.warnings |= set(warnings)
+        told = {(kind, warning.startswith("alarm")): warning for kind, warning in warnings.items()}
+        lines.extend(told[key] for key in told if key not in printed.warnings)
+        printed.warnings |= set(told)
         if job.state is not before and job.state is not JobState.RUNNING:
             lines.append(self._ended(job))
         elif job.message and job.message != known:

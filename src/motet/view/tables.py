@@ -230,6 +230,7 @@ def _caption(jobs: Sequence[JobProgress], glyphs: Glyphs) -> Text | None:
         for job in jobs
         if job.state is JobState.FAILED and job.message
     ]
+    lines += [Text.assemble((f"{job.name} ", "bold"), glyphs.plain(job.message)) for job in jobs if job.stopped_early]
     lines += [
         Text.assemble((f"{job.name}: ", "bold yellow"), glyphs.plain(warning))
         for job in jobs

@@ -13,6 +13,7 @@ from motet.cluster.messages import Action, ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError, StoreError
 from motet.runtime.journal import Journal
+from motet.runtime.progress import STOPPED_EARLY
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
@@ -155,7 +156,8 @@ class Submissions:
         """
         state = JobState(job.state)
         if state in (JobState.SUCCEEDED, JobState.CANCELLED) or (state is JobState.FAILED and action != "resume"):
-            raise StoreError(f"job {job.name!r} has {state.value}; it cannot be asked to {action}")
+            why = f" ({job.message})" if job.message.startswith(STOPPED_EARLY) else ""
+            raise StoreError(f"job {job.name!r} has {state.value}{why}; it cannot be asked to {action}")
         if action == "resume" and state in (JobState.PAUSED, JobState.FAILED):
             self._enforcer.check_resume(job)
             again = Journal(self._storage.job(job.id).path).work_again()
