@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from motet import budgets
 from motet.commands.answers import say
 from motet.dialects import DIALECTS, HttpRequest
 from motet.errors import AdapterError, ServerFault, ServerRefused
@@ -183,21 +182,14 @@ async def _computed(
 ) -> tuple[list[IntArray], dict[str, FloatArray]]:
     """Tokens of each text, and logprobs of the base (under an empty name), the adapter and versions beside it."""
     from motet.config import EngineConfig
-    from motet.device import Device
-    from motet.launch import load
-    from motet.rollout.embedded import EmbeddedEngine
+    from motet.launch import load, sampling
 
-    config, device = EngineConfig(), Device()
+    config = EngineConfig()
     base = load(base_name, config)
     token_ids = [np.asarray(base.info.tokenizer.encode(text), np.int32) for text in texts]
     if any(not 2 <= len(one) <= base.info.max_positions for one in token_ids):
         raise AdapterError("--text: each text needs at least two tokens, and no more than the base has positions")
-    room = int(budgets.available_memory() * config.kv_memory_fraction) // base.info.kv_bytes_per_token
-    longest = max(map(len, token_ids)) + config.block_size
-    engine = EmbeddedEngine(
-        base, device, max_rows=1, kv_tokens=min(2 * longest, max(room, longest)), prefill_tokens=longest
-    )
-    try:
+    with sampling(base, config, 1, max(map(len, token_ids))) as engine:
         found = {"": await _scored(engine, token_ids, None)}
         for number, path in enumerate((adapter, *_beside(adapter))):
             ref = AdapterRef("probe", number)
@@ -205,8 +197,6 @@ async def _computed(
             found[path.name] = await _scored(engine, token_ids, ref)
             await engine.unload_adapter(ref)
         return token_ids, found
-    finally:
-        device.close()
 
 
 async def _scored(engine: EmbeddedEngine, token_ids: Sequence[IntArray], ref: AdapterRef | None) -> FloatArray:

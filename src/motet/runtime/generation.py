@@ -166,7 +166,7 @@ class Generation:
         drafts: dict[int, Draft],
         keys: dict[int, int],
         turn: int,
-        ref: AdapterRef,
+        ref: AdapterRef | None,
         sampling: SamplingParams,
     ) -> GenerateRequest:
         """Fresh completions of one prompt together, or one that is continued."""
