@@ -60,13 +60,13 @@ def _sides(places: Sequence[str], url: str | None, key: str | None) -> list[Side
     runs = [place for place in places if Path(place).is_dir() and not (Path(place) / "metrics.jsonl").is_file()]
     if runs and len(runs) < len(places):
         raise ConfigError(f"{runs[0]} is a run, and not all others are: compare runs with runs, or jobs with jobs")
-    names = _short(places)
+    names = short_names(places)
     if runs:
         return [replace(side_of_run(Path(place)), name=name) for name, place in zip(names, places, strict=True)]
     return [side_of_job(name, _job(place, url, key)) for name, place in zip(names, places, strict=True)]
 
 
-def _short(places: Sequence[str]) -> list[str]:
+def short_names(places: Sequence[str]) -> list[str]:
     """As many of the last parts of some paths as tell them apart."""
     parts = [Path(place).parts for place in places]
     n = 1

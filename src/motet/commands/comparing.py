@@ -35,6 +35,32 @@ def compare(
 
 
 @app.command(
+    epilog="Example: motet diff runs/a/sort runs/b/sort; motet diff runs/jobs/sort@8 runs/jobs/sort@16 --rollouts",
+)
+def diff(
+    first: Annotated[
+        str, typer.Argument(metavar="A", help="RUN/JOB, or RUN/JOB@12 for one version.", show_default=False)
+    ],
+    second: Annotated[str, typer.Argument(metavar="B", help="The same of another job.", show_default=False)],
+    rollouts: Annotated[
+        bool, typer.Option("--rollouts", help="Also show recorded answers of both to the same problems.")
+    ] = False,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="With --rollouts: answers that this step trained on, not held-out ones.", show_default=False
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="With --rollouts: the most problems to show.")] = 5,
+    report: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+) -> None:
+    """Show where two jobs differ: settings, base, data and code, held-out curves, answers."""
+    from motet.commands.diff import diff as show
+
+    show((first, second), rollouts=rollouts, step=step, limit=limit, report=report)
+
+
+@app.command(
     name="eval",
     epilog="Examples: motet eval jobs.yaml sort; motet eval jobs.yaml sort@best sort@12 --samples 8 --out answers.jsonl; "
     "motet eval jobs.yaml sort other/adapter --data test.jsonl --rows 200 --greedy",

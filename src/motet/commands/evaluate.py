@@ -177,7 +177,7 @@ def evaluate(
     differences = _differences(models)
     _print(models, differences, asked, f"{done} of {len(rows)} rows of {asked.data or task.data.source}")
     if report is not None:
-        facts = {"base": config.base, "task": task.name, "rows": done, "of": len(rows), **asdict(asked)}
+        facts = {**asdict(asked), "base": config.base, "task": task.name, "rows": done, "of": len(rows)}
         figures = {"models": [model.summary(asked) for model in models], "differences": list(map(_facts, differences))}
         replace_file(report, json.dumps(as_json({**facts, **figures}), indent=1, ensure_ascii=False).encode())
     if done < len(rows):

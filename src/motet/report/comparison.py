@@ -80,28 +80,30 @@ class Difference:
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def evaluated(record: JobRecord, rollouts: Iterable[Line]) -> EvaluatedJob:
-    """A job with the rollouts of its newest evaluation.
+def evaluated(record: JobRecord, rollouts: Iterable[Line], version: int | None = None) -> EvaluatedJob:
+    """A job with the rollouts of its newest evaluation, or of that of a `version`.
 
     Raises:
         RunError: nothing was evaluated.
     """
-    curve = record.evaluations
-    if not curve.xs:
+    figures = {int(x): y for x, y in zip(record.evaluations.xs, record.evaluations.ys, strict=True)}
+    if not figures:
         raise RunError(f"job {record.name} has no held-out evaluation to compare; set eval.every, or data.holdout")
     rewards: dict[str, list[float]] = {}
     for line in rollouts:
         if (reward := number(line.get("reward"))) is not None:
             problem = json.dumps([line.get("prompt"), line.get("answer")], sort_keys=True, default=str)
             rewards.setdefault(problem, []).append(reward)
-    return EvaluatedJob(record, int(curve.xs[-1]), curve.ys[-1], {one: fmean(some) for one, some in rewards.items()})
+    at = next(reversed(figures)) if version is None else version
+    return EvaluatedJob(record, at, figures[at], {one: fmean(some) for one, some in rewards.items()})
 
 
-def read_evaluated(path: Path) -> EvaluatedJob:
-    """A job's directory."""
+def read_evaluated(path: Path, version: int | None = None) -> EvaluatedJob:
+    """A job's directory, at its newest evaluation or that of a `version`."""
     record = read_job(path)
-    version = int(record.evaluations.xs[-1]) if record.evaluations.xs else 0
-    return evaluated(record, read_lines(path / "rollouts" / f"eval-{version}.jsonl"))
+    newest = int(record.evaluations.xs[-1]) if record.evaluations.xs else 0
+    at = newest if version is None else version
+    return evaluated(record, read_lines(path / "rollouts" / f"eval-{at}.jsonl"), version)
 
 
 def side_of_job(name: str, job: EvaluatedJob) -> Side:
