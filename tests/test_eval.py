@@ -107,10 +107,10 @@ def test_what_is_printed_is_what_was_answered(whole: tuple[str, list[dict[str, A
         assert f"{mean:.3f} [{mean - half:.3f}, {mean + half:.3f}]" in printed
         assert one["pass@3"]["mean"] == fmean(any(reward >= 0.2 for reward in some) for some in own)
     for one in told["differences"]:
-        pairs = zip(rows["base"], rows[one["model"]], strict=True)
+        pairs = zip(rows["base"], rows[one["second"]], strict=True)
         more = interval([fmean(second) - fmean(first) for first, second in pairs], 2.593)
-        assert (one["against"], one["rows"]) == ("base", 12)
-        assert (one["difference"]["mean"], one["difference"]["half"]) == pytest.approx(more, rel=1e-3)
+        assert (one["first"], one["problems"]) == ("base", 12)
+        assert (one["more"]["mean"], one["more"]["half"]) == pytest.approx(more, rel=1e-3)
         assert f"{more[0]:+.3f}" in printed
     assert rewards["digits@1"] != rewards["base"] != rewards["digits@latest (v3)"]
 

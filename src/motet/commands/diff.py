@@ -19,7 +19,6 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.receipts import dependencies_of, fields_apart, materials_of, read_receipt
 from motet.tasks.plain_json import as_json
 
-_MOST_EVALUATIONS = 12
 _MOST = 60
 """Characters of a setting that a table shows."""
 _SHOWN = 12
@@ -101,7 +100,7 @@ def diff(places: tuple[str, str], *, rollouts: bool, step: int | None, limit: in
         ]
         for at, to, a, b, one in curves
     ]
-    say(table(_thinned(rows), f"version,>{headings.replace(',', ',>')},>difference,verdict", empty="held-out: none"))
+    say(table(rows, f"version,>{headings.replace(',', ',>')},>difference,verdict", empty="held-out: none"))
     facts: dict[str, Any] = {
         "jobs": [
             {"name": one.name, "path": str(one.directory.path), "version": one.version} for one in (first, second)
@@ -172,14 +171,6 @@ def _curves(first: Compared, second: Compared) -> Iterator[tuple[int, int, float
 
 def _versions(at: int, to: int) -> str:
     return f"v{at}" if at == to else f"v{at}, v{to}"
-
-
-def _thinned(rows: Sequence[list[str]]) -> list[list[str]]:
-    """The first, the last and some between them."""
-    last = len(rows) - 1
-    if last < _MOST_EVALUATIONS:
-        return list(rows)
-    return [rows[round(at * last / (_MOST_EVALUATIONS - 1))] for at in range(_MOST_EVALUATIONS)]
 
 
 def _side_by_side(first: Compared, second: Compared, step: int | None, limit: int) -> list[dict[str, Any]]:

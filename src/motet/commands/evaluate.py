@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -29,7 +30,7 @@ from motet.report.comparison import Difference
 from motet.runtime.checkpoint import JobDirectory, dump_line
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
-from motet.runtime.metrics import errors_of, rollout_records
+from motet.runtime.metrics import errors_of, group_metrics, rollout_records
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
 from motet.runtime.settings import Mean
@@ -90,18 +91,13 @@ class Model:
 
     def summary(self, asked: Asked) -> dict[str, Any]:
         """The figures of a model."""
-        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
-        scored = [rollout for rollout in rollouts if not rollout.error]
-        rewards = list(self.rewards.values())
+        rewards, figures = list(self.rewards.values()), group_metrics(self.groups)
         return {
             "model": self.name,
             "path": None if self.path is None else str(self.path),
             "reward": asdict(Mean.of(rewards)) if rewards else None,
-            f"pass@{asked.samples}": asdict(self.passed(asked.solved)) if self.groups else None,
-            "tokens": fmean(one.sampled for one in scored) if scored else math.nan,
-            "truncated": fmean(one.truncated for one in scored) if scored else math.nan,
-            "answers": len(rollouts),
-            "failed": len(rollouts) - len(scored),
+            f"pass@{asked.samples}": asdict(self.passed(asked.solved)),
+            **{name: figures[name] for name in ("length", "truncated", "rollouts", "failed")},
             "errors": errors_of(self.groups),
         }
 
@@ -112,12 +108,6 @@ class _Places(Versions):
     def __init__(self, job: str, shared: Services, models: Sequence[Model]) -> None:
         super().__init__(job, f"{job}.{shared.engine_suffix}.eval", shared.engine, shared.sync)
         self._models = models
-
-    async def load(self) -> None:
-        """Have all of them in the engine."""
-        for place, model in enumerate(self._models):
-            if model.path is not None:
-                await self.restore(place, model.path)
 
     @contextlib.contextmanager
     def hold(self, version: int) -> Iterator[AdapterRef | None]:
@@ -146,6 +136,8 @@ def evaluate(
     """
     if out is not None and (out.suffix not in _FORMATS or out.exists()):
         raise ConfigError(f"--out {out}: give a new file that ends with {' or '.join(_FORMATS)}")
+    if out is not None and out.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise ConfigError("--out: .parquet needs pyarrow, which is not installed: pip install pyarrow, or write .jsonl")
     if asked.greedy and asked.samples > 1:
         raise ConfigError("--greedy gives the same answer each time: leave out --samples")
     config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)
@@ -178,7 +170,7 @@ def evaluate(
     _print(models, differences, asked, f"{done} of {len(rows)} rows of {asked.data or task.data.source}")
     if report is not None:
         facts = {**asdict(asked), "base": config.base, "task": task.name, "rows": done, "of": len(rows)}
-        figures = {"models": [model.summary(asked) for model in models], "differences": list(map(_facts, differences))}
+        figures = {"models": [model.summary(asked) for model in models], "differences": list(map(asdict, differences))}
         replace_file(report, json.dumps(as_json({**facts, **figures}), indent=1, ensure_ascii=False).encode())
     if done < len(rows):
         return INTERRUPTED
@@ -245,14 +237,14 @@ class _Evaluation:
 
     def __init__(self, job: Job, models: Sequence[Model], asked: Asked, log: Path | None) -> None:
         self._job, self._models, self._asked, self._log = job, models, asked, log
-        self._stopped = False
+        self._stopped = asyncio.Event()
 
     def run(self, workshop: Workshop, shared: Services) -> None:
         """Sample until all rows are done, or Ctrl-C."""
         interrupt = Interrupt(lambda line: say(line, aside=True))
 
         async def main() -> None:
-            with interrupt.heard(self._stop, []):
+            with interrupt.heard(self._stopped.set, []):
                 try:
                     async with workshop.open():
                         await self._sample(shared)
@@ -260,9 +252,6 @@ class _Evaluation:
                     await shared.rewards.close()
 
         interrupt.run(main)
-
-    def _stop(self) -> None:
-        self._stopped = True
 
     async def _sample(self, shared: Services) -> None:
         from rich.console import Console
@@ -274,33 +263,33 @@ class _Evaluation:
         shared.scheduler.join(job.name, 1.0)
         job.directory.path.mkdir(parents=True)
         try:
-            await versions.load()
+            for place, model in enumerate(self._models):
+                if model.path is not None:
+                    await versions.restore(place, model.path)
             await sampler.open()
             with Progress(console=Console(stderr=True), transient=True) as progress:
                 bar = progress.add_task("rows", total=rows)
                 for first in range(0, rows, block):
-                    if self._stopped:
+                    if self._stopped.is_set():
                         break
-                    self._take(await self._block(sampler, slice(first, first + block)))
+                    await self._block(sampler, slice(first, first + block))
                     progress.update(bar, completed=min(first + block, rows))
         finally:
             await sampler.close()
             await versions.drop_all()
 
-    async def _block(self, sampler: JobSampler, part: slice) -> list[SampledStep]:
+    async def _block(self, sampler: JobSampler, part: slice) -> None:
+        """Sample some rows from every model, and keep them."""
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(sampler.evaluation(place, part, self._asked.seed))
                 for place in range(len(self._models))
             ]
-        return [one.result() for one in running]
-
-    def _take(self, steps: Sequence[SampledStep]) -> None:
-        for model, step in zip(self._models, steps, strict=True):
-            model.groups += step.groups
+        for model, done in zip(self._models, running, strict=True):
+            model.groups += done.result().groups
             if self._log is not None:
                 with self._log.open("ab") as file:
-                    file.writelines(dump_line(line) for line in _lines(self._job, model, step.groups))
+                    file.writelines(dump_line(line) for line in _lines(self._job, model, done.result().groups))
 
 
 def _lines(job: Job, model: Model, groups: Sequence[Group]) -> Iterator[Mapping[str, Any]]:
@@ -331,29 +320,17 @@ def _differences(models: Sequence[Model]) -> list[Difference]:
     return found
 
 
-def _facts(one: Difference) -> dict[str, Any]:
-    return {
-        "model": one.second,
-        "against": one.first,
-        "rows": one.problems,
-        "difference": asdict(one.more),
-        "verdict": one.verdict,
-    }
-
-
 def _print(models: Sequence[Model], differences: Sequence[Difference], asked: Asked, of: str) -> None:
     several = asked.samples > 1
     how = "greedy" if asked.greedy else f"{asked.samples} answer{'s' * several} each, seed {asked.seed}"
     say(f"{of}, {how}")
     rows = []
     for model in models:
-        figures = model.summary(asked)
-        reward = figures["reward"] and Mean(**figures["reward"])
+        figures, rewards = model.summary(asked), list(model.rewards.values())
         passed = [_interval(model.passed(asked.solved))] if several else []
-        length = "" if math.isnan(figures["tokens"]) else f"{figures['tokens']:.0f}"
-        cut = "" if math.isnan(figures["truncated"]) else f"{figures['truncated']:.0%}"
-        shown = _interval(reward) if reward else "none"
-        rows.append([model.name, shown, *passed, length, cut, str(figures["failed"] or "")])
+        shown = [f"{figures['length']:.0f}", f"{figures['truncated']:.0%}"] if rewards else ["", ""]
+        reward = _interval(Mean.of(rewards)) if rewards else "none"
+        rows.append([model.name, reward, *passed, *shown, str(figures["failed"] or "")])
     headings = f"model,>reward,{f'>pass@{asked.samples},' if several else ''}>tokens,>truncated,>failed"
     say(table(rows, headings, empty="", folds=("model",)))
     print_differences(differences)
