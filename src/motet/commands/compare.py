@@ -132,9 +132,9 @@ def _figure(value: float) -> str:
 
 def _explained(differences: Sequence[Difference]) -> list[str]:
     """What the intervals cover, and their limits."""
-    kinds = {"pairs of jobs" if one.jobs > 1 else "held-out problems" for one in differences}
-    over = "pairs of jobs" + (", or over held-out problems where there is one pair" if len(kinds) > 1 else "")
-    over = over if "pairs of jobs" in kinds else "held-out problems"
+    kinds = {"pairs of jobs" if one.jobs > 1 else "problems" for one in differences}
+    over = "pairs of jobs" + (", or over problems where there is one pair" if len(kinds) > 1 else "")
+    over = over if "pairs of jobs" in kinds else "problems"
     together = f", for all {len(differences)} differences together" if len(differences) > 1 else ""
     notes = [f"{one.second}: {note}" for one in differences for note in one.notes]
     return [f"[…]: 95 % interval by Student's t over {over}{together}", *notes]

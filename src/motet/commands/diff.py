@@ -13,10 +13,10 @@ from motet.checksums import replace_file
 from motet.commands.answers import say, table
 from motet.commands.compare import short_names, signed
 from motet.errors import ConfigError, RunError
-from motet.report.comparison import Difference, compare, read_evaluated, side_of_job
+from motet.report.comparison import Difference, compare, evaluated, side_of_job
 from motet.report.read import JobRecord, Line, number, read_job, read_lines
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.receipts import dependencies_of, fields_apart, materials_of, read_receipt
+from motet.runtime.receipts import fields_apart, materials_of, read_receipt
 from motet.tasks.plain_json import as_json
 
 _MOST = 60
@@ -59,11 +59,17 @@ class Compared:
         """Versions with a held-out figure."""
         return [int(x) for x in self.record.evaluations.xs if x <= self.version]
 
-    def receipts(self) -> Iterator[Mapping[str, Any]]:
-        """Those of its versions, the newest first; one that is missing or damaged is left out."""
-        for number_ in range(self.version, -1, -1):
+    def receipt(self) -> Mapping[str, Any] | None:
+        """Of its newest version that has one."""
+        for version in range(self.version, -1, -1):
             with contextlib.suppress(RunError):
-                yield read_receipt(self.directory.receipts / f"v{number_}.json")
+                return read_receipt(self.directory.receipts / f"v{version}.json")
+        return None
+
+    def sums(self) -> dict[int, Any]:
+        """sha256 of the rollouts of each step."""
+        named = ((str(line.get("file")).removesuffix(".jsonl"), line) for line in read_lines(self.directory.checksums))
+        return {int(name): line.get("sha256") for name, line in named if name.isdecimal() and int(name) < self.version}
 
     def answers(self, file: str) -> dict[str, list[Line]]:
         """Recorded rollouts by their problem."""
@@ -83,11 +89,12 @@ def diff(places: tuple[str, str], *, rollouts: bool, step: int | None, limit: in
     settings, materials = list(_settings(first, second)), list(_materials(first, second))
     headings = f"{first.name.replace(',', ';')},{second.name.replace(',', ';')}"
     say(table([[name, *map(_cut, pair)] for name, *pair in settings], f"setting,{headings}", empty="settings: equal"))
-    known = all(any(one.receipts()) for one in (first, second))
+    known = first.receipt() and second.receipt()
     none = "base, data and code: equal" if known else "base, data and code: unknown without receipts of both jobs"
     shown = [[name, *(str(one or "none")[:_SHOWN] for one in pair)] for name, *pair in materials]
     say(table(shown, f"material,{headings}", empty=none))
-    parted = _first_other_rollouts(first, second)
+    sums, others = first.sums(), second.sums()
+    parted = min((step for step in sums.keys() & others.keys() if sums[step] != others[step]), default=None)
     if parted is not None:
         say(f"recorded rollouts differ from step {parted} on")
     curves = list(_curves(first, second))
@@ -101,6 +108,8 @@ def diff(places: tuple[str, str], *, rollouts: bool, step: int | None, limit: in
         for at, to, a, b, one in curves
     ]
     say(table(rows, f"version,>{headings.replace(',', ',>')},>difference,verdict", empty="held-out: none"))
+    if curves and (last := curves[-1][-1]) is not None:
+        say("\n".join(["[…]: 95 % interval by Student's t over problems, for each version by itself", *last.notes]))
     facts: dict[str, Any] = {
         "jobs": [
             {"name": one.name, "path": str(one.directory.path), "version": one.version} for one in (first, second)
@@ -136,23 +145,13 @@ def _cut(value: Any) -> str:
 
 def _materials(first: Compared, second: Compared) -> Iterator[tuple[str, str | None, str | None]]:
     """Each digest of base, data and code that differs, by the newest receipts."""
-    newest = [next(one.receipts(), None) for one in (first, second)]
-    if newest[0] is None or newest[1] is None:
+    newest = [receipt for side in (first, second) if (receipt := side.receipt()) is not None]
+    if len(newest) < 2:
         return
-    known, others = map(materials_of, (newest[0], newest[1]))
+    known, others = map(materials_of, newest)
     for name in dict.fromkeys([*known, *others]):
         if known.get(name) != others.get(name):
             yield name, known.get(name), others.get(name)
-
-
-def _first_other_rollouts(first: Compared, second: Compared) -> int | None:
-    """The first step of both whose rollouts have another digest; None where there is none."""
-    sums = []
-    for side in (first, second):
-        named = (pair for receipt in side.receipts() for pair in dependencies_of(receipt).items())
-        steps = {name.removeprefix("rollouts/").removesuffix(".jsonl"): digest for name, digest in named}
-        sums.append({int(name): digest for name, digest in steps.items() if name.isdecimal()})
-    return min((step for step in sums[0].keys() & sums[1].keys() if sums[0][step] != sums[1][step]), default=None)
 
 
 def _curves(first: Compared, second: Compared) -> Iterator[tuple[int, int, float, float, Difference | None]]:
@@ -162,7 +161,10 @@ def _curves(first: Compared, second: Compared) -> Iterator[tuple[int, int, float
         newest = (first.evaluated[-1], second.evaluated[-1])
         pairs += [newest] * (newest not in pairs)
     for at, to in pairs:
-        jobs = [read_evaluated(side.directory.path, version) for side, version in ((first, at), (second, to))]
+        jobs = [
+            evaluated(side.record, read_lines(side.directory.path / "rollouts" / f"eval-{version}.jsonl"), version)
+            for side, version in ((first, at), (second, to))
+        ]
         sides = [side_of_job(side.name, job) for side, job in zip((first, second), jobs, strict=True)]
         both = not jobs[0].problems or not jobs[1].problems or jobs[0].problems.keys() & jobs[1].problems.keys()
         one = compare(sides, best_first=False)[0] if both else None
@@ -197,13 +199,15 @@ def _side_by_side(first: Compared, second: Compared, step: int | None, limit: in
     for problem in same[:limit]:
         one = answers[problem][0]
         say(f"\n{one.get('prompt')}\n  reference: {one.get('answer')}")
-        sides = {}
-        for side, lines in ((first, answers[problem]), (second, others[problem])):
-            sides[side.name] = [{name: line.get(name) for name in ("completion", "reward", "error")} for line in lines]
+        pair = (answers[problem], others[problem])
+        kept = [
+            [{name: line.get(name) for name in ("completion", "reward", "error")} for line in some] for some in pair
+        ]
+        for side, lines in zip((first, second), pair, strict=True):
             for line in lines:
                 outcome = line.get("error") or f"{number(line.get('reward')) or 0:.3g}"
                 say(f"  {side.name}  {outcome:>6}  {line.get('completion')!r}")
-        found.append({"prompt": one.get("prompt"), "answer": one.get("answer"), "answers": list(sides.values())})
+        found.append({"prompt": one.get("prompt"), "answer": one.get("answer"), "answers": kept})
     return found
 
 

@@ -98,12 +98,11 @@ def evaluated(record: JobRecord, rollouts: Iterable[Line], version: int | None =
     return EvaluatedJob(record, at, figures[at], {one: fmean(some) for one, some in rewards.items()})
 
 
-def read_evaluated(path: Path, version: int | None = None) -> EvaluatedJob:
-    """A job's directory, at its newest evaluation or that of a `version`."""
+def read_evaluated(path: Path) -> EvaluatedJob:
+    """A job's directory."""
     record = read_job(path)
-    newest = int(record.evaluations.xs[-1]) if record.evaluations.xs else 0
-    at = newest if version is None else version
-    return evaluated(record, read_lines(path / "rollouts" / f"eval-{at}.jsonl"), version)
+    version = int(record.evaluations.xs[-1]) if record.evaluations.xs else 0
+    return evaluated(record, read_lines(path / "rollouts" / f"eval-{version}.jsonl"))
 
 
 def side_of_job(name: str, job: EvaluatedJob) -> Side:
