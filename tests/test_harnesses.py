@@ -83,18 +83,18 @@ def by_inspect(service: Service, place: Path, model: str) -> list[str]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("version", ["latest", "0"])
-def test_harnesses_get_the_answers_that_motet_eval_gets(
-    service: Service, tmp_path: Path, says: Motet, version: str
-) -> None:
-    adapter = tmp_path / "adapter"
-    code, _, err = says("pull", "add", "--version", version, "--to", adapter, "--url", service.url)
-    assert code == 0, err
-    (place,) = (path.parent for path in adapter.rglob("adapter_config.json"))
-    out, rows = tmp_path / "answers.jsonl", EXAMPLES / "add.jsonl"
-    words = ("--data", rows, "--greedy", "--no-base", "--out", out)
-    code, _, err = says("eval", job_file(tmp_path, JOB), place, *words)
-    assert code == 0, err
-    own = [json.loads(line)["completion"] for line in out.read_text().splitlines()]
-    assert by_lm_eval(service, tmp_path / "lm_eval", f"add@{version}") == own
-    assert by_inspect(service, tmp_path / "inspect", f"add@{version}") == own
+def test_harnesses_get_the_answers_that_motet_eval_gets(service: Service, tmp_path: Path, says: Motet) -> None:
+    found = []
+    for version in ("latest", "0"):
+        adapter, out = tmp_path / f"adapter-{version}", tmp_path / f"{version}.jsonl"
+        code, _, err = says("pull", "add", "--version", version, "--to", adapter, "--url", service.url)
+        assert code == 0, err
+        (place,) = (path.parent for path in adapter.rglob("adapter_config.json"))
+        words = ("--data", EXAMPLES / "add.jsonl", "--greedy", "--no-base", "--out", out)
+        code, _, err = says("eval", job_file(tmp_path, JOB), place, *words)
+        assert code == 0, err
+        own = [json.loads(line)["completion"] for line in out.read_text().splitlines()]
+        assert by_lm_eval(service, tmp_path / f"lm_eval-{version}", f"add@{version}") == own
+        assert by_inspect(service, tmp_path / f"inspect-{version}", f"add@{version}") == own
+        found.append(own)
+    assert found[0] != found[1]

@@ -163,10 +163,7 @@ class JobSampler:
         return await self._until_full(problems, step, version, purpose)
 
     async def evaluation(self, version: int, part: slice = slice(None), seed: int | None = None) -> SampledStep:
-        """Sample and score the held-out problems, or a part of them, from a published version.
-
-        Without a `seed`, random numbers depend on all held-out problems.
-        """
+        """Sample and score a part of the held-out problems from a version; without a `seed`, that of all of them is taken."""
         job = self._job
         config, seed = job.config.eval, job.data.evaluation_seed if seed is None else seed
         common = config.common_random_numbers
