@@ -135,7 +135,7 @@ def _settings(first: Compared, second: Compared) -> Iterator[tuple[str, Any, Any
         job, config = side.record.config.get("job"), side.record.config
         job = {name: value for name, value in job.items() if name != "name"} if isinstance(job, dict) else {}
         trees.append({**job, **{name: value for name, value in config.items() if name not in _TOLD_OTHERWISE}})
-    yield from fields_apart(*trees)
+    yield from fields_apart(trees[0], trees[1])
 
 
 def _cut(value: Any) -> str:
