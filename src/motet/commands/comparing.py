@@ -52,7 +52,9 @@ def diff(
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="With --rollouts: the most problems to show.")] = 5,
-    report: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write everything to this file.")
+    ] = None,
 ) -> None:
     """Show where two jobs differ: settings, base, data and code, held-out curves, answers."""
     from motet.commands.diff import diff as show
@@ -83,20 +85,30 @@ def evaluate(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="Other problems than the held-out rows: a source as in a job file.", show_default=False),
+        typer.Option(
+            metavar="SOURCE",
+            help="Other problems than the held-out rows: a source as in a job file.",
+            show_default=False,
+        ),
     ] = None,
     reward: Annotated[
-        list[str] | None, typer.Option(help="Another reward than that of the job; may be repeated.", show_default=False)
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Another reward than that of the job; may be repeated.", show_default=False),
     ] = None,
-    rows: Annotated[int | None, typer.Option(min=1, help="Evaluate only the first rows.", show_default=False)] = None,
+    rows: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Evaluate only the first N rows.", show_default=False)
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Answers per row and model.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token, always.")] = False,
     seed: Annotated[int, typer.Option(help="Random numbers depend on it, the row and the sample alone.")] = 0,
     base: Annotated[bool, typer.Option(help="Evaluate the base too, and compare with it.")] = True,
     solved: Annotated[float, typer.Option(help="The least reward of an answer that passes, for pass@k.")] = 1.0,
-    report: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write each answer to this file (.jsonl or .parquet).", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Write each answer to this file (.jsonl or .parquet).", show_default=False),
     ] = None,
     overrides: Override = None,
     trust_remote_code: TrustRemoteCode = False,
