@@ -104,12 +104,11 @@ def _means(sides: Sequence[Side]) -> str | Table:
     return table(rows, ",".join(headings), empty="", folds=("held-out",))
 
 
-def print_differences(differences: Sequence[Difference]) -> None:
-    """Print what each side has more than the first one."""
+def print_differences(differences: Sequence[Difference], *, pairs: bool = True) -> None:
+    """Print what each side has more than the first one; `pairs` of jobs have a column."""
     if not differences:
         return
     say(f"against {differences[0].first}:")
-    pairs = any(one.jobs > 1 for one in differences)
     headings = f"side,{'>pairs of jobs,' * pairs}>problems,>difference,verdict"
     rows = [
         [one.second, *([str(one.jobs)] if pairs else []), str(one.problems or ""), signed(one.more), one.verdict]

@@ -117,17 +117,7 @@ def evaluate(
     from motet.commands.evaluate import Asked
     from motet.commands.evaluate import evaluate as compare_models
 
-    asked = Asked(
-        task=task,
-        data=data,
-        rewards=reward or (),
-        rows=rows,
-        samples=samples,
-        greedy=greedy,
-        seed=seed,
-        base=base,
-        solved=solved,
-    )
+    asked = Asked(task, data, reward or (), rows, samples, greedy, seed, base, solved)
     raise typer.Exit(
         compare_models(
             jobs, models, asked, overrides or [], report=report, out=out, trust_remote_code=trust_remote_code

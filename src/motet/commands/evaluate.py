@@ -333,7 +333,7 @@ def _print(models: Sequence[Model], differences: Sequence[Difference], asked: As
         rows.append([model.name, reward, *passed, *shown, str(figures["failed"] or "")])
     headings = f"model,>reward,{f'>pass@{asked.samples},' if several else ''}>tokens,>truncated,>failed"
     say(table(rows, headings, empty="", folds=("model",)))
-    print_differences(differences)
+    print_differences(differences, pairs=False)
     for model in models:
         for error, count in errors_of(model.groups).items():
             say(f"{model.name}: {count} answer{'' if count == 1 else 's'} got no reward: {error}")
