@@ -79,13 +79,17 @@ unit: $(VENV)/.installed-dev  ## the tests of pure functions and of loops on the
 trackers: $(VENV)/.installed-dev  ## make .envs/trackers with W&B, MLflow, Trackio and SwanLab, which soak tests send runs to
 	@$(BIN)/python -m bench.speed.envs trackers
 
+.PHONY: harnesses
+harnesses: $(VENV)/.installed-dev  ## make .envs/harnesses with lm-eval and inspect-ai, which a soak test sends to a service
+	@$(BIN)/python -m bench.speed.envs harnesses
+
 .PHONY: test
 test: lint vllm tinker agents  ## lint, then every test that this machine can run, in parallel (WORKERS=3)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, ten thousand requests to a service, a thousand publishes on a real vLLM (an hour; run it again to resume)
-	@$(BIN)/python -m bench.speed.envs older locust trackers
+	@$(BIN)/python -m bench.speed.envs older locust trackers harnesses
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(PYTEST_ARGS)
 
 .PHONY: load

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from motet.workshop import FreeMemory, Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
+    from motet.rollout.embedded import EmbeddedEngine
     from motet.rollout.sampler_link import SamplerLink
     from motet.rollout.spread import SpreadEngine
     from motet.training.sharded.base import ShardedBase
@@ -343,6 +344,32 @@ def _start_samplers(
         limits=limits,
     )
     return [SamplerLink(message, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]
+
+
+@contextlib.contextmanager
+def sampling(base: LoraModel, config: EngineConfig, rows: int, tokens: int) -> Iterator[EmbeddedEngine]:
+    """An engine without a trainer, on a device of its own: `rows` completions at a time, of `tokens` tokens in all."""
+    import torch
+
+    from motet.rollout.embedded import EmbeddedEngine
+
+    threads = budgets.cores()
+    if base.kernels is None:
+        threads = budgets.tick_threads(threads, 0, base.info.n_parameters)
+    device = Device(lambda _: torch.set_num_threads(threads))
+    room = int(budgets.available_memory() * config.kv_memory_fraction) // base.info.kv_bytes_per_token
+    kv_tokens = min(tokens + config.block_size, max(room, config.block_size))
+    try:
+        yield EmbeddedEngine(
+            base,
+            device,
+            max_rows=rows,
+            kv_tokens=kv_tokens,
+            prefill_tokens=tokens,
+            speculates=config.speculate,
+        )
+    finally:
+        device.close()
 
 
 def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | None = None) -> Services:

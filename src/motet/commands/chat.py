@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from motet import budgets, seeds
+from motet import seeds
 from motet.errors import MotetError, ServiceError
 from motet.model_info import ModelInfo
 from motet.near import close_matches
@@ -38,42 +38,21 @@ class Style:
 
 def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | None) -> None:
     """Talk to a base on this machine, or to an adapter on it."""
-    import torch
-
     from motet.config import EngineConfig
-    from motet.device import Device
-    from motet.launch import load
+    from motet.launch import load, sampling
     from motet.model.find import find_adapter
-    from motet.rollout.embedded import EmbeddedEngine
 
     if adapter is not None:
         find_adapter(adapter)
     config = EngineConfig()
     base = load(base_name, config)
-    info = base.info
-    threads = budgets.cores()
-    if base.kernels is None:
-        threads = budgets.tick_threads(threads, 0, info.n_parameters)
-    device = Device(lambda _: torch.set_num_threads(threads))
-    room = int(budgets.available_memory() * config.kv_memory_fraction) // info.kv_bytes_per_token
-    engine = EmbeddedEngine(
-        base,
-        device,
-        max_rows=4,
-        kv_tokens=min(info.max_positions + config.block_size, max(room, config.block_size)),
-        prefill_tokens=info.max_positions,
-        speculates=config.speculate,
-    )
-    try:
-        with asyncio.Runner() as runner:
-            ref = None
-            if adapter is not None:
-                ref = AdapterRef("chat", 0)
-                runner.run(engine.load_adapter(ref, adapter))
-            answer = _from_engine(info, engine, ref, style)
-            converse(runner, answer, "" if adapter is None else f"adapter {adapter}", system)
-    finally:
-        device.close()
+    with sampling(base, config, 4, base.info.max_positions) as engine, asyncio.Runner() as runner:
+        ref = None
+        if adapter is not None:
+            ref = AdapterRef("chat", 0)
+            runner.run(engine.load_adapter(ref, adapter))
+        answer = _from_engine(base.info, engine, ref, style)
+        converse(runner, answer, "" if adapter is None else f"adapter {adapter}", system)
 
 
 def _from_engine(info: ModelInfo, engine: RolloutEngine, ref: AdapterRef | None, style: Style) -> Answer:

@@ -28,6 +28,7 @@ from motet.report.comparison import (
 from motet.report.read import JobRecord, read_run
 from motet.report.svg import draw_curves
 from motet.runtime.progress import REWARD
+from motet.runtime.settings import Mean
 
 _MOST_TASKS = 6
 """Tasks that have a column."""
@@ -49,11 +50,7 @@ def compare_places(places: Sequence[str], svg: Path | None, url: str | None, key
         raise RunError(f"{places[0]} has one setting only; name another run or job to compare it with")
     differences = compare(sides, best_first=alone)
     say(_means(sides))
-    say(f"against {differences[0].first}:")
-    headings = "side,>pairs of jobs,>problems,>difference,verdict"
-    say(table(map(_row, differences), headings, empty="", folds=("side",)))
-    for line in _explained(differences, len(sides)):
-        say(line)
+    print_differences(differences)
     if svg is not None:
         replace_file(svg, draw_curves([mean_curves(side) for side in sides], "settings").encode("utf-8", "replace"))
         say(f"curves: {svg}")
@@ -63,13 +60,13 @@ def _sides(places: Sequence[str], url: str | None, key: str | None) -> list[Side
     runs = [place for place in places if Path(place).is_dir() and not (Path(place) / "metrics.jsonl").is_file()]
     if runs and len(runs) < len(places):
         raise ConfigError(f"{runs[0]} is a run, and not all others are: compare runs with runs, or jobs with jobs")
-    names = _short(places)
+    names = short_names(places)
     if runs:
         return [replace(side_of_run(Path(place)), name=name) for name, place in zip(names, places, strict=True)]
     return [side_of_job(name, _job(place, url, key)) for name, place in zip(names, places, strict=True)]
 
 
-def _short(places: Sequence[str]) -> list[str]:
+def short_names(places: Sequence[str]) -> list[str]:
     """As many of the last parts of some paths as tell them apart."""
     parts = [Path(place).parts for place in places]
     n = 1
@@ -107,21 +104,36 @@ def _means(sides: Sequence[Side]) -> str | Table:
     return table(rows, ",".join(headings), empty="", folds=("held-out",))
 
 
-def _row(one: Difference) -> list[str]:
-    more, low, high = one.more.mean, one.more.mean - one.more.half, one.more.mean + one.more.half
-    within = "" if math.isnan(one.more.half) else f" [{low:+.3f}, {high:+.3f}]"
-    return [one.second, str(one.jobs), str(one.problems or ""), f"{more:+.3f}{within}", one.verdict]
+def print_differences(differences: Sequence[Difference], *, pairs: bool = True) -> None:
+    """Print what each side has more than the first one; `pairs` of jobs have a column."""
+    if not differences:
+        return
+    say(f"against {differences[0].first}:")
+    headings = f"side,{'>pairs of jobs,' * pairs}>problems,>difference,verdict"
+    rows = [
+        [one.second, *([str(one.jobs)] if pairs else []), str(one.problems or ""), signed(one.more), one.verdict]
+        for one in differences
+    ]
+    say(table(rows, headings, empty="", folds=("side",)))
+    for line in _explained(differences):
+        say(line)
+
+
+def signed(more: Mean) -> str:
+    """A difference with its interval."""
+    low, high = more.mean - more.half, more.mean + more.half
+    return f"{more.mean:+.3f}{'' if math.isnan(more.half) else f' [{low:+.3f}, {high:+.3f}]'}"
 
 
 def _figure(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.3f}"
 
 
-def _explained(differences: Sequence[Difference], sides: int) -> list[str]:
+def _explained(differences: Sequence[Difference]) -> list[str]:
     """What the intervals cover, and their limits."""
-    kinds = {"pairs of jobs" if one.jobs > 1 else "held-out problems" for one in differences}
-    over = "pairs of jobs" + (", or over held-out problems where there is one pair" if len(kinds) > 1 else "")
-    over = over if "pairs of jobs" in kinds else "held-out problems"
-    together = f", for all {len(differences)} differences together" if sides > 2 else ""
+    kinds = {"pairs of jobs" if one.jobs > 1 else "problems" for one in differences}
+    over = "pairs of jobs" + (", or over problems where there is one pair" if len(kinds) > 1 else "")
+    over = over if "pairs of jobs" in kinds else "problems"
+    together = f", for all {len(differences)} differences together" if len(differences) > 1 else ""
     notes = [f"{one.second}: {note}" for one in differences for note in one.notes]
     return [f"[…]: 95 % interval by Student's t over {over}{together}", *notes]

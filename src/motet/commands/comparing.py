@@ -1,4 +1,4 @@
-"""`motet compare` and `motet probe` as commands; `compare.py` and `probe.py` do what they ask."""
+"""`motet compare`, `motet diff`, `motet eval` and `motet probe` as commands; the modules of these names do the work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from motet.commands.options import Key, Url
+from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -32,6 +32,97 @@ def compare(
     from motet.commands.compare import compare_places
 
     compare_places(places, svg, url, key)
+
+
+@app.command(
+    epilog="Example: motet diff runs/a/sort runs/b/sort; motet diff runs/jobs/sort@8 runs/jobs/sort@16 --rollouts",
+)
+def diff(
+    first: Annotated[
+        str, typer.Argument(metavar="A", help="RUN/JOB, or RUN/JOB@12 for one version.", show_default=False)
+    ],
+    second: Annotated[str, typer.Argument(metavar="B", help="The same of another job.", show_default=False)],
+    rollouts: Annotated[
+        bool, typer.Option("--rollouts", help="Also show recorded answers of both to the same problems.")
+    ] = False,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="With --rollouts: answers that this step trained on, not held-out ones.", show_default=False
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="With --rollouts: the most problems to show.")] = 5,
+    report: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write everything to this file.")
+    ] = None,
+) -> None:
+    """Show where two jobs differ: settings, base, data and code, held-out curves, answers."""
+    from motet.commands.diff import diff as show
+
+    show((first, second), rollouts=rollouts, step=step, limit=limit, report=report)
+
+
+@app.command(
+    name="eval",
+    epilog="Examples: motet eval jobs.yaml sort; motet eval jobs.yaml sort@best sort@12 --samples 8 --out answers.jsonl; "
+    "motet eval jobs.yaml sort other/adapter --data test.jsonl --rows 200 --greedy",
+)
+def evaluate(
+    jobs: JobFile,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL…",
+            help="JOB (its best version), JOB@best, JOB@latest, JOB@12, or a PEFT LoRA directory.",
+            show_default=False,
+        ),
+    ],
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB", help="The job whose problems and rewards count; the first that is named.", show_default=False
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Other problems than the held-out rows: a source as in a job file.",
+            show_default=False,
+        ),
+    ] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Another reward than that of the job; may be repeated.", show_default=False),
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Evaluate only the first N rows.", show_default=False)
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, max=1000, help="Answers per row and model.")] = 1,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token, always.")] = False,
+    seed: Annotated[int, typer.Option(help="Random numbers depend on it, the row and the sample alone.")] = 0,
+    base: Annotated[bool, typer.Option(help="Evaluate the base too, and compare with it.")] = True,
+    solved: Annotated[float, typer.Option(help="The least reward of an answer that passes, for pass@k.")] = 1.0,
+    report: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write each answer to this file (.jsonl or .parquet).", show_default=False),
+    ] = None,
+    overrides: Override = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Evaluate the base and adapters on the same problems, with intervals. Ctrl-C stops, and keeps what is done."""
+    from motet.commands.evaluate import Asked
+    from motet.commands.evaluate import evaluate as compare_models
+
+    asked = Asked(task, data, reward or (), rows, samples, greedy, seed, base, solved)
+    raise typer.Exit(
+        compare_models(
+            jobs, models, asked, overrides or [], report=report, out=out, trust_remote_code=trust_remote_code
+        )
+    )
 
 
 @app.command(

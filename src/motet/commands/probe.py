@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from motet import budgets
 from motet.commands.answers import say
 from motet.dialects import DIALECTS, HttpRequest
 from motet.errors import AdapterError, ServerFault, ServerRefused
@@ -199,11 +198,9 @@ async def logprobs_here(
         AdapterError: a text is too short or too long, or an adapter does not fit.
     """
     from motet.config import EngineConfig
-    from motet.device import Device
-    from motet.launch import load
-    from motet.rollout.embedded import EmbeddedEngine
+    from motet.launch import load, sampling
 
-    config, device = EngineConfig(dtype=dtype), Device()
+    config = EngineConfig(dtype=dtype)
     base = load(base_name, config)
     tokenizer = base.info.tokenizer
     token_ids = {
@@ -212,12 +209,7 @@ async def logprobs_here(
     }
     if any(not 2 <= len(one) <= base.info.max_positions for one in token_ids.values()):
         raise AdapterError("--text: each text needs at least two tokens, and no more than the base has positions")
-    room = int(budgets.available_memory() * config.kv_memory_fraction) // base.info.kv_bytes_per_token
-    longest = max(map(len, token_ids.values())) + config.block_size
-    engine = EmbeddedEngine(
-        base, device, max_rows=1, kv_tokens=min(2 * longest, max(room, longest)), prefill_tokens=longest
-    )
-    try:
+    with sampling(base, config, 1, max(map(len, token_ids.values()))) as engine:
         found = {"": await _scored(engine, token_ids.values(), None)}
         for number, path in enumerate(adapters):
             ref = AdapterRef("probe", number)
@@ -225,8 +217,6 @@ async def logprobs_here(
             found[path.name] = await _scored(engine, token_ids.values(), ref)
             await engine.unload_adapter(ref)
         return token_ids, found
-    finally:
-        device.close()
 
 
 async def _scored(engine: EmbeddedEngine, token_ids: Iterable[IntArray], ref: AdapterRef | None) -> FloatArray:

@@ -80,21 +80,22 @@ class Difference:
 # --- reading -----------------------------------------------------------------------------------------------------
 
 
-def evaluated(record: JobRecord, rollouts: Iterable[Line]) -> EvaluatedJob:
-    """A job with the rollouts of its newest evaluation.
+def evaluated(record: JobRecord, rollouts: Iterable[Line], version: int | None = None) -> EvaluatedJob:
+    """A job with the rollouts of its newest evaluation, or of that of a `version`.
 
     Raises:
         RunError: nothing was evaluated.
     """
-    curve = record.evaluations
-    if not curve.xs:
+    figures = {int(x): y for x, y in zip(record.evaluations.xs, record.evaluations.ys, strict=True)}
+    if not figures:
         raise RunError(f"job {record.name} has no held-out evaluation to compare; set eval.every, or data.holdout")
     rewards: dict[str, list[float]] = {}
     for line in rollouts:
         if (reward := number(line.get("reward"))) is not None:
             problem = json.dumps([line.get("prompt"), line.get("answer")], sort_keys=True, default=str)
             rewards.setdefault(problem, []).append(reward)
-    return EvaluatedJob(record, int(curve.xs[-1]), curve.ys[-1], {one: fmean(some) for one, some in rewards.items()})
+    at = next(reversed(figures)) if version is None else version
+    return EvaluatedJob(record, at, figures[at], {one: fmean(some) for one, some in rewards.items()})
 
 
 def read_evaluated(path: Path) -> EvaluatedJob:

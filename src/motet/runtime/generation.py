@@ -169,7 +169,7 @@ class Generation:
         drafts: dict[int, Draft],
         keys: dict[int, int],
         turn: int,
-        ref: AdapterRef,
+        ref: AdapterRef | None,
         sampling: SamplingParams,
     ) -> GenerateRequest:
         """A request for new completions of one prompt together, or for the rest of one draft."""

@@ -194,13 +194,19 @@ def _motet_sum() -> str:
 # --- reading ------------------------------------------------------------------------------------------------------------
 
 
-def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """The differences between two trees of plain values, one line each."""
+def differences(before: Any, after: Any) -> Iterator[str]:
+    """Where two trees of plain values differ, one line each."""
+    for path, was, is_ in fields_apart(before, after):
+        yield f"{path}: was {was!r}, is {is_!r}"
+
+
+def fields_apart(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The path and both values of each place where two trees of plain values differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
-            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
+            yield from fields_apart(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
     elif before != after:
-        yield f"{path}: was {before!r}, is {after!r}"
+        yield path, before, after
 
 
 def read_receipt(path: Path) -> dict[str, Any]:

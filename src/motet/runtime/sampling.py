@@ -162,13 +162,13 @@ class JobSampler:
         problems = await asyncio.to_thread(data_window, job.data.train, step, width, job.seed, shuffle)
         return await self._until_full(problems, step, version, purpose)
 
-    async def evaluation(self, version: int) -> SampledStep:
-        """Sample and score the held-out problems from a published version."""
+    async def evaluation(self, version: int, part: slice = slice(None), seed: int | None = None) -> SampledStep:
+        """Sample and score a part of the held-out problems from a version; without a `seed`, that of all of them is taken."""
         job = self._job
-        config, seed = job.config.eval, job.data.evaluation_seed
+        config, seed = job.config.eval, job.data.evaluation_seed if seed is None else seed
         common = config.common_random_numbers
         purpose = _Purpose("eval", seed, config.n, job.evaluation_sampling(), common_numbers=common)
-        return await self._all(job.data.holdout, version, version, purpose)
+        return await self._all(job.data.holdout[part], version, version, purpose, part.start or 0)
 
     # --- choice of groups
     # -------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Versions:
             await self._arrived.wait_for(lambda: self.latest >= version)
 
     @contextlib.contextmanager
-    def hold(self, version: int) -> Iterator[AdapterRef]:
+    def hold(self, version: int) -> Iterator[AdapterRef | None]:
         """Keep a version loaded while sampling from it."""
         self._holds[version] += 1
         try:

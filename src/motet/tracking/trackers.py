@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from motet.tracking.observing import ObservedJob, ObservedStep, StepObserver
@@ -225,15 +226,10 @@ class Parquet:
 
     def step(self, step: ObservedStep) -> None:
         """Write a table with a row for each rollout; lists and tables of a row are JSON."""
-        import pyarrow
-        from pyarrow import parquet
-
-        rows = [{"step": step.number, **{name: _cell(value) for name, value in row.items()}} for row in step.rollouts()]
+        rows = [{"step": step.number, **row} for row in step.rollouts()]
         if rows:
-            names = dict.fromkeys(name for row in rows for name in row)
-            table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
             draft = self._place / f".{step.number}.part"
-            parquet.write_table(table, draft)
+            write_parquet(draft, rows)
             draft.rename(self._place / f"{step.number}.parquet")
 
     def end(self, state: str) -> None:
@@ -255,6 +251,15 @@ def _flat(value: Any, before: str = "") -> list[tuple[str, str]]:
     if isinstance(value, Mapping):
         return [pair for key, one in value.items() for pair in _flat(one, f"{before}.{key}" if before else str(key))]
     return [(before, str(value))]
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table with a row for each mapping; lists and tables in it are JSON."""
+    import pyarrow
+    from pyarrow import parquet
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    parquet.write_table(pyarrow.table({name: [_cell(row.get(name)) for row in rows] for name in names}), path)
 
 
 def _cell(value: Any) -> Any:

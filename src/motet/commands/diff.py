@@ -1,0 +1,216 @@
+"""`motet diff`: where two jobs differ, in settings, materials, curves and answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from motet.checksums import replace_file
+from motet.commands.answers import say, table
+from motet.commands.compare import short_names, signed
+from motet.errors import ConfigError, RunError
+from motet.report.comparison import Difference, compare, evaluated, side_of_job
+from motet.report.read import JobRecord, Line, number, read_job, read_lines
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.receipts import fields_apart, materials_of, read_receipt
+from motet.tasks.plain_json import as_json
+
+_MOST = 60
+"""Characters of a setting that a table shows."""
+_SHOWN = 12
+"""Characters of a digest that a table shows."""
+_TOLD_OTHERWISE = ("job", "contents", "code", "computed_before")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A job up to a version."""
+
+    name: str
+    record: JobRecord
+    directory: JobDirectory
+    version: int
+    """The newest one that counts."""
+
+    @classmethod
+    def of(cls, place: str, name: str) -> Compared:
+        """`RUN/JOB` or `RUN/JOB@12`.
+
+        Raises:
+            ConfigError, RunError: there is no such job, or it has not come to that version.
+        """
+        path, _, version = place.rpartition("@") if not Path(place).exists() else (place, "", "")
+        if not path or not (version.isdecimal() or version in ("", "best", "latest")):
+            raise ConfigError(f"{place!r} names no job: write RUN/JOB, RUN/JOB@12, RUN/JOB@best or RUN/JOB@latest")
+        record, directory = read_job(Path(path)), JobDirectory(Path(path))
+        done = directory.newest()
+        newest = max([done.step if done else 0, *map(int, record.evaluations.xs)])
+        named = int(directory.version_named(version).name[1:]) if version else newest
+        if named > newest:
+            raise RunError(f"{path} has done {newest} steps: there is no version {named}")
+        return cls(name, record, directory, named)
+
+    @property
+    def evaluated(self) -> list[int]:
+        """Versions with a held-out figure."""
+        return [int(x) for x in self.record.evaluations.xs if x <= self.version]
+
+    def receipt(self) -> Mapping[str, Any] | None:
+        """Of its newest version that has one."""
+        for version in range(self.version, -1, -1):
+            with contextlib.suppress(RunError):
+                return read_receipt(self.directory.receipts / f"v{version}.json")
+        return None
+
+    def sums(self) -> dict[int, Any]:
+        """sha256 of the rollouts of each step."""
+        named = ((str(line.get("file")).removesuffix(".jsonl"), line) for line in read_lines(self.directory.checksums))
+        return {int(name): line.get("sha256") for name, line in named if name.isdecimal() and int(name) < self.version}
+
+    def answers(self, file: str) -> dict[str, list[Line]]:
+        """Recorded rollouts by their problem."""
+        found: dict[str, list[Line]] = {}
+        for line in read_lines(self.directory.path / "rollouts" / f"{file}.jsonl"):
+            found.setdefault(json.dumps([line.get("prompt"), line.get("answer")], default=str), []).append(line)
+        return found
+
+
+def diff(places: tuple[str, str], *, rollouts: bool, step: int | None, limit: int, report: Path | None) -> None:
+    """Print where two jobs differ, and write it as JSON where asked.
+
+    Raises:
+        MotetError: one of them cannot be read, or they have no recorded answers in common.
+    """
+    first, second = (Compared.of(*pair) for pair in zip(places, short_names(places), strict=True))
+    settings, materials = list(_settings(first, second)), list(_materials(first, second))
+    headings = f"{first.name.replace(',', ';')},{second.name.replace(',', ';')}"
+    say(table([[name, *map(_cut, pair)] for name, *pair in settings], f"setting,{headings}", empty="settings: equal"))
+    known = first.receipt() and second.receipt()
+    none = "base, data and code: equal" if known else "base, data and code: unknown without receipts of both jobs"
+    shown = [[name, *(str(one or "none")[:_SHOWN] for one in pair)] for name, *pair in materials]
+    say(table(shown, f"material,{headings}", empty=none))
+    sums, others = first.sums(), second.sums()
+    parted = min((step for step in sums.keys() & others.keys() if sums[step] != others[step]), default=None)
+    if parted is not None:
+        say(f"recorded rollouts differ from step {parted} on")
+    curves = list(_curves(first, second))
+    rows = [
+        [
+            _versions(at, to),
+            f"{a:.3f}",
+            f"{b:.3f}",
+            *((signed(one.more), one.verdict) if one else ("", "other problems")),
+        ]
+        for at, to, a, b, one in curves
+    ]
+    say(table(rows, f"version,>{headings.replace(',', ',>')},>difference,verdict", empty="held-out: none"))
+    if curves and (last := curves[-1][-1]) is not None:
+        say("\n".join(["[…]: 95 % interval by Student's t over problems, for each version by itself", *last.notes]))
+    facts: dict[str, Any] = {
+        "jobs": [
+            {"name": one.name, "path": str(one.directory.path), "version": one.version} for one in (first, second)
+        ],
+        "settings": [dict(zip(("setting", "first", "second"), row, strict=True)) for row in settings],
+        "materials": [dict(zip(("material", "first", "second"), row, strict=True)) for row in materials],
+        "rollouts_differ_from": parted,
+        "held_out": [
+            {"versions": [at, to], "first": a, "second": b, **({"difference": asdict(one.more)} if one else {})}
+            for at, to, a, b, one in curves
+        ],
+    }
+    if rollouts:
+        facts["rollouts"] = _side_by_side(first, second, step, limit)
+    if report is not None:
+        replace_file(report, json.dumps(as_json(facts), indent=1, ensure_ascii=False).encode(errors="replace"))
+
+
+def _settings(first: Compared, second: Compared) -> Iterator[tuple[str, Any, Any]]:
+    """Each field of job.yaml that differs, but for what receipts tell."""
+    trees = []
+    for side in (first, second):
+        job, config = side.record.config.get("job"), side.record.config
+        job = {name: value for name, value in job.items() if name != "name"} if isinstance(job, dict) else {}
+        trees.append({**job, **{name: value for name, value in config.items() if name not in _TOLD_OTHERWISE}})
+    yield from fields_apart(trees[0], trees[1])
+
+
+def _cut(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= _MOST else f"{text[: _MOST - 1]}…"
+
+
+def _materials(first: Compared, second: Compared) -> Iterator[tuple[str, str | None, str | None]]:
+    """Each digest of base, data and code that differs, by the newest receipts."""
+    newest = [receipt for side in (first, second) if (receipt := side.receipt()) is not None]
+    if len(newest) < 2:
+        return
+    known, others = map(materials_of, newest)
+    for name in dict.fromkeys([*known, *others]):
+        if known.get(name) != others.get(name):
+            yield name, known.get(name), others.get(name)
+
+
+def _curves(first: Compared, second: Compared) -> Iterator[tuple[int, int, float, float, Difference | None]]:
+    """Held-out figures at the versions that both were evaluated at, and at the newest of each where these are not the same."""
+    pairs = [(version, version) for version in first.evaluated if version in second.evaluated]
+    if first.evaluated and second.evaluated:
+        newest = (first.evaluated[-1], second.evaluated[-1])
+        pairs += [newest] * (newest not in pairs)
+    for at, to in pairs:
+        jobs = [
+            evaluated(side.record, read_lines(side.directory.path / "rollouts" / f"eval-{version}.jsonl"), version)
+            for side, version in ((first, at), (second, to))
+        ]
+        sides = [side_of_job(side.name, job) for side, job in zip((first, second), jobs, strict=True)]
+        both = not jobs[0].problems or not jobs[1].problems or jobs[0].problems.keys() & jobs[1].problems.keys()
+        one = compare(sides, best_first=False)[0] if both else None
+        yield at, to, jobs[0].figure, jobs[1].figure, one
+
+
+def _versions(at: int, to: int) -> str:
+    return f"v{at}" if at == to else f"v{at}, v{to}"
+
+
+def _side_by_side(first: Compared, second: Compared, step: int | None, limit: int) -> list[dict[str, Any]]:
+    """Print the answers of both on the same problems, those with the largest difference of reward first.
+
+    They are those of the newest evaluation of both, or those that were trained on at a step.
+
+    Raises:
+        RunError: they have none in common.
+    """
+    common = [version for version in first.evaluated if version in second.evaluated]
+    if step is None and not common:
+        raise RunError("the jobs were not evaluated at the same version: name a step with --step")
+    file = f"eval-{common[-1]}" if step is None else str(step)
+    answers, others = first.answers(file), second.answers(file)
+    same = [problem for problem in answers if problem in others]
+    if not same:
+        raise RunError(f"no problem has answers of both jobs in rollouts/{file}.jsonl")
+    same.sort(key=lambda problem: -abs(_mean(others[problem]) - _mean(answers[problem])))
+    say(
+        f"answers of rollouts/{file}.jsonl, {min(limit, len(same))} of {len(same)} problems, the largest differences first"
+    )
+    found = []
+    for problem in same[:limit]:
+        one = answers[problem][0]
+        say(f"\n{one.get('prompt')}\n  reference: {one.get('answer')}")
+        pair = (answers[problem], others[problem])
+        kept = [
+            [{name: line.get(name) for name in ("completion", "reward", "error")} for line in some] for some in pair
+        ]
+        for side, lines in zip((first, second), pair, strict=True):
+            for line in lines:
+                outcome = line.get("error") or f"{number(line.get('reward')) or 0:.3g}"
+                say(f"  {side.name}  {outcome:>6}  {line.get('completion')!r}")
+        found.append({"prompt": one.get("prompt"), "answer": one.get("answer"), "answers": kept})
+    return found
+
+
+def _mean(lines: Sequence[Line]) -> float:
+    rewards = [number(line.get("reward")) or 0.0 for line in lines]
+    return sum(rewards) / len(rewards)
