@@ -134,14 +134,16 @@ def measure(where: Path, jobs: int, seconds: float) -> Point:
         after, cpu, wall = fleet.steps(), fleet.cpu() - cpu, time.monotonic() - begun
         done = {one: after[one] - before[one] for one in after}
         assert service.process is not None
-        memory = [psutil.Process(pid).memory_info().rss >> 20 for pid in (service.engine().pid, service.process.pid)]
+        engine, own = (
+            psutil.Process(pid).memory_info().rss >> 20 for pid in (service.engine().pid, service.process.pid)
+        )
         publish = sorted(line["seconds"]["publish"] for line in fleet.timings(clock))
         shares = list[int]()
         for key in fleet.keys:
             service.become(key)
             shares.append(sum(done[one["id"]] for one in service.ask("GET", "/v1/jobs?limit=100")["data"]))
         service.become(fleet.admin)
-        pages = fleet.answers_in("/metrics"), fleet.answers_in("/v1/jobs?limit=100")
+        metrics, listed = fleet.answers_in("/metrics"), fleet.answers_in("/v1/jobs?limit=100")
         service.engine().kill()
         killed = fleet.steps()
         resumed = fleet.until(lambda: all(n > killed[one] for one, n in fleet.steps().items()))
@@ -149,8 +151,8 @@ def measure(where: Path, jobs: int, seconds: float) -> Point:
         service.close()
     n = sum(done.values())
     return Point(
-        jobs, n, wall / n, cpu / n, *memory, min(shares) / max(shares), statistics.median(publish),
-        publish[int(0.99 * len(publish))], *pages, resumed,
+        jobs, n, wall / n, cpu / n, engine, own, min(shares) / max(shares), statistics.median(publish),
+        publish[int(0.99 * len(publish))], metrics, listed, resumed,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def why_not() -> str:
         return "network namespaces need `ip` and `unshare` (iproute2, util-linux)"
     name = f"motet-try-{os.getpid()}"
     tried = subprocess.run(
-        f"ip netns add {name} && ip -n {name} link add br type bridge && ip netns exec {name} unshare -m --uts true",
+        f"ip netns add {name} && ip -n {name} link add name br0 type bridge && ip netns exec {name} unshare -m --uts true",
         shell=True, capture_output=True, text=True, check=False,
     )  # fmt: skip
     subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
@@ -48,7 +48,12 @@ class Machines:
         for folder in ("shared", "machines", "empty"):
             (place / folder).mkdir()
         self._ip("netns", "add", self._name(1))
-        for words in ("link add br type bridge", "addr add 10.77.0.1/24 dev br", "link set br up", "link set lo up"):
+        for words in (
+            "link add name br0 type bridge",
+            "addr add 10.77.0.1/24 dev br0",
+            "link set br0 up",
+            "link set lo up",
+        ):
             self._ip("-n", self._name(1), *words.split())
         self._new_files(1)
 
@@ -72,7 +77,7 @@ class Machines:
         first, name, cable = self._name(1), self._name(number), f"v{number}"
         self._ip("netns", "add", name)
         self._ip("-n", first, "link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", name)
-        self._ip("-n", first, "link", "set", cable, "master", "br", "up")
+        self._ip("-n", first, "link", "set", cable, "master", "br0", "up")
         for words in (f"addr add 10.77.0.{number}/24 dev eth0", "link set eth0 up", "link set lo up"):
             self._ip("-n", name, *words.split())
         self._new_files(number)
@@ -110,11 +115,13 @@ class Machines:
 
     def kill(self, number: int) -> None:
         """All processes of a machine, at once."""
-        self._running.pop(number, None)
+        ray = self._running.pop(number, None)
         pids = subprocess.run(["ip", "netns", "pids", self._name(number)], capture_output=True, text=True, check=False)
         for pid in pids.stdout.split():
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(int(pid)).kill()
+        if ray is not None:
+            ray.wait()
 
     def close(self) -> None:
         """Leave no process and no namespace."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,15 +90,16 @@ def test_own_code_and_data_arrive_on_a_node_without_the_project(cluster: Machine
 
 
 def test_what_a_node_lacks_is_refused_with_its_path(cluster: Machines) -> None:
-    (private := cluster.project(1).parent / "private.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n' * 40)
+    private = cluster.project(1).parent / "private.jsonl"
+    shutil.copy(cluster.project(1) / "data" / "sums.jsonl", private)
     (cluster.project(1) / "private.yaml").write_text(yaml.safe_dump(jobs(STEPS, data=str(private))))
     run, unshared = cluster.shared / "refused", cluster.project(1) / "run"
     process = start(cluster, run, "private.yaml")
     wait_until(lambda: f"node 10.77.0.2 does not see {private}: mount it there" in said(run), PATIENCE)
-    assert process.wait(PATIENCE) == 0, "the first host does all"
+    assert process.wait(PATIENCE) == 0, said(run)  # the first host does all
     process = start(cluster, unshared, "jobs.yaml")
     wait_until(lambda: f"node 10.77.0.2 does not see the run directory {unshared}: mount" in said(unshared), PATIENCE)
-    assert process.wait(PATIENCE) == 0
+    assert process.wait(PATIENCE) == 0, said(unshared)
 
 
 def test_jobs_survive_a_node_and_the_head(cluster: Machines) -> None:
