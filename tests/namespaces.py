@@ -82,10 +82,6 @@ class Machines:
             self._ip("-n", name, *words.split())
         self._new_files(number)
 
-    def cut(self, number: int) -> None:
-        """Pull the cable of a machine: nothing that it had open is closed."""
-        self._ip("-n", self._name(1), "link", "set", f"v{number}", "down")
-
     def popen(self, number: int, *words: object, out: IO[bytes]) -> subprocess.Popen[bytes]:
         """A command on a machine; of other machines' files it sees the shared ones."""
         own = self.place / "machines" / str(number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import yaml
 
 from motet.types import ADAPTER_WEIGHTS
 from tests.namespaces import PATIENCE, Machines, machines, why_not
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.soak
 NAMES, STEPS = ("one", "two"), 8
@@ -37,7 +35,6 @@ def cluster() -> Iterator[Machines]:
         rows = [{"prompt": f"{one % 10} + {one // 10} =", "answer": str(one % 10 + one // 10)} for one in range(40)]
         (project / "data" / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         (project / "jobs.yaml").write_text(yaml.safe_dump(jobs(STEPS)))
-        (project / "long.yaml").write_text(yaml.safe_dump(jobs(4000)))
         made.start_ray(1, "--include-dashboard=false")
         made.start_ray(2)
         yield made
@@ -73,11 +70,6 @@ def said(run: Path) -> str:
     return run.with_suffix(".out").read_text()
 
 
-def lines(run: Path, name: str) -> int:
-    file = run / name / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
 def test_own_code_and_data_arrive_on_a_node_without_the_project(cluster: Machines, alone: list[bytes]) -> None:
     run = cluster.shared / "run"
     process = start(cluster, run, "jobs.yaml")
@@ -87,42 +79,3 @@ def test_own_code_and_data_arrive_on_a_node_without_the_project(cluster: Machine
     assert weights(run) == alone
     (copy,) = run.glob(".project-*")
     assert (copy / "marks.py").is_file()
-
-
-def test_what_a_node_lacks_is_refused_with_its_path(cluster: Machines) -> None:
-    private = cluster.project(1).parent / "private.jsonl"
-    shutil.copy(cluster.project(1) / "data" / "sums.jsonl", private)
-    (cluster.project(1) / "private.yaml").write_text(yaml.safe_dump(jobs(STEPS, data=str(private))))
-    run, unshared = cluster.shared / "refused", cluster.project(1) / "run"
-    process = start(cluster, run, "private.yaml")
-    wait_until(lambda: f"node 10.77.0.2 does not see {private}: mount it there" in said(run), PATIENCE)
-    assert process.wait(PATIENCE) == 0, said(run)  # the first host does all
-    process = start(cluster, unshared, "jobs.yaml")
-    wait_until(lambda: f"node 10.77.0.2 does not see the run directory {unshared}: mount" in said(unshared), PATIENCE)
-    assert process.wait(PATIENCE) == 0, said(unshared)
-
-
-def test_jobs_survive_a_node_and_the_head(cluster: Machines) -> None:
-    """A cable is pulled, and another machine takes the host; then the head dies, and the same command on a new one resumes."""
-    run = cluster.shared / "long"
-    process = start(cluster, run, "long.yaml")
-    wait_until(lambda: all(lines(run, name) > 2 for name in NAMES), PATIENCE, process)
-    cluster.cut(2)
-    before = {name: lines(run, name) for name in NAMES}
-    wait_until(lambda: all(lines(run, name) > before[name] + 5 for name in NAMES), PATIENCE, process)
-    cluster.add(3)
-    answers = said(run).count("answers")
-    cluster.start_ray(3)
-    wait_until(lambda: said(run).count("answers") > answers, PATIENCE, process)
-    cluster.kill(1)
-    process.wait(PATIENCE)
-    cluster.kill(3)
-    cluster.start_ray(1, "--include-dashboard=false")
-    before = {name: lines(run, name) for name in NAMES}
-    process = start(cluster, run, "long.yaml", "--set", "engine.hosts=1")
-    wait_until(lambda: all(lines(run, name) > before[name] + 5 for name in NAMES), PATIENCE, process)
-    process.terminate()
-    process.wait(PATIENCE)
-    for name in NAMES:
-        steps = [json.loads(line)["step"] for line in (run / name / "metrics.jsonl").read_text().splitlines()]
-        assert steps == list(range(len(steps))), "no step is lost, and none is there twice"
