@@ -68,7 +68,10 @@ def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
         shared = f"{node.free_disk / 2**30:,.1f} GiB free" if node.sees else "not shared"
         gloo = node.gloo if isinstance(node.gloo, str) else f"{1000 * node.gloo:.0f} ms"
         memory = f"{node.free_memory / 2**30:.1f} GiB"
-        devices, project = f"{node.gpus_of_ray} of {node.gpus}", "there" if node.project else "too large" if large else "copied"
+        devices, project = (
+            f"{node.gpus_of_ray} of {node.gpus}",
+            "there" if node.project else "too large" if large else "copied",
+        )
         row = (node.address, ", ".join(node.versions), node.name_means, str(node.cores), devices, memory, shared)
         table.add_row(*row, project, gloo)
     print_table(console, table)
