@@ -436,13 +436,13 @@ def test_the_doctor_looks_at_all_nodes(tmp_path: Path, cluster: Json) -> None:
 
 def test_what_is_wrong_with_nodes_is_told_with_what_to_do() -> None:
     node = NodeFacts("10.0.0.1", ("1", "2", "3"), "10.0.0.1", 8, 2**30, sees=True, free_disk=2**30, gloo=0.01)
-    assert faults([node, replace(node, address="10.0.0.2")], Path("/shared"), Path("/p")) == []
+    assert faults([node, replace(node, address="10.0.0.2", project=False)], Path("/shared")) == []
     other = replace(
         node, address="10.0.0.2", versions=("1", "2", "4"), name_means="127.0.1.1", sees=False, gloo="timed out"
     )
-    versions, shared, gloo = faults([node, other], Path("/shared"), Path("/p"))
-    bare, idle = faults([node, replace(node, address="10.0.0.2", gpus=2, project=False)], Path("/shared"), Path("/p"))
-    assert bare.startswith("10.0.0.2 has no /p, where hosts look for own code and data: copy or mount it")
+    versions, shared, gloo = faults([node, other], Path("/shared"))
+    bare, idle = faults([node, replace(node, address="10.0.0.2", gpus=2, project=False)], Path("/shared"), "/p is large")
+    assert bare == "10.0.0.2 does not see where hosts look for own code and data: /p is large"
     assert idle.startswith("10.0.0.2 has GPUs that Ray does not give out: set --num-gpus")
     assert "install the same everywhere" in versions
     assert shared.startswith("10.0.0.2 does not see /shared: mount")

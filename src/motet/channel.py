@@ -85,6 +85,8 @@ class Child(Generic[Received]):
     ) -> None:
         """`kinds` is the union of the messages that it may send; `end` ends it where it has not ended, and waits for that."""
         self._kinds, self._reader, self._writer, self._end = kinds, reader, writer, end
+        self.translate: Callable[[ChannelMessage], ChannelMessage] = lambda message: message
+        """What is sent in place of a message."""
 
     @classmethod
     async def start(
@@ -116,7 +118,7 @@ class Child(Generic[Received]):
     def send(self, message: ChannelMessage) -> None:
         """Send one message; to a process that is gone, nothing."""
         if not self._writer.is_closing():
-            self._writer.write(encode(message))
+            self._writer.write(encode(self.translate(message)))
 
     async def messages(self) -> AsyncIterator[Received]:
         """Yield its messages until it dies."""

@@ -175,6 +175,7 @@ def doctor(
         typer.Option(metavar="ADDRESS", help="Examine the nodes of this Ray cluster instead; `auto` finds it."),
     ] = None,
     directory: Annotated[Path, typer.Option(help="With --ray: a directory that every node can read.")] = Path("runs"),
+    nodes: Annotated[int, typer.Option(min=1, help="With --ray: wait up to ten minutes for this many nodes.")] = 1,
     build: Annotated[bool, typer.Option("--build", help="Compile Motet's own CPU kernels (about a minute).")] = False,
 ) -> None:
     """Show this machine, the budgets Motet derives from it, and whether results are bit-exact on it."""
@@ -182,7 +183,7 @@ def doctor(
 
     if build:
         raise typer.Exit(build_kernels())
-    raise typer.Exit(examine(base) if ray is None else examine_cluster(ray, directory.resolve()))
+    raise typer.Exit(examine(base) if ray is None else examine_cluster(ray, directory.resolve(), nodes))
 
 
 @app.command()

@@ -27,13 +27,13 @@ class NodeFacts:
     gpus_of_ray: int = 0
     """That Ray gives out there."""
     project: bool = True
-    """Whether it has the directory that hosts run in, where they look for own code and data by relative paths."""
+    """Whether it sees the project directory, where hosts look for own code and data; else it gets a copy."""
     gloo: float | str = "not tried"
     """Seconds of a round of gloo with all others, or why there was none."""
 
 
-def faults(nodes: Sequence[NodeFacts], directory: Path, project: Path) -> list[str]:
-    """What keeps hosts from running on all nodes, in the `project` directory, and what to do."""
+def faults(nodes: Sequence[NodeFacts], directory: Path, too_large: str = "") -> list[str]:
+    """What keeps hosts from running on all nodes, and what to do; `too_large` says why the project cannot be copied."""
     sentences = []
     if len({node.versions for node in nodes}) > 1:
         sentences.append(
@@ -43,11 +43,8 @@ def faults(nodes: Sequence[NodeFacts], directory: Path, project: Path) -> list[s
         sentences.append(
             f"{', '.join(blind)} does not see {directory}: mount one file system under the same path everywhere"
         )
-    if bare := [node.address for node in nodes if not node.project]:
-        sentences.append(
-            f"{', '.join(bare)} has no {project}, where hosts look for own code and data: copy or mount it there, "
-            "under the same path, or run in a directory that all nodes have"
-        )
+    if too_large and (bare := [node.address for node in nodes if not node.project]):
+        sentences.append(f"{', '.join(bare)} does not see where hosts look for own code and data: {too_large}")
     if idle := [node.address for node in nodes if node.gpus_of_ray < node.gpus]:
         sentences.append(f"{', '.join(idle)} has GPUs that Ray does not give out: set --num-gpus of `ray start` there")
     if away := [node.address for node in nodes if isinstance(node.gloo, str)]:

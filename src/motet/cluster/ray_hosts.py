@@ -14,8 +14,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from motet.cluster.host import Engine
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
 from motet.cluster.messages import StartHost
 from motet.cluster.nodes import NodeFacts
+from motet.cluster.project import Seen, look_of, moved, place_on
 from motet.config.engine import EngineConfig
 from motet.config.rollout import RolloutConfig
 from motet.errors import EngineError
@@ -34,6 +38,7 @@ from motet.rollout.server_process import free_port
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 60.0
+_JOIN_SECONDS = 600.0
 
 
 def _gpus(node: Mapping[str, Any]) -> int:
@@ -61,16 +66,16 @@ def cores_and_gpus(start: StartHost, gpus_of_nodes: Sequence[int] = ()) -> tuple
 class RayLauncher:
     """Starts hosts on a cluster: the `Launch` of `Hosts`."""
 
-    def __init__(self, address: str) -> None:
-        """`address` is as for `ray.init`."""
-        self._address = address
+    def __init__(self, address: str, named: Sequence[str] = ()) -> None:
+        """`address` is as for `ray.init`; every node needs the absolute paths `named`."""
+        self._address, self._project, self._named = address, Path.cwd(), named
         self._opening = asyncio.Lock()
 
     async def __call__(self, start: StartHost, log: Path) -> Engine:
         """Start the process of a host where there is room for its threads and GPU, and wait until it has connected.
 
         Raises:
-            EngineError: the cluster cannot be reached, or the process ended at once.
+            EngineError: the cluster cannot be reached, the process ended at once, or its node lacks a directory.
         """
         try:
             async with self._opening:
@@ -83,29 +88,69 @@ class RayLauncher:
         nodes: list[Any] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         cores, gpus = cores_and_gpus(start, [_gpus(node) for node in nodes])
         here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        process: Any = _HostProcess.options(  # type: ignore[attr-defined]
-            num_cpus=cores, num_gpus=gpus, scheduling_strategy="SPREAD", max_restarts=0, max_concurrency=2
-        ).remote()
+        process: Any = MotetHost.options(  # type: ignore[attr-defined]
+            num_cpus=cores, num_gpus=gpus, scheduling_strategy="SPREAD", max_restarts=0, max_concurrency=2,
+            name=f"{log.parent.name} host {start.host or 0} {secrets.token_hex(2)}",
+        ).remote()  # fmt: skip
+
+        directory = self._project
 
         async def begin(address: str, token: str) -> Any:
-            return process.run.remote({ADDRESS: address, TOKEN: token}, os.getcwd(), str(log))
+            nonlocal directory
+            directory = await self._directory(process, Path(start.run))
+            return process.run.remote({ADDRESS: address, TOKEN: token}, str(directory), str(log))
 
         async def end() -> None:
             ray.kill(process)
 
-        return await engine_that_connects(here, begin, end)
+        engine = await engine_that_connects(here, begin, end)
+        if directory != self._project:
+            engine.translate = partial(moved, project=self._project, copy=directory)
+        return engine
+
+    async def _directory(self, process: Any, run: Path) -> Path:
+        """Where a host runs on the node that it is on."""
+        with _marked(run) as mark:
+            asked: Awaitable[Seen] = process.look.remote(
+                str(mark), str(self._project), look_of(self._project), self._named
+            )
+            seen = await asked
+        return await asyncio.to_thread(place_on, seen, run, self._project, self._named)
 
     def _connect(self) -> None:
         if not ray.is_initialized():
             ray.init(address=self._address, log_to_driver=False, namespace="motet")
 
 
+@contextmanager
+def _marked(directory: Path) -> Iterator[Path]:
+    """A file that only machines find that see this very directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    mark = directory / f".motet-mark-{secrets.token_hex(4)}"
+    try:
+        mark.write_text(mark.name)
+        yield mark
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def _sees(mark: Path) -> bool:
+    return mark.is_file() and mark.read_text() == mark.name
+
+
 @ray.remote
-class _HostProcess:
+class MotetHost:
     """One process of a host; it ends with this actor, because the other end of its socket closes."""
+
+    def look(self, mark: str, project: str, look: str, named: Sequence[str]) -> Seen:
+        """What there is on this node; `look` is that of the project where Motet was started."""
+        missing = tuple(path for path in named if not Path(path).exists())
+        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        return Seen(address, _sees(Path(mark)), look_of(Path(project)) == look, Path(project).is_dir(), missing)
 
     def run(self, settings: dict[str, str], directory: str, log: str) -> int:
         """Run it to its end, and give its exit status."""
+        sys.stdout.write(f"a host of Motet runs in {directory} and writes to {log}\n")
         with Path(log).open("ab") as out:
             return subprocess.run(
                 [sys.executable, "-P", "-m", "motet.hosting"],
@@ -114,33 +159,43 @@ class _HostProcess:
             ).returncode  # fmt: skip
 
 
-def examine_nodes(address: str, directory: Path) -> list[NodeFacts]:
+def examine_nodes(address: str, directory: Path, count: int = 1) -> list[NodeFacts]:
     """Ask every node of a cluster, and have all of them make a round of gloo.
 
     Args:
         address: of the cluster, as for `ray.init`.
         directory: that all nodes are to share.
+        count: of nodes to wait for.
 
     Raises:
-        EngineError: the cluster cannot be reached, or a node does not answer.
+        EngineError: the cluster cannot be reached, too few nodes join it, or a node does not answer.
     """
-    mark = directory / f".motet-doctor-{secrets.token_hex(4)}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        mark.write_text(mark.name)
-        ray.init(address=address, log_to_driver=False, namespace="motet-doctor", ignore_reinit_error=True)
-        return _examined([node for node in ray.nodes() if node["Alive"]], mark)  # type: ignore[no-untyped-call]
+        with _marked(directory) as mark:
+            ray.init(address=address, log_to_driver=False, namespace="motet-doctor", ignore_reinit_error=True)
+            return _examined(_joined(count), mark)
     except (RayError, ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise EngineError(f"Ray at {address!r} could not be examined: {error}") from error
-    finally:
-        mark.unlink(missing_ok=True)
+
+
+def _joined(count: int) -> list[dict[str, Any]]:
+    """The nodes that are alive, once there are so many."""
+    deadline = time.monotonic() + _JOIN_SECONDS
+    while True:
+        nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        if len(nodes) >= count:
+            return nodes
+        if time.monotonic() > deadline:
+            raise ConnectionError(f"it has {len(nodes)} of {count} nodes after {_JOIN_SECONDS:.0f} s")
+        time.sleep(1.0)
 
 
 def _examined(nodes: list[dict[str, Any]], mark: Path) -> list[NodeFacts]:
     on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
     actors: list[Any] = [_Node.options(num_cpus=0, scheduling_strategy=one).remote() for one in on]  # type: ignore[attr-defined]
     try:
-        looks = [actor.look.remote(str(mark), os.getcwd()) for actor in actors]
+        project = Path.cwd()
+        looks = [actor.look.remote(str(mark), str(project), look_of(project)) for actor in actors]
         facts: list[NodeFacts] = ray.get(looks, timeout=_LOOK_SECONDS)
         facts = [
             replace(one, address=str(node["NodeManagerAddress"]), gpus_of_ray=_gpus(node))
@@ -159,19 +214,18 @@ def _examined(nodes: list[dict[str, Any]], mark: Path) -> list[NodeFacts]:
 class _Node:
     """A process on one node that looks around."""
 
-    def look(self, mark: str, project: str) -> NodeFacts:
-        """What there is here; `project` is where hosts will run."""
+    def look(self, mark: str, project: str, look: str) -> NodeFacts:
+        """What there is here; `project` is where hosts will run, with that `look`."""
         from importlib.metadata import version
 
         from motet import budgets
 
         path, name = Path(mark), socket.gethostname()
         versions = version("motet"), version("torch"), platform.python_version()
-        sees = path.is_file() and path.read_text() == path.name
         disk = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         return NodeFacts(
-            "", versions, socket.gethostbyname(name), budgets.cores(), int(budgets.available_memory()), sees, disk,
-            gpus=budgets.gpus(), project=Path(project).is_dir(),
+            "", versions, socket.gethostbyname(name), budgets.cores(), int(budgets.available_memory()), _sees(path), disk,
+            gpus=budgets.gpus(), project=look_of(Path(project)) == look,
         )  # fmt: skip
 
     def free_port(self) -> int:

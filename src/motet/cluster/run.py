@@ -109,7 +109,7 @@ class HostedRun:
                 )
         start = m.StartHost(
             base=config.base,
-            run=str(directory.path),
+            run=str(directory.path.absolute()),  # hosts may run in another directory
             engine={},
             rollout=config.rollout.model_dump(mode="json"),
             rewards={},
@@ -126,7 +126,7 @@ class HostedRun:
         slots = min(config.engine.slots, sum(job.config.slots for job in jobs))  # servers need room for so many
         engine = config.engine.model_copy(update={"slots": slots})
         hosts = starts_of((start, config.model_copy(update={"engine": engine})))
-        self._client = Hosts(hosts, directory.path, launch)
+        self._client = Hosts(hosts, directory.path.absolute(), launch)
         self._stopping = asyncio.Event()
         self._jobs = {job.config.name: job for job in jobs}
 

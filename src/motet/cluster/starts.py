@@ -170,6 +170,8 @@ def launcher(cluster: ClusterConfig, *bases: HostConfig) -> Launch | None:
             "cluster.launcher is ray: leave rollout.launch.devices out, because Ray chooses devices; servers see the GPUs of "
             "their host, as many as rollout.launch.tensor_parallel"
         )
+    from motet.cluster.project import named_by_place
     from motet.cluster.ray_hosts import RayLauncher
 
-    return RayLauncher(cluster.address)
+    paths = {path for base in bases for path in named_by_place(base)}
+    return RayLauncher(cluster.address, sorted(paths))

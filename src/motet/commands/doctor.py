@@ -13,6 +13,7 @@ from rich.table import Table
 
 from motet import __version__, budgets, wall
 from motet.cluster.nodes import faults
+from motet.cluster.project import too_large
 from motet.commands.answers import print_table
 from motet.config import EngineConfig
 from motet.errors import ConfigError, MotetError
@@ -52,13 +53,14 @@ def examine(base_name: str) -> int:
     return 0 if exact else 1
 
 
-def examine_cluster(address: str, directory: Path) -> int:
-    """Print what the nodes of a Ray cluster say; returns 0 when hosts can run on all of them, 1 when not."""
+def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
+    """Print what the nodes of a Ray cluster say, once there are so many; 0 when hosts can run on all of them, 1 when not."""
     if find_spec("ray") is None:
         raise ConfigError("motet doctor --ray needs Ray, which is not installed: pip install 'motet[ray]'")
     from motet.cluster.ray_hosts import examine_nodes
 
-    nodes = examine_nodes(address, directory)
+    nodes = examine_nodes(address, directory, count)
+    large = "" if all(node.project for node in nodes) else too_large(Path.cwd(), directory)
     console = Console()
     columns = ("node", "motet, torch, python", "its name means", "cores", "GPUs", "free memory", "directory", "project")
     table = Table(*columns, "gloo round")
@@ -66,11 +68,14 @@ def examine_cluster(address: str, directory: Path) -> int:
         shared = f"{node.free_disk / 2**30:,.1f} GiB free" if node.sees else "not shared"
         gloo = node.gloo if isinstance(node.gloo, str) else f"{1000 * node.gloo:.0f} ms"
         memory = f"{node.free_memory / 2**30:.1f} GiB"
-        devices, project = f"{node.gpus_of_ray} of {node.gpus}", "there" if node.project else "missing"
+        devices, project = (
+            f"{node.gpus_of_ray} of {node.gpus}",
+            "there" if node.project else "too large" if large else "copied",
+        )
         row = (node.address, ", ".join(node.versions), node.name_means, str(node.cores), devices, memory, shared)
         table.add_row(*row, project, gloo)
     print_table(console, table)
-    wrong = faults(nodes, directory, Path.cwd())
+    wrong = faults(nodes, directory, large)
     for sentence in wrong:
         console.print(sentence, soft_wrap=True, markup=False)
     return 1 if wrong else 0

@@ -1,0 +1,173 @@
+"""Many live jobs in one service: speed, memory, fairness, publish latency, the cost of pages, and a kill in the middle.
+
+    .venv/bin/python -m bench.many                # 1, 10, 50, 100 and 200 jobs of ten tenants: some minutes
+    .venv/bin/python -m bench.many --jobs 20      # a short look
+
+Jobs train on the small base with ranks 1 to 8 and short answers. Each count has a service of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import yaml
+
+from tests.service_run import Service
+
+TENANTS = 10
+PATIENCE = 1800.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one number of live jobs costs."""
+
+    jobs: int
+    steps: int
+    """In the measured time."""
+    wall_per_step: float
+    """Seconds, as is the next."""
+    cpu_per_step: float
+    """Of the engine and the service together."""
+    engine_mib: int
+    """Most memory of the engine's process; `service_mib` of the other."""
+    service_mib: int
+    least_share: float
+    """Steps of the tenant with the fewest, for each of the tenant with the most."""
+    publish: float
+    """Median seconds from an optimizer step until its version can be sampled."""
+    publish_slowest: float
+    """Of all but the slowest hundredth."""
+    metrics_ms: float
+    """Median milliseconds until `/metrics` has answered; `list_ms` is that of the list that the dashboard shows."""
+    list_ms: float
+    resumed: float
+    """Seconds from the engine's death until every job had taken a step again."""
+
+
+def job(number: int, steps: int) -> dict[str, Any]:
+    """With a rank from 1 to 8."""
+    return {
+        "name": f"job-{number}", "data": {"source": "toy:sort_letters", "size": 64, "holdout": 4}, "reward": "exact",
+        "steps": steps, "sampling": {"max_tokens": 8}, "adapter": {"rank": 1 + number % 8}, "eval": {"every": 0},
+        "algorithm": {"group_size": 4, "groups_per_step": 2},
+    }  # fmt: skip
+
+
+class Fleet:
+    """A service with live jobs of ten tenants."""
+
+    def __init__(self, where: Path, jobs: int) -> None:
+        where.mkdir(parents=True)
+        config = where / "serve.yaml"
+        limits = {"queued_jobs": jobs, "running_jobs": jobs}
+        engine = {"samplers": 0, "threads": 1, "slots": jobs}
+        config.write_text(yaml.safe_dump({"engine": engine, "limits": limits, "rate": None}))
+        self.service = Service(where / "served", "--config", str(config), keys=True)
+        self.jobs, self.keys, self.admin = jobs, list[str](), ""
+
+    def start(self) -> None:
+        """Submit them all; they have more steps than anybody waits for."""
+        self.service.start()
+        self.admin = self.service.admin_key
+        self.service.become(self.admin)
+        self.keys = [self.service.key_for(f"tenant-{one}") for one in range(min(TENANTS, self.jobs))]
+        for number in range(self.jobs):
+            self.service.become(self.keys[number % len(self.keys)])
+            self.service.submit(job(number, 100_000))
+
+    def steps(self) -> dict[str, int]:
+        """Of each job: by id."""
+        found = {}
+        for file in (self.service.directory / "run").glob("*/timings.jsonl"):
+            found[file.parent.name] = file.read_bytes().count(b"\n")
+        return found
+
+    def until(self, condition: Callable[[], bool]) -> float:
+        """Seconds that it took."""
+        begun = time.monotonic()
+        self.service.until(condition, PATIENCE)
+        return time.monotonic() - begun
+
+    def cpu(self) -> float:
+        """Seconds of both processes and what they started."""
+        assert self.service.process is not None
+        roots = [psutil.Process(self.service.process.pid), *self.service.engines()]
+        every = {one.pid: one for root in roots for one in (root, *root.children(recursive=True))}
+        return sum(sum(one.cpu_times()[:2]) for one in every.values())
+
+    def timings(self, since: float) -> list[dict[str, Any]]:
+        """Of the steps that ended since then."""
+        files = (self.service.directory / "run").glob("*/timings.jsonl")
+        lines = [json.loads(line) for file in files for line in file.read_bytes().split(b"\n")[:-1]]
+        return [line for line in lines if line["time"] >= since]
+
+    def answers_in(self, path: str, times: int = 9) -> float:
+        """Median milliseconds of an answer."""
+        seconds = []
+        for _ in range(times):
+            begun = time.perf_counter()
+            assert self.service.get(path).is_success
+            seconds.append(time.perf_counter() - begun)
+        return 1000 * statistics.median(seconds)
+
+
+def measure(where: Path, jobs: int, seconds: float) -> Point:
+    """Train so many jobs for some seconds, look at pages, kill the engine, and wait for every job to go on."""
+    fleet = Fleet(where, jobs)
+    service = fleet.service
+    try:
+        fleet.start()
+        fleet.until(lambda: len(now := fleet.steps()) == jobs and min(now.values()) > 0)
+        before, cpu, begun, clock = fleet.steps(), fleet.cpu(), time.monotonic(), time.time()
+        fleet.until(lambda: time.monotonic() - begun > seconds)
+        after, cpu, wall = fleet.steps(), fleet.cpu() - cpu, time.monotonic() - begun
+        done = {one: after[one] - before[one] for one in after}
+        assert service.process is not None
+        engine, own = (
+            psutil.Process(pid).memory_info().rss >> 20 for pid in (service.engine().pid, service.process.pid)
+        )
+        publish = sorted(line["seconds"]["publish"] for line in fleet.timings(clock))
+        shares = list[int]()
+        for key in fleet.keys:
+            service.become(key)
+            shares.append(sum(done[one["id"]] for one in service.ask("GET", "/v1/jobs?limit=100")["data"]))
+        service.become(fleet.admin)
+        metrics, listed = fleet.answers_in("/metrics"), fleet.answers_in("/v1/jobs?limit=100")
+        service.engine().kill()
+        killed = fleet.steps()
+        resumed = fleet.until(lambda: all(n > killed[one] for one, n in fleet.steps().items()))
+    finally:
+        service.close()
+    n = sum(done.values())
+    return Point(
+        jobs, n, wall / n, cpu / n, engine, own, min(shares) / max(shares), statistics.median(publish),
+        publish[int(0.99 * len(publish))], metrics, listed, resumed,
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line for each number of jobs."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--jobs", type=int, nargs="+", default=[1, 10, 50, 100, 200])
+    parser.add_argument("--seconds", type=float, default=30.0)
+    given = parser.parse_args(arguments)
+    for jobs in given.jobs:
+        with tempfile.TemporaryDirectory(prefix="motet-many-") as place:
+            point = measure(Path(place) / "many", jobs, given.seconds)
+        print("  ".join(f"{name} {value:.3g}" for name, value in asdict(point).items()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
