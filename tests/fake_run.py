@@ -158,7 +158,9 @@ def make_job(config: JobConfig, directory: RunDirectory, setting: Setting) -> Jo
         progress=JobProgress.of(config),
         tenant=setting.tenants.get(config.name, ""),
     )
-    open_job(made.directory, {"job": config.model_dump(mode="json", exclude={"budget", "stop_when"}), **setting.identity})
+    open_job(
+        made.directory, {"job": config.model_dump(mode="json", exclude={"budget", "stop_when"}), **setting.identity}
+    )
     return made
 
 

@@ -236,7 +236,10 @@ def test_a_base_without_its_weights_is_refused(copy: Path, value: torch.Tensor |
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_hidden_layers": 3, "layer_types": None}, r"lacks weights .*: model\.layers\.2\.\S+ and 8 more; download"),
+        (
+            {"num_hidden_layers": 3, "layer_types": None},
+            r"lacks weights .*: model\.layers\.2\.\S+ and 8 more; download",
+        ),
         ({"hidden_size": "big"}, "cannot be loaded: Validation error for field 'hidden_size'"),
         pytest.param(
             {"quantization_config": {"quant_method": "bitnet"}},

@@ -117,6 +117,8 @@ def _check(job: JobConfig) -> None:
         )
     if job.budget is not None:
         raise ConfigError(f"{where}`budget` would stop single candidates; set race.budget for all of them together")
+    if job.stop_when.rules:
+        raise ConfigError(f"{where}`stop_when` would end single candidates between decisions; leave it out")
 
 
 def _rungs(job: JobConfig, race: RaceConfig) -> tuple[tuple[tuple[int, int], ...], int]:

@@ -18,8 +18,8 @@ from motet.runtime.client_loop import ClientLoop
 from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
-from motet.runtime.race import Race, let_decide
 from motet.runtime.progress import STOPPED_EARLY
+from motet.runtime.race import Race, let_decide
 from motet.runtime.rollout_loop import RolloutLoop
 from motet.runtime.row_loop import RowLoop
 from motet.runtime.rundir import read_commands
