@@ -38,10 +38,7 @@ class Hosts:
     def __init__(
         self, starts: Sequence[m.StartHost], directory: Path, launch: Launch | None = None, look: float = LOOK_SECONDS
     ) -> None:
-        """`starts` has the first message of each host. Host N writes to `engine-N.log`, the first one to `engine.log`.
-
-        `launch` starts their processes: on this machine unless it is given.
-        """
+        """`starts` has each host's first message; `launch` starts their processes, by default on this machine."""
         # a separate pool: blocking calls of others must not delay the engine
         self._handling = ThreadPoolExecutor(1, "motet-events")
         logs = [directory / (f"engine-{number}.log" if number else "engine.log") for number in range(len(starts))]

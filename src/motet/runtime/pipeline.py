@@ -68,8 +68,7 @@ class Pipeline:
         races: Sequence[Race] = (),
     ) -> None:
         """`stays` keeps running without jobs until `stop`; jobs that only wait then lose their slots."""
-        self._turns = turns or SlotTurns()
-        self._stays, self._timeouts = stays, IdleSlotTimeouts(max_idle)
+        self._turns, self._stays, self._timeouts = turns or SlotTurns(), stays, IdleSlotTimeouts(max_idle)
         self.jobs = {job.name: job for job in jobs}
         self._services, self._slots, self._races = services, slots, races
         self._running: dict[str, Running] = {}
