@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import motet
 from motet.jobfile import load_jobs
 from motet.running import run_config
+from motet.types import Problem
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -40,12 +42,7 @@ def test_each_way_to_learn_runs_from_its_file(tmp_path: Path) -> None:
 
 def dialled(directory: Path, *settings: str) -> list[dict[str, Any]]:
     """Metrics of the rewarded job of the example whose class is written for TRL."""
-    for name in ("dial.py", "dial.yaml"):
-        shutil.copy(EXAMPLES / name, directory)
-    rows = subprocess.run([sys.executable, "dial.py"], cwd=directory, capture_output=True, check=True, timeout=60)
-    (directory / "dial.jsonl").write_bytes(rows.stdout)
-    config = load_jobs(directory / "dial.yaml", [f"run={directory / 'run'}", *settings])
-    done = run_config(config)
+    done = run_config(made("dial", directory, *settings))
     assert {name: job.message for name, job in done.jobs.items() if job.state != "succeeded"} == {}
     return [json.loads(line) for line in (directory / "run/dial/metrics.jsonl").read_text().splitlines()]
 
@@ -65,6 +62,57 @@ def test_a_class_written_for_trl_is_learned(tmp_path: Path) -> None:
     held_out = [line["eval"]["reward"] for line in lines if "eval" in line]
     assert held_out[-1] - held_out[0] >= 0.3, held_out
     assert {line["logprob_gap"] for line in lines if "logprob_gap" in line} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "jobs"), [("sql", ("form", "sql")), ("countdown", ("form", "countdown")), ("alphabet", ("alphabet",))]
+)
+def test_a_recipe_runs_on_the_rows_that_its_script_makes(name: str, jobs: tuple[str, ...], tmp_path: Path) -> None:
+    few = ["base=small", "engine.samplers=0", "steps=1", "eval.every=0", "data.size=24", "data.holdout=2"]
+    result = run_config(made(name, tmp_path, *few, f"jobs.{jobs[-1]}.algorithm.groups_per_step=1"))
+    assert {job: done.message for job, done in result.jobs.items() if done.state != "succeeded"} == {}
+    line = json.loads((tmp_path / "run" / jobs[-1] / "metrics.jsonl").read_text().splitlines()[0])
+    assert (line["rollouts"], line["failed"]) == (8, 0)
+
+
+def made(name: str, directory: Path, *settings: str) -> Any:
+    """The jobs of an example, beside the rows that its script writes."""
+    for suffix in (".py", ".yaml"):
+        shutil.copy(EXAMPLES / f"{name}{suffix}", directory)
+    rows = subprocess.run([sys.executable, f"{name}.py"], cwd=directory, capture_output=True, check=True, timeout=60)
+    (directory / f"{name}.jsonl").write_bytes(rows.stdout)
+    return load_jobs(directory / f"{name}.yaml", [f"run={directory / 'run'}", *settings])
+
+
+@pytest.mark.parametrize(
+    ("name", "worth"),
+    [
+        (
+            "sql",
+            {
+                "DROP TABLE people": 0.0,
+                "ATTACH '/tmp/x.db' AS x": 0.0,
+                "SELECT 1; SELECT 2": 0.0,
+                "SELECT randomblob(1000000000)": 0.0,
+                "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c": 0.0,
+                "": 0.0,
+                "SELECT name, city FROM people": 0.1,
+            },
+        ),
+        ("countdown", {"": 0.0, "9**9**9": 0.0, "exit()": 0.0, "1 + 1": 0.0, "(" * 90: 0.0}),
+    ],
+)
+def test_a_recipe_rewards_its_reference_and_refuses_what_is_no_answer(
+    name: str, worth: dict[str, float], tmp_path: Path
+) -> None:
+    rows = [
+        json.loads(line) for line in subprocess.check_output([sys.executable, EXAMPLES / f"{name}.py"]).splitlines()
+    ]
+    reward = runpy.run_path(str(EXAMPLES / f"{name}.py"))["reward"]
+    for row in rows[:50]:
+        problem = Problem(0, (), row["answer"], row)
+        assert reward(problem, row["answer"]) == 1.0
+    assert {said: reward(problem, said) for said in worth} == worth
 
 
 @pytest.mark.soak
