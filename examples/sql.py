@@ -36,14 +36,17 @@ def found(query: str, people: list[list[object]]) -> list[tuple[object, ...]]:
     """The rows of a query's answer, sorted.
 
     Raises:
-        sqlite3.Error: it is not one query that reads, or it takes more than a million steps.
+        sqlite3.Error, ValueError: it is not one query that reads, or it takes more than a million steps.
     """
     with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as database:
         database.execute("CREATE TABLE people (name TEXT, city TEXT, age INTEGER)")
         database.executemany("INSERT INTO people VALUES (?, ?, ?)", people)
         database.set_authorizer(only_reads)
         database.set_progress_handler(lambda: 1, 10**6)
-        return sorted(database.execute(query).fetchmany(100), key=repr)
+        cursor = database.execute(query)
+        if cursor.description is None:
+            raise ValueError("not a query")
+        return sorted(cursor.fetchmany(100), key=repr)
 
 
 def reward(problem: Problem, completion: str) -> float:

@@ -309,7 +309,7 @@ def test_messages_as_the_stock_client_reads_them(stream):
             said = [block.model_dump(include={"type", "text", "id", "name", "input"}) for block in first.content]
             history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
             second = await create(stock, [*history, {"role": "user", "content": [result]}])
-            with pytest.raises(anthropic.BadRequestError, match="is no text"):
+            with pytest.raises(anthropic.BadRequestError, match="send text only"):
                 await create(stock, [{"role": "user", "content": [{"type": "image", "source": {}}]}])
             with pytest.raises(anthropic.BadRequestError, match=r"stop_sequences: .*65 are too many"):
                 await stock.messages.create(
@@ -348,7 +348,10 @@ def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
         ({"stop": ["a"] * 65}, "stop: .*65 are too many"),
         ({"stop": "a" * 501}, "stop: .*501 characters"),
         ({"messages": []}, "400 - messages: List should have at least 1 item after validation, not 0"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "is no text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "send text only",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_refused_with_the_reason(fields, message):

@@ -255,7 +255,7 @@ async def collect(engine: EmbeddedEngine, request: GenerateRequest) -> list[Chun
         (
             Ask(200, 57),
             1024,
-            "exceed 256, the room of the model; lower sampling.max_tokens, shorten the prompt or leave it out by data",
+            "exceed 256, the capacity of the model; lower sampling.max_tokens, shorten the prompt or drop it with data",
         ),
         (Ask(3, 3, adapter=1), 64, "version 7 of 'adapter-1' is not loaded"),
         (Ask(0, 3), 64, "empty prompt or no seeds"),

@@ -305,7 +305,7 @@ FILES = {
     "three unknown sections": (
         "base: small\njob: []\nmodel: x\nengine.slots: 3\njobs: []",
         "jobs.yaml has 3 mistakes:\n  job: there is no such field; did you mean jobs? There are base, cluster, defaults, "
-        "engine, jobs, observers, rollout, run, sweep\n"
+        "engine, jobs, observers, prices, rollout, run, sweep\n"
         "  model: there is no such field; it is base\n  engine.slots: there is no such "
         "field; write it as engine: {slots: …}, or by --set engine.slots=…. There are base, ",
     ),

@@ -109,7 +109,7 @@ def test_an_admin_makes_and_ends_keys(house: House) -> None:
 def test_no_name_steers_the_terminal_of_who_prints_it(house: House, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("\x1b[31mred", "two\nlines", "\u202ebackwards"):
         message = house.refused(422, "POST", "/v1/keys", "admin", json={"tenant": "us", "name": name})["message"]
-        assert "not printed" in message
+        assert "unprintable" in message
     files = {"file": ("\x9b1ma\u202e.jsonl", ROWS)}
     assert house.ask("POST", "/v1/files", files=files).json()["filename"] == "1ma.jsonl"
     kept = "\x1b[2Jkept\x1b]8;;http://x\x07 by an older release\x9b1m"

@@ -431,7 +431,7 @@ def test_a_command_line_signs_in_by_a_browser_on_its_machine(
         for strange in ("favicon.ico", "?code=x", "?code=x&state=y", "?state=%C3%A9"):  # of another page in the browser
             assert visitor.open(f"http://127.0.0.1:{port}/{strange}").status_code == 404
         stolen = {"code": code, "verifier": "x" * 43}
-        assert "not for this command" in service.refused(401, "POST", "/v1/login/key", "none", json=stolen)["message"]
+        assert "is for another command" in service.refused(401, "POST", "/v1/login/key", "none", json=stolen)["message"]
         assert "Return to the terminal" in visitor.open(last).text
         out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, "signed in as mia, member of team-a" in out) == (0, True), out + err

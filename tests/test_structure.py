@@ -95,7 +95,7 @@ def test_with_tools_an_answer_may_begin_with_a_call(engine):
 
 
 def test_a_grammar_that_this_base_cannot_keep_to_is_refused_before_it_is_drawn(engine):
-    with pytest.raises(EngineError, match="cannot be kept to"):
+    with pytest.raises(EngineError, match="cannot be used"):
         completed(engine, request(engine, "wrong", 'start: %json {"type": "objekt"}'))
 
 

@@ -42,8 +42,8 @@ class Seen:
     """Files that jobs name by absolute paths and that it does not have."""
 
 
-def place_on(seen: Seen, run: Path, project: Path, named: Sequence[str]) -> Path:
-    """Where a host runs on a node: in the project, or in a copy if that is another machine's.
+def place_on(seen: Seen, run: Path, project: Path, named: Sequence[str], made: Path | None = None) -> Path:
+    """Where a host runs on a node: in the project, or in a copy if that is another machine's; `made` is an earlier copy.
 
     Raises:
         EngineError: the node does not see the run directory, or one of the paths `named`.
@@ -65,8 +65,9 @@ def place_on(seen: Seen, run: Path, project: Path, named: Sequence[str]) -> Path
             "node %s uses its own files in %s, which may differ from those here: %s", seen.node, project, large
         )
         return project
-    copy = copy_to(run, project)
-    inside = [Path(path).relative_to(project) for path in named if Path(path).is_relative_to(project)]
+    copy = made or copy_to(run, project)
+    lacking = [path for path in named if not seen.there or path in seen.missing]
+    inside = [Path(path).relative_to(project) for path in lacking if Path(path).is_relative_to(project)]
     if left := [str(project / path) for path in inside if not (copy / path).exists()]:
         raise ConfigError(
             f"node {seen.node} does not see {', '.join(left)}, and hidden files, virtual environments and run directories are "
@@ -92,7 +93,8 @@ def _moved(tree: Any, project: Path, copy: Path) -> Any:
     if not isinstance(tree, str) or not (place := _place(tree)):
         return tree
     path, name = Path(place), tree.rpartition(".py:")[2] if ".py:" in tree else ""
-    path = copy / path.relative_to(project) if path.is_relative_to(project) else path
+    if path.is_relative_to(project) and (there := copy / path.relative_to(project)).exists():
+        path = there
     return f"{path}:{name}" if name else str(path)
 
 

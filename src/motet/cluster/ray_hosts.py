@@ -70,6 +70,8 @@ class RayLauncher:
         """`address` is as for `ray.init`; every node needs the absolute paths `named`."""
         self._address, self._project, self._named = address, Path.cwd(), named
         self._opening = asyncio.Lock()
+        self._copies: dict[Path, Path] = {}
+        """The copy of the project in a run directory: made once, so that all hosts have the same code."""
 
     async def __call__(self, start: StartHost, log: Path) -> Engine:
         """Start the process of a host where there is room for its threads and GPU, and wait until it has connected.
@@ -81,7 +83,7 @@ class RayLauncher:
             async with self._opening:
                 await asyncio.to_thread(self._connect)
             return await self._started(start, log)
-        except (RayError, ConnectionError, ValueError, RuntimeError) as error:
+        except (RayError, OSError, ValueError, RuntimeError) as error:
             raise EngineError(f"Ray at {self._address!r} could not start a host: {error}") from error
 
     async def _started(self, start: StartHost, log: Path) -> Engine:
@@ -115,7 +117,12 @@ class RayLauncher:
                 str(mark), str(self._project), look_of(self._project), self._named
             )
             seen = await asked
-        return await asyncio.to_thread(place_on, seen, run, self._project, self._named)
+        async with self._opening:
+            made = self._copies.get(run)
+            place = await asyncio.to_thread(place_on, seen, run, self._project, self._named, made)
+            if place != self._project:
+                self._copies[run] = place
+        return place
 
     def _connect(self) -> None:
         if not ray.is_initialized():

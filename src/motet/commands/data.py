@@ -147,7 +147,7 @@ def _show(rows: Sequence[Row], problems: Problems, base: str) -> None:
     except OSError as error:
         raise ConfigError(f"--base {base}: its tokenizer cannot be loaded: {error}") from error
     say(f"{len(rows)} rows")
-    say(table(_columns(rows), "column;kind;rows;first value", empty=""))
+    say(table(_columns(rows), "column,kind,rows,first value", empty=""))
     some = range(0, len(problems), max(1, len(problems) // _MOST_COUNTED))
     prompts = sorted(len(chat.prompt_ids(problems[place])) for place in some)
     answers = sorted(
@@ -156,7 +156,7 @@ def _show(rows: Sequence[Row], problems: Problems, base: str) -> None:
         if problems[place].answer
     )
     lengths = [(name, *_quantiles(counts)) for name, counts in (("prompt", prompts), ("answer", answers)) if counts]
-    say(table(lengths, "tokens;smallest;median;95 %;largest", empty=""))
+    say(table(lengths, "tokens,smallest,median,95 %,largest", empty=""))
     say("the first prompt as the model reads it:")
     say(chat.prompt_text(problems[0]))
     if problems[0].answer:
@@ -167,7 +167,7 @@ def _columns(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] for row in rows if row.get(name) is not None]
         kinds = sorted({type(value).__name__ for value in values})
-        first = json.dumps(values[0], ensure_ascii=False)[:_SHOWN] if values else ""
+        first = json.dumps(values[0], ensure_ascii=False, default=repr)[:_SHOWN] if values else ""
         yield name, ", ".join(kinds), f"{len(values)}", first
 
 
@@ -187,6 +187,9 @@ def _write(rows: Sequence[Row], wanted: Wanted, to: Path) -> None:
     if apart:
         parts[to.with_stem(f"{to.stem}-held-out")] = [rows[place] for place in sorted(apart)]
     for path, some in parts.items():
-        lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in some)
+        try:
+            lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in some)
+        except TypeError as error:
+            raise DataError(f"--to {path}: a column holds a value that JSON has not: {error}") from error
         replace_file(path, lines.encode("utf-8", "surrogatepass"))
         say(f"wrote {len(some)} rows to {path}")

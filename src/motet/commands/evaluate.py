@@ -138,6 +138,9 @@ def evaluate(
         raise ConfigError(f"--out {out}: give a new file that ends with {' or '.join(_FORMATS)}")
     if out is not None and out.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise ConfigError("--out: .parquet needs pyarrow, which is not installed: pip install pyarrow, or write .jsonl")
+    for option, file in (("--out", out), ("--json", report)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{option} {file}: make the directory {file.parent} first")
     if asked.greedy and asked.samples > 1:
         raise ConfigError("--greedy gives the same answer each time: leave out --samples")
     config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)
@@ -162,12 +165,12 @@ def evaluate(
         evaluation = _Evaluation(job, models, asked, None if out is None or out.suffix == ".parquet" else out)
         evaluation.run(workshop, services(workshop, directory))
     done = len(models[-1].groups)
-    if out is not None and out.suffix == ".parquet":
-        write_parquet(out, [line for model in models for line in _lines(job, model, model.groups)])
     if done == 0:
         raise RunError("stopped before a row was done")
     differences = _differences(models)
     _print(models, differences, asked, f"{done} of {len(rows)} rows of {asked.data or task.data.source}")
+    if out is not None and out.suffix == ".parquet":
+        write_parquet(out, [line for model in models for line in _lines(job, model, model.groups)])
     if report is not None:
         facts = {**asdict(asked), "base": config.base, "task": task.name, "rows": done, "of": len(rows)}
         figures = {"models": [model.summary(asked) for model in models], "differences": list(map(asdict, differences))}
@@ -218,6 +221,8 @@ def _task(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
         )
     job = jobs[name]
     tree = job.model_dump(exclude={"algorithm"})
+    if asked.data is None and job.data.rows is not None:
+        tree["data"]["source"] = job.data.rows
     tree["adapter"]["init"] = None
     tree["eval"] |= {"n": asked.samples, "common_random_numbers": True}
     if asked.greedy:

@@ -100,7 +100,10 @@ def _origin(source: ExportSource) -> list[str]:
     settings: dict[str, Any] = dict(built["externalParameters"])
     version = settings.pop("version")
     inner = built["internalParameters"]
-    jobs = {"base": inner.get("base"), "jobs": [{**settings, "seed": inner.get("seed"), "steps": version}]}
+    jobs = {
+        "base": inner.get("base"),
+        "jobs": [{**settings, "seed": inner.get("seed"), "steps": settings.get("steps", version)}],
+    }
     listed = {**subjects_of(receipt), **dependencies_of(receipt)}
     rows = "\n".join(
         f"| {name} | `{digest}` |" for name, digest in listed.items() if not name.startswith(("rollouts/", "version "))

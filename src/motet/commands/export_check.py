@@ -107,7 +107,7 @@ def _ask(loaded: Loaded, texts: Sequence[str], token_ids: Sequence[Sequence[int]
     request = {"texts": texts, "token_ids": token_ids, "model": str(loaded.model)}
     if loaded.adapter is not None:
         request["adapter"] = str(loaded.adapter)
-    command = [sys.executable, "-m", "motet.commands.export_apart", loaded.consumer]
+    command = [sys.executable, "-P", "-m", "motet.commands.export_apart", loaded.consumer]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
     if done.returncode:
         (*_, said) = done.stderr.strip().splitlines() or ["nothing"]

@@ -82,7 +82,7 @@ def _convert(script: Path, given: Path, target: Path, *options: str) -> Path:
     Raises:
         BaseModelError: it does not convert, with the last that it said.
     """
-    command = [sys.executable, "-m", "motet.commands.export_apart", "convert", str(script)]
+    command = [sys.executable, "-P", "-m", "motet.commands.export_apart", "convert", str(script)]
     done = subprocess.run(
         [*command, str(given), "--outfile", str(target), *options], capture_output=True, text=True, check=False
     )

@@ -169,6 +169,10 @@ def _draw(job: JobConfig, path: str, choice: ValueRange | ValueList, n: int) -> 
 def _candidate(job: JobConfig, number: int, given: Mapping[str, Any], every: int) -> JobConfig:
     """An ordinary job. All share the seed of the job, so they see the same problems, unless they race over seeds."""
     values = dict(given)
+    if type(given.get("seed", 0)) is not int:
+        raise ConfigError(
+            f"job {job.name}: race.over: seed {given['seed']!r} is not a whole number; list whole numbers"
+        )
     rollouts = job.rl.group_size * job.rl.groups_per_step
     if "algorithm.group_size" in given and "algorithm.groups_per_step" not in given:  # as many rollouts a step
         values["algorithm.groups_per_step"] = max(1, round(rollouts / int(given["algorithm.group_size"])))

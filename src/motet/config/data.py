@@ -87,6 +87,8 @@ class DataConfig(Config):
         if isinstance(given, dict) and given and all(hasattr(part, "to_list") for part in given.values()):
             raise ValueError("this is several tables; name one of its splits, such as data['train']")
         if (rows := _rows_of(given)) is not None:
+            if inside and value.get("eval_split") is not None and value.get("eval_source") is None:
+                raise ValueError("data.eval_split: given rows have no splits; leave it out, or name an eval_source")
             return {**(value if inside else {}), "source": GIVEN_ROWS, "rows": rows}
         if isinstance(value, dict) and value.get("rows") is not None and given != GIVEN_ROWS:
             raise ValueError("there is no field `rows`; give rows as the source")

@@ -366,11 +366,11 @@ def _cut_back(job: JobDirectory, committed: Committed | None) -> None:
 
 
 def _prune_rollouts(folder: Path, most_bytes: float) -> None:
-    """Delete the oldest logs; keep the first evaluation and the newest log."""
-    logs = [item for item in folder.iterdir() if item.name != "eval-0.jsonl"]
-    logs.sort(key=lambda item: (item.stat().st_mtime_ns, item.name))
-    total = sum(item.stat().st_size for item in logs)
-    for item in logs[:-1]:
+    """Delete the oldest logs; keep the newest log, and the first and the newest evaluation."""
+    logs = sorted(folder.iterdir(), key=lambda item: (item.stat().st_mtime_ns, item.name))
+    kept = {"eval-0.jsonl", logs[-1].name, *[item.name for item in logs if item.name.startswith("eval-")][-1:]}
+    total = sum(item.stat().st_size for item in logs if item.name != "eval-0.jsonl")
+    for item in (one for one in logs if one.name not in kept):
         if total <= most_bytes:
             break
         total -= item.stat().st_size

@@ -132,7 +132,7 @@ class Driver:
     def commits(self) -> bool:
         """Whether the current step is committed: also if it may be the best version, or if a resumed job samples from it."""
         config, version = self.job.config, self.session.done.step + 1
-        wanted = version % config.checkpoint.every == 0 or version == config.steps or self._pause
+        wanted = version % config.checkpoint.every == 0 or version in (config.steps, self.job.until) or self._pause
         return wanted or self.job.evaluates(version) or config.algorithm.lag > 0
 
     async def _publish(self) -> None:

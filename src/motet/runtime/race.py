@@ -15,11 +15,13 @@ from statistics import fmean
 from typing import Any
 
 from motet.checksums import replace_file
+from motet.config import Config
 from motet.config.candidates import RacePlan
 from motet.errors import ConfigError, RunError
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
 from motet.runtime.job import Job
 from motet.runtime.race_rule import CONFIRMS, RaceStanding, confirming, decide, deciding, paired, ranked
+from motet.tasks.plain_json import as_json
 from motet.types import JobState
 
 ENDING = ".race.json"
@@ -106,9 +108,7 @@ class RaceRecord:
             outcome = None if end is None else RaceOutcome(**{**end, "as_good": tuple(end["as_good"])})
             return cls(tree["name"], tree["values"], tuple((a, b) for a, b in tree["plan"]), rungs, outcome)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RunError(
-                f"{path} is damaged ({error}); remove it, and the race decides again from its candidates"
-            ) from error
+            raise RunError(f"{path} is damaged ({error}); put it back, or use another run directory") from error
 
     def write(self, path: Path) -> None:
         """Replace the file by this."""
@@ -117,6 +117,15 @@ class RaceRecord:
     def dropped(self) -> dict[str, str]:
         """Why each candidate was dropped, by its name."""
         return {one.name: reason(rung, one) for rung in self.rungs for one in rung.standings if not one.stays}
+
+
+DROPPED = ("dropped by the race", "out of the race")
+"""How the message of a dropped candidate begins."""
+
+
+def _plain(value: Any) -> Any:
+    """A setting as the record's file has it."""
+    return value.model_dump(mode="json") if isinstance(value, Config) else as_json(value)
 
 
 def reason(rung: Rung, standing: RaceStanding) -> str:
@@ -156,12 +165,16 @@ class Race:
         """
         self.plan, self.path = plan, run / f"{plan.name}{ENDING}"
         self._jobs = {one.name: jobs[one.name] for one in plan.candidates}
-        values = {name: dict(given) for name, given in plan.values.items()}
+        values = {name: {path: _plain(value) for path, value in given.items()} for name, given in plan.values.items()}
         fresh = RaceRecord(plan.name, values, plan.rungs)
         self.record = RaceRecord.read(self.path) if self.path.exists() else fresh
         if (self.record.plan, self.record.values) != (fresh.plan, fresh.values):
             raise RunError(
                 f"{self.path} is of a race with other candidates or rungs; use another run directory, or change the race back"
+            )
+        if not self.path.exists() and any(job.progress.message.startswith(DROPPED) for job in self._jobs.values()):
+            raise RunError(
+                f"{self.path} is gone, and candidates were dropped by it: put it back, or use another run directory"
             )
         for number, rung in enumerate(self.record.rungs):
             self._compare(number, rung)
@@ -240,7 +253,7 @@ class Race:
         if again != rung.standings[: len(again)]:
             raise RunError(
                 f"{self.path}: decision {number + 1} is not what the evaluations of its candidates give; put the file back, or "
-                "remove it to decide again"
+                "use another run directory; race.level must be as before, too"
             )
 
     def _outcome(self) -> RaceOutcome:
@@ -257,7 +270,7 @@ class Race:
         start, end = confirming(rows_in(job.directory, 0)), confirming(known[name, version])
         gain = paired(end, start, self.plan.settings.level)
         low, high = (None, None) if gain is None or gain.n < 2 else (gain.mean - gain.half, gain.mean + gain.half)
-        last = self.record.rungs[-1].standings
+        last = self.record.rungs[-1].standings if self.record.rungs else ()
         as_good = tuple(one.name for one in last if one.verdict in ("goes on", "dropped") and one.name != job.name)
         figures = (_finite(_mean(start)), _finite(_mean(end)), None if gain is None else gain.mean, low, high)
         return RaceOutcome(job.name, version, *figures, as_good, tokens, tokens_of(job))

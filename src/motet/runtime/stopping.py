@@ -96,8 +96,8 @@ def stopped_early(reason: str, step: int, best: int | None) -> str:
 
 def ended_early(directory: JobDirectory, when: StopConfig) -> str:
     """`stopped_early` of a job whose commits say so; otherwise empty."""
-    committed = directory.newest()
-    if committed is None or not when.rules:
+    committed = directory.newest() if when.rules else None
+    if committed is None:
         return ""
     reason = Stopping(when, directory.read_metrics(committed)).reason
     return reason and stopped_early(reason, committed.step, committed.best_version)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from motet.tasks.messages import messages_of, plain_preference, without_prompt
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.row_files import Row, RowLimits
-from motet.tasks.sources import read_rows
+from motet.tasks.sources import has_splits, read_rows
 from motet.types import Message, Problem
 
 PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "input")
@@ -118,10 +119,11 @@ def split(config: DataConfig, source: Source, longer: Longer | None = None) -> D
 def _ordered(column: str, problems: Sequence[Problem], source: str) -> list[int]:
     """The places of problems by a column, smallest first; equal ones stay as they are in the source."""
     values: list[Any] = [problem.metadata.get(column) for problem in problems]
-    numbers = all(isinstance(value, int | float) for value in values)
-    if numbers or all(isinstance(value, str) for value in values):
+    kind = str if isinstance(values[0], str) else int | float
+    fits = [isinstance(value, kind) and (isinstance(value, str) or math.isfinite(value)) for value in values]
+    if all(fits):
         return sorted(range(len(values)), key=lambda place: values[place])
-    bad = next(at for at, value in enumerate(values) if not isinstance(value, int | float))
+    bad = fits.index(False)
     raise DataError(
         f"data.order {column!r}: {source} row {problems[bad].id + 1} has {str(values[bad])[:80]!r} there; every row needs a "
         f"number, or every row a text. {_columns(problems[bad].metadata)}"
@@ -185,6 +187,10 @@ def data_window(problems: Sequence[Problem], step: int, width: int, seed: int, s
 def _evaluation(config: DataConfig, bounds: RowLimits | None) -> tuple[Problems, ScorerSpec | None]:
     if config.holdout == 0:
         raise DataError("data.eval_source is set but data.holdout is 0: set it to how many of its rows to use")
+    if config.eval_split is not None and not has_splits(str(config.eval_source)):
+        raise DataError(
+            f"data.eval_split: {config.eval_source} has no splits; leave it out, or give another eval_source"
+        )
     # reasoning-gym seeds row i with seed + i: a far-away seed keeps evaluation rows from being training rows.
     far = seeds.key(config.seed, "eval_source") % (1 << 31)
     size, named = config.held_out_of(None), config.eval_split or config.split

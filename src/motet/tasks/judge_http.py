@@ -18,7 +18,7 @@ import msgspec
 from pydantic import Field, ValidationError
 
 from motet.config import Config, RewardConfig
-from motet.errors import ConfigError, EngineError, RewardError
+from motet.errors import EngineError, JobFailed, RewardError
 from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, judges, parse
 from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, key_of
@@ -167,7 +167,7 @@ class Judges:
         gate = self._gates.setdefault(address.url, asyncio.Semaphore(address.at_once))
         async with gate:
             if address.budget is not None and (await asyncio.to_thread(kept.spend)).tokens >= address.budget:
-                raise ConfigError(
+                raise JobFailed(
                     f"the judges took args.budget, {address.budget:,} tokens: raise it, and run the same command again"
                 )
             said = await self._answer(address, body, seconds)
@@ -230,6 +230,8 @@ def _read(body: bytes) -> Said:
         read, written = (usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise AddressRefused("answered what is not a chat completion: is url the base URL, ending in /v1?") from error
+    if isinstance(text, str):  # a cut emoji is half a character, which no file keeps
+        text = text.encode("utf-8", "replace").decode()
     if not isinstance(text, str) or len(text) > _LONGEST_ANSWER:
         raise AddressRefused("answered without text, or with too much of it: set sampling_params.max_tokens")
     counts = [n if isinstance(n, int) and 0 <= n < math.inf else 0 for n in (read, written)]

@@ -38,6 +38,13 @@ def read_rows(config: DataConfig, bounds: RowLimits | None = None) -> tuple[Iter
     return _plain(config, itertools.islice(_rows(config, bounds), config.size), bounds), None
 
 
+def has_splits(source: str) -> bool:
+    """Whether `datasets` reads it, and may find several splits in it."""
+    place = Path(os.path.expanduser(source))
+    generated = source.startswith(("reasoning-gym:", "toy:"))
+    return not (generated or place.is_file() or (place / "state.json").is_file())
+
+
 def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) -> Iterator[Row]:
     number = -1
     for number, row in enumerate(rows):
