@@ -66,8 +66,7 @@ def place_on(seen: Seen, run: Path, project: Path, named: Sequence[str], made: P
         )
         return project
     copy = made or copy_to(run, project)
-    lacking = [path for path in named if not seen.there or path in seen.missing]
-    inside = [Path(path).relative_to(project) for path in lacking if Path(path).is_relative_to(project)]
+    inside = [Path(path).relative_to(project) for path in named if Path(path).is_relative_to(project)]
     if left := [str(project / path) for path in inside if not (copy / path).exists()]:
         raise ConfigError(
             f"node {seen.node} does not see {', '.join(left)}, and hidden files, virtual environments and run directories are "
@@ -93,8 +92,7 @@ def _moved(tree: Any, project: Path, copy: Path) -> Any:
     if not isinstance(tree, str) or not (place := _place(tree)):
         return tree
     path, name = Path(place), tree.rpartition(".py:")[2] if ".py:" in tree else ""
-    if path.is_relative_to(project) and (there := copy / path.relative_to(project)).exists():
-        path = there
+    path = copy / path.relative_to(project) if path.is_relative_to(project) else path
     return f"{path}:{name}" if name else str(path)
 
 

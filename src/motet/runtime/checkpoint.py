@@ -368,7 +368,7 @@ def _cut_back(job: JobDirectory, committed: Committed | None) -> None:
 def _prune_rollouts(folder: Path, most_bytes: float) -> None:
     """Delete the oldest logs; keep the newest log, and the first and the newest evaluation."""
     logs = sorted(folder.iterdir(), key=lambda item: (item.stat().st_mtime_ns, item.name))
-    kept = {"eval-0.jsonl", logs[-1].name, *[item.name for item in logs if item.name.startswith("eval-")][-1:]}
+    kept = {"eval-0.jsonl", *[it.name for it in logs][-1:], *[it.name for it in logs if it.name[:5] == "eval-"][-1:]}
     total = sum(item.stat().st_size for item in logs if item.name != "eval-0.jsonl")
     for item in (one for one in logs if one.name not in kept):
         if total <= most_bytes:
