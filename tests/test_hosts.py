@@ -313,7 +313,7 @@ def run_all(
         run, interrupt = HostedRun(config, directory, jobs, launch), Interrupt()
         interrupt.run(lambda: run.run(interrupt, observe))
     for one in jobs:
-        assert one.progress.state is JobState.SUCCEEDED
+        assert one.progress.state is JobState.SUCCEEDED, one.progress.message
         assert one.lines == set(range(7))
         assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
 

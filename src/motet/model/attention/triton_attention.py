@@ -3,14 +3,11 @@
 A row depends only on its own sequence, by the rules of `torch_attention`:
 
 * one program has a tile of one sequence's queries and reads that sequence's keys in blocks of a fixed size, in order; a
-fully
-  hidden block leaves a row's results unchanged, so blocks may be skipped;
-* tiles have the same size in decoding and training, and values that differ between the two (strides, block size,
-window) are
-  arguments, never compiled in, so both use the same machine code;
-* hidden scores and weights are replaced, and keys after the tile's last query are never read, so another tenant's Inf
-or NaN
-  cannot spread.
+  fully hidden block leaves a row's results unchanged, so blocks may be skipped;
+* tiles have the same size in decoding and training, and values that differ between the two (strides, block size, window)
+  are arguments, never compiled in, so both use the same machine code;
+* hidden scores and weights are replaced, and keys after the tile's last query are never read, so another tenant's Inf or
+  NaN cannot spread.
 
 The softmax is computed online (Milakov and Gimelshein 2018; Dao et al. 2022), and the backward pass recomputes the
 weights from the logarithms of the row sums. There are no atomic additions.
@@ -183,14 +180,15 @@ def _row_places(*states_TKE: Tensor) -> tuple[int, ...]:
 def _options(query_THE: Tensor, fold: int, softcap: float, narrow: int = 128, smaller: str = "") -> dict[str, Any]:
     """Compile-time options, which depend only on the model's shape and dtype.
 
-    Up to `narrow` lanes of two bytes fit the registers of four warps, unless some are masked. Of 256 lanes they fit eight
-    where the `smaller` side of a tile (ROWS or KEYS) is half.
+    Up to `narrow` lanes of two bytes fit the registers of four warps (64 with a soft cap), unless some are masked. Of 256
+    lanes they fit eight where the `smaller` side of a tile (ROWS or KEYS) is half.
     """
     width = query_THE.shape[-1]
     lanes = max(16, triton.next_power_of_2(width))
     sides = {"ROWS": TILE_ROWS, "KEYS": TILE_KEYS}
     if lanes > 128 and smaller and fold <= sides[smaller] // 2:  # a tile holds at least one query
         sides[smaller] //= 2
+    four = lanes <= min(narrow, 64 if softcap else 128) and width == lanes and query_THE.element_size() == 2
     return {
         "FOLD": fold,
         "STEP": sides["ROWS"] // fold,
@@ -200,7 +198,7 @@ def _options(query_THE: Tensor, fold: int, softcap: float, narrow: int = 128, sm
         "SOFTCAP": softcap,
         **sides,
         "WIDEN": _INTERPRETED and query_THE.dtype != torch.float32,
-        "num_warps": 4 if lanes <= narrow and width == lanes and query_THE.element_size() == 2 else 8,
+        "num_warps": 4 if four else 8,
         "num_stages": 2 if sides["KEYS"] * lanes * query_THE.element_size() <= 16384 else 1,
         "enable_fp_fusion": False,
     }
