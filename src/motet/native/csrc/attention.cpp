@@ -6,9 +6,6 @@ namespace {
 
 constexpr int64_t TILE_ROWS = 12;  // query rows of a tile, unless one token has more heads
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 char* unit_of(const Pool& pool, void* memory, const Span& span, int64_t head, int64_t unit) {
     const int64_t key = unit * LANES, slot = key / pool.block;
     if (slot >= span.n_table || span.blocks[slot] < 0 || span.blocks[slot] >= pool.n_blocks) std::abort();

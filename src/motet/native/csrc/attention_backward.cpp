@@ -8,9 +8,6 @@ namespace {
 constexpr int64_t TILE_ROWS = 48;  // query rows of a tile, unless one token has more heads
 constexpr Kind F32 = Kind::exact_f32;
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 float* floats(int place, int64_t n) { return static_cast<float*>(scratch(place, n * 4)); }
 
 // One KV head of a span, its keys and values written out in fp32.

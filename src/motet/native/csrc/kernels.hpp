@@ -105,8 +105,9 @@ struct Gates {  // x and up [m][n], rows `ld` apart
 };
 // out = gate(x) · up
 void gate_up(const Gates& gates, Type out_type, void* out, int64_t ldo);
-// dx and dup, rows `lddx` apart, from the gradient of out; they may be x and up where they have their type.
-void gate_up_backward(const Gates& gates, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx);
+// dx and dup, rows `lddx` apart, from the gradient of out; they may be x and up where they have their type. out [m][n] or null.
+void gate_up_backward(const Gates& gates, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx,
+                      void* out = nullptr);
 
 // ---- experts ----------------------------------------------------------------------------------------------------------------
 

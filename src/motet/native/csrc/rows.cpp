@@ -230,7 +230,7 @@ void gate_up_of(const Gates& g, Type out_type, void* out, int64_t ldo) {
 }
 
 template <Gate G, Type T>
-void gate_up_backward_of(const Gates& g, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx) {
+void gate_up_backward_of(const Gates& g, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx, void* out) {
     for (int64_t r = 0; r < g.m; r++)
         for (int64_t i = 0; i < g.n; i += 16) {
             const int64_t left = g.n - i, place = r * g.ld + i;
@@ -238,6 +238,7 @@ void gate_up_backward_of(const Gates& g, const float* dout, int64_t ldd, Type ou
             const V u = load_type<T>(g.up, place, left), d = load_first(dout + r * ldd + i, left);
             store_type(out_type, dx, r * lddx + i, left, mul(mul(d, u), own.slope));
             store_type(out_type, dup, r * lddx + i, left, mul(d, own.value));
+            if (out) store_type(out_type, out, r * g.n + i, left, mul(own.value, u));
         }
 }
 
@@ -251,13 +252,13 @@ void gate_up(const Gates& g, Type out_type, void* out, int64_t ldo) {
         (whole ? gate_up_of<Gate::gelu_tanh, Type::f32> : gate_up_of<Gate::gelu_tanh, Type::bf16>)(g, out_type, out, ldo);
 }
 
-void gate_up_backward(const Gates& g, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx) {
+void gate_up_backward(const Gates& g, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx, void* out) {
     const bool whole = g.type == Type::f32;
     constexpr auto silu = gate_up_backward_of<Gate::silu, Type::f32>, gelu = gate_up_backward_of<Gate::gelu_tanh, Type::f32>;
     constexpr auto half_silu = gate_up_backward_of<Gate::silu, Type::bf16>;
     constexpr auto half_gelu = gate_up_backward_of<Gate::gelu_tanh, Type::bf16>;
     const auto compute = g.gate == Gate::silu ? (whole ? silu : half_silu) : (whole ? gelu : half_gelu);
-    compute(g, dout, ldd, out_type, dx, dup, lddx);
+    compute(g, dout, ldd, out_type, dx, dup, lddx, out);
 }
 
 // As torch.optim.AdamW with `fused`; the corrections are computed in doubles, once.

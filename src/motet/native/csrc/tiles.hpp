@@ -29,6 +29,9 @@ void product_in_two(const Product& p, int64_t k);  // for planted faults alone
 
 namespace {
 
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 // Memory of this thread that stays for the next call (see `too_much`); `place` tells users of one thread apart.
 inline void* scratch(int place, int64_t bytes) {
     struct Held {
