@@ -41,7 +41,7 @@ API void motet_product_emulated(const Product* p) {
 
 API void motet_rms_norm(const float* x, const float* weight, float epsilon, int32_t type, void* out, int64_t m, int64_t n) {
     FlushDenormals flush;
-    rms_norm(x, n, weight, epsilon, static_cast<Type>(type), out, n, nullptr, m, n);
+    rms_norm(x, n, weight, epsilon, static_cast<Type>(type), out, n, m, n);
 }
 API void motet_rms_norm_backward(const float* x, const float* weight, float epsilon, const float* dout, float* dx, int64_t m,
                                  int64_t n) {

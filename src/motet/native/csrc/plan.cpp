@@ -78,6 +78,11 @@ Arithmetic arithmetic_of(const Plan& plan) { return Arithmetic(plan.arithmetic);
 const void* at(Type type, const void* x, int64_t place) { return static_cast<const char*>(x) + place * bytes_of(type); }
 void* at(Type type, void* x, int64_t place) { return static_cast<char*>(x) + place * bytes_of(type); }
 
+void write_typed(Type type, const float* from, void* to, int64_t n) {
+    if (type == Type::bf16) return to_bf16(from, static_cast<bf16*>(to), n);
+    std::memcpy(to, from, size_t(n) * 4);
+}
+
 // Bytes of the room that `pack_back` needs.
 int64_t back_bytes(Type type, const Weight& w) { return w.rows ? packed_bytes(type, std::min(PACKED, w.n), w.k) : 0; }
 
@@ -203,13 +208,8 @@ class Call {
         packed = memory.take_bytes(largest);
     }
 
-    Pool pool(int64_t layer) const {
-        void* k = pass.keys ? pass.keys[layer] : keys;
-        void* v = pass.keys ? pass.values[layer] : values;
-        return {type, k, v, pass.n_blocks, pass.block, plan.kv_heads, plan.head_width};
-    }
-
-    bool tall() const { return pass.n_rows >= TALL; }
+    // Whether threads share blocks: there are some tiles for each.
+    bool tall() const { return pass.n_rows >= std::max(TALL, 2 * TILE * pass.threads); }
     int64_t widest_in() const { return std::max({plan.width, attended(plan), plan.inner}); }
     int64_t widest_out() const { return std::max({joint(plan), 2 * plan.inner, plan.width}); }
     Block all() const { return {0, pass.n_rows, pass.threads, y, a}; }
@@ -217,7 +217,7 @@ class Call {
     // f(part) for each part; threads share them.
     template <class F>
     void shared(int64_t parts, F&& f) const {
-        parallel(pass.threads, parts, [&](int64_t part) { f(part); });
+        parallel(pass.threads, parts, std::forward<F>(f));
     }
 
     // f(first, n) on some of the rows each
@@ -257,12 +257,13 @@ class Call {
     }
 
     void typed(const float* from, int64_t ldf, void* to, int64_t ldt, int64_t rows, int64_t n) const {
-        for (int64_t row = 0; row < rows; row++) {
-            if (type == Type::bf16)
-                to_bf16(from + row * ldf, static_cast<bf16*>(to) + row * ldt, n);
-            else
-                std::memcpy(static_cast<float*>(to) + row * ldt, from + row * ldf, size_t(n) * 4);
-        }
+        for (int64_t row = 0; row < rows; row++) write_typed(type, from + row * ldf, at(type, to, row * ldt), n);
+    }
+
+    // C [m × n] (+)= A [m × k] · B, in the type of the plan
+    Product times(const void* a, int64_t lda, const void* b, int64_t b_k, float* c, int64_t ldc, int64_t m, int64_t k, int64_t n,
+                  bool add = false) const {
+        return {a, type, lda, b, type, b_k, c, ldc, m, k, n, add, arithmetic};
     }
 
     // Rows of a block, in the type of the plan.
@@ -275,7 +276,7 @@ class Call {
         const int64_t n = plan.width;
         if (!weight) return typed_rows(of, from, to, n);
         by_rows(of, [&](int64_t row, int64_t m) {
-            rms_norm(from + row * n, n, weight, plan.epsilon, type, at(type, to, (row - of.first) * n), n, nullptr, m, n);
+            rms_norm(from + row * n, n, weight, plan.epsilon, type, at(type, to, (row - of.first) * n), n, m, n);
         });
     }
 
@@ -289,9 +290,11 @@ class Call {
     void backward_layer(int64_t layer, Kept& kept, const float* x_in);
 
  private:
+    void product_of(const Block& of, const Product& p) const;
     void linear(const Block& of, int64_t layer, int which, float* to, bool add, float* inner) const;
     void add_linear(const Block& of, int64_t layer, int which, const float* norm, float* before, float* inner) const;
     void slope_of_added(const Block& of, const float* norm, const float* before, void* to) const;
+    Attention written(int64_t layer, const Kept& kept) const;
     void attention(int64_t layer, Kept& kept) const;
     void rotate(const Block& of, const Layer& layer, Kept& kept) const;
     void rope_rows(const Layer& layer, float* rows, bool back, int64_t first, int64_t m) const;
@@ -302,6 +305,15 @@ class Call {
     void attention_back(int64_t layer, Kept& kept);
     void experts(const Layer& layer, Kept& kept) const;
     void experts_back(const Layer& layer, Kept& kept, const float* slope) const;
+    // f(place, weight, heads, numbers of each) for queries and for keys of each row that has norms of heads; n numbers are rows
+    template <class F>
+    void by_head_norms(const Layer& layer, int64_t n, F&& f) const {
+        const int64_t q = attended(plan), k = keys_wide(plan), e = plan.head_width;
+        for (int64_t row = 0; layer.norm_q && row < n; row += joint(plan)) {
+            f(row, layer.norm_q, plan.norms_whole ? 1 : plan.heads, plan.norms_whole ? q : e);
+            f(row + q, layer.norm_k, plan.norms_whole ? 1 : plan.kv_heads, plan.norms_whole ? k : e);
+        }
+    }
     // f(weights, first, n) on some of the rows of each expert
     template <class F>
     void by_experts(const Layer& layer, const Routed& routed, F&& f) const {
@@ -342,6 +354,8 @@ void shared_product(const Product& p, int64_t threads) {
     });
 }
 
+void Call::product_of(const Block& of, const Product& p) const { tall() ? product_by_depth(p) : shared_product(p, of.threads); }
+
 // Rows [first, first + deep) of W, for products of gradients: so that no second copy of it stays.
 void pack_back(const Weight& w, Type type, int64_t first, int64_t deep, int64_t threads, void* room) {
     const int64_t unit = packed_bytes(type, deep, LANES) / bytes_of(type);
@@ -360,8 +374,7 @@ void pack_back(const Weight& w, Type type, int64_t first, int64_t deep, int64_t 
 void Call::linear(const Block& of, int64_t layer, int which, float* to, bool add, float* inner) const {
     const Weight& w = plan.layers[layer].linears[which];
     const int64_t wide = columns[which];
-    const Product base{of.a, type, w.k, w.forward, type, w.k, to, w.n, of.n, w.k, w.n, add, arithmetic};
-    tall() ? product_by_depth(base) : shared_product(base, of.threads);
+    product_of(of, times(of.a, w.k, w.forward, w.k, to, w.n, of.n, w.k, w.n, add));
     if (w.bias)
         by_rows(of, [&](int64_t row, int64_t m) { add_rows(to + (row - of.first) * w.n, w.n, w.bias, 0, m, w.n); });
     if (!wide) return;
@@ -369,14 +382,14 @@ void Call::linear(const Block& of, int64_t layer, int which, float* to, bool add
         const Lora& lora = run.adapter->linears[layer * 4 + which];
         if (!lora.n_parts) return;
         float* s = inner + first * wide;
-        void* s_typed = at(type, narrow, first * *std::max_element(columns, columns + 4));  // apart from other linears' of other blocks
+        void* s_typed = at(type, narrow, first * *std::max_element(columns, columns + 4));  // blocks may be at other linears
         const int64_t row = first - of.first;
-        product({at(type, of.a, row * w.k), type, w.k, lora.a, type, w.k, s, wide, n, w.k, lora.columns, false, arithmetic});
+        product(times(at(type, of.a, row * w.k), w.k, lora.a, w.k, s, wide, n, w.k, lora.columns));
         typed(s, wide, s_typed, wide, n, lora.columns);
         for (int64_t p = 0; p < lora.n_parts; p++) {
             const Part& b = lora.parts[p];
-            product({at(type, s_typed, p * lora.rank), type, wide, b.b, type, lora.rank, to + row * w.n + b.first, w.n, n, lora.rank,
-                     b.n, true, arithmetic});
+            const void* narrow_part = at(type, s_typed, p * lora.rank);
+            product(times(narrow_part, wide, b.b, lora.rank, to + row * w.n + b.first, w.n, n, lora.rank, b.n, true));
         }
     });
 }
@@ -389,7 +402,7 @@ void Call::add_linear(const Block& of, int64_t layer, int which, const float* no
     linear(of, layer, which, given, false, inner);
     by_rows(of, [&](int64_t row, int64_t m) {
         const int64_t place = (row - of.first) * n;
-        if (norm) rms_norm(given + place, n, norm, plan.epsilon, Type::f32, of.y + place, n, nullptr, m, n);
+        if (norm) rms_norm(given + place, n, norm, plan.epsilon, Type::f32, of.y + place, n, m, n);
         add_rows(x + row * n, n, of.y + place, n, m, n, plan.residual);
     });
 }
@@ -407,34 +420,34 @@ void Call::rope_rows(const Layer& layer, float* rows, bool back, int64_t first, 
 
 // Norms of heads, where there are any, and rotation, of queries and keys.
 void Call::rotate(const Block& of, const Layer& layer, Kept& kept) const {
-    const int64_t n = joint(plan), wide = attended(plan), kv_wide = keys_wide(plan);
-    const int64_t q_norm = plan.norms_whole ? wide : plan.head_width, k_norm = plan.norms_whole ? kv_wide : plan.head_width;
+    const int64_t n = joint(plan);
     by_rows(of, [&](int64_t first, int64_t m) {
         float* rows = kept.qkv + first * n;
-        if (layer.norm_q) {
-            std::memcpy(kept.plain + first * n, rows, size_t(m * n) * 4);
-            for (int64_t row = 0; row < m; row++) {
-                const float* from = kept.plain + (first + row) * n;
-                float* to = rows + row * n;
-                rms_norm(from, q_norm, layer.norm_q, plan.epsilon, Type::f32, to, q_norm, nullptr, wide / q_norm, q_norm);
-                rms_norm(from + wide, k_norm, layer.norm_k, plan.epsilon, Type::f32, to + wide, k_norm, nullptr, kv_wide / k_norm,
-                         k_norm);
-            }
-        }
+        if (layer.norm_q) std::memcpy(kept.plain + first * n, rows, size_t(m * n) * 4);
+        by_head_norms(layer, m * n, [&](int64_t place, const float* weight, int64_t heads, int64_t wide) {
+            const float* from = kept.plain + first * n + place;
+            rms_norm(from, wide, weight, plan.epsilon, Type::f32, rows + place, wide, heads, wide);
+        });
         rope_rows(layer, rows, false, first, m);
     });
 }
 
-void Call::attention(int64_t layer, Kept& kept) const {
+// Writes keys and values, and says what is to be attended.
+Attention Call::written(int64_t layer, const Kept& kept) const {
     const int64_t n = joint(plan), wide = attended(plan);
-    const Pool pool = this->pool(layer);
+    void *keys = pass.keys ? pass.keys[layer] : this->keys, *values = pass.keys ? pass.values[layer] : this->values;
+    const Pool pool{type, keys, values, pass.n_blocks, pass.block, plan.kv_heads, plan.head_width};
     shared(pass.n_writes, [&](int64_t part) {
         write_keys_values(pool, pass.writes[part], kept.qkv + wide, n, kept.qkv + wide + keys_wide(plan), n);
     });
-    std::memset(kept.out, 0, size_t(pass.n_rows * wide) * 4);
     const Layer& of = plan.layers[layer];
-    Attention call{pool, arithmetic, plan.heads / plan.kv_heads, of.scale, of.softcap, of.window, nullptr,
-                   kept.qkv, n, kept.out, wide, kept.log_sums};
+    return {pool, arithmetic, plan.heads / plan.kv_heads, of.scale, of.softcap, of.window, nullptr, kept.qkv, n, kept.out, wide,
+            kept.log_sums};
+}
+
+void Call::attention(int64_t layer, Kept& kept) const {
+    const Attention call = written(layer, kept);
+    std::memset(kept.out, 0, size_t(pass.n_rows * attended(plan)) * 4);
     shared(int64_t(span_rows.size()) * plan.kv_heads, [&](int64_t part) {
         const Rows& own = span_rows[part / plan.kv_heads];
         Span span = pass.spans[own.of];
@@ -446,18 +459,17 @@ void Call::attention(int64_t layer, Kept& kept) const {
 // Experts of `a`, added to the stream in the order of their numbers.
 void Call::experts(const Layer& layer, Kept& kept) const {
     const int64_t width = plan.width, inner = plan.inner, n = plan.n_experts, wide = expert_wide();
-    shared_product({a, type, width, layer.router.forward, type, width, kept.router, n, pass.n_rows, width, n, false, arithmetic},
-                   pass.threads);
+    shared_product(times(a, width, layer.router.forward, width, kept.router, n, pass.n_rows, width, n), pass.threads);
     const Routed routed(plan, pass.n_rows, kept.router);
     by_experts(layer, routed, [&](const Weight* w, int64_t first, int64_t m) {
         float *both = y + first * 2 * inner, *given = chosen + first * wide;
         void* in = at(type, chosen_typed, first * wide);
         for (int64_t i = 0; i < m; i++)
             std::memcpy(at(type, in, i * wide), at(type, a, routed.row_at(first + i) * width), size_t(width * bytes_of(type)));
-        product({in, type, wide, w[0].forward, type, width, both, 2 * inner, m, width, 2 * inner, false, arithmetic});
+        product(times(in, wide, w[0].forward, width, both, 2 * inner, m, width, 2 * inner));
         typed(both, 2 * inner, at(type, kept.gate_up, first * 2 * inner), 2 * inner, m, 2 * inner);
         gate_up({Gate(plan.gate), Type::f32, both, both + inner, 2 * inner, m, inner}, type, in, wide);
-        product({in, type, wide, w[1].forward, type, inner, given, wide, m, inner, width, false, arithmetic});
+        product(times(in, wide, w[1].forward, inner, given, wide, m, inner, width));
     });
     by_rows(all(), [&](int64_t row, int64_t m) {
         for (int64_t i = row * routed.k; i < (row + m) * routed.k; i++)
@@ -531,7 +543,7 @@ void Call::gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, con
         float* c = reinterpret_cast<float*>(memory + room);
         auto multiply = [&](const void* from, int64_t ld, int64_t columns, const void* left, int64_t m) {
             pack(type, from, ld, 1, rows, columns, type, memory);
-            product({left, type, rows, memory, type, rows, c, columns, m, rows, columns, false, arithmetic});
+            product(times(left, rows, memory, rows, c, columns, m, rows, columns));
         };
         if (part < parts_a) {
             const int64_t first = part * CHUNK, m = std::min(CHUNK, k - first);
@@ -565,9 +577,8 @@ void Call::linear_back(int64_t layer, int which, const void* slope, float* inner
         by_blocks([&](const Block& of) {
             float* to = whole ? whole + of.first * w.k : of.y;
             if (!from) before(of);
-            const Product base{at(type, slope, of.first * w.n + from), type, w.n, w.rows ? packed : w.back, type, deep, to, w.k, of.n,
-                               deep, w.k, from > 0, arithmetic};
-            if (wanted) tall() ? product_by_depth(base) : shared_product(base, of.threads);
+            const void *own = at(type, slope, of.first * w.n + from), *b = w.rows ? packed : w.back;
+            if (wanted) product_of(of, times(own, w.n, b, deep, to, w.k, of.n, deep, w.k, from > 0));
             if (from + deep < w.n) return;
             by_runs(of, [&](const Run& run, int64_t first, int64_t n) {
                 const Lora& lora = run.adapter->linears[layer * 4 + which];
@@ -576,14 +587,13 @@ void Call::linear_back(int64_t layer, int which, const void* slope, float* inner
                 void* narrow_typed = at(type, ds_typed, first * wide);
                 for (int64_t row = 0; row < n; row++) std::memset(narrow + row * wide, 0, size_t(lora.columns) * 4);
                 for (int64_t p = 0; p < lora.n_parts; p++) {
-                    const Part& b = lora.parts[p];
-                    product({at(type, slope, first * w.n + b.first), type, w.n, b.b_back, type, b.n, narrow + p * lora.rank, wide, n,
-                             b.n, lora.rank, false, arithmetic});
+                    const Part& part = lora.parts[p];
+                    const void* own = at(type, slope, first * w.n + part.first);
+                    product(times(own, w.n, part.b_back, part.n, narrow + p * lora.rank, wide, n, part.n, lora.rank));
                 }
                 typed(narrow, wide, narrow_typed, wide, n, lora.columns);
-                if (wanted)
-                    product({narrow_typed, type, wide, lora.a_back, type, lora.columns, to + (first - of.first) * w.k, w.k, n,
-                             lora.columns, w.k, true, arithmetic});
+                float* out = to + (first - of.first) * w.k;
+                if (wanted) product(times(narrow_typed, wide, lora.a_back, lora.columns, out, w.k, n, lora.columns, w.k, true));
             });
             after(of, to);
         });
@@ -599,19 +609,13 @@ void Call::linear_back(int64_t layer, int which, const void* slope, float* inner
 void Call::attention_back(int64_t layer, Kept& kept) {
     const int64_t n = joint(plan), wide = attended(plan), e = plan.head_width, kv = plan.kv_heads;
     const Layer& own = plan.layers[layer];
-    const Pool pool = this->pool(layer);
     const int64_t of_block = kv * pass.block * e;
-    shared(pass.n_writes, [&](int64_t part) {
-        write_keys_values(pool, pass.writes[part], kept.qkv + wide, n, kept.qkv + wide + keys_wide(plan), n);
-    });
+    const AttentionBackward call{written(layer, kept), din, dy, n, dk, dv};
     shared(pass.n_blocks, [&](int64_t block) {
         std::memset(dk + block * of_block, 0, size_t(of_block) * 4);
         std::memset(dv + block * of_block, 0, size_t(of_block) * 4);
     });
     std::memset(dy, 0, size_t(pass.n_rows * n) * 4);
-    AttentionBackward call{{pool, arithmetic, plan.heads / kv, own.scale, own.softcap, own.window, nullptr, kept.qkv, n, kept.out,
-                            wide, kept.log_sums},
-                           din, dy, n, dk, dv};
     shared(pass.n_spans * kv, [&](int64_t part) { attend_backward(call, pass.spans[part / kv], part % kv, part % kv + 1); });
     shared(kv, [&](int64_t head) {  // a row that several sequences read gets their gradients in their order
         for (int64_t w = 0; w < pass.n_writes; w++) {
@@ -628,17 +632,12 @@ void Call::attention_back(int64_t layer, Kept& kept) {
     by_rows(all(), [&](int64_t first, int64_t m) {
         float* rows = dy + first * n;
         rope_rows(own, rows, true, first, m);
-        if (!own.norm_q) return;
-        const int64_t q_norm = plan.norms_whole ? wide : e, k_norm = plan.norms_whole ? kv * e : e;
-        float* slope = static_cast<float*>(part_room.at_least((wide + kv * e) * 4));
-        for (int64_t row = 0; row < m; row++) {
-            const float* from = kept.plain + (first + row) * n;
-            std::memcpy(slope, rows + row * n, size_t(wide + kv * e) * 4);
-            float* to = rows + row * n;
-            rms_norm_backward(from, q_norm, own.norm_q, plan.epsilon, slope, q_norm, to, q_norm, false, wide / q_norm, q_norm);
-            rms_norm_backward(from + wide, k_norm, own.norm_k, plan.epsilon, slope + wide, k_norm, to + wide, k_norm, false,
-                              kv * e / k_norm, k_norm);
-        }
+        float* slope = static_cast<float*>(part_room.at_least(wide * 4));
+        by_head_norms(own, m * n, [&](int64_t place, const float* weight, int64_t heads, int64_t each) {
+            std::memcpy(slope, rows + place, size_t(heads * each) * 4);
+            const float* from = kept.plain + first * n + place;
+            rms_norm_backward(from, each, weight, plan.epsilon, slope, each, rows + place, each, false, heads, each);
+        });
     });
 }
 
@@ -653,7 +652,7 @@ void Call::experts_back(const Layer& layer, Kept& kept, const float* slope) cons
         const Gates both = gates(kept, first, m);
         for (int64_t i = 0; i < m; i++)
             typed(slope + routed.row_at(first + i) * width, width, at(type, in, i * wide), wide, 1, width);
-        product({in, type, wide, w[1].back, type, width, given, wide, m, width, inner, false, arithmetic});
+        product(times(in, wide, w[1].back, width, given, wide, m, width, inner));
         float* mixed = static_cast<float*>(part_room.at_least(m * inner * 4));
         gate_up(both, Type::f32, mixed, inner);
         for (int64_t i = 0; i < m; i++) {
@@ -662,7 +661,7 @@ void Call::experts_back(const Layer& layer, Kept& kept, const float* slope) cons
             for (int64_t e = 0; e < inner; e++) given[i * wide + e] *= routed.shares[choice];
         }
         gate_up_backward(both, given, wide, type, dboth, at(type, dboth, inner), 2 * inner);
-        product({dboth, type, 2 * inner, w[0].back, type, 2 * inner, given, wide, m, 2 * inner, width, false, arithmetic});
+        product(times(dboth, 2 * inner, w[0].back, 2 * inner, given, wide, m, 2 * inner, width));
     });
     by_rows(all(), [&](int64_t first, int64_t m) {
         std::memset(din + first * width, 0, size_t(m * width) * 4);
@@ -675,8 +674,7 @@ void Call::experts_back(const Layer& layer, Kept& kept, const float* slope) cons
         }
         typed(drouter + first * n, n, at(type, drouter_typed, first * n), n, m, n);
     });
-    shared_product({drouter_typed, type, n, layer.router.back, type, n, din, width, pass.n_rows, n, width, true, arithmetic},
-                   pass.threads);
+    shared_product(times(drouter_typed, n, layer.router.back, n, din, width, pass.n_rows, n, width, true), pass.threads);
 }
 
 // From the gradient of the stream to one of what `add_linear` multiplied, for products.
@@ -716,7 +714,7 @@ void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
                 by_rows(of, [&](int64_t row, int64_t m) {
                     void* to = at(type, dy_typed, row * 2 * inner);
                     gate_up_backward(gates(kept, row, m), slope + (row - of.first) * inner, inner, type, to, at(type, to, inner),
-                                     2 * inner, at(type, a, row * inner));
+                                     2 * inner, at(type, a, row * inner), inner);
                 });
             });
         linear_back(
@@ -818,8 +816,7 @@ void forward(const Plan& plan, const Pass& pass) {
     }
     if (pass.kept) std::memcpy(memory.x_in[plan.n_layers], call.x, size_t(bytes));
     call.by_rows(call.all(), [&](int64_t row, int64_t m) {
-        rms_norm(call.x + row * width, width, plan.norm_out, plan.epsilon, Type::f32, pass.hidden + row * width, width, nullptr, m,
-                 width);
+        rms_norm(call.x + row * width, width, plan.norm_out, plan.epsilon, Type::f32, pass.hidden + row * width, width, m, width);
     });
 }
 
@@ -851,12 +848,7 @@ const char* head_product(const Plan& plan, const float* in, int64_t rows, float*
     const Type type = type_of(plan);
     const int64_t k = back ? w.n : w.k, bytes = round_up(rows * k * bytes_of(type), 64);
     char* typed = static_cast<char*>(head_room.at_least(bytes + (back ? back_bytes(type, w) : 0)));
-    parallel(threads, rows, [&](int64_t row) {
-        if (type == Type::bf16)
-            to_bf16(in + row * k, reinterpret_cast<bf16*>(typed) + row * k, k);
-        else
-            std::memcpy(typed + row * k * 4, in + row * k, size_t(k) * 4);
-    });
+    parallel(threads, rows, [&](int64_t row) { write_typed(type, in + row * k, at(type, typed, row * k), k); });
     const bool unpacked = back && w.rows;
     const void* b = unpacked ? typed + bytes : back ? w.back : w.forward;
     for (int64_t first = 0, n = back ? w.k : w.n, step = unpacked ? PACKED : k; first < k; first += step) {
