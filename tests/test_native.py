@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +23,6 @@ from motet.model.attention import Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import FusedLinears, NoAdapters
 from motet.model.routing import AdapterStacks
-from motet.native import building
 from motet.native.cover import check_room, compute_with
 from motet.native.decoder import FAMILIES
 from tests import native_calls
@@ -288,35 +285,6 @@ def test_threads_that_share_blocks_of_rows_change_no_bit(name: str, dtype: str) 
 @pytest.mark.parametrize(("name", "dtype"), LONG)
 def test_threads_that_share_blocks_of_rows_never_meet(name: str, dtype: str) -> None:
     assert_threads_do_not_meet(name, dtype, repeats=40)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("meet", [False, True])
-def test_a_thread_sanitizer_finds_no_race(meet: bool, tmp_path: Path) -> None:
-    """It finds one where blocks at different linears share memory."""
-    sanitizer = subprocess.run(
-        [*building.compiler(), "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    if not Path(sanitizer).is_absolute():
-        pytest.skip("the compiler has no thread sanitizer")
-    sources, libraries = shutil.copytree(building.SOURCES, tmp_path / "csrc"), tmp_path / "built"
-    if meet:
-        plan, apart = sources / "plan.cpp", "first * *std::max_element(columns, columns + 4)"
-        assert plan.read_text().count(apart) == 1
-        plan.write_text(plan.read_text().replace(apart, "first * wide"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building, "SOURCES", sources)
-        building.build(libraries, ["portable"], ("-fsanitize=thread", "-g1"))
-    done = subprocess.run(
-        ["setarch", "-R", sys.executable, "-m", "tests.native_races", str(sources), str(libraries)],
-        env={**os.environ, "LD_PRELOAD": sanitizer, "OMP_NUM_THREADS": "1", "MOTET_KERNELS_FORM": "portable"},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    races = done.stderr.count("WARNING: ThreadSanitizer: data race")
-    assert (done.stdout.strip(), races > 0) == ("done", meet), done.stderr[-4000:]
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------------------
