@@ -70,6 +70,15 @@ def make_segment(name: str, loss: Loss = REINFORCE, temperature: float = 0.8) ->
     return Segment(name, samples, loss, float(sum(sample.n_trainable for sample in samples)), temperature)
 
 
+def long_batch(names: str) -> Batch:
+    """About 340 rows for each adapter, in sequences of all lengths: with three, several blocks for each of four threads."""
+    found, numbers = [], np.random.default_rng(0)
+    for name in names:
+        lengths = [(int(n), int(n) + 7) for n in numbers.integers(2, 50, 6)]
+        found.append(Segment(name, make_samples(lengths, seed=ord(name)), REINFORCE, 500.0))
+    return Batch(tuple(found))
+
+
 def make_trainer(
     base: LoraModel,
     names: str = "abc",

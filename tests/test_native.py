@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
@@ -27,7 +28,7 @@ from motet.native.decoder import FAMILIES
 from tests import native_calls
 from tests import tiny_models as tiny
 from tests.cases import few
-from tests.segments import gradient, make_samples, make_segment, make_trainer
+from tests.segments import gradient, long_batch, make_samples, make_segment, make_trainer
 from tests.small_runs import REWARDS, job, metrics, run
 
 OWN = (("llama/native", "float32"), ("llama/native", "bfloat16"), ("llama/native-dpbf16", "bfloat16"))
@@ -53,6 +54,12 @@ EVERY_TIME = (
 MORE = [(f"{name}/native", dtype) for name in COVERED[1:] for dtype in ("float32", "bfloat16")]
 MORE_EVERY_TIME = (("gemma2/native", "bfloat16"), ("qwen3_moe/native", "float32"))
 LENGTHS = (70, 9, 37, 48, 1)
+LONG = [
+    ("llama/native-dpbf16", "bfloat16"),
+    ("llama/native", "float32"),
+    ("gemma2/native", "bfloat16"),
+    ("qwen3_moe/native", "bfloat16"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +256,35 @@ def test_many_rows_have_the_bits_of_few(small: Any) -> None:
         whole = small.hidden(torch.cat(crowd), positions, small.attention.packed([150, 3, 180]))
         alone = small.hidden(crowd[1], positions[150:153], small.attention.packed([3]))
     assert same(whole[150:153], alone)
+
+
+# --- long passes ----------------------------------------------------------------------------------------------------------
+
+
+def assert_threads_do_not_meet(name: str, dtype: str, repeats: int) -> None:
+    """Long passes: threads are at other linears of other blocks each time. Too many threads for blocks share operations."""
+    base, found = tiny.base(name, dtype), []
+    trainer = make_trainer(base)
+    for threads, names in ((1, "abc"), *((n, "abc") for n in (2, 3, 4) * repeats), (16, "a")):
+        torch.set_num_threads(threads)
+        for each in names:
+            trainer._arena(each).gradient.zero_()
+        logprobs = [some for each in trainer.forward_backward(long_batch(names)) for some in each.logprobs]
+        found.append([*(gradient(trainer, each) for each in names), torch.from_numpy(np.concatenate(logprobs))])
+    for again in found[1:-1]:
+        assert all(same(one, other) for one, other in zip(again, found[0], strict=True))
+    assert same(found[-1][0], found[0][0])
+
+
+@pytest.mark.parametrize(("name", "dtype"), few(LONG, LONG[0], LONG[-1]))
+def test_threads_that_share_blocks_of_rows_change_no_bit(name: str, dtype: str) -> None:
+    assert_threads_do_not_meet(name, dtype, repeats=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "dtype"), LONG)
+def test_threads_that_share_blocks_of_rows_never_meet(name: str, dtype: str) -> None:
+    assert_threads_do_not_meet(name, dtype, repeats=40)
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------------------

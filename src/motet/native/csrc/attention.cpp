@@ -6,14 +6,8 @@ namespace {
 
 constexpr int64_t TILE_ROWS = 12;  // query rows of a tile, unless one token has more heads
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 char* unit_of(const Pool& pool, void* memory, const Span& span, int64_t head, int64_t unit) {
-    const int64_t key = unit * LANES, slot = key / pool.block;
-    if (slot >= span.n_table || span.blocks[slot] < 0 || span.blocks[slot] >= pool.n_blocks) std::abort();
-    const int64_t rows = (span.blocks[slot] * pool.n_kv + head) * pool.block + key % pool.block;
-    return static_cast<char*>(memory) + rows * pool.width * bytes_of(pool.type);
+    return static_cast<char*>(memory) + row_of(pool, span, head, unit) * pool.width * bytes_of(pool.type);
 }
 
 }  // namespace
@@ -43,14 +37,6 @@ void write_keys_values(const Pool& pool, const Span& span, const float* k, int64
     }
 }
 
-void copy_block(const Pool& pool, int64_t from, int64_t to) {
-    const int64_t bytes = pool.n_kv * pool.block * pool.width * bytes_of(pool.type);
-    if (from < 0 || to < 0 || from >= pool.n_blocks || to >= pool.n_blocks) std::abort();
-    void* const memories[] = {pool.keys, pool.values};
-    for (void* memory : memories)
-        std::memcpy(static_cast<char*>(memory) + to * bytes, static_cast<char*>(memory) + from * bytes, bytes);
-}
-
 namespace {
 
 // One KV head of a span.
@@ -58,8 +44,7 @@ template <Kind K>
 struct Attend {
     const Attention& call;
     const Span& span;
-    int64_t head;
-    int64_t width, fold;
+    int64_t head, width = call.pool.width, fold = call.fold;
 
     // Few rows are multiplied with more units at a time: each sum waits for its last step.
     static int64_t across(int64_t rows) { return rows <= most_rows(K, 4) ? 4 : 2; }
@@ -227,21 +212,17 @@ struct Attend {
     }
 };
 
-template <Kind K>
-void attend_heads(const Attention& call, const Span& span, int64_t first_head, int64_t last_head) {
-    for (int64_t h = first_head; h < last_head; h++) Attend<K>{call, span, h, call.pool.width, call.fold}.run();
-}
-
 }  // namespace
 
 void attend(const Attention& call, const Span& span, int64_t first_head, int64_t last_head) {
     if (call.pool.width % LANES || call.pool.block % LANES || call.fold > 64) std::abort();
-    if (call.pool.type == Type::f32)
-        attend_heads<Kind::exact_f32>(call, span, first_head, last_head);
-    else if (call.arithmetic == Arithmetic::exact)
-        attend_heads<Kind::exact_bf16>(call, span, first_head, last_head);
-    else
-        attend_heads<Kind::pairs>(call, span, first_head, last_head);
+    for (int64_t h = first_head; h < last_head; h++)
+        if (call.pool.type == Type::f32)
+            Attend<Kind::exact_f32>{call, span, h}.run();
+        else if (call.arithmetic == Arithmetic::exact)
+            Attend<Kind::exact_bf16>{call, span, h}.run();
+        else
+            Attend<Kind::pairs>{call, span, h}.run();
 }
 
 }  // namespace motet

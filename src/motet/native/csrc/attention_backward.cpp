@@ -8,9 +8,6 @@ namespace {
 constexpr int64_t TILE_ROWS = 48;  // query rows of a tile, unless one token has more heads
 constexpr Kind F32 = Kind::exact_f32;
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 float* floats(int place, int64_t n) { return static_cast<float*>(scratch(place, n * 4)); }
 
 // One KV head of a span, its keys and values written out in fp32.
@@ -18,16 +15,13 @@ struct Backward {
     const AttentionBackward& back;
     const Attention& call;
     const Span& span;
-    int64_t head, width, fold;
-    int64_t n_units;
+    int64_t head, width, fold, n_units;
     float *keys, *key_rows, *values;  // [unit][width][16] · [unit][width / 16][16 keys][16] · [unit][width][16]
     float *dkeys, *dvalues;           // [unit][width][16], the sums of this span
 
     int64_t size() const { return width * LANES; }  // numbers of a unit
 
-    V round_lanes(V x) const {
-        return call.pool.type == Type::f32 ? x : to_bf16_and_back(x);
-    }
+    V round_lanes(V x) const { return call.pool.type == Type::f32 ? x : to_bf16_and_back(x); }
 
     // Numbers of keys [0, end of the span); zeros after them, whatever the pool has there.
     void read_pool() {
@@ -40,11 +34,8 @@ struct Backward {
         dvalues = floats(5, n_units * size());
         std::memset(dkeys, 0, n_units * size() * 4);
         for (int64_t u = 0; u < n_units; u++) {
-            const int64_t slot = u * LANES / call.pool.block;
-            if (slot >= span.n_table || span.blocks[slot] < 0 || span.blocks[slot] >= call.pool.n_blocks) std::abort();
-            const int64_t row = (span.blocks[slot] * call.pool.n_kv + head) * call.pool.block + u * LANES % call.pool.block;
             float *own_keys = keys + u * size(), *own_rows = key_rows + u * size(), *own_values = values + u * size();
-            read_unit(row * width, own_keys, dvalues + u * size());
+            read_unit(row_of(call.pool, span, head, u) * width, own_keys, dvalues + u * size());
             const int64_t left = end - u * LANES;  // keys that are there
             for (int64_t e = 0; e < width; e++)
                 store(own_keys + e * LANES, select(first(left), load(own_keys + e * LANES), zero()));
@@ -82,13 +73,9 @@ struct Backward {
         const int64_t line = round_up(k, LANES);
         for (int64_t r = 0; r < rows; r += MOST_EXACT) {
             const int64_t n = least(MOST_EXACT, rows - r);
-            int64_t u = 0;
-            for (; u + 2 <= columns; u += 2)
-                multiply_tile(F32, n, 2, Tile{packed + r * line, reinterpret_cast<const char*>(b + u * k * LANES),
-                                                    k * LANES * 4, c + r * ldc + u * LANES, ldc, k, keep, 0});
-            if (u < columns)
-                multiply_tile(F32, n, 1, Tile{packed + r * line, reinterpret_cast<const char*>(b + u * k * LANES), 0,
-                                                    c + r * ldc + u * LANES, ldc, k, keep, 0});
+            for (int64_t u = 0; u < columns; u += 2)
+                multiply_tile(F32, n, least(2, columns - u), Tile{packed + r * line, reinterpret_cast<const char*>(b + u * k * LANES),
+                                                                  k * LANES * 4, c + r * ldc + u * LANES, ldc, k, keep, 0});
         }
     }
 
@@ -175,8 +162,7 @@ struct Backward {
         const int64_t end = span.first_position + span.n_rows;
         float block[LANES * LANES];
         for (int64_t key = 0; key < end; key += LANES) {
-            const int64_t block_of = span.blocks[key / call.pool.block];
-            const int64_t row = ((block_of * call.pool.n_kv + head) * call.pool.block + key % call.pool.block) * width;
+            const int64_t row = row_of(call.pool, span, head, key / LANES) * width;
             for (int64_t e = 0; e < width; e += LANES)
                 for (int part = 0; part < 2; part++) {
                     float* to = (part ? back.dv : back.dk) + row + e;

@@ -41,7 +41,7 @@ API void motet_product_emulated(const Product* p) {
 
 API void motet_rms_norm(const float* x, const float* weight, float epsilon, int32_t type, void* out, int64_t m, int64_t n) {
     FlushDenormals flush;
-    rms_norm(x, n, weight, epsilon, static_cast<Type>(type), out, n, nullptr, m, n);
+    rms_norm(x, n, weight, epsilon, static_cast<Type>(type), out, n, m, n);
 }
 API void motet_rms_norm_backward(const float* x, const float* weight, float epsilon, const float* dout, float* dx, int64_t m,
                                  int64_t n) {
@@ -84,7 +84,6 @@ API void motet_row_sum(const float* logits, int64_t n, float temperature, RowSum
 API void motet_draw(const float* logits, int64_t m, int64_t n, const float* temperatures, const double* uniforms,
                     int64_t* tokens, float* logprobs, uint8_t* usable, int64_t threads) {
     parallel(threads, m, [&](int64_t row) {
-        FlushDenormals flush;
         const float* own = logits + row * n;
         const float temperature = temperatures[row] == 0.0f ? 1.0f : temperatures[row];
         double* blocks = static_cast<double*>(scratch(9, blocks_of(n) * 8));
@@ -100,7 +99,6 @@ API void motet_draw(const float* logits, int64_t m, int64_t n, const float* temp
 API void motet_logprobs(float* logits, int64_t m, int64_t n, const int64_t* tokens, float temperature, float* logprobs,
                         float* entropies, int32_t slope, int64_t threads) {
     parallel(threads, m, [&](int64_t row) {
-        FlushDenormals flush;
         float* own = logits + row * n;
         const float chosen = own[tokens[row]];
         RowSum sum;

@@ -79,14 +79,12 @@ Product columns_of(const Product& p, int64_t first_unit, int64_t last_unit);
 // ---- rows: x is fp32 [m][n], rows `ld` apart ------------------------------------------------------------------------------
 
 void to_bf16(const float* x, bf16* out, int64_t n);  // to the nearest, ties to even
-void to_f32(const bf16* x, float* out, int64_t n);
-void fill(float* x, int64_t ld, const float* row, int64_t m, int64_t n);  // every row becomes `row` (a bias), or zeros if null
 void add_rows(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n, float factor = 1.0f);  // x += factor · y
 void embed(Type type, const void* table, const int64_t* tokens, float scale, float* out, int64_t ldo, int64_t m, int64_t n);
 
-// out = x / rms(x) · weight; weight may be null. inverse [m] (1 / rms) may be null.
+// out = x / rms(x) · weight; weight may be null.
 void rms_norm(const float* x, int64_t ldx, const float* weight, float epsilon, Type out_type, void* out, int64_t ldo,
-              float* inverse, int64_t m, int64_t n);
+              int64_t m, int64_t n);
 // dx = or += (`add`) the gradient, from x and the gradient of out.
 void rms_norm_backward(const float* x, int64_t ldx, const float* weight, float epsilon, const float* dout, int64_t ldd,
                        float* dx, int64_t lddx, bool add, int64_t m, int64_t n);
@@ -105,8 +103,9 @@ struct Gates {  // x and up [m][n], rows `ld` apart
 };
 // out = gate(x) · up
 void gate_up(const Gates& gates, Type out_type, void* out, int64_t ldo);
-// dx and dup, rows `lddx` apart, from the gradient of out; they may be x and up where they have their type.
-void gate_up_backward(const Gates& gates, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx);
+// dx and dup, rows `lddx` apart, from the gradient of out; out, as of `gate_up`, or null.
+void gate_up_backward(const Gates& gates, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx,
+                      void* out = nullptr, int64_t ldo = 0);
 
 // ---- experts ----------------------------------------------------------------------------------------------------------------
 
@@ -142,8 +141,6 @@ struct Span {
 
 // Puts keys and values (fp32 [rows][n_kv · width]) of a span's rows into the pool.
 void write_keys_values(const Pool& pool, const Span& span, const float* k, int64_t ldk, const float* v, int64_t ldv);
-// Copies a block's keys and values of all heads.
-void copy_block(const Pool& pool, int64_t from, int64_t to);
 
 struct Attention {
     Pool pool;

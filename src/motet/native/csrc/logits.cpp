@@ -1,12 +1,10 @@
 // What is read from logits: sums, draws, logprobs and their slopes.
-#include "simd.hpp"
+#include "tiles.hpp"
 
 namespace motet {
 namespace {
 
 constexpr int64_t BLOCK = 256;  // tokens that are added up before the sum over blocks
-
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 struct Scaled {
     const float* logits;
@@ -22,17 +20,21 @@ float one(const float* logits, int64_t token, float temperature) {
     return temperature == 1.0f ? logits[token] : logits[token] / temperature;
 }
 
+float largest_of(const float* logits, int64_t n) {
+    V largest = set1(-INFINITY);
+    for (int64_t i = 0; i < n; i += 16)
+        largest = max(select(first(n - i), load_first(logits + i, n - i), set1(-INFINITY)), largest);
+    return max_lanes(largest);
+}
+
 }  // namespace
 
 int64_t blocks_of(int64_t n) { return (n + BLOCK - 1) / BLOCK; }
 
 void row_sum(const float* logits, int64_t n, float temperature, RowSum* out, double* blocks, float* weights) {
     const Scaled scaled{logits, set1(temperature), temperature != 1.0f};
-    const V low = set1(-INFINITY);
-    V largest = low;
-    for (int64_t i = 0; i < n; i += 16)  // before the temperature, which keeps the order; NaN shows in the sum
-        largest = max(select(first(n - i), load_first(logits + i, n - i), low), largest);
-    const float best = max_lanes(largest), peak = temperature == 1.0f ? best : best / temperature;
+    // before the temperature, which keeps the order; NaN shows in the sum
+    const float best = largest_of(logits, n), peak = temperature == 1.0f ? best : best / temperature;
     double total = 0.0, products = 0.0;
     const V p = set1(peak);
     for (int64_t from = 0; from < n; from += BLOCK) {
@@ -59,10 +61,7 @@ void row_sum(const float* logits, int64_t n, float temperature, RowSum* out, dou
 }
 
 int64_t most_likely(const float* logits, int64_t n) {
-    V largest = set1(-INFINITY);
-    for (int64_t i = 0; i < n; i += 16)
-        largest = max(select(first(n - i), load_first(logits + i, n - i), set1(-INFINITY)), largest);
-    const float best = max_lanes(largest);
+    const float best = largest_of(logits, n);
     for (int64_t i = 0; i < n; i++)
         if (logits[i] == best) return i;
     return 0;

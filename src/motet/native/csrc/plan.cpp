@@ -18,9 +18,11 @@ constexpr int64_t TALL = 256;     // products of so many rows are shared by rows
 constexpr int64_t TILE = 12;      // rows that such parts are a multiple of
 constexpr int64_t TALL_TILES = 12;
 constexpr int64_t DEEP = 768;     // of k at a time, a multiple of 32, where there are many rows
-constexpr int64_t STRIP = 64;     // rows of a weight that are packed at a time
+constexpr int64_t BLOCK_TILES = 6;  // tiles of a block of rows, whose numbers stay in the cache from one product to the next
+constexpr int64_t PACKED = 3072;  // rows of a weight that are packed at a time, where gradients read them
+constexpr int64_t STRIP = 64;     // of them, rows of a thread's part
 constexpr int64_t UNITS = 6;     // units of columns of a part, at least
-constexpr int64_t CHUNK = 64;     // columns of a gradient that are made at a time
+constexpr int64_t CHUNK = 128;    // columns of a gradient that are made at a time
 
 // ---- memory ---------------------------------------------------------------------------------------------------------------
 
@@ -64,6 +66,7 @@ class Scratch {
 thread_local Scratch scratch;    // of a pass
 thread_local Scratch head_room;  // of a product of the head
 thread_local Scratch part_room;  // of a part of one
+thread_local Scratch block_room;
 thread_local Scratch turned_room;
 
 int64_t attended(const Plan& plan) { return plan.heads * plan.head_width; }
@@ -75,8 +78,13 @@ Arithmetic arithmetic_of(const Plan& plan) { return Arithmetic(plan.arithmetic);
 const void* at(Type type, const void* x, int64_t place) { return static_cast<const char*>(x) + place * bytes_of(type); }
 void* at(Type type, void* x, int64_t place) { return static_cast<char*>(x) + place * bytes_of(type); }
 
-// Bytes of the room that `product_back` needs.
-int64_t back_bytes(Type type, const Weight& w) { return w.rows ? packed_bytes(type, std::min(DEEP, w.n), w.k) : 0; }
+void write_typed(Type type, const float* from, void* to, int64_t n) {
+    if (type == Type::bf16) return to_bf16(from, static_cast<bf16*>(to), n);
+    std::memcpy(to, from, size_t(n) * 4);
+}
+
+// Bytes of the room that `pack_back` needs.
+int64_t back_bytes(Type type, const Weight& w) { return w.rows ? packed_bytes(type, std::min(PACKED, w.n), w.k) : 0; }
 
 // What the backward pass reads of a layer.
 struct Kept {
@@ -108,6 +116,13 @@ struct Rows {  // of a run or a span, few enough for a part of a call
 void cut(std::vector<Rows>& rows, int64_t of, int64_t first, int64_t n, int64_t step = ROWS) {
     for (int64_t done = 0; done < n; done += step) rows.push_back({of, first + done, std::min(step, n - done)});
 }
+
+// Rows that go through a stretch of a layer together: all of a short pass, or few enough of a long one that they stay in the cache.
+struct Block {
+    int64_t first, n, threads;
+    float* y;  // room for what a product gives
+    void* a;   // and for what it reads
+};
 
 // Which rows the experts of a layer compute: a choice of a row has a place among the rows of all experts, expert by expert.
 struct Routed {
@@ -144,7 +159,7 @@ class Call {
     const Type type;
     const Arithmetic arithmetic;
     int64_t columns[4] = {0, 0, 0, 0};  // the widest A of each fused linear
-    std::vector<Rows> run_rows, span_rows;
+    std::vector<Rows> span_rows;
     float *x, *y;
     void *a, *narrow, *keys, *values;
     void* chosen_typed;  // rows of experts
@@ -152,27 +167,24 @@ class Call {
     // backward
     float *dx = nullptr, *dy, *din, *ds, *dk, *dv;
     float* drouter;
-    void *dy_typed, *ds_typed, *drouter_typed, *packed;
+    void *dy_typed, *down_typed, *ds_typed, *drouter_typed, *packed;
 
     Call(const Plan& plan, const Pass& pass) : plan(plan), pass(pass), type(type_of(plan)), arithmetic(arithmetic_of(plan)) {
-        const int64_t step = std::clamp(pass.n_rows / pass.threads / (4 * ROWS), int64_t{1}, int64_t{16}) * ROWS;
-        for (int64_t r = 0; r < pass.n_runs; r++) {
-            cut(run_rows, r, pass.runs[r].first, pass.runs[r].last - pass.runs[r].first, step);
+        for (int64_t r = 0; r < pass.n_runs; r++)
             for (int64_t i = 0; i < plan.n_layers * 4; i++)
                 columns[i % 4] = std::max(columns[i % 4], pass.runs[r].adapter->linears[i].columns);
-        }
         for (int64_t s = 0; s < pass.n_spans; s++) cut(span_rows, s, 0, pass.spans[s].n_rows);
     }
 
     void carve(Carver& memory, bool backward) {
         int64_t rows = pass.n_rows, size = bytes_of(type), inner = *std::max_element(columns, columns + 4);
-        int64_t in = std::max({plan.width, attended(plan), plan.inner});
-        int64_t out = std::max({joint(plan), 2 * plan.inner * computed(plan), plan.width});
+        int64_t in = widest_in(), out = std::max(widest_out(), 2 * plan.inner * computed(plan));
+        bool whole = !tall() || plan.n_experts;  // else blocks have room of their own
         int64_t by_experts = plan.n_experts ? rows * plan.n_chosen * expert_wide() : 0;
         int64_t pool = pass.keys ? 0 : pass.n_blocks * pass.block * keys_wide(plan);
         x = memory.take<float>(rows * plan.width);
-        y = memory.take<float>(backward && !pass.recompute ? 0 : rows * out);
-        a = memory.take_bytes(rows * in * size);
+        y = memory.take<float>(whole && (!backward || pass.recompute) ? rows * out : 0);
+        a = memory.take_bytes(whole || backward ? rows * in * size : 0);
         narrow = memory.take_bytes(rows * inner * size);
         keys = memory.take_bytes(pool * size);
         values = memory.take_bytes(pool * size);
@@ -182,6 +194,7 @@ class Call {
         dx = memory.take<float>(rows * plan.width);
         dy = memory.take<float>(rows * std::max(joint(plan), plan.width));
         dy_typed = memory.take_bytes(rows * out * size);
+        down_typed = memory.take_bytes(rows * plan.width * size);
         din = memory.take<float>(rows * in);
         ds = memory.take<float>(rows * inner);
         ds_typed = memory.take_bytes(rows * inner * size);
@@ -195,43 +208,75 @@ class Call {
         packed = memory.take_bytes(largest);
     }
 
-    Pool pool(int64_t layer) const {
-        void* k = pass.keys ? pass.keys[layer] : keys;
-        void* v = pass.keys ? pass.values[layer] : values;
-        return {type, k, v, pass.n_blocks, pass.block, plan.kv_heads, plan.head_width};
-    }
+    // Whether threads share blocks: there are some tiles for each.
+    bool tall() const { return pass.n_rows >= std::max(TALL, 2 * TILE * pass.threads); }
+    int64_t widest_in() const { return std::max({plan.width, attended(plan), plan.inner}); }
+    int64_t widest_out() const { return std::max({joint(plan), 2 * plan.inner, plan.width}); }
+    Block all() const { return {0, pass.n_rows, pass.threads, y, a}; }
 
     // f(part) for each part; threads share them.
     template <class F>
     void shared(int64_t parts, F&& f) const {
-        parallel(pass.threads, parts, [&](int64_t part) {
-            FlushDenormals flush;
-            f(part);
-        });
+        parallel(pass.threads, parts, std::forward<F>(f));
     }
 
     // f(first, n) on some of the rows each
     template <class F>
-    void by_rows(F&& f) const {
-        shared((pass.n_rows + ROWS - 1) / ROWS,
-               [&](int64_t part) { f(part * ROWS, std::min(ROWS, pass.n_rows - part * ROWS)); });
+    void by_rows(const Block& of, F&& f) const {
+        parallel(of.threads, (of.n + ROWS - 1) / ROWS,
+                 [&](int64_t part) { f(of.first + part * ROWS, std::min(ROWS, of.n - part * ROWS)); });
+    }
+
+    // f(block): threads share the blocks of a long pass, and each op of a short one.
+    template <class F>
+    void by_blocks(F&& f) const {
+        if (!tall()) return f(all());
+        const int64_t tiles = (pass.n_rows + TILE - 1) / TILE, least = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
+        const int64_t blocks = std::min(round_up(least, pass.threads), tiles);
+        shared(blocks, [&](int64_t part) {
+            const int64_t first = tiles * part / blocks * TILE, n = std::min(tiles * (part + 1) / blocks * TILE, pass.n_rows) - first;
+            const int64_t outputs = round_up(n * widest_out() * 4, 64);
+            char* memory = static_cast<char*>(block_room.at_least(outputs + n * widest_in() * bytes_of(type)));
+            f(Block{first, n, 1, reinterpret_cast<float*>(memory), memory + outputs});
+        });
+    }
+
+    // f(run, first, n) on some of the block's rows of a run each
+    template <class F>
+    void by_runs(const Block& of, F&& f) const {
+        const int64_t step = std::clamp(of.n / of.threads / (4 * ROWS), int64_t{1}, int64_t{16}) * ROWS;
+        std::vector<Rows> parts;
+        for (int64_t r = 0; r < pass.n_runs; r++) {
+            const int64_t first = std::max(pass.runs[r].first, of.first), last = std::min(pass.runs[r].last, of.first + of.n);
+            cut(parts, r, first, last - first, step);
+        }
+        parallel(of.threads, int64_t(parts.size()), [&](int64_t part) {
+            const Rows& own = parts[size_t(part)];
+            f(pass.runs[own.of], own.first, own.n);
+        });
     }
 
     void typed(const float* from, int64_t ldf, void* to, int64_t ldt, int64_t rows, int64_t n) const {
-        for (int64_t row = 0; row < rows; row++) {
-            if (type == Type::bf16)
-                to_bf16(from + row * ldf, static_cast<bf16*>(to) + row * ldt, n);
-            else
-                std::memcpy(static_cast<float*>(to) + row * ldt, from + row * ldf, size_t(n) * 4);
-        }
+        for (int64_t row = 0; row < rows; row++) write_typed(type, from + row * ldf, at(type, to, row * ldt), n);
     }
 
-    // What attention and MLP read of the stream: its norm, where there is one.
-    void norm(const float* from, const float* weight, void* to) const {
-        by_rows([&](int64_t row, int64_t m) {
-            if (!weight) return typed(from + row * plan.width, plan.width, at(type, to, row * plan.width), plan.width, m, plan.width);
-            rms_norm(from + row * plan.width, plan.width, weight, plan.epsilon, type, at(type, to, row * plan.width),
-                     plan.width, nullptr, m, plan.width);
+    // C [m × n] (+)= A [m × k] · B, in the type of the plan
+    Product times(const void* a, int64_t lda, const void* b, int64_t b_k, float* c, int64_t ldc, int64_t m, int64_t k, int64_t n,
+                  bool add = false) const {
+        return {a, type, lda, b, type, b_k, c, ldc, m, k, n, add, arithmetic};
+    }
+
+    // Rows of a block, in the type of the plan.
+    void typed_rows(const Block& of, const float* from, void* to, int64_t n) const {
+        by_rows(of, [&](int64_t row, int64_t m) { typed(from + row * n, n, at(type, to, (row - of.first) * n), n, m, n); });
+    }
+
+    // What attention and MLP read of the stream: its norm, where there is one. `to` is the block's.
+    void norm(const Block& of, const float* from, const float* weight, void* to) const {
+        const int64_t n = plan.width;
+        if (!weight) return typed_rows(of, from, to, n);
+        by_rows(of, [&](int64_t row, int64_t m) {
+            rms_norm(from + row * n, n, weight, plan.epsilon, type, at(type, to, (row - of.first) * n), n, m, n);
         });
     }
 
@@ -245,17 +290,30 @@ class Call {
     void backward_layer(int64_t layer, Kept& kept, const float* x_in);
 
  private:
-    void linear(int64_t layer, int which, float* to, bool add, float* inner) const;
-    void add_linear(int64_t layer, int which, const float* norm, float* before, float* inner) const;
-    const float* slope_of_added(const float* norm, const float* before) const;
+    void product_of(const Block& of, const Product& p) const;
+    void linear(const Block& of, int64_t layer, int which, float* to, bool add, float* inner) const;
+    void add_linear(const Block& of, int64_t layer, int which, const float* norm, float* before, float* inner) const;
+    void slope_of_added(const Block& of, const float* norm, const float* before, void* to) const;
+    Attention written(int64_t layer, const Kept& kept) const;
     void attention(int64_t layer, Kept& kept) const;
-    void rotate(const Layer& layer, Kept& kept) const;
+    void rotate(const Block& of, const Layer& layer, Kept& kept) const;
     void rope_rows(const Layer& layer, float* rows, bool back, int64_t first, int64_t m) const;
-    void linear_back(int64_t layer, int which, const float* slope, const void* in, float* inner, float* to);
-    void gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* in, const float* inner, int64_t wide);
+    template <class Before, class After>
+    void linear_back(int64_t layer, int which, const void* slope, float* inner, float* whole, bool wanted, Before&& before,
+                     After&& after);
+    void gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* slope, const float* inner, int64_t wide);
     void attention_back(int64_t layer, Kept& kept);
     void experts(const Layer& layer, Kept& kept) const;
     void experts_back(const Layer& layer, Kept& kept, const float* slope) const;
+    // f(place, weight, heads, numbers of each) for queries and for keys of each row that has norms of heads; n numbers are rows
+    template <class F>
+    void by_head_norms(const Layer& layer, int64_t n, F&& f) const {
+        const int64_t q = attended(plan), k = keys_wide(plan), e = plan.head_width;
+        for (int64_t row = 0; layer.norm_q && row < n; row += joint(plan)) {
+            f(row, layer.norm_q, plan.norms_whole ? 1 : plan.heads, plan.norms_whole ? q : e);
+            f(row + q, layer.norm_k, plan.norms_whole ? 1 : plan.kv_heads, plan.norms_whole ? k : e);
+        }
+    }
     // f(weights, first, n) on some of the rows of each expert
     template <class F>
     void by_experts(const Layer& layer, const Routed& routed, F&& f) const {
@@ -266,6 +324,18 @@ class Call {
     }
 };
 
+// The same sums, with columns that stay near.
+void product_by_depth(const Product& p) {
+    for (int64_t first = 0; first < p.k; first += DEEP) {
+        Product some = p;
+        some.a = at(p.a_type, p.a, first);
+        some.b = at(p.b_type, p.b, first * LANES);
+        some.k = std::min(DEEP, p.k - first);
+        some.add = p.add || first > 0;
+        product(some);
+    }
+}
+
 // Threads share few rows by columns, and many by rows, so that a thread's part of A stays near it.
 void shared_product(const Product& p, int64_t threads) {
     const int64_t units = (p.n + LANES - 1) / LANES, tiles = (p.m + TILE - 1) / TILE;
@@ -273,7 +343,6 @@ void shared_product(const Product& p, int64_t threads) {
     const int64_t few = tall > 1 ? (2 * threads + tall - 1) / tall : 4 * threads;  // parts of columns
     const int64_t wide = threads == 1 ? 1 : std::max<int64_t>(1, std::min(units / UNITS, tall > 1 && few < 3 ? 1 : few));
     parallel(threads, tall * wide, [&](int64_t part) {
-        FlushDenormals flush;
         const int64_t down = part / wide, across = part % wide;
         Product own = wide > 1 ? columns_of(p, units * across / wide, units * (across + 1) / wide) : p;
         if (tall == 1) return product(own);
@@ -281,68 +350,60 @@ void shared_product(const Product& p, int64_t threads) {
         own.a = at(p.a_type, p.a, top * p.lda);
         own.c = own.c + top * p.ldc;
         own.m = std::min(tiles * (down + 1) / tall * TILE, p.m) - top;
-        for (int64_t first = 0; first < p.k; first += DEEP) {  // the same sums, with columns that stay near
-            Product some = own;
-            some.a = at(p.a_type, own.a, first);
-            some.b = at(p.b_type, own.b, first * LANES);
-            some.k = std::min(DEEP, p.k - first);
-            some.add = own.add || first > 0;
-            product(some);
-        }
+        product_by_depth(own);
     });
 }
 
-// out [rows × k] = slope [rows × n] · W. Rows of W are packed a part at a time, so that no second copy of it stays.
-void product_back(const Weight& w, Type type, const void* slope, float* out, int64_t rows, Arithmetic arithmetic, int64_t threads,
-                  void* room) {
-    if (!w.rows) return shared_product({slope, type, w.n, w.back, type, w.n, out, w.k, rows, w.n, w.k, false, arithmetic}, threads);
-    for (int64_t first = 0; first < w.n; first += DEEP) {
-        const int64_t deep = std::min(DEEP, w.n - first), unit = packed_bytes(type, deep, LANES) / bytes_of(type);
-        parallel(threads, (deep + STRIP - 1) / STRIP, [&](int64_t part) {
-            const int64_t row = part * STRIP, n = std::min(STRIP, deep - row);
-            for (int64_t column = 0; column < w.k; column += LANES)
-                pack(type, at(type, w.rows, (first + row) * w.k + column), w.k, 1, n, std::min(LANES, w.k - column), type,
-                     at(type, room, column / LANES * unit + row * LANES));
-        });
-        shared_product({at(type, slope, first), type, w.n, room, type, deep, out, w.k, rows, deep, w.k, first > 0, arithmetic},
-                       threads);
-    }
+void Call::product_of(const Block& of, const Product& p) const { tall() ? product_by_depth(p) : shared_product(p, of.threads); }
+
+// Rows [first, first + deep) of W, for products of gradients: so that no second copy of it stays.
+void pack_back(const Weight& w, Type type, int64_t first, int64_t deep, int64_t threads, void* room) {
+    const int64_t unit = packed_bytes(type, deep, LANES) / bytes_of(type);
+    parallel(threads, (deep + STRIP - 1) / STRIP, [&](int64_t part) {
+        const int64_t row = part * STRIP, n = std::min(STRIP, deep - row);
+        for (int64_t column = 0; column < w.k; column += LANES)
+            pack(type, at(type, w.rows, (first + row) * w.k + column), w.k, 1, n, std::min(LANES, w.k - column), type,
+                 at(type, room, column / LANES * unit + row * LANES));
+    });
 }
 
 // ---- forward ------------------------------------------------------------------------------------------------------------------
 
-// A fused linear of `a` [rows × k] with its bias and the adapters of each row; `inner` gets the products with A.
-void Call::linear(int64_t layer, int which, float* to, bool add, float* inner) const {
+// A fused linear of the block's `a` [rows × k] with its bias and the adapters of each row; `inner` gets the products with A. `to`
+// is the block's, `inner` the pass's.
+void Call::linear(const Block& of, int64_t layer, int which, float* to, bool add, float* inner) const {
     const Weight& w = plan.layers[layer].linears[which];
     const int64_t wide = columns[which];
-    shared_product({a, type, w.k, w.forward, type, w.k, to, w.n, pass.n_rows, w.k, w.n, add, arithmetic}, pass.threads);
-    if (w.bias) by_rows([&](int64_t row, int64_t m) { add_rows(to + row * w.n, w.n, w.bias, 0, m, w.n); });
+    product_of(of, times(of.a, w.k, w.forward, w.k, to, w.n, of.n, w.k, w.n, add));
+    if (w.bias)
+        by_rows(of, [&](int64_t row, int64_t m) { add_rows(to + (row - of.first) * w.n, w.n, w.bias, 0, m, w.n); });
     if (!wide) return;
-    shared(int64_t(run_rows.size()), [&](int64_t part) {
-        const Rows& own = run_rows[part];
-        const Lora& lora = pass.runs[own.of].adapter->linears[layer * 4 + which];
+    by_runs(of, [&](const Run& run, int64_t first, int64_t n) {
+        const Lora& lora = run.adapter->linears[layer * 4 + which];
         if (!lora.n_parts) return;
-        float* s = inner + own.first * wide;
-        void* s_typed = at(type, narrow, own.first * wide);
-        product({at(type, a, own.first * w.k), type, w.k, lora.a, type, w.k, s, wide, own.n, w.k, lora.columns, false, arithmetic});
-        typed(s, wide, s_typed, wide, own.n, lora.columns);
+        float* s = inner + first * wide;
+        void* s_typed = at(type, narrow, first * *std::max_element(columns, columns + 4));  // blocks may be at other linears
+        const int64_t row = first - of.first;
+        product(times(at(type, of.a, row * w.k), w.k, lora.a, w.k, s, wide, n, w.k, lora.columns));
+        typed(s, wide, s_typed, wide, n, lora.columns);
         for (int64_t p = 0; p < lora.n_parts; p++) {
             const Part& b = lora.parts[p];
-            product({at(type, s_typed, p * lora.rank), type, wide, b.b, type, lora.rank, to + own.first * w.n + b.first, w.n,
-                     own.n, lora.rank, b.n, true, arithmetic});
+            const void* narrow_part = at(type, s_typed, p * lora.rank);
+            product(times(narrow_part, wide, b.b, lora.rank, to + row * w.n + b.first, w.n, n, lora.rank, b.n, true));
         }
     });
 }
 
 // Adds to the stream a linear of `a`: through a norm where there is one, and multiplied as the plan says.
-void Call::add_linear(int64_t layer, int which, const float* norm, float* before, float* inner) const {
-    if (!norm && plan.residual == 1.0f) return linear(layer, which, x, true, inner);
-    float* given = norm ? before : y;
-    linear(layer, which, given, false, inner);
-    by_rows([&](int64_t row, int64_t m) {
-        const int64_t n = plan.width, place = row * n;
-        if (norm) rms_norm(given + place, n, norm, plan.epsilon, Type::f32, y + place, n, nullptr, m, n);
-        add_rows(x + place, n, y + place, n, m, n, plan.residual);
+void Call::add_linear(const Block& of, int64_t layer, int which, const float* norm, float* before, float* inner) const {
+    const int64_t n = plan.width;
+    if (!norm && plan.residual == 1.0f) return linear(of, layer, which, x + of.first * n, true, inner);
+    float* given = norm ? before + of.first * n : of.y;
+    linear(of, layer, which, given, false, inner);
+    by_rows(of, [&](int64_t row, int64_t m) {
+        const int64_t place = (row - of.first) * n;
+        if (norm) rms_norm(given + place, n, norm, plan.epsilon, Type::f32, of.y + place, n, m, n);
+        add_rows(x + row * n, n, of.y + place, n, m, n, plan.residual);
     });
 }
 
@@ -358,35 +419,35 @@ void Call::rope_rows(const Layer& layer, float* rows, bool back, int64_t first, 
 }
 
 // Norms of heads, where there are any, and rotation, of queries and keys.
-void Call::rotate(const Layer& layer, Kept& kept) const {
-    const int64_t n = joint(plan), wide = attended(plan), kv_wide = keys_wide(plan);
-    const int64_t q_norm = plan.norms_whole ? wide : plan.head_width, k_norm = plan.norms_whole ? kv_wide : plan.head_width;
-    by_rows([&](int64_t first, int64_t m) {
+void Call::rotate(const Block& of, const Layer& layer, Kept& kept) const {
+    const int64_t n = joint(plan);
+    by_rows(of, [&](int64_t first, int64_t m) {
         float* rows = kept.qkv + first * n;
-        if (layer.norm_q) {
-            std::memcpy(kept.plain + first * n, rows, size_t(m * n) * 4);
-            for (int64_t row = 0; row < m; row++) {
-                const float* from = kept.plain + (first + row) * n;
-                float* to = rows + row * n;
-                rms_norm(from, q_norm, layer.norm_q, plan.epsilon, Type::f32, to, q_norm, nullptr, wide / q_norm, q_norm);
-                rms_norm(from + wide, k_norm, layer.norm_k, plan.epsilon, Type::f32, to + wide, k_norm, nullptr, kv_wide / k_norm,
-                         k_norm);
-            }
-        }
+        if (layer.norm_q) std::memcpy(kept.plain + first * n, rows, size_t(m * n) * 4);
+        by_head_norms(layer, m * n, [&](int64_t place, const float* weight, int64_t heads, int64_t wide) {
+            const float* from = kept.plain + first * n + place;
+            rms_norm(from, wide, weight, plan.epsilon, Type::f32, rows + place, wide, heads, wide);
+        });
         rope_rows(layer, rows, false, first, m);
     });
 }
 
-void Call::attention(int64_t layer, Kept& kept) const {
+// Writes keys and values, and says what is to be attended.
+Attention Call::written(int64_t layer, const Kept& kept) const {
     const int64_t n = joint(plan), wide = attended(plan);
-    const Pool pool = this->pool(layer);
+    void *keys = pass.keys ? pass.keys[layer] : this->keys, *values = pass.keys ? pass.values[layer] : this->values;
+    const Pool pool{type, keys, values, pass.n_blocks, pass.block, plan.kv_heads, plan.head_width};
     shared(pass.n_writes, [&](int64_t part) {
         write_keys_values(pool, pass.writes[part], kept.qkv + wide, n, kept.qkv + wide + keys_wide(plan), n);
     });
-    std::memset(kept.out, 0, size_t(pass.n_rows * wide) * 4);
     const Layer& of = plan.layers[layer];
-    Attention call{pool, arithmetic, plan.heads / plan.kv_heads, of.scale, of.softcap, of.window, nullptr,
-                   kept.qkv, n, kept.out, wide, kept.log_sums};
+    return {pool, arithmetic, plan.heads / plan.kv_heads, of.scale, of.softcap, of.window, nullptr, kept.qkv, n, kept.out, wide,
+            kept.log_sums};
+}
+
+void Call::attention(int64_t layer, Kept& kept) const {
+    const Attention call = written(layer, kept);
+    std::memset(kept.out, 0, size_t(pass.n_rows * attended(plan)) * 4);
     shared(int64_t(span_rows.size()) * plan.kv_heads, [&](int64_t part) {
         const Rows& own = span_rows[part / plan.kv_heads];
         Span span = pass.spans[own.of];
@@ -398,20 +459,19 @@ void Call::attention(int64_t layer, Kept& kept) const {
 // Experts of `a`, added to the stream in the order of their numbers.
 void Call::experts(const Layer& layer, Kept& kept) const {
     const int64_t width = plan.width, inner = plan.inner, n = plan.n_experts, wide = expert_wide();
-    shared_product({a, type, width, layer.router.forward, type, width, kept.router, n, pass.n_rows, width, n, false, arithmetic},
-                   pass.threads);
+    shared_product(times(a, width, layer.router.forward, width, kept.router, n, pass.n_rows, width, n), pass.threads);
     const Routed routed(plan, pass.n_rows, kept.router);
     by_experts(layer, routed, [&](const Weight* w, int64_t first, int64_t m) {
         float *both = y + first * 2 * inner, *given = chosen + first * wide;
         void* in = at(type, chosen_typed, first * wide);
         for (int64_t i = 0; i < m; i++)
             std::memcpy(at(type, in, i * wide), at(type, a, routed.row_at(first + i) * width), size_t(width * bytes_of(type)));
-        product({in, type, wide, w[0].forward, type, width, both, 2 * inner, m, width, 2 * inner, false, arithmetic});
+        product(times(in, wide, w[0].forward, width, both, 2 * inner, m, width, 2 * inner));
         typed(both, 2 * inner, at(type, kept.gate_up, first * 2 * inner), 2 * inner, m, 2 * inner);
         gate_up({Gate(plan.gate), Type::f32, both, both + inner, 2 * inner, m, inner}, type, in, wide);
-        product({in, type, wide, w[1].forward, type, inner, given, wide, m, inner, width, false, arithmetic});
+        product(times(in, wide, w[1].forward, inner, given, wide, m, inner, width));
     });
-    by_rows([&](int64_t row, int64_t m) {
+    by_rows(all(), [&](int64_t row, int64_t m) {
         for (int64_t i = row * routed.k; i < (row + m) * routed.k; i++)
             add_rows(x + i / routed.k * width, width, chosen + routed.place[size_t(i)] * wide, wide, 1, width, routed.shares[size_t(i)]);
     });
@@ -419,23 +479,31 @@ void Call::experts(const Layer& layer, Kept& kept) const {
 
 void Call::forward_layer(int64_t index, Kept& kept) {
     const Layer& layer = plan.layers[index];
-    norm(x, layer.norm_in, a);
-    linear(index, QKV, kept.qkv, false, kept.inner[QKV]);
-    rotate(layer, kept);
-    attention(index, kept);
-    const int64_t wide = attended(plan), inner = plan.inner;
-    by_rows([&](int64_t row, int64_t m) { typed(kept.out + row * wide, wide, at(type, a, row * wide), wide, m, wide); });
-    add_linear(index, OUT, layer.norm_attended, kept.of_attention, kept.inner[OUT]);
-    std::memcpy(kept.x_mid, x, size_t(pass.n_rows * plan.width) * 4);
-    norm(x, layer.norm_mlp, a);
-    if (layer.experts) return experts(layer, kept);
-    linear(index, GATE_UP, y, false, kept.inner[GATE_UP]);
-    by_rows([&](int64_t row, int64_t m) {
-        const float* own = y + row * 2 * inner;
-        typed(own, 2 * inner, at(type, kept.gate_up, row * 2 * inner), 2 * inner, m, 2 * inner);
-        gate_up({Gate(plan.gate), Type::f32, own, own + inner, 2 * inner, m, inner}, type, at(type, a, row * inner), inner);
+    const int64_t wide = attended(plan), inner = plan.inner, width = plan.width;
+    by_blocks([&](const Block& of) {
+        norm(of, x, layer.norm_in, of.a);
+        linear(of, index, QKV, kept.qkv + of.first * joint(plan), false, kept.inner[QKV]);
+        rotate(of, layer, kept);
     });
-    add_linear(index, DOWN, layer.norm_done, kept.of_mlp, kept.inner[DOWN]);
+    attention(index, kept);
+    by_blocks([&](const Block& of) {
+        typed_rows(of, kept.out, of.a, wide);
+        add_linear(of, index, OUT, layer.norm_attended, kept.of_attention, kept.inner[OUT]);
+        std::memcpy(kept.x_mid + of.first * width, x + of.first * width, size_t(of.n * width) * 4);
+        if (layer.experts) return;
+        norm(of, x, layer.norm_mlp, of.a);
+        linear(of, index, GATE_UP, of.y, false, kept.inner[GATE_UP]);
+        by_rows(of, [&](int64_t row, int64_t m) {
+            const float* own = of.y + (row - of.first) * 2 * inner;
+            typed(own, 2 * inner, at(type, kept.gate_up, row * 2 * inner), 2 * inner, m, 2 * inner);
+            gate_up({Gate(plan.gate), Type::f32, own, own + inner, 2 * inner, m, inner}, type,
+                    at(type, of.a, (row - of.first) * inner), inner);
+        });
+        add_linear(of, index, DOWN, layer.norm_done, kept.of_mlp, kept.inner[DOWN]);
+    });
+    if (!layer.experts) return;
+    norm(all(), x, layer.norm_mlp, a);
+    experts(layer, kept);
 }
 
 // ---- backward -----------------------------------------------------------------------------------------------------------------
@@ -455,7 +523,7 @@ void transpose(Type type, const void* from, int64_t ld, int64_t rows, int64_t co
 
 // Adds the gradients of a run's A and B on a fused linear. Each is a sum over the run's rows from its first; both are products of
 // a narrow transpose with wide rows.
-void Call::gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* in, const float* inner, int64_t wide) {
+void Call::gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* slope, const float* inner, int64_t wide) {
     const int64_t rows = run.last - run.first, size = bytes_of(type), narrow = round_up(rows * lora.columns * size, 64);
     char* turned = static_cast<char*>(turned_room.at_least(3 * narrow));
     void *s = turned, *s_t = turned + narrow, *ds_t = turned + 2 * narrow;
@@ -475,11 +543,11 @@ void Call::gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, con
         float* c = reinterpret_cast<float*>(memory + room);
         auto multiply = [&](const void* from, int64_t ld, int64_t columns, const void* left, int64_t m) {
             pack(type, from, ld, 1, rows, columns, type, memory);
-            product({left, type, rows, memory, type, rows, c, columns, m, rows, columns, false, arithmetic});
+            product(times(left, rows, memory, rows, c, columns, m, rows, columns));
         };
         if (part < parts_a) {
             const int64_t first = part * CHUNK, m = std::min(CHUNK, k - first);
-            multiply(at(type, in, run.first * k + first), k, m, ds_t, lora.columns);
+            multiply(at(type, a, run.first * k + first), k, m, ds_t, lora.columns);
             float* to = run.gradient + lora.gradient + first * lora.columns;
             for (int64_t i = 0; i < m; i++)
                 for (int64_t j = 0; j < lora.columns; j++) to[i * lora.columns + j] += run.scaling * c[j * m + i];
@@ -487,7 +555,7 @@ void Call::gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, con
         }
         const Rows& own = parts[part - parts_a];
         const Part& b = lora.parts[own.of];
-        multiply(at(type, dy_typed, run.first * n + b.first + own.first), n, own.n, at(type, s_t, own.of * lora.rank * rows), lora.rank);
+        multiply(at(type, slope, run.first * n + b.first + own.first), n, own.n, at(type, s_t, own.of * lora.rank * rows), lora.rank);
         for (int64_t r = 0; r < lora.rank; r++) {
             float* to = run.gradient + b.gradient + r * b.n + own.first;
             for (int64_t i = 0; i < own.n; i++) to[i] += c[r * own.n + i];
@@ -495,36 +563,45 @@ void Call::gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, con
     });
 }
 
-// From the gradient `slope` of what a fused linear gave (null: `dy_typed` has it) to one of its input `in`, in `to` (null: not
-// wanted).
-void Call::linear_back(int64_t layer, int which, const float* slope, const void* in, float* inner, float* to) {
+// From the gradient of what a fused linear gave, which `before(block)` puts in `slope`, to one of its input, where `wanted`:
+// `after(block, gradient)` gets it, and it is in `whole` where that is there. `a` is the input, once all blocks are through.
+template <class Before, class After>
+void Call::linear_back(int64_t layer, int which, const void* slope, float* inner, float* whole, bool wanted, Before&& before,
+                       After&& after) {
     const Weight& w = plan.layers[layer].linears[which];
-    const int64_t wide = columns[which];
-    if (slope)
-        by_rows([&](int64_t row, int64_t m) { typed(slope + row * w.n, w.n, at(type, dy_typed, row * w.n), w.n, m, w.n); });
-    if (to) product_back(w, type, dy_typed, to, pass.n_rows, arithmetic, pass.threads, packed);
-    if (!wide) return;
-    shared(int64_t(run_rows.size()), [&](int64_t part) {
-        const Rows& own = run_rows[part];
-        const Lora& lora = pass.runs[own.of].adapter->linears[layer * 4 + which];
-        if (!lora.n_parts) return;
-        float* narrow = ds + own.first * wide;
-        void* narrow_typed = at(type, ds_typed, own.first * wide);
-        for (int64_t row = 0; row < own.n; row++) std::memset(narrow + row * wide, 0, size_t(lora.columns) * 4);
-        for (int64_t p = 0; p < lora.n_parts; p++) {
-            const Part& b = lora.parts[p];
-            product({at(type, dy_typed, own.first * w.n + b.first), type, w.n, b.b_back, type, b.n, narrow + p * lora.rank, wide,
-                     own.n, b.n, lora.rank, false, arithmetic});
-        }
-        typed(narrow, wide, narrow_typed, wide, own.n, lora.columns);
-        if (to)
-            product({narrow_typed, type, wide, lora.a_back, type, lora.columns, to + own.first * w.k, w.k, own.n, lora.columns, w.k,
-                     true, arithmetic});
-    });
-    for (int64_t r = 0; r < pass.n_runs; r++) {
+    const int64_t wide = columns[which], step = wanted && w.rows ? PACKED : w.n;
+    if (!tall() || step < w.n) whole = din;
+    for (int64_t from = 0; from < w.n; from += step) {
+        const int64_t deep = std::min(step, w.n - from);
+        if (wanted && w.rows) pack_back(w, type, from, deep, pass.threads, packed);
+        by_blocks([&](const Block& of) {
+            float* to = whole ? whole + of.first * w.k : of.y;
+            if (!from) before(of);
+            const void *own = at(type, slope, of.first * w.n + from), *b = w.rows ? packed : w.back;
+            if (wanted) product_of(of, times(own, w.n, b, deep, to, w.k, of.n, deep, w.k, from > 0));
+            if (from + deep < w.n) return;
+            by_runs(of, [&](const Run& run, int64_t first, int64_t n) {
+                const Lora& lora = run.adapter->linears[layer * 4 + which];
+                if (!lora.n_parts) return;
+                float* narrow = ds + first * wide;
+                void* narrow_typed = at(type, ds_typed, first * wide);
+                for (int64_t row = 0; row < n; row++) std::memset(narrow + row * wide, 0, size_t(lora.columns) * 4);
+                for (int64_t p = 0; p < lora.n_parts; p++) {
+                    const Part& part = lora.parts[p];
+                    const void* own = at(type, slope, first * w.n + part.first);
+                    product(times(own, w.n, part.b_back, part.n, narrow + p * lora.rank, wide, n, part.n, lora.rank));
+                }
+                typed(narrow, wide, narrow_typed, wide, n, lora.columns);
+                float* out = to + (first - of.first) * w.k;
+                if (wanted) product(times(narrow_typed, wide, lora.a_back, lora.columns, out, w.k, n, lora.columns, w.k, true));
+            });
+            after(of, to);
+        });
+    }
+    for (int64_t r = 0; wide && r < pass.n_runs; r++) {
         const Run& run = pass.runs[r];
         const Lora& lora = run.adapter->linears[layer * 4 + which];
-        if (lora.n_parts && run.gradient) gradients(run, lora, w.k, w.n, in, inner, wide);
+        if (lora.n_parts && run.gradient) gradients(run, lora, w.k, w.n, slope, inner, wide);
     }
 }
 
@@ -532,19 +609,13 @@ void Call::linear_back(int64_t layer, int which, const float* slope, const void*
 void Call::attention_back(int64_t layer, Kept& kept) {
     const int64_t n = joint(plan), wide = attended(plan), e = plan.head_width, kv = plan.kv_heads;
     const Layer& own = plan.layers[layer];
-    const Pool pool = this->pool(layer);
     const int64_t of_block = kv * pass.block * e;
-    shared(pass.n_writes, [&](int64_t part) {
-        write_keys_values(pool, pass.writes[part], kept.qkv + wide, n, kept.qkv + wide + keys_wide(plan), n);
-    });
+    const AttentionBackward call{written(layer, kept), din, dy, n, dk, dv};
     shared(pass.n_blocks, [&](int64_t block) {
         std::memset(dk + block * of_block, 0, size_t(of_block) * 4);
         std::memset(dv + block * of_block, 0, size_t(of_block) * 4);
     });
     std::memset(dy, 0, size_t(pass.n_rows * n) * 4);
-    AttentionBackward call{{pool, arithmetic, plan.heads / kv, own.scale, own.softcap, own.window, nullptr, kept.qkv, n, kept.out,
-                            wide, kept.log_sums},
-                           din, dy, n, dk, dv};
     shared(pass.n_spans * kv, [&](int64_t part) { attend_backward(call, pass.spans[part / kv], part % kv, part % kv + 1); });
     shared(kv, [&](int64_t head) {  // a row that several sequences read gets their gradients in their order
         for (int64_t w = 0; w < pass.n_writes; w++) {
@@ -558,20 +629,15 @@ void Call::attention_back(int64_t layer, Kept& kept) {
             }
         }
     });
-    by_rows([&](int64_t first, int64_t m) {
+    by_rows(all(), [&](int64_t first, int64_t m) {
         float* rows = dy + first * n;
         rope_rows(own, rows, true, first, m);
-        if (!own.norm_q) return;
-        const int64_t q_norm = plan.norms_whole ? wide : e, k_norm = plan.norms_whole ? kv * e : e;
-        float* slope = static_cast<float*>(part_room.at_least((wide + kv * e) * 4));
-        for (int64_t row = 0; row < m; row++) {
-            const float* from = kept.plain + (first + row) * n;
-            std::memcpy(slope, rows + row * n, size_t(wide + kv * e) * 4);
-            float* to = rows + row * n;
-            rms_norm_backward(from, q_norm, own.norm_q, plan.epsilon, slope, q_norm, to, q_norm, false, wide / q_norm, q_norm);
-            rms_norm_backward(from + wide, k_norm, own.norm_k, plan.epsilon, slope + wide, k_norm, to + wide, k_norm, false,
-                              kv * e / k_norm, k_norm);
-        }
+        float* slope = static_cast<float*>(part_room.at_least(wide * 4));
+        by_head_norms(own, m * n, [&](int64_t place, const float* weight, int64_t heads, int64_t each) {
+            std::memcpy(slope, rows + place, size_t(heads * each) * 4);
+            const float* from = kept.plain + first * n + place;
+            rms_norm_backward(from, each, weight, plan.epsilon, slope, each, rows + place, each, false, heads, each);
+        });
     });
 }
 
@@ -586,7 +652,7 @@ void Call::experts_back(const Layer& layer, Kept& kept, const float* slope) cons
         const Gates both = gates(kept, first, m);
         for (int64_t i = 0; i < m; i++)
             typed(slope + routed.row_at(first + i) * width, width, at(type, in, i * wide), wide, 1, width);
-        product({in, type, wide, w[1].back, type, width, given, wide, m, width, inner, false, arithmetic});
+        product(times(in, wide, w[1].back, width, given, wide, m, width, inner));
         float* mixed = static_cast<float*>(part_room.at_least(m * inner * 4));
         gate_up(both, Type::f32, mixed, inner);
         for (int64_t i = 0; i < m; i++) {
@@ -595,9 +661,9 @@ void Call::experts_back(const Layer& layer, Kept& kept, const float* slope) cons
             for (int64_t e = 0; e < inner; e++) given[i * wide + e] *= routed.shares[choice];
         }
         gate_up_backward(both, given, wide, type, dboth, at(type, dboth, inner), 2 * inner);
-        product({dboth, type, 2 * inner, w[0].back, type, 2 * inner, given, wide, m, 2 * inner, width, false, arithmetic});
+        product(times(dboth, 2 * inner, w[0].back, 2 * inner, given, wide, m, 2 * inner, width));
     });
-    by_rows([&](int64_t first, int64_t m) {
+    by_rows(all(), [&](int64_t first, int64_t m) {
         std::memset(din + first * width, 0, size_t(m * width) * 4);
         for (int64_t row = first; row < first + m; row++) {
             const size_t i = size_t(row * routed.k);
@@ -608,51 +674,71 @@ void Call::experts_back(const Layer& layer, Kept& kept, const float* slope) cons
         }
         typed(drouter + first * n, n, at(type, drouter_typed, first * n), n, m, n);
     });
-    shared_product({drouter_typed, type, n, layer.router.back, type, n, din, width, pass.n_rows, n, width, true, arithmetic},
-                   pass.threads);
+    shared_product(times(drouter_typed, n, layer.router.back, n, din, width, pass.n_rows, n, width, true), pass.threads);
 }
 
-// From the gradient of the stream to one of what `add_linear` multiplied, in `dy` where they differ.
-const float* Call::slope_of_added(const float* norm, const float* before) const {
-    if (!norm && plan.residual == 1.0f) return dx;
-    by_rows([&](int64_t row, int64_t m) {
-        const int64_t n = plan.width, place = row * n;
-        std::memset(dy + place, 0, size_t(m * n) * 4);
-        add_rows(dy + place, n, dx + place, n, m, n, plan.residual);
-        if (norm) rms_norm_backward(before + place, n, norm, plan.epsilon, dy + place, n, dy + place, n, false, m, n);
+// From the gradient of the stream to one of what `add_linear` multiplied, for products.
+void Call::slope_of_added(const Block& of, const float* norm, const float* before, void* to) const {
+    const int64_t n = plan.width;
+    by_rows(of, [&](int64_t row, int64_t m) {
+        const int64_t place = row * n;
+        const float* slope = dx + place;
+        if (norm || plan.residual != 1.0f) {
+            std::memset(dy + place, 0, size_t(m * n) * 4);
+            add_rows(dy + place, n, dx + place, n, m, n, plan.residual);
+            if (norm) rms_norm_backward(before + place, n, norm, plan.epsilon, dy + place, n, dy + place, n, false, m, n);
+            slope = dy + place;
+        }
+        typed(slope, n, at(type, to, place), n, m, n);
     });
-    return dy;
 }
 
 void Call::backward_layer(int64_t index, Kept& kept, const float* x_in) {
     const Layer& layer = plan.layers[index];
-    const int64_t wide = attended(plan), inner = plan.inner, width = plan.width;
-    auto through_norm = [&](const float* from, const float* weight) {
-        by_rows([&](int64_t row, int64_t m) {
-            int64_t place = row * width;
-            if (!weight) return add_rows(dx + place, width, din + place, width, m, width);
-            rms_norm_backward(from + place, width, weight, plan.epsilon, din + place, width, dx + place, width, true, m, width);
+    const int64_t wide = attended(plan), inner = plan.inner, width = plan.width, n = joint(plan);
+    auto through_norm = [&](const Block& of, const float* slope, const float* from, const float* weight) {
+        by_rows(of, [&](int64_t row, int64_t m) {
+            const float* own = slope + (row - of.first) * width;
+            if (!weight) return add_rows(dx + row * width, width, own, width, m, width);
+            rms_norm_backward(from + row * width, width, weight, plan.epsilon, own, width, dx + row * width, width, true, m, width);
         });
     };
     if (layer.experts) {
         experts_back(layer, kept, dx);
+        through_norm(all(), din, kept.x_mid, layer.norm_mlp);
     } else {
-        by_rows([&](int64_t row, int64_t m) { gate_up(gates(kept, row, m), type, at(type, a, row * inner), inner); });
-        linear_back(index, DOWN, slope_of_added(layer.norm_done, kept.of_mlp), a, kept.inner[DOWN], din);
-        by_rows([&](int64_t row, int64_t m) {
-            void* slope = at(type, dy_typed, row * 2 * inner);
-            gate_up_backward(gates(kept, row, m), din + row * inner, inner, type, slope, at(type, slope, inner), 2 * inner);
-        });
-        norm(kept.x_mid, layer.norm_mlp, a);
-        linear_back(index, GATE_UP, nullptr, a, kept.inner[GATE_UP], din);
+        linear_back(
+            index, DOWN, down_typed, kept.inner[DOWN], nullptr, true,
+            [&](const Block& of) { slope_of_added(of, layer.norm_done, kept.of_mlp, down_typed); },
+            [&](const Block& of, const float* slope) {
+                by_rows(of, [&](int64_t row, int64_t m) {
+                    void* to = at(type, dy_typed, row * 2 * inner);
+                    gate_up_backward(gates(kept, row, m), slope + (row - of.first) * inner, inner, type, to, at(type, to, inner),
+                                     2 * inner, at(type, a, row * inner), inner);
+                });
+            });
+        linear_back(
+            index, GATE_UP, dy_typed, kept.inner[GATE_UP], nullptr, true,
+            [&](const Block& of) { norm(of, kept.x_mid, layer.norm_mlp, at(type, a, of.first * width)); },
+            [&](const Block& of, const float* slope) { through_norm(of, slope, kept.x_mid, layer.norm_mlp); });
     }
-    through_norm(kept.x_mid, layer.norm_mlp);
-    by_rows([&](int64_t row, int64_t m) { typed(kept.out + row * wide, wide, at(type, a, row * wide), wide, m, wide); });
-    linear_back(index, OUT, slope_of_added(layer.norm_attended, kept.of_attention), a, kept.inner[OUT], din);
+    linear_back(
+        index, OUT, down_typed, kept.inner[OUT], din, true,
+        [&](const Block& of) {
+            typed_rows(of, kept.out, at(type, a, of.first * wide), wide);
+            slope_of_added(of, layer.norm_attended, kept.of_attention, down_typed);
+        },
+        [](const Block&, const float*) {});
     attention_back(index, kept);
-    norm(x_in, layer.norm_in, a);
-    linear_back(index, QKV, dy, a, kept.inner[QKV], index ? din : nullptr);
-    if (index) through_norm(x_in, layer.norm_in);
+    linear_back(
+        index, QKV, dy_typed, kept.inner[QKV], nullptr, index > 0,
+        [&](const Block& of) {
+            norm(of, x_in, layer.norm_in, at(type, a, of.first * width));
+            typed_rows(of, dy, at(type, dy_typed, of.first * n), n);
+        },
+        [&](const Block& of, const float* slope) {
+            if (index) through_norm(of, slope, x_in, layer.norm_in);
+        });
 }
 
 // ---- what a caller may ask ----------------------------------------------------------------------------------------------------
@@ -721,7 +807,7 @@ void forward(const Plan& plan, const Pass& pass) {
     Carver carver(pass.kept);
     Memory memory(carver, call);
     const int64_t width = plan.width, bytes = pass.n_rows * width * 4;
-    call.by_rows([&](int64_t row, int64_t m) {
+    call.by_rows(call.all(), [&](int64_t row, int64_t m) {
         embed(call.type, plan.embedding, pass.tokens + row, plan.embedding_scale, call.x + row * width, width, m, width);
     });
     for (int64_t layer = 0; layer < plan.n_layers; layer++) {
@@ -729,9 +815,8 @@ void forward(const Plan& plan, const Pass& pass) {
         call.forward_layer(layer, pass.kept && !pass.recompute ? memory.kept[layer] : one);
     }
     if (pass.kept) std::memcpy(memory.x_in[plan.n_layers], call.x, size_t(bytes));
-    call.by_rows([&](int64_t row, int64_t m) {
-        rms_norm(call.x + row * width, width, plan.norm_out, plan.epsilon, Type::f32, pass.hidden + row * width, width, nullptr, m,
-                 width);
+    call.by_rows(call.all(), [&](int64_t row, int64_t m) {
+        rms_norm(call.x + row * width, width, plan.norm_out, plan.epsilon, Type::f32, pass.hidden + row * width, width, m, width);
     });
 }
 
@@ -742,7 +827,7 @@ void backward(const Plan& plan, const Pass& pass, const float* slope) {
     Carver carver(pass.kept);
     Memory memory(carver, call);
     const int64_t width = plan.width;
-    call.by_rows([&](int64_t row, int64_t m) {
+    call.by_rows(call.all(), [&](int64_t row, int64_t m) {
         rms_norm_backward(memory.x_in[plan.n_layers] + row * width, width, plan.norm_out, plan.epsilon, slope + row * width, width,
                           call.dx + row * width, width, false, m, width);
     });
@@ -763,17 +848,14 @@ const char* head_product(const Plan& plan, const float* in, int64_t rows, float*
     const Type type = type_of(plan);
     const int64_t k = back ? w.n : w.k, bytes = round_up(rows * k * bytes_of(type), 64);
     char* typed = static_cast<char*>(head_room.at_least(bytes + (back ? back_bytes(type, w) : 0)));
-    parallel(threads, rows, [&](int64_t row) {
-        FlushDenormals flush_here;
-        if (type == Type::bf16)
-            to_bf16(in + row * k, reinterpret_cast<bf16*>(typed) + row * k, k);
-        else
-            std::memcpy(typed + row * k * 4, in + row * k, size_t(k) * 4);
-    });
-    if (back)
-        product_back(w, type, typed, out, rows, arithmetic_of(plan), threads, typed + bytes);
-    else
-        shared_product({typed, type, k, w.forward, type, k, out, w.n, rows, k, w.n, false, arithmetic_of(plan)}, threads);
+    parallel(threads, rows, [&](int64_t row) { write_typed(type, in + row * k, at(type, typed, row * k), k); });
+    const bool unpacked = back && w.rows;
+    const void* b = unpacked ? typed + bytes : back ? w.back : w.forward;
+    for (int64_t first = 0, n = back ? w.k : w.n, step = unpacked ? PACKED : k; first < k; first += step) {
+        const int64_t deep = std::min(step, k - first);
+        if (unpacked) pack_back(w, type, first, deep, threads, typed + bytes);
+        shared_product({at(type, typed, first), type, k, b, type, deep, out, n, rows, deep, n, first > 0, arithmetic_of(plan)}, threads);
+    }
     return nullptr;
 }
 
@@ -801,7 +883,9 @@ int64_t motet_kept_bytes(const Plan* plan, const Pass* pass) {
 
 int64_t motet_scratch_bytes(const Plan* plan, const Pass* pass) {
     Call forth(*plan, *pass), back(*plan, *pass);
-    return std::max(carved(forth, false, nullptr).second, carved(back, true, nullptr).second);
+    const int64_t of_row = forth.widest_out() * 4 + forth.widest_in() * bytes_of(forth.type);
+    const int64_t blocks = forth.tall() ? pass->threads * BLOCK_TILES * TILE * of_row : 0;
+    return std::max(carved(forth, false, nullptr).second, carved(back, true, nullptr).second) + blocks;
 }
 
 const char* motet_forward(const Plan* plan, const Pass* pass) {

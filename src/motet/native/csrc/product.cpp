@@ -29,7 +29,7 @@ void multiply(const Product& p) {
     int64_t block = (int64_t{512} << 10) / row_bytes / most * most;  // rows of A that stay in the cache
     if (block < most) block = most;
     for (int64_t m = 0; m < p.m; m += block) {
-        const int64_t rows = p.m - m < block ? p.m - m : block;
+        const int64_t rows = least(block, p.m - m);
         char* packed = static_cast<char*>(scratch(0, rows * row_bytes));
         const int64_t tiles = (rows + most - 1) / most;
         auto first = [&](int64_t tile) { return rows * tile / tiles; };
@@ -53,19 +53,12 @@ void multiply(const Product& p) {
                 t.ldc = 2 * LANES;
                 if (p.add)
                     for (int64_t r = 0; r < count; r++) std::memcpy(part + r * t.ldc, c + r * p.ldc, width * 4);
-                if (width > LANES)
-                    multiply_tile(K, count, 2, t);
-                else
-                    multiply_tile(K, count, 1, t);
+                multiply_tile(K, count, width > LANES ? 2 : 1, t);
                 for (int64_t r = 0; r < count; r++) std::memcpy(c + r * p.ldc, part + r * t.ldc, width * 4);
             }
         }
     }
 }
-
-}  // namespace
-
-namespace {
 
 // One unit of n columns, whatever the strides.
 void pack_unit(Type source_type, const void* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, Type type,
@@ -109,30 +102,6 @@ bool pack_copied(Type type, const void* source, int64_t stride_k, int64_t stride
     return true;
 }
 
-}  // namespace
-
-void pack(Type source_type, const void* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, Type type,
-          void* packed) {
-    for (int64_t u = 0; u * LANES < n; u++) {
-        const char* from = static_cast<const char*>(source) + u * LANES * stride_n * bytes_of(source_type);
-        char* to = static_cast<char*>(packed) + u * unit_bytes(type, k);
-        const int64_t columns = n - u * LANES < LANES ? n - u * LANES : LANES;
-        if (columns == LANES && source_type == type && pack_copied(type, from, stride_k, stride_n, k, to)) continue;
-        pack_unit(source_type, from, stride_k, stride_n, k, columns, type, to);
-    }
-}
-
-Product columns_of(const Product& p, int64_t first_unit, int64_t last_unit) {
-    Product part = p;
-    const int64_t first = first_unit * LANES, last = last_unit * LANES < p.n ? last_unit * LANES : p.n;
-    part.b = static_cast<const char*>(p.b) + first_unit * unit_bytes(p.b_type, p.b_k);
-    part.c = p.c + first;
-    part.n = last > first ? last - first : 0;
-    return part;
-}
-
-namespace {
-
 // Whole tiles of k, and what is left in the same order.
 void multiply_with_tiles(const Product& p, bool emulated) {
     Product whole = p, rest = p;
@@ -170,6 +139,26 @@ void multiply_any(const Product& p, Tiles by_tiles = OWN_TILES) {
 }
 
 }  // namespace
+
+void pack(Type source_type, const void* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_t n, Type type,
+          void* packed) {
+    for (int64_t u = 0; u * LANES < n; u++) {
+        const char* from = static_cast<const char*>(source) + u * LANES * stride_n * bytes_of(source_type);
+        char* to = static_cast<char*>(packed) + u * unit_bytes(type, k);
+        const int64_t columns = n - u * LANES < LANES ? n - u * LANES : LANES;
+        if (columns == LANES && source_type == type && pack_copied(type, from, stride_k, stride_n, k, to)) continue;
+        pack_unit(source_type, from, stride_k, stride_n, k, columns, type, to);
+    }
+}
+
+Product columns_of(const Product& p, int64_t first_unit, int64_t last_unit) {
+    Product part = p;
+    const int64_t first = first_unit * LANES, last = last_unit * LANES < p.n ? last_unit * LANES : p.n;
+    part.b = static_cast<const char*>(p.b) + first_unit * unit_bytes(p.b_type, p.b_k);
+    part.c = p.c + first;
+    part.n = last > first ? last - first : 0;
+    return part;
+}
 
 // What planted faults do: k is cut, and the sums of both parts are added.
 void product_in_two(const Product& p, int64_t k) {

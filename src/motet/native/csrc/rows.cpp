@@ -74,19 +74,6 @@ void to_bf16(const float* x, bf16* out, int64_t n) {
     for (int64_t i = done; i < n; i += 16) store_bf16_first(out + i, n - i, load_first(x + i, n - i));
 }
 
-void to_f32(const bf16* x, float* out, int64_t n) {
-    for (int64_t i = 0; i < n; i += 16) store_first(out + i, n - i, load_bf16_first(x + i, n - i));
-}
-
-void fill(float* x, int64_t ld, const float* row, int64_t m, int64_t n) {
-    for (int64_t r = 0; r < m; r++) {
-        if (row)
-            std::memcpy(x + r * ld, row, n * 4);
-        else
-            std::memset(x + r * ld, 0, n * 4);
-    }
-}
-
 void add_rows(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n, float factor) {
     for (int64_t r = 0; r < m; r++)
         for (int64_t i = 0; i < n; i += 16) {
@@ -98,9 +85,7 @@ void add_rows(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int
 void embed(Type type, const void* table, const int64_t* tokens, float scale, float* out, int64_t ldo, int64_t m, int64_t n) {
     for (int64_t r = 0; r < m; r++)
         for (int64_t i = 0; i < n; i += 16) {
-            const int64_t place = tokens[r] * n + i;
-            const V x = type == Type::f32 ? load_first(static_cast<const float*>(table) + place, n - i)
-                                          : load_bf16_first(static_cast<const bf16*>(table) + place, n - i);
+            const V x = load_type(type, table, tokens[r] * n + i, n - i);
             store_first(out + r * ldo + i, n - i, mul(x, set1(scale)));
         }
 }
@@ -137,11 +122,10 @@ inline __attribute__((always_inline)) void store_type(Type type, void* out, int6
 }  // namespace
 
 void rms_norm(const float* x, int64_t ldx, const float* weight, float epsilon, Type out_type, void* out, int64_t ldo,
-              float* inverse, int64_t m, int64_t n) {
+              int64_t m, int64_t n) {
     for (int64_t r = 0; r < m; r++) {
         const float* row = x + r * ldx;
         const float scale = inverse_rms(row, epsilon, n);
-        if (inverse) inverse[r] = scale;
         for (int64_t i = 0; i < n; i += 16) {
             V y = mul(load_first(row + i, n - i), set1(scale));
             if (weight) y = mul(y, load_first(weight + i, n - i));
@@ -213,51 +197,35 @@ inline __attribute__((always_inline)) Gated gated(V x) {
     }
 }
 
-template <Type T>
-inline V load_type(const void* x, int64_t place, int64_t n) {
-    if constexpr (T == Type::f32) return load_first(static_cast<const float*>(x) + place, n);
-    return load_bf16_first(static_cast<const bf16*>(x) + place, n);
-}
-
+// What is wanted of out (`out`) and the gradients (`dout`).
 template <Gate G, Type T>
-void gate_up_of(const Gates& g, Type out_type, void* out, int64_t ldo) {
+void gates_of(const Gates& g, const float* dout, int64_t ldd, Type type, void* dx, void* dup, int64_t lddx, void* out, int64_t ldo) {
     for (int64_t r = 0; r < g.m; r++)
         for (int64_t i = 0; i < g.n; i += 16) {
             const int64_t left = g.n - i, place = r * g.ld + i;
-            const V y = mul(gated<G>(load_type<T>(g.x, place, left)).value, load_type<T>(g.up, place, left));
-            store_type(out_type, out, r * ldo + i, left, y);
-        }
-}
-
-template <Gate G, Type T>
-void gate_up_backward_of(const Gates& g, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx) {
-    for (int64_t r = 0; r < g.m; r++)
-        for (int64_t i = 0; i < g.n; i += 16) {
-            const int64_t left = g.n - i, place = r * g.ld + i;
-            const Gated own = gated<G>(load_type<T>(g.x, place, left));
-            const V u = load_type<T>(g.up, place, left), d = load_first(dout + r * ldd + i, left);
-            store_type(out_type, dx, r * lddx + i, left, mul(mul(d, u), own.slope));
-            store_type(out_type, dup, r * lddx + i, left, mul(d, own.value));
+            const Gated own = gated<G>(load_type(T, g.x, place, left));
+            const V u = load_type(T, g.up, place, left);
+            if (out) store_type(type, out, r * ldo + i, left, mul(own.value, u));
+            if (!dout) continue;
+            const V d = load_first(dout + r * ldd + i, left);
+            store_type(type, dx, r * lddx + i, left, mul(mul(d, u), own.slope));
+            store_type(type, dup, r * lddx + i, left, mul(d, own.value));
         }
 }
 
 }  // namespace
 
-void gate_up(const Gates& g, Type out_type, void* out, int64_t ldo) {
-    const bool whole = g.type == Type::f32;
-    if (g.gate == Gate::silu)
-        (whole ? gate_up_of<Gate::silu, Type::f32> : gate_up_of<Gate::silu, Type::bf16>)(g, out_type, out, ldo);
-    else
-        (whole ? gate_up_of<Gate::gelu_tanh, Type::f32> : gate_up_of<Gate::gelu_tanh, Type::bf16>)(g, out_type, out, ldo);
+void gate_up(const Gates& gates, Type out_type, void* out, int64_t ldo) {
+    gate_up_backward(gates, nullptr, 0, out_type, nullptr, nullptr, 0, out, ldo);
 }
 
-void gate_up_backward(const Gates& g, const float* dout, int64_t ldd, Type out_type, void* dx, void* dup, int64_t lddx) {
+void gate_up_backward(const Gates& g, const float* dout, int64_t ldd, Type type, void* dx, void* dup, int64_t lddx, void* out,
+                      int64_t ldo) {
     const bool whole = g.type == Type::f32;
-    constexpr auto silu = gate_up_backward_of<Gate::silu, Type::f32>, gelu = gate_up_backward_of<Gate::gelu_tanh, Type::f32>;
-    constexpr auto half_silu = gate_up_backward_of<Gate::silu, Type::bf16>;
-    constexpr auto half_gelu = gate_up_backward_of<Gate::gelu_tanh, Type::bf16>;
+    constexpr auto silu = gates_of<Gate::silu, Type::f32>, half_silu = gates_of<Gate::silu, Type::bf16>;
+    constexpr auto gelu = gates_of<Gate::gelu_tanh, Type::f32>, half_gelu = gates_of<Gate::gelu_tanh, Type::bf16>;
     const auto compute = g.gate == Gate::silu ? (whole ? silu : half_silu) : (whole ? gelu : half_gelu);
-    compute(g, dout, ldd, out_type, dx, dup, lddx);
+    compute(g, dout, ldd, type, dx, dup, lddx, out, ldo);
 }
 
 // As torch.optim.AdamW with `fused`; the corrections are computed in doubles, once.

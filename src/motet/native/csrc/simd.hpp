@@ -6,9 +6,7 @@
 
 #include "kernels.hpp"
 
-#if defined(MOTET_AVX512)
-#include <immintrin.h>
-#elif defined(MOTET_AVX2)
+#if defined(MOTET_AVX512) || defined(MOTET_AVX2)
 #include <immintrin.h>
 #endif
 
@@ -304,6 +302,11 @@ inline V load_bf16_first(const bf16* p, int64_t n) {
     bf16 whole[16] = {};
     std::memcpy(whole, p, static_cast<size_t>(n) * 2);
     return from_bf16s(whole);
+}
+
+inline __attribute__((always_inline)) V load_type(Type type, const void* x, int64_t place, int64_t n) {
+    return type == Type::f32 ? load_first(static_cast<const float*>(x) + place, n)
+                             : load_bf16_first(static_cast<const bf16*>(x) + place, n);
 }
 
 // The lanes added as a tree: i with i + 8, then 4, 2, 1.

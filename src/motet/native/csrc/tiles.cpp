@@ -1,6 +1,8 @@
 // Tiles of products in registers. The sums of a row and a column never leave their lane, in the order of kernels.hpp.
 #include "tiles.hpp"
 
+#define EACH(i, n) _Pragma("GCC unroll 24") for (int i = 0; i < n; i++)  // for sums that stay in registers
+
 namespace motet {
 namespace {
 
@@ -13,8 +15,7 @@ inline int64_t fetched(const Tile& t, int64_t place, int units) {
 
 template <Type B, int U>
 inline void load_pair(const char* b, int64_t step, int64_t pair, int64_t ahead, V (&even_U)[U], V (&odd_U)[U]) {
-#pragma GCC unroll 4
-    for (int u = 0; u < U; u++) {
+    EACH(u, U) {
         if constexpr (B == Type::bf16) {
             const bf16* p = reinterpret_cast<const bf16*>(b + u * step) + pair * 32;
             __builtin_prefetch(reinterpret_cast<const char*>(p) + ahead);
@@ -37,26 +38,17 @@ inline __attribute__((always_inline)) void add_line(const float* a, const char* 
     for (int64_t i = 0; i < k / 2; i++) {
         V be[U], bo[U];
         load_pair<B, U>(b, step, i, ahead, be, bo);
-#pragma GCC unroll 24
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int u = 0; u < U; u++) e[r][u] = fma(set1(a[r * 16 + 2 * i]), be[u], e[r][u]);
-#pragma GCC unroll 24
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int u = 0; u < U; u++) o[r][u] = fma(set1(a[r * 16 + 2 * i + 1]), bo[u], o[r][u]);
+        EACH(r, R) EACH(u, U) e[r][u] = fma(set1(a[r * 16 + 2 * i]), be[u], e[r][u]);
+        EACH(r, R) EACH(u, U) o[r][u] = fma(set1(a[r * 16 + 2 * i + 1]), bo[u], o[r][u]);
     }
-    if (k % 2) {
-#pragma GCC unroll 4
-        for (int u = 0; u < U; u++) {
-            V be;
-            if constexpr (B == Type::bf16)
-                be = even(reinterpret_cast<const bf16*>(b + u * step) + k / 2 * 32);
-            else
-                be = load(reinterpret_cast<const float*>(b + u * step) + k / 2 * 32);
-#pragma GCC unroll 24
-            for (int r = 0; r < R; r++) e[r][u] = fma(set1(a[r * 16 + k - 1]), be, e[r][u]);
-        }
+    if (k % 2 == 0) return;
+    EACH(u, U) {
+        V be;
+        if constexpr (B == Type::bf16)
+            be = even(reinterpret_cast<const bf16*>(b + u * step) + k / 2 * 32);
+        else
+            be = load(reinterpret_cast<const float*>(b + u * step) + k / 2 * 32);
+        EACH(r, R) e[r][u] = fma(set1(a[r * 16 + k - 1]), be, e[r][u]);
     }
 }
 
@@ -67,20 +59,14 @@ void tile_exact(const Tile& t) {
     constexpr int64_t bytes = (B == Type::bf16 ? 2 : 4) * 16 * 16;  // of a line's part of a unit
     for (int64_t k = 0; k < t.k; k += 32) {
         V e[R][U], o[R][U];
-#pragma GCC unroll 24
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int u = 0; u < U; u++) e[r][u] = o[r][u] = zero();
+        EACH(r, R) EACH(u, U) e[r][u] = o[r][u] = zero();
         const int64_t left = t.k - k < 32 ? t.k - k : 32;
         for (int64_t i = 0; i < left; i += 16, a += R * 16, b += bytes)
             add_line<B, R, U>(a, b, t.b_step, left - i < 16 ? left - i : 16, fetched(t, b - t.b, U), e, o);
-#pragma GCC unroll 24
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int u = 0; u < U; u++) {
-                float* c = t.c + r * t.ldc + u * 16;
-                store(c, fold(k == 0 && !t.add, c, add(e[r][u], o[r][u])));
-            }
+        EACH(r, R) EACH(u, U) {
+            float* c = t.c + r * t.ldc + u * 16;
+            store(c, fold(k == 0 && !t.add, c, add(e[r][u], o[r][u])));
+        }
     }
 }
 
@@ -97,44 +83,32 @@ template <int R, int U>
 MOTET_DPBF16 void tile_pairs_native(const Tile& t) {
     const uint32_t* a = static_cast<const uint32_t*>(t.a);
     __m512 c[R][U];
-#pragma GCC unroll 24
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int u = 0; u < U; u++) c[r][u] = t.add ? _mm512_loadu_ps(t.c + r * t.ldc + u * 16) : _mm512_setzero_ps();
+    EACH(r, R) EACH(u, U) c[r][u] = t.add ? _mm512_loadu_ps(t.c + r * t.ldc + u * 16) : _mm512_setzero_ps();
     for (int64_t pair = 0; pair < t.k / 2; pair += 16, a += R * 16) {
         const int64_t left = t.k / 2 - pair < 16 ? t.k / 2 - pair : 16, ahead = fetched(t, pair * 64, U);
         for (int64_t i = 0; i < left; i++) {
             __m512i b[U];
-#pragma GCC unroll 4
-            for (int u = 0; u < U; u++) {
+            EACH(u, U) {
                 const char* line = t.b + u * t.b_step + (pair + i) * 64;
                 b[u] = _mm512_loadu_si512(line);
                 _mm_prefetch(line + ahead, _MM_HINT_T0);
             }
-#pragma GCC unroll 24
-            for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-                for (int u = 0; u < U; u++) {
-                    const __m512i both = _mm512_set1_epi32(static_cast<int>(a[r * 16 + i]));
-                    c[r][u] = _mm512_dpbf16_ps(c[r][u], (__m512bh)both, (__m512bh)b[u]);
-                }
+            EACH(r, R) EACH(u, U) {
+                const __m512i both = _mm512_set1_epi32(static_cast<int>(a[r * 16 + i]));
+                c[r][u] = _mm512_dpbf16_ps(c[r][u], (__m512bh)both, (__m512bh)b[u]);
+            }
         }
     }
     if (t.k % 2) {
         const __m512i half = _mm512_set1_epi32(0xffff);
         const uint32_t* last = pair_of<R>(t.a, t.k / 2);
-#pragma GCC unroll 4
-        for (int u = 0; u < U; u++) {
+        EACH(u, U) {
             const __m512i b = _mm512_and_si512(half, _mm512_loadu_si512(t.b + u * t.b_step + t.k / 2 * 64));
-#pragma GCC unroll 24
-            for (int r = 0; r < R; r++)
+            EACH(r, R)
                 c[r][u] = _mm512_dpbf16_ps(c[r][u], (__m512bh)_mm512_set1_epi32(static_cast<int>(last[r * 16] & 0xffffu)), (__m512bh)b);
         }
     }
-#pragma GCC unroll 24
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int u = 0; u < U; u++) _mm512_storeu_ps(t.c + r * t.ldc + u * 16, c[r][u]);
+    EACH(r, R) EACH(u, U) _mm512_storeu_ps(t.c + r * t.ldc + u * 16, c[r][u]);
 }
 #endif
 

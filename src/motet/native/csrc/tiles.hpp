@@ -29,6 +29,9 @@ void product_in_two(const Product& p, int64_t k);  // for planted faults alone
 
 namespace {
 
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 // Memory of this thread that stays for the next call (see `too_much`); `place` tells users of one thread apart.
 inline void* scratch(int place, int64_t bytes) {
     struct Held {
@@ -46,6 +49,13 @@ inline void* scratch(int place, int64_t bytes) {
         if (!held.memory[place]) std::abort();
     }
     return held.memory[place];
+}
+
+// The row of a pool, of `width` numbers, at which a unit of a span's keys begins.
+inline int64_t row_of(const Pool& pool, const Span& span, int64_t head, int64_t unit) {
+    const int64_t key = unit * LANES, slot = key / pool.block;
+    if (slot >= span.n_table || span.blocks[slot] < 0 || span.blocks[slot] >= pool.n_blocks) std::abort();
+    return (span.blocks[slot] * pool.n_kv + head) * pool.block + key % pool.block;
 }
 
 // Rows of a tile by two units: as many as registers hold; by one unit twice as many, by four half as many.
@@ -74,10 +84,7 @@ inline void pack_rows(Type type, const void* a, int64_t lda, int64_t rows, int64
             if (i < k) std::memcpy(o, row + i, (k - i) * 2);
         } else {
             float* o = static_cast<float*>(out) + r * 16;
-            const float* plain = static_cast<const float*>(a) + r * lda;
-            const bf16* half = static_cast<const bf16*>(a) + r * lda;
-            for (int64_t i = 0; i < k; i += 16, o += rows * 16)
-                store(o, type == Type::f32 ? load_first(plain + i, k - i) : load_bf16_first(half + i, k - i));
+            for (int64_t i = 0; i < k; i += 16, o += rows * 16) store(o, load_type(type, a, r * lda + i, k - i));
         }
     }
 }
