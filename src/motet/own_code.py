@@ -81,9 +81,8 @@ class OwnCode:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         try:
-            code = compile(
-                text, str(path), "exec", dont_inherit=True
-            )  # kept bytecode knows the file's time to a second only
+            # kept bytecode knows the file's time to a second only
+            code = compile(text, str(path), "exec", dont_inherit=True)
             exec(code, vars(module))  # noqa: S102
         except (Exception, SystemExit) as error:
             missing = isinstance(error, ModuleNotFoundError)

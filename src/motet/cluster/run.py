@@ -69,9 +69,8 @@ class HostedJob:
     def see(self, standing: m.JobStanding) -> None:
         """Take in how it stands on its host."""
         now, tokens = self.progress, standing.tokens
-        now.tokens += (
-            tokens if tokens < self.counted else tokens - self.counted
-        )  # fewer than before: it went to another host
+        # fewer than before: it went to another host
+        now.tokens += tokens if tokens < self.counted else tokens - self.counted
         self.counted, now.phase = tokens, standing.phase
         now.rollouts_done, now.rollouts_wanted = standing.rollouts_done, standing.rollouts_wanted
 

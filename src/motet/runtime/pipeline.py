@@ -98,8 +98,7 @@ class Pipeline:
                 task.cancel()
             await asyncio.gather(poll, *tasks, return_exceptions=True)
 
-    # --- requests
-    # --------------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Finish the current steps, save, and end the run."""

@@ -68,9 +68,8 @@ def admitted(
         if not able:
             break
         chosen = min(able, key=lambda claim: _queue_key(claim, held, rules, had))
-        if chosen.slots > free and (
-            running or chosen_jobs
-        ):  # it is first in the queue, so no other job takes the slots that it waits for
+        # the first in the queue waits for slots, and no other job takes them meanwhile
+        if chosen.slots > free and (running or chosen_jobs):
             break
         waiting.remove(chosen)
         held[chosen.tenant] += chosen.slots

@@ -96,10 +96,8 @@ class JudgeAnswers:
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:
-            with (
-                contextlib.closing(sqlite3.connect(self._path, timeout=_WAIT_SECONDS)) as file,
-                file,
-            ):  # one transaction
+            # one transaction
+            with contextlib.closing(sqlite3.connect(self._path, timeout=_WAIT_SECONDS)) as file, file:
                 if file.execute("PRAGMA user_version").fetchone() == (0,):
                     file.execute("BEGIN IMMEDIATE")  # another thread may be making the file too
                     for statement in _TABLES:

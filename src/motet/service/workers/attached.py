@@ -45,8 +45,7 @@ class AttachedWorkers:
         self._closing = False
         self._looking: asyncio.Task[None] | None = None
 
-    # --- methods of subclasses
-    # --------------------------------------------------------------------------------------------
+    # --- methods of subclasses ----------------------------------------------------------------------------------------
 
     def send_away(self, job_id: str) -> None:
         """Release a waiting job."""
@@ -59,8 +58,7 @@ class AttachedWorkers:
     def look(self) -> None:
         """Check waiting work; called every second."""
 
-    # --- shared methods
-    # ---------------------------------------------------------------------------------------------------
+    # --- shared methods -----------------------------------------------------------------------------------------------
 
     def asked(self, job_id: str) -> bool:
         """Whether a job waits for workers' results."""
