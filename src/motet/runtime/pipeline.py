@@ -216,7 +216,7 @@ class Pipeline:
                 _move(self.jobs[claim.job], JobState.PAUSED)
             return
         running, slots = self._keeping()
-        self._turns.look(self._holding(), claims, self._slots, self._rules)
+        self._turns.update(self._holding(), claims, self._slots, self._rules)
         for name in admitted(claims, running, slots, self._rules, self._turns.had):
             job = self.jobs[name]
             self._disk_gate.forget(name)
