@@ -8,7 +8,7 @@ stock = openai.AsyncOpenAI(api_key="set for each episode")
 
 
 async def run(problem, base_url, api_key):
-    """What an episode is worth: 1 for a right answer at once, half for one after a doubt."""
+    """Return the reward: 1 for a right answer at once, 0.5 for a right answer after the question."""
     client = stock.with_options(base_url=base_url, api_key=api_key)
     messages = [{"role": one.role, "content": one.content} for one in problem.messages]
     for worth in (1.0, 0.5):

@@ -29,7 +29,7 @@ def subtract(a: int, b: int) -> str:
 
 
 async def run(problem: Problem, base_url: str, api_key: str) -> float:
-    """What an episode is worth: 1 for the right number."""
+    """Return the reward: 1 for the right number."""
     model = OpenAIResponsesModel("job", stock.with_options(base_url=base_url, api_key=api_key))
     agent = Agent(name="calculator", instructions=INSTRUCTIONS, tools=[subtract], model=model)
     try:

@@ -122,9 +122,8 @@ class ProtocolServer:
             self._ready.set()
 
     async def _serve(self) -> None:
-        listener = socket.socket(
-            socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
-        )  # else asyncio keeps Nagle's delay
+        # else asyncio keeps Nagle's delay
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]

@@ -75,9 +75,8 @@ class Sglang:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._adapters: dict[str, Adapter] = {}  # least recently used first
-        self._known: dict[
-            str, tuple[str, bool]
-        ] = {}  # every name that was ever loaded: its path, and whether it is pinned
+        # every name that was ever loaded: its path, and whether it is pinned
+        self._known: dict[str, tuple[str, bool]] = {}
         self._updates = asyncio.Lock()
         self._serial = itertools.count(1)
 

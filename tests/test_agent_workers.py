@@ -52,16 +52,16 @@ class Engine:
 
 
 class Stumbles(AgentWorkers):
-    """Its first look fails."""
+    """Its first check fails."""
 
     looks = 0
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Fail once."""
         self.looks += 1
         if self.looks == 1:
             raise KeyError("w")
-        super().look()
+        super().check()
 
 
 class Raced(dict[str, float]):
@@ -130,7 +130,7 @@ def test_an_episode_that_is_not_heard_of_is_handed_out_again_and_lost_too_often_
             assert await on.lease("v") == []  # it is somebody's
             await asyncio.sleep(2 * LEASE)
             assert not on.offers[0].done()
-            on.workers.look()
+            on.workers.check()
         assert len(set(names)) == MOST_LOST + 1
         assert [one.name for one in on.engine.sent] == names  # each begins it anew
         ended = await on.offers[0]
@@ -167,7 +167,7 @@ def test_a_worker_keeps_what_it_says_it_holds_and_nothing_else(tmp_path: Path) -
             await asyncio.sleep(LEASE / 2)
             on.workers.renew("job", "w", [kept])
             on.workers.renew("job", "stranger", [dropped])
-            on.workers.look()
+            on.workers.check()
         assert on.workers.held("job", "w") == [kept]
         assert len(await on.lease("v", 9)) == 2
         on.workers.leave("job", "w")
@@ -207,7 +207,7 @@ def test_an_episode_whose_time_is_up_ends_whatever_its_worker_says(tmp_path: Pat
         await on.offer(seconds=-20.0)  # longer ago than a worker has to say so
         (name,) = await on.lease()
         on.workers.renew("job", "w", [name])
-        on.workers.look()
+        on.workers.check()
         ended = await on.offers[0]
         assert (ended.late, "environment.wall_seconds" in ended.error) == (True, True)
 
@@ -228,14 +228,14 @@ def test_what_the_model_is_asked_keeps_an_episode_and_needs_its_key(tmp_path: Pa
         answer = asyncio.create_task(on.workers.answer(name, key, question))
         await until(lambda: one.calls == 1)
         await asyncio.sleep(2 * LEASE)
-        on.workers.look()
+        on.workers.check()
         assert one.name == name  # it is being answered
         on.engine.may_answer.set()
         assert (await answer).body == "words"
-        on.workers.look()
+        on.workers.check()
         assert one.name == name
         await asyncio.sleep(2 * LEASE)
-        on.workers.look()
+        on.workers.check()
         assert one.name == ""
         assert not on.workers.owner(name, key)
         assert not on.workers.owner("", "")

@@ -368,9 +368,8 @@ def test_what_a_step_did_not_measure_is_a_gap(service: Keyed, page: Page) -> Non
     grows(page, "Entropy", 2)
     assert points(page, "Entropy") == 3
     assert points(page, "Length") == 4
-    expect(chart(page, "Entropy").locator(".scatterlayer path.js-line")).to_have_count(
-        2
-    )  # a stretch, and a point alone
+    # a stretch, and a point alone
+    expect(chart(page, "Entropy").locator(".scatterlayer path.js-line")).to_have_count(2)
 
 
 def test_base_best_and_latest_answer_side_by_side(service: Keyed, page: Page) -> None:

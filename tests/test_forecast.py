@@ -74,9 +74,8 @@ def test_a_forecast_is_a_range_around_the_lengths_that_were_seen() -> None:
     assert forecast(config, even, 2.0, {}) == Forecast((answers * 20, answers * 20), (20.0, 20.0))
     mixed = [group("a", tokens=10), group("b", tokens=30)]
     seen = forecast(config, mixed, 2.0, {"cost": 0.5})
-    assert seen == Forecast(
-        (answers * 5, answers * 40), (5.0, 40.0), 0.5 / 2 * answers
-    )  # 20 ± 2 · 10, at least a quarter
+    # 20 ± 2 · 10, at least a quarter
+    assert seen == Forecast((answers * 5, answers * 40), (5.0, 40.0), 0.5 / 2 * answers)
     assert seen.text(PricesConfig(hour=3600)) == "forecast: 1.6k to 13k tokens sampled, 5s to 40s, cost 85.00 to 120.00"
     assert forecast(config, even, 2.0, {}).text(PricesConfig()) == "forecast: 6.4k tokens sampled, 20s"
     assert forecast(config, [group()], 2.0, {}) == Forecast((0, 0), (0, 0))

@@ -97,9 +97,8 @@ def test_isolation(base: Any, tmp_path: Path, rewards: Path) -> None:
         mine,
         job("gspo", rewards, adapter={"rank": 8, "target_modules": ["q_proj", "v_proj"]}, algorithm={"type": "gspo"}),
         job("cancelled", rewards, steps=50),
-        *(
-            job(f"twin-{index}", rewards, adapter={"rank": 8}) for index in range(2)
-        ),  # ready together: they share batches
+        # ready together: they share batches
+        *(job(f"twin-{index}", rewards, adapter={"rank": 8}) for index in range(2)),
     ]
     directory = tmp_path / "together"
 

@@ -30,10 +30,10 @@ def test_a_cancel_counts_for_a_command_that_is_there_and_not_done(tmp_path: Path
 def test_the_looks_of_a_step_are_kept_for_that_step_alone(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.write(1, Nothing())
-    assert journal.looked(3) == (-1, 0)
-    journal.look(3, 7, 120)
-    assert Journal(tmp_path).looked(3) == (7, 120)
-    assert Journal(tmp_path).looked(4) == (-1, 0)
+    assert journal.forward_only(3) == (-1, 0)
+    journal.record_forward_only(3, 7, 120)
+    assert Journal(tmp_path).forward_only(3) == (7, 120)
+    assert Journal(tmp_path).forward_only(4) == (-1, 0)
 
 
 def test_jobs_of_a_tenant_begin_one_after_another_and_hold_nobody_else_up() -> None:

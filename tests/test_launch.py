@@ -193,9 +193,8 @@ def test_one_that_goes_on_all_the_same_says_how_it_began(hosts: int, base: Any, 
         result = run_config(validate(tree, "test"), accept_changes=True, **one).jobs["a"]
     assert (result.state, result.inexact.count(said)) == ("succeeded", 1), result
     identity = yaml.safe_load(path.read_text())
-    path.write_text(
-        yaml.safe_dump({**identity, "versions": {"torch": "2.0.0"}})
-    )  # unlike hosts may take turns for days
+    # unlike hosts may take turns for days
+    path.write_text(yaml.safe_dump({**identity, "versions": {"torch": "2.0.0"}}))
     del identity["computed_before"]
     again = open_job(JobDirectory(path.parent), identity, accept_changes=True)
     assert sum(line.startswith("versions.torch: was '2.0.0'") for line in again) == 1, again

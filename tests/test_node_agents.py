@@ -147,9 +147,8 @@ def test_a_version_goes_where_its_job_is_at_home_and_spills_over_when_that_is_fu
         await all_up(engine)
         one, two = await publish(engine, trainer, 0, "one"), await publish(engine, trainer, 0, "two")
         await engine.unload_adapter(one)
-        one = await publish(
-            engine, trainer, 1, "one"
-        )  # by now there are two jobs: it leaves half of the servers to the other
+        # by now there are two jobs: it leaves half of the servers to the other
+        one = await publish(engine, trainer, 1, "one")
         assert [server.counts.loads[two.served_name] for server in servers] == [1, 1, 0, 0]
         assert [server.counts.loads[one.served_name] for server in servers] == [0, 0, 1, 1]
         await engine.score(PROBE, one)

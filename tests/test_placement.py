@@ -71,9 +71,8 @@ def test_free_slots_come_first_and_then_the_fastest_for_its_jobs() -> None:
     assert placed(Claim("new", slots=2), [slow, critics], {}) == 1
     assert moved([HostLoad(0, 4, tuple(jobs[:4])), HostLoad(1, 4, speed=0.5)]) == ("3", 0, 1)
     assert moved([HostLoad(0, 4, tuple(jobs[:3])), HostLoad(1, 4, tuple(jobs[3:4]), speed=0.5)]) is None
-    assert (
-        moved([HostLoad(0, 4, tuple(jobs[:4]), speed=0.25), HostLoad(1, 2, tuple(jobs[4:6]))]) is None
-    )  # no slot there
+    # no slot there
+    assert moved([HostLoad(0, 4, tuple(jobs[:4]), speed=0.25), HostLoad(1, 2, tuple(jobs[4:6]))]) is None
 
 
 @given(st.lists(st.floats(100, 10_000), min_size=1, max_size=6))

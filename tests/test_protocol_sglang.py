@@ -59,9 +59,8 @@ def test_what_is_answered_is_what_the_engine_samples(tmp_path: Path) -> None:
         assert [read(stopped)] == in_process((7,), stop=("e", "a"), stop_token_ids=(5,), max_tokens=400)
         cause = stopped["meta_info"]["finish_reason"]["matched"]
         assert cause in ("e", "a")
-        assert (
-            FakeTokenizer().decode(stopped["output_ids"]) == stopped["text"] + cause
-        )  # ids keep what the text leaves out
+        # ids keep what the text leaves out
+        assert FakeTokenizer().decode(stopped["output_ids"]) == stopped["text"] + cause
 
     strong = adapter_directory(tmp_path, "strong")
     with ProtocolServer("sglang") as server:

@@ -80,9 +80,8 @@ def test_a_key_that_is_gone_or_another_is_missed_and_what_to_do_is_said(tmp_path
     with pytest.raises(ConfigError, match=said), parts(tmp_path):
         pass
     assert path.is_file() == bool(found)
-    path.write_text(
-        f"{Fernet.generate_key().decode()}\n{key}"
-    )  # a new one, with which nothing was encrypted yet, first
+    # a new one, with which nothing was encrypted yet, first
+    path.write_text(f"{Fernet.generate_key().decode()}\n{key}")
     with parts(tmp_path) as service:
         service.handover.message(service.store.open_jobs()[0])
     path.write_text("")

@@ -15,35 +15,35 @@ from motet.simulation.cluster import Simulation
 def test_who_is_behind_gets_more_and_nobody_more_than_the_most() -> None:
     account = ClusterShares()
     used = {0: {"ann": 0.0, "ben": 0.0}, 1: {"ann": 0.0}}
-    assert account.look(used, {"ann", "ben"}, {}) == {"ann": 1.0, "ben": 1.0}
+    assert account.update(used, {"ann", "ben"}, {}) == {"ann": 1.0, "ben": 1.0}
     factors = []
     for look in range(1, 40):
         used = {0: {"ann": 50.0 * look, "ben": 50.0 * look}, 1: {"ann": 100.0 * look}}
-        factors.append(account.look(used, {"ann", "ben"}, {})["ben"])
+        factors.append(account.update(used, {"ann", "ben"}, {})["ben"])
     assert factors == sorted(factors)
     assert factors[0] > 1
     assert factors[-1] == pytest.approx(MOST)
     for look in range(1, 40):  # it catches up
         used = {0: {"ann": 1950.0, "ben": 1950.0 + 150 * look}, 1: {"ann": 3900.0}}
-        factors.append(account.look(used, {"ann", "ben"}, {})["ben"])
+        factors.append(account.update(used, {"ann", "ben"}, {})["ben"])
     assert factors[-1] == 1.0
 
 
 def test_a_share_counts_and_so_does_a_host_that_was_started_again() -> None:
     account = ClusterShares()
     for look in range(1, 20):
-        assert account.look({0: {"ann": 200.0 * look, "ben": 100.0 * look}}, {"ann", "ben"}, {"ann": 2.0}) == {
+        assert account.update({0: {"ann": 200.0 * look, "ben": 100.0 * look}}, {"ann", "ben"}, {"ann": 2.0}) == {
             "ann": 1.0,
             "ben": 1.0,
         }
-    assert account.look({0: {"ann": 10.0}}, {"ann", "ben"}, {"ann": 2.0})["ben"] > 1.0
+    assert account.update({0: {"ann": 10.0}}, {"ann", "ben"}, {"ann": 2.0})["ben"] > 1.0
 
 
 def test_whoever_comes_is_level_with_the_one_that_has_had_least() -> None:
     account = ClusterShares()
     for look in range(20):
-        account.look({0: {"ann": 300.0 * look, "ben": 100.0 * look}}, {"ann", "ben"}, {})
-    factors = account.look({0: {"ann": 5700.0, "ben": 1900.0}}, {"ann", "ben", "cleo"}, {})
+        account.update({0: {"ann": 300.0 * look, "ben": 100.0 * look}}, {"ann", "ben"}, {})
+    factors = account.update({0: {"ann": 5700.0, "ben": 1900.0}}, {"ann", "ben", "cleo"}, {})
     assert factors["cleo"] == factors["ben"] > factors["ann"] == 1.0
 
 

@@ -135,7 +135,7 @@ def slot_seconds(jobs: dict[str, float], slots: int, seconds: int, step: int = 1
         queued = claims(
             *(name for name, from_ in jobs.items() if from_ <= second and Claim(name, name[0]) not in running)
         )
-        turns.look(running, queued, slots, {})
+        turns.update(running, queued, slots, {})
         running += [claim for claim in queued if claim.job in admitted(queued, running, slots, {}, turns.had)]
         turns.hold(running)
         queued = [claim for claim in queued if claim not in running]
@@ -157,12 +157,12 @@ def test_waiting_is_no_credit_beyond_two_turns() -> None:
     """Who waited for a day, behind a higher priority, does not keep the slot for another."""
     clock = [0.0]
     turns = SlotTurns(clock=lambda: clock[0])
-    turns.look([], claims("a1", "b1"), 1, {})
+    turns.update([], claims("a1", "b1"), 1, {})
     turns.hold(claims("a1"))
     clock[0] = 86400.0
-    turns.look(claims("a1"), claims("b1"), 1, {})
+    turns.update(claims("a1"), claims("b1"), 1, {})
     assert turns.had["a"] - turns.had["b"] == 2.0
-    turns.look(claims("a1"), claims("c1"), 1, {"c": Rule(share=0.5)})
+    turns.update(claims("a1"), claims("c1"), 1, {"c": Rule(share=0.5)})
     assert turns.had["c"] == turns.had["a"], "a tenant that comes starts level with the one that has had least"
 
 

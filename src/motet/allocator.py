@@ -1,6 +1,6 @@
-"""Keep the memory that tensors give back: on Linux the allocator would return it to the system after every large tensor.
+"""Keeps freed tensor memory in the process: glibc would return it to the system after every large tensor.
 
-Every forward pass then touches fresh pages again, which cost a fifth of the time of decoding SmolLM2 on a CPU.
+Each forward pass would then touch fresh pages, a fifth of the time of decoding SmolLM2 on a CPU.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import platform
 from collections.abc import Iterator
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # malloc.h of glibc
-_LARGEST_FROM_HEAP = 32 << 20  # glibc takes no larger one
+_LARGEST_FROM_HEAP = 32 << 20  # the largest that glibc accepts
 _SMALLEST_APART = 1 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Serve tensors of up to 32 MB from memory that stays with the process; call it before other threads start.
+    """Serve tensors of up to 32 MB from memory that stays in the process; call it before other threads start.
 
     Returns:
-        Whether the C library could be told (glibc only; elsewhere nothing is changed).
+        Whether the C library accepted the setting (glibc only; others are unchanged).
     """
     return _set_options(
         {
@@ -34,16 +34,16 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> bool:
-    """Serve tensors of 1 MB and more from memory that goes back as soon as they are freed, for a process that must stay small.
+    """Return the memory of tensors of 1 MB and more as soon as they are freed, for a process that must stay small.
 
     Returns:
-        Whether the C library could be told.
+        Whether the C library accepted the setting.
     """
     return _set_options({_ARENA_MAX: 1, _MMAP_THRESHOLD: _SMALLEST_APART, _TRIM_THRESHOLD: _SMALLEST_APART})
 
 
 def memory_apart(n_bytes: int) -> mmap.mmap:
-    """Zeros that go back to the system as soon as nobody has them, for what stays long and differs in age.
+    """Zeros whose memory returns to the system as soon as it is unused, for vectors with long and unequal lives.
 
     In the heap such a vector leaves a hole when it is freed. glibc before 2.38 gives an aligned vector of the same size no such
     hole, so that the heap grew by 8 bytes for each parameter of an adapter that was parked.
@@ -53,7 +53,7 @@ def memory_apart(n_bytes: int) -> mmap.mmap:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Do not look for garbage while libraries are imported: what they make stays, and looking took a sixth of the time."""
+    """Disable garbage collection while importing libraries: their objects stay, and collections took a sixth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -39,9 +39,7 @@ class Sample:
     weights: FloatArray | None = None  # [T] or [T, K] factor of each token's loss in the sum; None is all ones
     targets: IntArray | None = None  # [T] or [T, K] what the tokens before each place predict; None is the token there
     reference_logprobs: FloatArray | None = None  # [T] of the base, where a loss or a metric asks for it
-    proximal_logprobs: FloatArray | None = (
-        None  # [T] of the policy at the start of the step, for off-policy corrections
-    )
+    proximal_logprobs: FloatArray | None = None  # [T] of the policy at the step's start, for off-policy corrections
     ratio_mask: FloatArray | None = None  # [T] 1 where a token counts in the ratio of its sequence; None is everywhere
 
     @property

@@ -1,4 +1,4 @@
-"""What a run cannot do is refused before its base is loaded: the mistakes of all jobs, at once."""
+"""Checks a run before its base is loaded, and reports the mistakes of all jobs at once."""
 
 from __future__ import annotations
 
@@ -40,38 +40,38 @@ from motet.tasks.rewards import BUILTIN, NEED_AN_ANSWER
 from motet.types import JobState
 
 _AT_ONCE = 4
-"""Processes that load a person's code at the same time."""
+"""Most processes that load a person's code at the same time."""
 _NOWHERE = Path(os.devnull)
-"""Where code prints while it is only looked at."""
+"""Discards the output of code that is only checked."""
 
 MOST_NAMED = 8
-"""Jobs that are named with a mistake that they share."""
+"""Most jobs named with a mistake that they share."""
 
 Load = Callable[[], Awaitable[None]]
 
 
 @dataclass
 class _Refusals:
-    """What was refused so far; the same reason is given once, with the jobs that have it."""
+    """The mistakes so far; equal ones are reported once, with their jobs."""
 
     errors: list[MotetError] = field(default_factory=list)
     jobs_by_reason: dict[str, list[str]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def of(self, job: str = "") -> Iterator[None]:
-        """Note what the block refuses."""
+        """Record an error that the block raises."""
         try:
             yield
         except MotetError as error:
             self.note(job, error)
 
     def note(self, job: str, error: MotetError) -> None:
-        """Remember why a job cannot run."""
+        """Record why a job cannot run."""
         self.errors.append(error)
         self.jobs_by_reason.setdefault(str(error).removeprefix(f"job {job}: "), []).append(job)
 
     def check(self) -> None:
-        """Raise what was noted."""
+        """Raise the recorded mistakes, if any."""
         if not self.errors:
             return
         kinds = {type(error) for error in self.errors}
@@ -91,21 +91,21 @@ def _named(jobs: Sequence[str]) -> str:
 
 @dataclass
 class Checked:
-    """What was read of the jobs of a run."""
+    """Data read during the checks of a run's jobs."""
 
     sources: Sources = field(default_factory=Sources)
-    """Their data."""
+    """The jobs' data."""
     identities: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What each job is (`of_config`), by its name."""
+    """The identity of each job (`of_config`), by name."""
     changed: set[str] = field(default_factory=set)
-    """Names of the jobs that differ from what their directories were made with, where that is accepted."""
+    """Names of the jobs that differ from their directories, if that is accepted."""
 
 
 def auto_kernels(config: RunConfig) -> Choice | None:
-    """What kernels `auto` is: what the jobs of the run began with, or the fastest here.
+    """The kernels that `auto` selects: those that the run's jobs began with, or the fastest here.
 
     Raises:
-        ConfigError: the jobs began with own kernels, and a setting does not go together with them.
+        ConfigError: the jobs began with own kernels, which do not support a setting.
     """
     if config.engine.kernels != "auto":
         return None
@@ -118,15 +118,15 @@ def auto_kernels(config: RunConfig) -> Choice | None:
 
 
 def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loaded: bool = False) -> Checked:
-    """Look at everything that can be looked at without the base; gives what was read.
+    """Check everything that does not need the base; returns the data that was read.
 
     Args:
         config: the jobs.
         accept_changes: whether a run directory may have been made with other jobs.
-        loaded: whether the base is there already.
+        loaded: whether the base is loaded already.
 
     Raises:
-        ConfigError, RunError: every mistake that was found, a line each; nothing was written.
+        ConfigError, RunError: every mistake, one per line; nothing was written.
     """
     refusals, checked = _Refusals(), Checked()
     here = config.cluster.launcher != "ray"  # files and devices of a cluster are the nodes'
@@ -168,7 +168,7 @@ def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loa
 
 
 def _check_devices(config: RunConfig) -> None:
-    """Refuse a GPU that is not there; the CPU always is."""
+    """Refuse a missing GPU."""
     engine = config.engine
     others = engine.n_ranks - 1 if config.cluster.launcher == "local" else 0
     wanted = [device for device in engine.devices or [engine.device] if device != "cpu"]
@@ -196,7 +196,7 @@ def _check_driven(job: JobConfig) -> None:
 
 
 def _check_start(job: JobConfig, made_by_others: Container[str], names: Sequence[str]) -> None:
-    """Refuse an adapter to start from that is neither there nor made by a job above."""
+    """Refuse a missing initial adapter, unless a job above makes it."""
     init = job.adapter.init
     if init is None or job.name in made_by_others:
         return
@@ -212,10 +212,10 @@ def _check_start(job: JobConfig, made_by_others: Container[str], names: Sequence
 
 
 def check_data(job: JobConfig, sources: Sources) -> Dataset:
-    """Read a job's data and look for what the job needs of it.
+    """Read a job's data and check that it has what the job needs.
 
     Raises:
-        DataError, RewardError: what is missing, and where.
+        DataError, RewardError: something is missing; the message says what and where.
     """
     data, source = sources.split(job.data), job.data.source
     if isinstance(job.algorithm, RowAlgorithm):
@@ -234,7 +234,7 @@ def check_data(job: JobConfig, sources: Sources) -> Dataset:
 
 
 def _has_ended(directory: JobDirectory, job: JobConfig) -> bool:
-    """Whether a job has nothing more to do, so that its code is not asked again."""
+    """Whether a job is finished, so that its code needs no check."""
     state, done = directory.read_status().get("state"), directory.steps()
     if state != JobState.SUCCEEDED or not done:
         return bool(state == JobState.CANCELLED)
@@ -242,10 +242,10 @@ def _has_ended(directory: JobDirectory, job: JobConfig) -> bool:
 
 
 def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool) -> Mapping[str, Load]:
-    """A person's code, which a process of its own has to load, by what tells it apart from that of other jobs.
+    """A person's code that a separate process must load, by a key that identifies it among jobs.
 
     Raises:
-        MotetError: something is wrong with it that no process has to load.
+        MotetError: it has a fault that shows without loading it.
     """
     code: dict[str, Load] = {}
     scorer = None if data is None else data.scorer
@@ -260,7 +260,7 @@ def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool) -> Mapping
 
 
 def _check_rewards(job: JobConfig) -> bool:
-    """Look at rewards without running a person's code; gives whether there is code that a process has to load.
+    """Check rewards without running a person's code; returns whether a process must load code.
 
     Raises:
         RewardError: a reward cannot be found, sent, or called with its arguments; says what to do.

@@ -1,4 +1,4 @@
-"""Memory and time budgets that are derived, not asked for: KV cache, adapter slots, threads."""
+"""Derives memory and time budgets: KV cache, adapter slots, threads."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from motet.config import EngineConfig, HostConfig
 
 _MOST_SAMPLERS = 7
 _SMALL_MODEL = 500_000_000
-"""Parameters below which decoding is slower on several torch threads than on one: its products are too short to share."""
+"""Below this many parameters, decoding is faster on one torch thread: products are too short to share."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What one job's sequences need at most."""
+    """The most that one job's sequences need."""
 
     prompt_tokens: int
     new_tokens: int
 
 
 def cores() -> int:
-    """Processors that this process may use: OMP_NUM_THREADS where it is set, otherwise all that it may run on."""
+    """Processors that this process may use: OMP_NUM_THREADS if set, otherwise all that it may run on."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > 0:
         return int(threads)
@@ -32,12 +32,12 @@ def cores() -> int:
 
 
 def threads_of(engine: EngineConfig) -> int:
-    """Threads of one process that computes; ranks share the cores where nothing else is set."""
+    """Threads of one computing process; ranks share the cores unless a number is set."""
     return engine.threads or max(1, cores() // engine.n_ranks)
 
 
 def gpus() -> int:
-    """NVIDIA GPUs that the driver of this machine knows, seen without importing torch."""
+    """Number of NVIDIA GPUs that the driver reports, without importing torch."""
     with contextlib.suppress(OSError):
         return sum(1 for _ in Path("/proc/driver/nvidia/gpus").iterdir())
     return 0
@@ -70,7 +70,7 @@ def tick_threads(threads: int, n_samplers: int, n_parameters: int) -> int:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of main memory that can be had without swapping: of the machine, and within the limits of a container."""
+    """Bytes of main memory available without swapping, within the limits of a container."""
     return max(0, min([_of_machine(proc / "meminfo"), *_below_limits(proc / "self" / "cgroup", cgroups)]))
 
 
@@ -83,7 +83,7 @@ def _of_machine(meminfo: Path) -> int:
 
 
 def _below_limits(own: Path, cgroups: Path) -> Iterator[int]:
-    """What each cgroup of this process and each above it has left; a container may see its own as the root, under any path."""
+    """Bytes left in each cgroup of this process and its parents; a container may see its own as the root, at any path."""
     for line in own.read_text().splitlines() if own.exists() else ():
         number, kinds, path = line.split(":", 2)
         if number == "0":
@@ -95,13 +95,13 @@ def _below_limits(own: Path, cgroups: Path) -> Iterator[int]:
             continue
         below = PurePosixPath(path.lstrip("/"))
         for one in () if ".." in below.parts else (below, *below.parents):
-            with contextlib.suppress(OSError, ValueError):  # it has no limit, or `max`
+            with contextlib.suppress(OSError, ValueError):  # no limit, or `max`
                 left = int((root / one / most).read_text()) - int((root / one / used).read_text())
                 yield left + _in_stat(root / one / "memory.stat", files)
 
 
 def _in_stat(stat: Path, name: str) -> int:
-    """Page cache that counts as used and is given up before anything else."""
+    """Page cache that counts as used but is freed first."""
     lines = (line.split() for line in stat.read_text().splitlines())
     return next((int(line[1]) for line in lines if line[0] == name), 0)
 

@@ -1,7 +1,7 @@
-"""What vLLM and SGLang call things: one table, two rows. All else about servers is the same for both.
+"""The differences between vLLM and SGLang, in one table with two rows. All other code is the same for both.
 
-Tokens go in and tokens come out; text is never sent and never read. Every sampling field is sent, because a server fills in
-what is left out from files of the model. Written from the documentation and source of vLLM 0.32 and SGLang 0.5.14.
+Requests and answers hold tokens, never text. Every sampling field is sent, because servers fill missing ones from the
+model's files. Written from the documentation and source of vLLM 0.32 and SGLang 0.5.14.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SEED_BITS = 63
 
 @dataclass(frozen=True)
 class Ask:
-    """One completion, as it is asked of a server."""
+    """A request for one completion."""
 
     id: str
     model: str | None
@@ -47,27 +47,27 @@ class HttpRequest:
 
     @property
     def method(self) -> str:
-        """GET without a body, unless it is said."""
+        """The given method; by default GET without a body, and POST with one."""
         return self.verb or ("GET" if self.body is None else "POST")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of one completion, from a whole answer or from one event of a stream."""
+    """Tokens of one completion, from a whole answer or one event of a stream."""
 
     token_ids: list[int]
     logprobs: list[float | None]
     finish: str | None
     prompt_ids: list[int] | None = None
-    """The prompt as the server read it, where it says."""
+    """The prompt's ids as the server read them, if it reports them."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a server tells of itself."""
+    """Facts that a server reports about itself."""
 
     base: str | None = None
-    """The name of its base model, where requests have to give it."""
+    """The name of its base model, if requests must contain it."""
     max_positions: int | None = None
     max_loras: int | None = None
     """Adapters in one batch."""
@@ -78,12 +78,12 @@ class Facts:
     cumulative: bool = False
     """Whether each event of a stream repeats all tokens so far."""
     release: str = ""
-    """Its version, where it tells."""
+    """Its release, if it reports one."""
 
 
 @dataclass(frozen=True)
 class LimitSettings:
-    """What a server calls the limits on adapters."""
+    """A server's names for the limits on adapters."""
 
     max_loras: str
     max_cpu_loras: str
@@ -92,15 +92,15 @@ class LimitSettings:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one kind of server is spoken to."""
+    """The protocol of one kind of server."""
 
     name: str
     health_seconds: float
-    """How long a healthy server may take to say so."""
+    """Time limit for the health check of a healthy server."""
     about: tuple[str, ...]
-    """Paths that are read for facts; one that is not there is passed over."""
+    """Paths to read for facts; missing ones are skipped."""
     facts: Callable[[Mapping[str, Any]], Facts]
-    """From what those paths answered."""
+    """Facts from the answers of those paths."""
     generate: Callable[[Ask, str | None], HttpRequest]
     piece: Callable[[Json], Piece | None]
     """None for an event without tokens."""
@@ -108,17 +108,17 @@ class Dialect:
     scores: Callable[[Json, list[int]], list[float]]
     """Logprobs [T − 1] of all tokens but the first."""
     top: Callable[[list[int], str | None, str | None, int], HttpRequest]
-    """Asks for so many of the likeliest tokens of each place of a prompt."""
+    """Asks for the given number of likeliest tokens at each position of a prompt."""
     tops: Callable[[Json, int], list[list[tuple[int, float]]]]
-    """Their ids and logprobs, best first, of all places but the first [T − 1]."""
+    """Their ids and logprobs, best first, of all positions but the first [T − 1]."""
     load: Callable[[str, str], HttpRequest]
     unload: Callable[[str], HttpRequest]
     unknown: Callable[[int, str], bool]
-    """Whether a refusal says that the adapter is not there."""
+    """Whether a refusal says that the adapter is unknown."""
     known: Callable[[int, str], bool]
-    """Whether a refusal to load says that the name is there already."""
+    """Whether a refusal to load says that the name is already loaded."""
     missing: Callable[[int, str], bool]
-    """Whether a refusal to load says that the directory is not there, or not yet."""
+    """Whether a refusal to load says that the directory is missing, perhaps only for now."""
     settings: LimitSettings
     tested: tuple[str, ...] = ()
     """Releases that the tests have run."""
@@ -185,7 +185,7 @@ def _vllm_top(token_ids: list[int], model: str | None, base: str | None, k: int)
 
 
 def _vllm_tops(answer: Json, k: int) -> list[list[tuple[int, float]]]:
-    """It tells the prompt's own token too, wherever that ranks."""
+    """The answer includes the prompt's own token at any rank."""
     places = answer["choices"][0]["prompt_logprobs"][1:]
     told = (
         sorted((one["rank"], int(token), float(one["logprob"])) for token, one in place.items()) for place in places
@@ -198,7 +198,7 @@ def _vllm_facts(answers: Mapping[str, Any]) -> Facts:
     bases = [card for card in cards if not card.get("parent")]
     if not bases:
         raise ServerFault("the server lists no base model under /v1/models")
-    # only a server in its development mode tells its limits
+    # only a server in development mode reports its limits
     info = answers.get("/server_info?config_format=json") or {}
     limits = (info.get("vllm_config") or {}).get("lora_config") or {}
     return Facts(
@@ -335,7 +335,7 @@ DIALECTS: Mapping[str, Dialect] = {
             phrase in detail for phrase in ("not loaded", "never been loaded", "implicitly load", "does not exist")
         ),
         known=lambda status, detail: "already" in detail,
-        # what is no directory is taken for a name of the hub
+        # a missing directory is taken for a name on the hub
         missing=lambda status, detail: "Repo id must be" in detail,
         settings=LimitSettings(
             "--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"

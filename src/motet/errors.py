@@ -10,12 +10,12 @@ MotetError
 ├── EngineError        a request that an engine cannot serve
 │   ├── ServerGone     a server does not answer
 │   ├── ServerRefused  a server answers with an error
-│   ├── ServerFault    a server answers what cannot be right
+│   ├── ServerFault    a server's answer is wrong
 │   └── ServerUnfit    a server has no room for the jobs
-├── ScorerAway         nobody is there to score a job's rollouts, and the job is to rest
-├── DeviceError        the device failed under several jobs at once: they are taken up again from their last commits
-├── RankGone           a process that a part of the base lies on ended: the run ends, nothing committed is lost
-├── JobFailed          a job stops for good; the others go on
+├── ScorerAway         a job's scorer is absent, and the job must pause
+├── DeviceError        the device failed under several jobs at once: they resume from their last commits
+├── RankGone           a process with a part of the base ended: the run ends, commits are kept
+├── JobFailed          a job fails; the others continue
 ├── ProbeError         the adapter that answers is not the adapter that was trained
 ├── StoreError         the service's database refuses something
 ├── LimitError         a limit of the service does not allow something
@@ -52,7 +52,7 @@ class RewardError(MotetError):
 
 
 class EnvironmentFault(MotetError):
-    """An environment cannot be used: its class does not load, or is none."""
+    """An environment cannot be used: its class does not load, or is not an environment."""
 
 
 class ChatRefusal(MotetError):
@@ -83,14 +83,14 @@ class ServerRefused(EngineError):
     """A server answers with an error."""
 
     def __init__(self, message: str, status: int, detail: str) -> None:
-        """`status` is HTTP's; `detail` what the server said."""
+        """`status` is HTTP's; `detail` is the server's message."""
         super().__init__(message)
         self.status = status
         self.detail = detail
 
 
 class ServerFault(EngineError):
-    """A server answers what cannot be right."""
+    """A server's answer is wrong."""
 
 
 class ServerUnfit(EngineError):
@@ -98,11 +98,11 @@ class ServerUnfit(EngineError):
 
 
 class ScorerAway(MotetError):
-    """Nobody is there to score a job's rollouts, and the job is to rest; nothing is lost, it goes on from its last commit."""
+    """A job's scorer is absent, and the job must pause; it resumes from its last commit."""
 
 
 OF_SERVERS = (ServerGone, ServerRefused, ServerFault, ServerUnfit)
-"""What servers are at fault for, or may not be an hour later; another EngineError is the request's."""
+"""Faults of servers, perhaps temporary; any other EngineError is the request's fault."""
 
 
 class DeviceError(MotetError):
@@ -146,7 +146,7 @@ class ServiceError(MotetError):
     """A service does not answer, or refuses what its client asks."""
 
     def __init__(self, message: str, status: int = 0) -> None:
-        """`status` is HTTP's; 0 where there was no answer."""
+        """`status` is HTTP's; 0 without an answer."""
         super().__init__(message)
         self.status = status
 
@@ -160,7 +160,7 @@ class DiskFull(RunError):
 
 
 class StorageFull(DiskFull):
-    """Something was not kept because its tenant may not store so much."""
+    """Something was not stored because it exceeds its tenant's storage limit."""
 
     def __init__(self, message: str, needs: int) -> None:
         """`needs` is its size in bytes."""

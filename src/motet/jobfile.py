@@ -33,11 +33,11 @@ def load_jobs(
     Args:
         path: the YAML file.
         overrides: `path=value` each; `jobs.NAME.field=value` for one job, `engine.…`, `base=…`, or a job field for all jobs.
-        race: whether jobs race that do not say so.
-        trust_remote_code: whether the base's own code may run, which no file can say.
+        race: whether jobs race by default.
+        trust_remote_code: whether the base's own code may run; a file cannot set this.
 
     Raises:
-        ConfigError: with the field, what is wrong and what can be written there.
+        ConfigError: names the field, the mistake and possible values.
     """
     file = Path(path)
     try:
@@ -96,7 +96,7 @@ def _read_tree(path: Path) -> Any:
 
 
 def _why_unread(file: Path, error: OSError | UnicodeDecodeError) -> str:
-    """In words, with the file that was perhaps meant."""
+    """The reason in words, with a file of a similar name."""
     if not isinstance(error, OSError):
         return "it is not UTF-8 text"
     beside = [item.name for item in file.parent.glob("*.y*ml")] if isinstance(error, FileNotFoundError) else []
@@ -105,7 +105,7 @@ def _why_unread(file: Path, error: OSError | UnicodeDecodeError) -> str:
 
 
 def load_simulation(path: Path, hosts: int | None = None) -> SimulationConfig:
-    """Read and validate a cluster that is only thought of, with so many hosts where they are given.
+    """Read and validate the description of a cluster to simulate; a given number overrides its hosts.
 
     Raises:
         ConfigError: it cannot be read, or says what to change.
@@ -121,7 +121,7 @@ def load_simulation(path: Path, hosts: int | None = None) -> SimulationConfig:
 def parse_jobs(
     text: str, where: str = "job file", overrides: Sequence[str] = (), directory: Path | None = None
 ) -> RunConfig:
-    """Validate the text of a job file; see `load_jobs`. Relative files are looked for in `directory` first."""
+    """Validate the text of a job file; see `load_jobs`. Relative files are searched in `directory` first."""
     try:
         tree = plain_yaml.read(text)
     except ConfigError as error:
@@ -132,7 +132,7 @@ def parse_jobs(
 def jobs_of(
     tree: Any, where: str = "job file", overrides: Sequence[str] = (), directory: Path | None = None
 ) -> RunConfig:
-    """Validate what a job file holds; the tree is used up."""
+    """Validate the tree of a job file; modifies the tree."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} must hold `base:` and `jobs:`; see `motet run --help` for an example")
     check_fields(tree, RunConfig, where)
@@ -214,7 +214,7 @@ def expand(job: Tree) -> Iterator[Tree]:
 
 
 def set_path(tree: Tree, path: str, value: Any) -> None:
-    """Set `a.b.c` in nested tables, making them where they are missing.
+    """Set `a.b.c` in nested tables; creates missing ones.
 
     Raises:
         ConfigError: a table on the way is a list.
@@ -265,7 +265,7 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
 
 
 def _override(job: Tree, path: str, value: Any) -> None:
-    """Set a field of a job; a field that was swept is not swept any more."""
+    """Set a field of a job; removes it from the sweep."""
     if path.startswith("sweep."):
         job["sweep"][path.removeprefix("sweep.")] = value
         return
@@ -274,7 +274,7 @@ def _override(job: Tree, path: str, value: Any) -> None:
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-4 as text; people mean the number."""
+    """Convert text such as 1e-4 to a number, as people mean it; YAML 1.1 reads it as text."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -284,7 +284,7 @@ def _number(value: Any) -> Any:
 
 
 def _resolve_files(job: Tree, directory: Path) -> None:
-    """Files named in a job file are relative to it; full paths make a job the same from wherever it is started."""
+    """Make paths in a job file absolute: they are relative to the file, and must not depend on the start directory."""
     for table, fields in (
         ("data", ("source", "eval_source")),
         ("adapter", ("init",)),
@@ -309,7 +309,7 @@ def _full_base(base: str, directory: Path) -> str:
 
 
 def _full_path(name: str, directory: Path) -> str:
-    """The file or directory that a name means, beside the job file first; the name itself where it is none."""
+    """The file or directory of a name, first beside the job file; the name itself if there is none."""
     for candidate in (directory / name, Path(name)):
         if candidate.exists():
             return str(candidate.resolve())

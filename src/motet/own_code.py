@@ -1,4 +1,4 @@
-"""Code of a person's own, by its name: `file.py:name` or `module:name`."""
+"""Loads a person's own code by name: `file.py:name` or `module:name`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from motet.errors import MotetError
 from motet.near import close_matches
 
 _LOADED: dict[tuple[str, Path], tuple[bytes, Any]] = {}
-"""Modules of files, by kind and place, each with the text that it was loaded from."""
+"""Modules loaded from files, by kind and path, each with its source text."""
 _HOUSE = f"{Path(__file__).parent}{os.sep}"
 
 
 @dataclass(frozen=True)
 class OwnCode:
-    """How code of one kind is looked for."""
+    """Finds code of one kind."""
 
     kind: str
     """`reward`, `algorithm` or `environment`, for messages."""
@@ -31,10 +31,10 @@ class OwnCode:
     """Names that need no file."""
 
     def find(self, name: str) -> Any:
-        """What `file.py:name` or `module:name` names.
+        """The object at `file.py:name` or `module:name`.
 
         Raises:
-            MotetError: there is none, or its file does not load.
+            MotetError: it does not exist, or its file does not load.
         """
         source, colon, attribute = name.rpartition(":")
         if not colon:
@@ -54,10 +54,10 @@ class OwnCode:
         return target
 
     def load_file(self, source: str) -> Any:
-        """The module that a file makes, loaded once in a process while its text stays the same.
+        """The module of a file, loaded once per process while its text is unchanged.
 
         Raises:
-            MotetError: it is not there, or does not load.
+            MotetError: the file is missing, or does not load.
         """
         path = Path(os.path.expanduser(source)).resolve()
         try:
@@ -81,9 +81,8 @@ class OwnCode:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         try:
-            code = compile(
-                text, str(path), "exec", dont_inherit=True
-            )  # kept bytecode knows the file's time to a second only
+            # cached bytecode records the file's time only to the second
+            code = compile(text, str(path), "exec", dont_inherit=True)
             exec(code, vars(module))  # noqa: S102
         except (Exception, SystemExit) as error:
             missing = isinstance(error, ModuleNotFoundError)
@@ -105,9 +104,9 @@ class OwnCode:
 
 
 def describe(error: BaseException, file: str = "") -> str:
-    """One line for a person: what was raised and, where known, in which line of `file`.
+    """One line for a person: the exception and, if known, the line of `file`.
 
-    What Motet raised itself is a sentence already, and needs neither the exception's name nor a place in Motet's source.
+    Motet's own exceptions are sentences already, and need neither a class name nor a line.
     """
     frames, trace = [], error.__traceback__
     while trace is not None:
@@ -118,7 +117,7 @@ def describe(error: BaseException, file: str = "") -> str:
     line = f" ({own[-1][0]}:{own[-1][1]})" if own and not isinstance(error, ImportError) else ""
     try:
         text = " ".join(str(error)[:500].split())
-    except Exception:  # an exception of the user's whose __str__ fails
+    except Exception:  # the __str__ of a user's exception may fail
         text = ""
     if text and frames and frames[-1][0].startswith(_HOUSE) and isinstance(error, ValueError | TypeError | MotetError):
         return f"{text}{line}"

@@ -186,7 +186,7 @@ async def even_out(hosts: Sequence[Host], jobs: Assignments) -> None:
     while len(hosts) > 1:
         await asyncio.sleep(EVEN_SECONDS)
         used = {host.number: host.used for host in hosts if host.ready}
-        factors = account.look(used, jobs.tenants(), {tenant: rule.share for tenant, rule in jobs.rules.items()})
+        factors = account.update(used, jobs.tenants(), {tenant: rule.share for tenant, rule in jobs.rules.items()})
         for host in hosts if len(factors) > 1 or shared else ():
             host.send(m.EvenOut(factors))
         shared = len(factors) > 1

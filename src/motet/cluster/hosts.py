@@ -188,9 +188,8 @@ class Hosts:
     def _pass_on(self, message: m.SteerJob | m.ChangeJob) -> None:
         """To the host that has the job; one that no host has, or that moves, is looked up again before it goes out."""
         job = self.jobs.get(message.job)
-        self._asked.add(
-            message.job
-        )  # also if a host has it, which may release it before the result of a reading is applied
+        # also if a host has it, which may release it before the result of a reading is applied
+        self._asked.add(message.job)
         if job is None:
             self._note(None)
         elif isinstance(message, m.SteerJob) and message.action == "resume" and self.jobs.has_to_wait(job):

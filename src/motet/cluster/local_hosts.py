@@ -30,11 +30,11 @@ _PACKAGES = ("motet", "torch", "transformers")
 _VARIABLES = (
     "CUDA", "GOMP", "HF_", "HIP_", "KMP", "MKL", "MOTET_", "NCCL", "OMP", "PYTORCH", "TORCH", "TRANS", "TRITON",
 )  # fmt: skip
-"""How names of environment variables begin that a host may look at."""
+"""Prefixes of the environment variables that a host may read."""
 
 
 def lasting(config: ServiceConfig, directory: Path) -> LocalHosts | None:
-    """What starts the hosts of a service, and finds those of the service before; None where they end with the service."""
+    """The launcher that starts a service's hosts or finds those of an earlier one; None if they end with the service."""
     here = config.cluster.launcher == "local" and sys.platform == "linux"
     return LocalHosts(directory / "engine") if here and config.takeover_seconds else None
 
@@ -43,19 +43,19 @@ class LocalHosts:
     """The hosts of one service: the `Launch` of its `Hosts`."""
 
     def __init__(self, directory: Path) -> None:
-        """Where sockets and tokens are."""
+        """`directory` holds sockets and tokens."""
         self._directory = directory
 
     async def __call__(self, start: m.StartHost, log: Path) -> Engine:
-        """The process of a host."""
+        """Find or start the process of a host."""
         return await self.host(start.host or 0, log)
 
     async def host(self, number: int, log: Path) -> Engine:
-        """The process of a host that an earlier service has left, or a new one; what a new one prints goes to `log`."""
+        """Find a host's process from an earlier service, or start one that prints to `log`."""
         return await self._left(number) or await self._started(number, log)
 
     async def end_from(self, number: int) -> None:
-        """Let hosts of this number and above save their jobs, and end them: this service has no use for so many."""
+        """End surplus hosts, from this number on, after they save their jobs."""
         for path in sorted(self._directory.glob("*.sock")):
             if path.stem.isdigit() and int(path.stem) >= number and (engine := await self._left(int(path.stem))):
                 engine.send(m.Stop())
@@ -66,7 +66,7 @@ class LocalHosts:
                 await engine.kill()
 
     async def _left(self, number: int) -> Engine | None:
-        """The process that listens, where it is a host of this service."""
+        """The listening process, if it is a host of this service."""
         socket_file, token_file = self._files(number)
         try:
             token = token_file.read_text()
@@ -82,7 +82,7 @@ class LocalHosts:
                 writer.write(token[:half].encode())
                 answer = await reader.readexactly(len(token) - half)
         if uid == os.getuid() and token and secrets.compare_digest(answer, token[half:].encode()):
-            with contextlib.suppress(OSError):  # it was not yet listening itself when its service was killed
+            with contextlib.suppress(OSError):  # its service was killed before the process listened
                 return _Connected(reader, writer, _host_process(pid), (socket_file, token_file))
         writer.close()
         _log.warning("%s: process %d there is no engine of this service; another is started", socket_file, pid)
@@ -107,7 +107,7 @@ class LocalHosts:
         return started
 
     def _listening(self, socket_file: Path, token_file: Path, token: str) -> socket.socket:
-        """A socket for a new host, and its token, for this user alone."""
+        """Create a new host's socket and token, readable only by this user."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self._directory.chmod(0o700)
         for path in (socket_file, token_file):
@@ -128,19 +128,19 @@ class LocalHosts:
 
 
 class _Connected(Child[m.FromHost]):
-    """A host's process, this one's child or not."""
+    """A host's process; it need not be a child of this process."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: int, files: Iterable[Path]
     ) -> None:
-        """`process` is a descriptor of it; `files` go with it."""
+        """`process` is its pidfd; `files` are deleted when it ends."""
         super().__init__(m.FromHost, reader, writer, self._end_process)
         self._files, self._process = files, process
         self._said_all = False
         self.child: asyncio.subprocess.Process | None = None
-        """Kept: asyncio ends a child that nobody refers to."""
+        """A reference, because asyncio ends a child without one."""
         self.unread = 0
-        """Bytes of the answer of a process that was just started, which nobody has to check."""
+        """Bytes of a new process's first answer, which needs no check."""
 
     async def messages(self) -> AsyncIterator[m.FromHost]:
         with contextlib.suppress(OSError, EOFError):
@@ -154,13 +154,13 @@ class _Connected(Child[m.FromHost]):
             super().send(message)
 
     def close_input(self) -> None:
-        """Let it end, where it was asked to stop; what it still says is heard."""
+        """Let a process end that was asked to stop; its last messages are still read."""
         if not self._said_all and not self._writer.is_closing():
             self._said_all = True
             self._writer.write_eof()
 
     async def _end_process(self) -> None:
-        """Kill it, wait until it is gone, and remove its files."""
+        """Kill the process, wait for its end, and delete its files."""
         self._writer.close()
         if self._process < 0:
             return
@@ -169,16 +169,16 @@ class _Connected(Child[m.FromHost]):
             signal.pidfd_send_signal(process, signal.SIGKILL)
         await _ended(process)
         if self.child is not None:
-            await self.child.wait()  # asyncio lets go of it then
+            await self.child.wait()  # so that asyncio releases it
         for path in self._files:
             path.unlink(missing_ok=True)
 
 
 def _host_process(pid: int) -> int:
-    """A descriptor of a host's process: its number may be another's later.
+    """A pidfd of a host's process: its id may be reused later.
 
     Raises:
-        ProcessLookupError: no host has this number.
+        ProcessLookupError: no host has this id.
     """
     process = os.pidfd_open(pid)
     if b"motet.hosting" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
@@ -200,7 +200,7 @@ async def _ended(process: int) -> None:
 
 @contextlib.contextmanager
 def _short(directory: Path) -> Iterator[Path]:
-    """A short name of a directory: an address of a socket has room for a hundred bytes."""
+    """A short path to a directory: a socket's address holds about 100 bytes."""
     opened = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     try:
         yield Path(f"/proc/self/fd/{opened}")
@@ -209,7 +209,7 @@ def _short(directory: Path) -> Iterator[Path]:
 
 
 def code_of(*places: str) -> str:
-    """A digest of the code that a host runs: packages, the environment, and files and folders that are named."""
+    """A digest of a host's code: packages, environment variables, and the given files and folders."""
     digest = hashlib.sha256(sys.executable.encode())
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""Messages between hosts and their parent. Answers repeat a question's `key`; the last is `Answered` or `QuestionRefused`."""
+"""Messages between hosts and their parent. Answers repeat the question's `key`; the last is `Answered` or `QuestionRefused`."""
 
 from __future__ import annotations
 
@@ -30,44 +30,44 @@ class StartHost(ChannelMessage, frozen=True):
     rollout: dict[str, Any]
     """`RolloutConfig`."""
     rewards: dict[str, dict[str, Any]]
-    """The operator's, fields of `Installed` by name."""
+    """The operator's rewards: fields of `Installed`, by name."""
     unwalled: list[str]
     """Rewards that may run without a wall."""
     patience_seconds: float
     largest: Largest
     serves: str = ""
-    """The name of the base among those of a service."""
+    """The base's name, on a service with several bases."""
     host: int | None = None
-    """Its number, where several share the run directory."""
+    """Its number if several hosts share the run directory."""
     own_jobs: bool = False
-    """Whether jobs are of the person who started all this: their rewards need no wall, their data and addresses no bounds."""
+    """Whether jobs belong to the person who started the host: rewards need no wall, data and addresses no limits."""
     accept_changes: bool = True
-    """Whether a job goes on that differs from what its directory was made with, or that is damaged."""
+    """Whether a job resumes although it differs from its directory, or its directory is damaged."""
     trust_remote_code: bool = False
-    takeover_seconds: float = 0.0  # for which the host goes on without a service; 0: it ends with its parent
-    own: Choice | None = None  # what kernels `auto` is on all hosts of this base
+    takeover_seconds: float = 0.0  # time that the host runs without a service; 0: it ends with its parent
+    own: Choice | None = None  # the kernels that `auto` selects on all hosts of this base
     code: str = ""
-    """What the host runs besides what is said here: a host of other code is no host of this start."""
+    """Digest of the host's code: a running host with other code does not match this message."""
 
 
 class Stop(ChannelMessage, frozen=True):
-    """Let every job finish its step and save; answered by `Stopped`."""
+    """Finish the step of every job and save; answered by `Stopped`."""
 
 
 class AddJob(ChannelMessage, frozen=True):
-    """Take a job up, from its last commit."""
+    """Run a job from its last commit."""
 
     job: dict[str, Any]
     """`JobConfig`, with the job's id as its name."""
     wanted: str
     """`run`, `pause` or `cancel`."""
     first_step: int
-    """The first step whose event is to be sent again."""
+    """First step whose event is sent again."""
     tenant: str
     rule: Rule
     slots: int = 1
     base: str = ""
-    """The name of the base that it is for."""
+    """The name of its base."""
 
 
 class SteerJob(ChannelMessage, frozen=True):
@@ -78,7 +78,7 @@ class SteerJob(ChannelMessage, frozen=True):
 
 
 class ChangeJob(ChannelMessage, frozen=True):
-    """Give a job another budget and priority."""
+    """Change a job's budget and priority."""
 
     job: str
     budget: int | None
@@ -86,7 +86,7 @@ class ChangeJob(ChannelMessage, frozen=True):
 
 
 class ReleaseJob(ChannelMessage, frozen=True):
-    """Let a job finish its step and save, and forget it: another host takes it up. Answered by `Released`."""
+    """Finish a job's step, save and forget it, so that another host can run it. Answered by `Released`."""
 
     job: str
 
@@ -98,58 +98,58 @@ class ForgetJob(ChannelMessage, frozen=True):
 
 
 class Nudge(ChannelMessage, frozen=True):
-    """A client may have asked more of its job: the journal of the job has it."""
+    """A client may have added commands to its job's journal."""
 
     job: str
 
 
 class SetRule(ChannelMessage, frozen=True):
-    """What holds for a tenant's jobs from now on."""
+    """Set the rule for a tenant's jobs."""
 
     tenant: str
     rule: Rule
 
 
 class EvenOut(ChannelMessage, frozen=True):
-    """By how much the shares of tenants grow here, because others have had more over all hosts."""
+    """Factors on the shares of tenants that have had less than others over all hosts."""
 
     factors: dict[str, float]
 
 
 class Complete(ChannelMessage, frozen=True):
-    """A question: complete a conversation or a prompt as it is. Answered by `PromptRead`, `PromptScored` if asked, `Tokens`."""
+    """A question: complete a conversation or a plain prompt. Answered by `PromptRead`, `PromptScored` if asked, `Tokens`."""
 
     tenant: str
-    """Whose tokens the answer costs."""
+    """The tenant charged for the tokens."""
     adapter: str | None
-    """The directory of a version, None for the base."""
+    """The directory of a version; None is the base."""
     n: int
     seed: int
     stream: bool
     logprobs: bool
-    """Whether each token's text is wanted beside its logprob."""
+    """Whether to send each token's text with its logprob."""
     sampling: SamplingParams
     messages: list[ChatMessage] = []
     tools: list[dict[str, Any]] = []
     prompt: str | list[int] | None = None
-    """Text or token ids; None: `messages`, through the chat template."""
+    """Text or token ids; None uses `messages` with the chat template."""
     stop_token_ids: list[int] | None = None
-    """Token ids that end a completion; None: those of the base."""
+    """Token ids that end a completion; None is the base's."""
     prompt_ids: bool = False
-    """Whether `PromptRead` has the token ids."""
+    """Whether `PromptRead` includes the token ids."""
     prompt_logprobs: bool = False
-    """Whether `PromptScored` is wanted too."""
+    """Whether to send `PromptScored`."""
     prompt_top: int = 0
-    """How many of the likeliest tokens of each place are wanted with it."""
+    """Number of likeliest tokens per position in `PromptScored`."""
     within_room: bool = False
-    """Whether `max_tokens` ends with the room of the model; otherwise more is refused."""
+    """Whether to cut `max_tokens` to the room left in the model's length; otherwise too many are refused."""
     base: str = ""
-    """The name of the base that answers, or whose adapter does."""
+    """The name of the base that answers, with or without an adapter."""
     key: int = 0
 
 
 class ExamineAdapter(ChannelMessage, frozen=True):
-    """A question: what an adapter is. Answered by `AdapterExamined` or `Unfit`."""
+    """A question: examine an adapter. Answered by `AdapterExamined` or `Unfit`."""
 
     directory: str
     key: int = 0
@@ -157,13 +157,13 @@ class ExamineAdapter(ChannelMessage, frozen=True):
 
 
 class Abandon(ChannelMessage, frozen=True):
-    """Nobody waits for the answer any more."""
+    """Cancel a question."""
 
     key: int
 
 
 class EventKept(ChannelMessage, frozen=True):
-    """The oldest event or usage that waits for this is written down; those that wait are sent to the next service again."""
+    """The oldest unconfirmed event or usage is stored; unconfirmed ones are sent to the next service again."""
 
 
 class ScoresAnswered(ChannelMessage, frozen=True):
@@ -173,7 +173,7 @@ class ScoresAnswered(ChannelMessage, frozen=True):
     scores: list[Any] | None = None
     """As `tasks.reward_elsewhere` writes them."""
     away: bool = False
-    """Nobody is there who could score, and the job is to rest."""
+    """Whether no scorer is connected, so that the job must pause."""
 
 
 Question = Complete | ExamineAdapter | e.AskEpisode
@@ -192,22 +192,22 @@ class Held(msgspec.Struct, frozen=True):
     slots: int
     state: JobState
     wanted: str
-    """What was asked for last: `run`, `pause` or `cancel`."""
+    """The last request: `run`, `pause` or `cancel`."""
 
 
 class HostReady(ChannelMessage, frozen=True):
     """The base is loaded."""
 
     notes: list[str]
-    """Such as why results depend on more than the seed."""
+    """For a person; for instance, why results depend on more than the seed."""
     tokens_per_second: float = 0.0
-    """That it reads of one prompt; 0 where that is not known."""
+    """Prefill speed on one prompt; 0 if unknown."""
     device: str = ""
-    """What it computes with: hosts with the same are as fast as each other, whatever kept one of them busy meanwhile."""
+    """Name of its device; hosts with equal names count as equally fast, whatever slowed one of them down meanwhile."""
     jobs: list[Held] = []
-    """Jobs that an earlier service gave it and that have not ended."""
+    """Unfinished jobs from an earlier service."""
     positions: int = 0
-    """Tokens of the base's longest sequence; 0 where that is not known."""
+    """Tokens of the base's longest sequence; 0 if unknown."""
 
 
 class HostFailed(ChannelMessage, frozen=True):
@@ -221,16 +221,16 @@ class Stopped(ChannelMessage, frozen=True):
 
 
 class JobStanding(msgspec.Struct, frozen=True):
-    """How a running job stands."""
+    """The progress of a running job."""
 
     phase: str
     """`sampling`, `training`, `evaluating` or `saving`."""
     step: int
     rollouts_done: int
-    """Of the step that is being sampled."""
+    """In the step that is being sampled."""
     rollouts_wanted: int
     tokens: int
-    """Sampled and trained on this host."""
+    """Tokens sampled and trained on this host."""
     tokens_per_second: float
     seconds_left: float | None
     host: int | None = None
@@ -238,28 +238,28 @@ class JobStanding(msgspec.Struct, frozen=True):
 
 
 class Progress(ChannelMessage, frozen=True):
-    """How running jobs stand, by id, seconds of the device by what it did, and drafts that it checked."""
+    """Progress of running jobs by id, device seconds by activity, and the numbers of checked drafts."""
 
     jobs: dict[str, JobStanding]
     device: dict[str, float]
     used: dict[str, float] = {}
-    """Tokens by tenant since the start, each divided by the weight of its job."""
+    """Tokens by tenant since the start, divided by the weights of their jobs."""
     away: str = ""
-    """Why nobody can be answered now, because no server of this host is there."""
+    """Why no question can be answered now: no server of this host is available."""
 
 
 class JobChanged(ChannelMessage, frozen=True):
-    """A job has another state, or another message with it."""
+    """A job has a new state or message."""
 
     job: str
     state: JobState
     message: str
     inexact: list[str] | None = None
-    """Why its bytes may depend on more than itself; None where nobody has looked at it yet."""
+    """Why its bytes may depend on more than the job; None before it was checked."""
     spent: bool = False
     """Whether the job is paused because its budget is spent."""
     key: str = ""
-    """Another one for each event: an event that comes twice is kept once."""
+    """Unique for each event, so that an event sent twice is stored once."""
 
 
 class JobStepped(ChannelMessage, frozen=True):
@@ -267,27 +267,27 @@ class JobStepped(ChannelMessage, frozen=True):
 
     job: str
     line: dict[str, Any]
-    """Of metrics.jsonl, with the tokens of the step and, where they were measured, its seconds."""
+    """The line of metrics.jsonl, with the step's tokens and, if measured, its seconds."""
 
 
 class JobWorked(ChannelMessage, frozen=True):
-    """A part of a step that a client drives was done, whether or not the step comes."""
+    """A part of a client-driven step is done, whether or not the step is ever finished."""
 
     job: str
     step: int
-    """The version that it started from."""
+    """The version that the step started from."""
     tokens: int
-    """All of the step so far, times their targets."""
+    """Tokens of the step so far, times the targets of each."""
 
 
 class Released(ChannelMessage, frozen=True):
-    """A job has saved and is unknown here."""
+    """A job is saved, and this host has forgotten it."""
 
     job: str
 
 
 class Obeyed(ChannelMessage, frozen=True):
-    """A command of a client's is done; its outcome is in the journal of the job."""
+    """A client's command is done; its outcome is in the job's journal."""
 
     job: str
 
@@ -296,16 +296,16 @@ class UsageWindow(ChannelMessage, frozen=True):
     """A window of device time."""
 
     engine: str
-    """Another one for each start."""
+    """Unique for each start."""
     window: int
-    """Its number, growing."""
+    """Its number; later windows have larger ones."""
     microseconds: dict[str, int]
     """By account: a job, completions of a tenant, or nobody."""
     base: str = ""
 
 
 class ScoreRequest(ChannelMessage, frozen=True):
-    """A question of the engine's: scores of completions that no process of their job scores. Answered by `ScoresAnswered`."""
+    """A question of the host: score completions that the job's processes do not score. Answered by `ScoresAnswered`."""
 
     key: int
     job: str
@@ -315,17 +315,17 @@ class ScoreRequest(ChannelMessage, frozen=True):
     """`id`, `messages`, `answer`, `metadata`, `conversational`."""
     completions: list[str]
     transcripts: list[list[dict[str, Any]]]
-    """The whole conversation of each, or none at all where each is the prompt and the completion."""
+    """The conversation of each; empty if each is only the prompt and the completion."""
 
 
 class CancelScore(ChannelMessage, frozen=True):
-    """Nobody waits for the scores any more."""
+    """Cancel a `ScoreRequest`."""
 
     key: int
 
 
 class Rest(ChannelMessage, frozen=True):
-    """Whether a job is to rest as soon as nobody is there who scores for it."""
+    """Whether a job pauses as soon as no scorer is connected for it."""
 
     job: str
     wanted: bool
@@ -340,12 +340,12 @@ class PromptRead(ChannelMessage, frozen=True):
 
 
 class PromptScored(ChannelMessage, frozen=True):
-    """Logprobs of the prompt's tokens at temperature 1, the first one's 0."""
+    """Logprobs of the prompt's tokens at temperature 1; 0 for the first token."""
 
     key: int
     logprobs: FloatArray
     top_ids: IntArray | None = None  # [T, k]
-    """The likeliest tokens of each place, best first, the first place's 0."""
+    """The likeliest tokens of each position, best first; 0 at the first position."""
     top_logprobs: FloatArray | None = None  # [T, k]
 
 
@@ -355,7 +355,7 @@ class Tokens(ChannelMessage, frozen=True):
     key: int
     chunk: Chunk
     texts: list[str]
-    """Of each token, where they were asked for."""
+    """The text of each token, if requested."""
 
 
 class AdapterExamined(ChannelMessage, frozen=True):
@@ -375,7 +375,7 @@ class Unfit(ChannelMessage, frozen=True):
 
 
 class Answered(ChannelMessage, frozen=True):
-    """A question is answered."""
+    """The end of a successful answer."""
 
     key: int
 
@@ -386,7 +386,7 @@ class QuestionRefused(ChannelMessage, frozen=True):
     key: int
     reason: str
     never: bool = False
-    """Whether it never could."""
+    """Whether it can never be answered."""
 
 
 Answer = (

@@ -1,4 +1,4 @@
-"""What the nodes of a cluster say of themselves, and what of it keeps hosts from running there."""
+"""Facts about the nodes of a cluster, and the faults that prevent hosts from running there."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node of a cluster says of itself."""
+    """A node's own report."""
 
     address: str
     versions: tuple[str, str, str]
     """Of Motet, torch and Python."""
     name_means: str
-    """The address that its own name means, which gloo listens on."""
+    """The address that its host name resolves to; gloo listens on it."""
     cores: int
     free_memory: int
     sees: bool
-    """Whether it reads in the shared directory what the first process wrote there."""
+    """Whether it sees the first process's file in the shared directory."""
     free_disk: int
-    """Bytes in that directory."""
+    """Free bytes in that directory."""
     gpus: int = 0
-    """That its driver knows."""
+    """GPUs that the driver reports."""
     gpus_of_ray: int = 0
-    """That Ray gives out there."""
+    """GPUs that Ray assigns there."""
     project: bool = True
-    """Whether it sees the project directory, where hosts look for own code and data; else it gets a copy."""
+    """Whether it sees the project directory, with own code and data; otherwise it gets a copy."""
     gloo: float | str = "not tried"
-    """Seconds of a round of gloo with all others, or why there was none."""
+    """Seconds of a gloo round with all nodes, or why it failed."""
 
 
 def faults(nodes: Sequence[NodeFacts], directory: Path, too_large: str = "") -> list[str]:
-    """What keeps hosts from running on all nodes, and what to do; `too_large` says why the project cannot be copied."""
+    """Faults that prevent hosts from running, each with a remedy; `too_large` says why the project cannot be copied."""
     sentences = []
     if len({node.versions for node in nodes}) > 1:
         sentences.append(

@@ -1,4 +1,4 @@
-"""Which host a job goes to, and which job moves. Pure functions; where a job runs changes no byte of it."""
+"""Choose the host of a job, and the job to move. Pure functions; a job's bytes do not depend on its host."""
 
 from __future__ import annotations
 
@@ -14,58 +14,58 @@ from motet.runtime.slots import FREE, Claim, Rule, taken
 
 @dataclass(frozen=True)
 class HostLoad:
-    """A host that takes jobs, and those that it has."""
+    """A host and its jobs."""
 
     host: int
     slots: int
     running: tuple[Claim, ...] = ()
-    """Jobs that have a slot there, in the order they came."""
+    """Jobs with a slot, in order of arrival."""
     waiting: tuple[Claim, ...] = ()
-    """Jobs that wait there for one."""
+    """Jobs that wait for a slot."""
 
     coming: tuple[Claim, ...] = ()
-    """Jobs that another host was asked to let go, so that they come here."""
+    """Jobs that are moving here: another host was asked to release them."""
     speed: float = 1.0
-    """Beside other hosts' of the same base (`speeds`)."""
+    """Relative to other hosts of the same base (`speeds`)."""
     base: str = ""
-    """The name of its base, where there are several."""
+    """The name of its base, if there are several."""
     fresh: tuple[Claim, ...] = ()
-    """Those that wait there and have not had a slot there."""
+    """Waiting jobs that have not had a slot there."""
 
     @cached_property
     def jobs(self) -> tuple[Claim, ...]:
-        """All that have a slot, want one, or are about to."""
+        """Running, waiting and coming jobs."""
         return self.running + self.waiting + self.coming
 
     @cached_property
     def fullness(self) -> float:
-        """Slots that jobs have or want for each that there is; one host that is twice as fast as another counts twice."""
+        """Slots that jobs have or want, per slot of the host and unit of speed."""
         return self.fullness_with(0)
 
     def fullness_with(self, more: int) -> float:
-        """The same with so many slots more taken, or fewer."""
+        """Fullness with `more` further slots taken; may be negative."""
         return (taken(self.jobs) + more) / (self.slots * self.speed)
 
     def has_slots(self, claim: Claim) -> bool:
-        """Whether a job need not wait for one."""
+        """Whether a job would get its slots at once."""
         return taken(self.jobs) + claim.slots <= self.slots
 
     def has_room(self, claim: Claim, ahead: int) -> bool:
-        """Whether a job may run soon: a slot is free, or fewer than `ahead` of its tenant's wait here that go before it.
+        """Whether a job may run soon: a slot is free, or fewer than `ahead` jobs of its tenant wait here before it.
 
-        Those that gave their slot away do not count: sessions of clients that ask for nothing may do so for ever.
+        Jobs that gave up a slot do not count: idle sessions of clients may wait for ever.
         """
         before = (other for other in self.fresh if other.tenant == claim.tenant and other.priority >= claim.priority)
         return self.has_slots(claim) or sum(1 for _ in before) < ahead
 
     @cached_property
     def tenants(self) -> Counter[str]:
-        """How many of the jobs are whose."""
+        """Number of jobs by tenant."""
         return Counter(claim.tenant for claim in self.jobs)
 
 
 class Move(NamedTuple):
-    """A job that goes from one host to another."""
+    """A job, the host that has it, and the host that it moves to."""
 
     job: str
     source: int
@@ -73,12 +73,12 @@ class Move(NamedTuple):
 
 
 def placed(claim: Claim, hosts: Sequence[HostLoad], rules: Mapping[str, Rule], ahead: int | None = None) -> int | None:
-    """The host that a job goes to; None while no host of its base is there, or while its tenant has as many out as may run.
+    """The host for a job; None without a host of its base, or if its tenant has as many jobs on hosts as may run.
 
-    With `ahead`, also None while so many of its tenant's jobs wait on every host that it would not run soon.
+    With `ahead`, also None if so many jobs of its tenant wait on every host that it would not run soon.
 
-    Of those with free slots, or of all where none has any, the emptiest for its slots and speed; of those that are as empty,
-    the one with the fewest jobs of the tenant, so that tenants compete on each host as they do over all of them.
+    Hosts with free slots come first, then the emptiest for its slots and speed. Among equals, the host with the fewest
+    jobs of the tenant is chosen, so that tenants compete on each host as they do over all hosts.
     """
     limit = rules.get(claim.tenant, FREE).running
     if limit is not None and sum(host.tenants[claim.tenant] for host in hosts) >= limit:
@@ -91,10 +91,10 @@ def placed(claim: Claim, hosts: Sequence[HostLoad], rules: Mapping[str, Rule], a
 
 
 def speeds(measured: Mapping[int, tuple[str, float]]) -> dict[int, float]:
-    """Speeds of hosts beside the fastest one's, in powers of two: what is nearer to each other is noise, and counts as alike.
+    """Speeds of hosts relative to the fastest, in powers of two: smaller differences are noise.
 
     Args:
-        measured: each host's device and its tokens a second, of which those on the same device have the best; 0 is as fast as
+        measured: each host's device and tokens per second. All hosts on one device get the best of them; 0 counts as
             the fastest.
     """
     best: dict[str, float] = {}
@@ -106,10 +106,10 @@ def speeds(measured: Mapping[int, tuple[str, float]]) -> dict[int, float]:
 
 
 def moved(hosts: Sequence[HostLoad]) -> Move | None:
-    """The job that leaves the fullest host, so that the emptiest can have it; None where hosts are as even as they can be.
+    """The job to move from the fullest host to the emptiest; None if hosts are as even as possible.
 
-    Hosts of one base alone are compared. One that waits, which costs nothing, before one that runs; of the tenant that the
-    other host has fewest of; the last. One that runs goes only where a slot is free.
+    Only hosts of one base are compared. Waiting jobs come before running ones, because their move is free; then jobs of the
+    tenant with the fewest on the other host; then the last. A running job moves only to a free slot.
     """
     bases = dict.fromkeys(host.base for host in hosts)
     moves = (_moved_of([host for host in hosts if host.base == base]) for base in bases)
@@ -128,7 +128,7 @@ def _moved_of(hosts: Sequence[HostLoad]) -> Move | None:
         if emptiest.fullness_with(claim.slots) <= fullest.fullness_with(-claim.slots)
         and (fullest.waiting or emptiest.has_slots(claim))
     ]
-    if not able:  # or all that count there are still on their way
+    if not able:  # or all its jobs are still on their way
         return None
     last = max(able, key=lambda claim: fullest.tenants[claim.tenant] - emptiest.tenants[claim.tenant])
     return Move(last.job, fullest.host, emptiest.host)

@@ -1,4 +1,4 @@
-"""The project directory, where hosts look for own code and data: nodes that do not see it get a copy in the run directory."""
+"""The project directory, with own code and data: nodes that do not see it get a copy in the run directory."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from motet.errors import ConfigError, EngineError
 
 _log = logging.getLogger(__name__)
 MOST_BYTES, MOST_FILES = 512 * 2**20, 20_000
-"""Of a project that is copied."""
+"""Limits for a project to copy."""
 COPY = ".project-"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the node that Ray chose for a host sees."""
+    """The files visible on the node that Ray chose for a host."""
 
     node: str
     """Its address."""
     run: bool
     """Whether it sees the run directory."""
     project: bool
-    """Whether the project directory there is the one here."""
+    """Whether it sees this machine's project directory."""
     there: bool = True
-    """Whether there is a directory of its path at all."""
+    """Whether any directory has the project's path."""
     missing: tuple[str, ...] = ()
-    """Files that jobs name by absolute paths and that it does not have."""
+    """Missing files that jobs name by absolute paths."""
 
 
 def place_on(seen: Seen, run: Path, project: Path, named: Sequence[str], made: Path | None = None) -> Path:
-    """Where a host runs on a node: in the project, or in a copy if that is another machine's; `made` is an earlier copy.
+    """The working directory of a host: the project, or a copy if the node does not see it; `made` is an earlier copy.
 
     Raises:
         EngineError: the node does not see the run directory, or one of the paths `named`.
-        ConfigError: the project cannot be copied, or a path is in a part of it that is not.
+        ConfigError: the project cannot be copied, or a path is in a part that is never copied.
     """
     if not seen.run:
         raise EngineError(
@@ -76,7 +76,7 @@ def place_on(seen: Seen, run: Path, project: Path, named: Sequence[str], made: P
 
 
 def moved(message: ChannelMessage, project: Path, copy: Path) -> ChannelMessage:
-    """A message to a host that runs in the copy: paths into the project are paths into the copy, and `~` is this home."""
+    """A message for a host in a copy: project paths become paths in the copy, and `~` this machine's home."""
     if isinstance(message, m.StartHost):
         return replace(
             message, base=_moved(message.base, project, copy), rewards=_moved(message.rewards, project, copy)
@@ -97,7 +97,7 @@ def _moved(tree: Any, project: Path, copy: Path) -> Any:
 
 
 def look_of(directory: Path) -> str:
-    """A sum of the names and inodes in a directory: equal on two machines only if both see the same one."""
+    """A digest of a directory's names and inodes: equal on two machines only if both see the same one."""
     if not directory.is_dir():
         return ""
     entries = sorted((entry.name, entry.inode()) for entry in os.scandir(directory))
@@ -114,12 +114,12 @@ def too_large(project: Path, run: Path) -> str:
 
 
 def copy_to(run: Path, project: Path) -> Path:
-    """Copy a project into a run directory, unless that has a copy of the same files; older copies go.
+    """Copy a project into a run directory, unless it has a current copy; older copies are deleted.
 
-    Hidden files, virtual environments and run directories stay behind.
+    Hidden files, virtual environments and run directories are not copied.
 
     Raises:
-        ConfigError: it is too large, and which part of it is.
+        ConfigError: it is too large; the message names the largest part.
     """
     files = _files(project, run)
     seen = [(str(file.relative_to(project)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -148,7 +148,7 @@ def _files(project: Path, run: Path) -> list[Path]:
         names[:] = [name for name in names if not _stays(Path(folder, name), run)]
         for leaf in leaves:
             file = Path(folder, leaf)
-            if not leaf.startswith(".") and file.is_file():  # no socket, and no link to nothing
+            if not leaf.startswith(".") and file.is_file():  # skips sockets and broken links
                 files.append(file)
                 parts[file.relative_to(project).parts[0]] += file.stat().st_size
         if len(files) > MOST_FILES or parts.total() > MOST_BYTES:
@@ -168,13 +168,13 @@ def _stays(folder: Path, run: Path) -> bool:
 
 
 def named_by_place(config: HostConfig) -> list[str]:
-    """The files and directories that a base or its jobs name by absolute paths, which a copy of the project has not."""
+    """The files and directories that a base or its jobs name by absolute paths; a copy of the project lacks them."""
     jobs = [job.model_dump(mode="json") for job in config.jobs] if isinstance(config, RunConfig) else []
     return sorted({place for text in _texts([config.base, *jobs]) if (place := _place(text))})
 
 
 def _place(text: str) -> str:
-    """The file that `/path` or `/path.py:name` means; empty if there is none, or if it is named from the project."""
+    """The file of `/path` or `/path.py:name`; empty if there is none, or for a relative path."""
     name = os.path.expanduser(text.rpartition(":")[0] if ".py:" in text else text)
     try:
         return name if os.path.isabs(name) and len(name) > 1 and os.path.exists(name) else ""

@@ -42,12 +42,12 @@ _JOIN_SECONDS = 600.0
 
 
 def _gpus(node: Mapping[str, Any]) -> int:
-    """That Ray gives out on a node."""
+    """GPUs that Ray assigns on a node."""
     return int(node["Resources"].get("GPU", 0))
 
 
 def cores_and_gpus(start: StartHost, gpus_of_nodes: Sequence[int] = ()) -> tuple[int, int]:
-    """What a host, with its ranks, asks one node for; where its device is `auto`, GPUs if a node has enough."""
+    """Cores and GPUs that a host with its ranks asks one node for; with device `auto`, GPUs if a node has enough."""
     engine, launch = EngineConfig.model_validate(start.engine), RolloutConfig.model_validate(start.rollout).launch
     wants = engine.device.startswith("cuda")
     if engine.device == "auto" and (most := max(gpus_of_nodes, default=0)):
@@ -111,7 +111,7 @@ class RayLauncher:
         return engine
 
     async def _directory(self, process: Any, run: Path) -> Path:
-        """Where a host runs on the node that it is on."""
+        """The working directory of a host on its node."""
         with _marked(run) as mark:
             asked: Awaitable[Seen] = process.look.remote(
                 str(mark), str(self._project), look_of(self._project), self._named
@@ -131,7 +131,7 @@ class RayLauncher:
 
 @contextmanager
 def _marked(directory: Path) -> Iterator[Path]:
-    """A file that only machines find that see this very directory."""
+    """A temporary file that shows whether a machine sees this directory."""
     directory.mkdir(parents=True, exist_ok=True)
     mark = directory / f".motet-mark-{secrets.token_hex(4)}"
     try:
@@ -156,7 +156,7 @@ class MotetHost:
         return Seen(address, _sees(Path(mark)), look_of(Path(project)) == look, Path(project).is_dir(), missing)
 
     def run(self, settings: dict[str, str], directory: str, log: str) -> int:
-        """Run it to its end, and give its exit status."""
+        """Run the host to its end; returns its exit status."""
         sys.stdout.write(f"a host of Motet runs in {directory} and writes to {log}\n")
         with Path(log).open("ab") as out:
             return subprocess.run(
@@ -167,7 +167,7 @@ class MotetHost:
 
 
 def examine_nodes(address: str, directory: Path, count: int = 1) -> list[NodeFacts]:
-    """Ask every node of a cluster, and have all of them make a round of gloo.
+    """Ask every node of a cluster for its facts, and run a round of gloo over all of them.
 
     Args:
         address: of the cluster, as for `ray.init`.
@@ -186,7 +186,7 @@ def examine_nodes(address: str, directory: Path, count: int = 1) -> list[NodeFac
 
 
 def _joined(count: int) -> list[dict[str, Any]]:
-    """The nodes that are alive, once there are so many."""
+    """Wait for `count` live nodes."""
     deadline = time.monotonic() + _JOIN_SECONDS
     while True:
         nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -219,7 +219,7 @@ def _examined(nodes: list[dict[str, Any]], mark: Path) -> list[NodeFacts]:
 
 @ray.remote
 class _Node:
-    """A process on one node that looks around."""
+    """A process that examines its node."""
 
     def look(self, mark: str, project: str, look: str) -> NodeFacts:
         """What there is here; `project` is where hosts will run, with that `look`."""
@@ -236,14 +236,14 @@ class _Node:
         )  # fmt: skip
 
     def free_port(self) -> int:
-        """A port that nothing listens on."""
+        """An unused port."""
         return free_port()
 
     def gloo(self, rank: int, world: int, address: str) -> float | str:
-        """A round with all others."""
+        """Seconds of a round with all other nodes, or why it failed."""
         from motet.training.gloo_round import gloo_round
 
         try:
             return gloo_round(rank, world, address, _LOOK_SECONDS)
-        except RuntimeError as error:  # what torch.distributed raises for whatever does not work
+        except RuntimeError as error:  # any failure in torch.distributed
             return str(error).splitlines()[0]

@@ -1,4 +1,4 @@
-"""The jobs of one person on hosts, from their start to their end; `motet run` with `engine.hosts` above 1."""
+"""Runs one person's jobs on several hosts: `motet run` with `engine.hosts` above 1."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from motet.types import HostNow, JobState
 
 _LOOK_SECONDS = 0.25
 _NEVER = 1e9
-"""Seconds after which a job that only waits would lose its slot to another tenant's: here all jobs are one person's."""
+"""Seconds before an idle job loses its slot to another tenant's: here all jobs have one tenant."""
 
 
 @dataclass
 class HostedJob:
-    """A job, and how it stands as far as hosts have said."""
+    """A job, and its progress as reported by hosts."""
 
     config: JobConfig
     directory: JobDirectory
     progress: JobProgress
     inexact: list[str] = field(default_factory=list)
-    """Why its bytes may depend on more than itself."""
+    """Why its bytes may depend on more than the job."""
     lines: set[int] = field(default_factory=set)
-    """Steps whose line of the metrics is known: another host tells some of them again."""
+    """Steps with a known metrics line; another host sends some of them again."""
 
     counted: int = 0
-    """Tokens that its host had counted when it was last seen."""
+    """Its host's token count at the last report."""
 
     @property
     def open(self) -> bool:
-        """Whether there is something left to do."""
+        """Whether the job has work left."""
         return not self.progress.state.final and not self.progress.spent
 
     def hear(self, event: OfJob) -> None:
-        """Take in what a host says."""
+        """Handle a host's event."""
         now = self.progress
         if isinstance(event, m.JobStepped):
             step = int(event.line["step"])
@@ -67,11 +67,10 @@ class HostedJob:
                 now.started, now.first_step = time.monotonic(), now.step
 
     def see(self, standing: m.JobStanding) -> None:
-        """Take in how it stands on its host."""
+        """Update the progress from its host's report."""
         now, tokens = self.progress, standing.tokens
-        now.tokens += (
-            tokens if tokens < self.counted else tokens - self.counted
-        )  # fewer than before: it went to another host
+        # a smaller count comes from another host
+        now.tokens += tokens if tokens < self.counted else tokens - self.counted
         self.counted, now.phase = tokens, standing.phase
         now.rollouts_done, now.rollouts_wanted = standing.rollouts_done, standing.rollouts_wanted
 
@@ -89,12 +88,12 @@ class HostedRun:
         accept_changes: bool = False,
         own: Choice | None = None,
     ) -> None:
-        """`launch` starts the hosts; `accept_changes` goes on with jobs that differ from what their directories were made with.
+        """`launch` starts the hosts; `accept_changes` resumes jobs that differ from their directories.
 
-        `own` is what kernels `auto` is.
+        `own` has the kernels that `auto` selects.
 
         Raises:
-            ConfigError: the jobs cannot run in other processes.
+            ConfigError: a job cannot run in another process.
         """
         for job in jobs:
             if any(reward.function is not None for reward in job.config.rewards):
@@ -123,7 +122,7 @@ class HostedRun:
             own=own,
             trust_remote_code=config.engine.trust_remote_code,
         )
-        slots = min(config.engine.slots, sum(job.config.slots for job in jobs))  # servers need room for so many
+        slots = min(config.engine.slots, sum(job.config.slots for job in jobs))  # servers need room for all of them
         engine = config.engine.model_copy(update={"slots": slots})
         hosts = starts_of((start, config.model_copy(update={"engine": engine})))
         self._client = Hosts(hosts, directory.path.absolute(), launch)
@@ -131,7 +130,7 @@ class HostedRun:
         self._jobs = {job.config.name: job for job in jobs}
 
     def now(self) -> list[HostNow]:
-        """How the hosts stand; nothing once the run ends."""
+        """The state of each host; empty after the run."""
         return (
             []
             if self._stopping.is_set()
@@ -148,10 +147,10 @@ class HostedRun:
         )
 
     async def run(self, interrupt: Interrupt, observe: Callable[[Sequence[JobProgress]], None] | None) -> None:
-        """Run until every job has ended, has spent its budget, or is saved because somebody asked to stop.
+        """Run until every job has ended, has spent its budget, or is saved after an interrupt.
 
         Raises:
-            RunError: no host can start, and why.
+            RunError: no host can start; the message says why.
         """
         progress, stopping = [job.progress for job in self._jobs.values()], self._stopping
         failures = list[BaseException]()
@@ -171,7 +170,7 @@ class HostedRun:
                 while not stopping.is_set() and any(job.open for job in self._jobs.values()):
                     try:
                         look()
-                    except (Exception, SystemExit) as error:  # rich ends a program whose output nobody reads any more
+                    except (Exception, SystemExit) as error:  # rich exits if the output is closed
                         failures.append(error)
                         break
                     if none_can_start(self._client.hosts):
@@ -195,19 +194,19 @@ class HostedRun:
 
 
 def none_can_start(hosts: Sequence[Host]) -> bool:
-    """Whether no host is there or on its way: one that failed is tried again while another may come."""
+    """Whether no host runs or starts. A failed host is tried again while another may start."""
     return all(host.hopeless for host in hosts)
 
 
 class NoticesTo(logging.Handler):
-    """Hands what the processes' keeper warns of to a person, each sentence once."""
+    """Shows warnings about host processes, each message once."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._notify, self._said = notify, set[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say it."""
+        """Show a record unless it was shown before."""
         if (line := record.getMessage()) not in self._said:
             self._said.add(line)
             self._notify(line)

@@ -27,7 +27,7 @@ class ClusterShares:
         self._recent = 0.0
         """Tokens per share between two looks, as of late."""
 
-    def look(
+    def update(
         self, used: Mapping[int, Mapping[str, float]], there: Collection[str], shares: Mapping[str, float]
     ) -> dict[str, float]:
         """Add the consumption since the last reading; returns the factor on each tenant's share, 1 for the leader.

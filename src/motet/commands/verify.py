@@ -79,9 +79,8 @@ def _not_the_same(jobs_file: Path, directories: Sequence[Path]) -> Iterator[str]
             continue
         receipt, job = read_receipt(path / "receipts" / f"v{newest}.json"), known[path.name]
         now = Materials(of_config(job), config.base, sources.split(job.data))
-        skipped = (
-            "data/" if job.data.max_prompt_tokens is not None else None
-        )  # which rows stay only the tokenizer knows
+        # which rows stay only the tokenizer knows
+        skipped = "data/" if job.data.max_prompt_tokens is not None else None
         for line in now.changes(receipt, without=skipped):
             yield f"{path.name}: {line}"
         if skipped:

@@ -63,8 +63,7 @@ class ServiceLine:
         self._ending = False
         threading.Thread(target=self._serve, name="motet-service", daemon=True).start()
 
-    # --- for the host
-    # -----------------------------------------------------------------------------------------------------
+    # --- for the host -------------------------------------------------------------------------------------------------
 
     def first(self) -> m.StartHost:
         """Wait for the first message."""

@@ -150,7 +150,7 @@ class HostProcess:
     async def _stopped(self, running: asyncio.Task[None]) -> None:
         """Say when every job has saved."""
         await asyncio.wait([running])
-        self._usage.look(0.0, 0.0)
+        self._usage.send_due(0.0, 0.0)
         self._parent.send(m.Stopped())
 
     def _attach(self) -> None:
@@ -295,12 +295,12 @@ class HostProcess:
                 self.pipeline.forget(job.name)
             self._release()
             self._handed_over.keep({*self.pipeline.jobs, *self._wanted})
-            away = self._servers.look() if start.host is not None else ""  # of several: others go on
+            away = self._servers.check() if start.host is not None else ""  # of several: others go on
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             times = {"decode": busy.decode, "train": busy.train, "turns": busy.turns}
             device = {**times, "drafted": float(busy.drafted), "accepted": float(busy.accepted)}
-            self._usage.look(_USAGE_SECONDS, _IDLE_SECONDS)
+            self._usage.send_due(_USAGE_SECONDS, _IDLE_SECONDS)
             jobs = {job.name: _standing(job.progress) for job in running}
             self._resting &= {job.name for job in running}
             for name in self._resting:  # again: another service does not know it
@@ -338,7 +338,7 @@ class _Servers:
     def __init__(self, workshop: Workshop, seconds: float) -> None:
         self._workshop, self._seconds, self._seen = workshop, seconds, time.monotonic()
 
-    def look(self) -> str:
+    def check(self) -> str:
         """Why no server can be used; empty if one can, or if there are none.
 
         Raises:

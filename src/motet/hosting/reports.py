@@ -88,7 +88,7 @@ class UsageReports:
         self._used = Counter[str]()
         self._measured, self._windows = time.monotonic(), 0
 
-    def look(self, every: float, idle: float) -> None:
+    def send_due(self, every: float, idle: float) -> None:
         """Read the meter; send the result every `every` seconds, or every `idle` seconds without usage."""
         seconds = every if any(self._used) else idle
         self._used.update(self._meter.window())

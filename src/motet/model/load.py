@@ -50,9 +50,8 @@ def load_base(
     place = place_of(device)
     add_in_full_precision(place)
     model, tokenizer = _load(name, dtype, trust_remote_code, base_format, place, check)
-    model.to(place if shards is None else "cpu").eval().requires_grad_(
-        False
-    )  # shards move to their device layer by layer
+    # shards move to their device layer by layer
+    model.to(place if shards is None else "cpu").eval().requires_grad_(False)
     limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
     arithmetic = Arithmetic.of(place, model.dtype, numerics) if arithmetic is None else arithmetic
     base = prove(

@@ -1,9 +1,9 @@
-"""RMS norms with a gradient in closed form: autograd's own takes seven passes over fp32 copies that it keeps for each norm.
+"""RMS norms with a closed-form gradient. Autograd's takes seven passes over fp32 copies, which it keeps for each norm.
 
-A row's bits may depend on where it lies, too: `pow` has other bits at the end of a tensor than in a vector of the CPU.
+With autograd's, a row's bits may also depend on its position: `pow` rounds differently at the end of a tensor.
 
-The forward pass stays the module's own. Each norm is checked when a base is loaded; one whose gradient is another (a weight
-that is added to one, for instance) is left as it is.
+The forward pass is unchanged. Each norm is checked when a base is loaded; one with a different gradient (for instance, a
+weight that is added to one) is left as it is.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest difference from autograd's gradient, as a share of its largest element."""
+"""Largest accepted difference from autograd's gradient, relative to its largest element."""
 
 _WIDTH = 64
-"""On which norms of any width are tried."""
+"""Width of the input on which norms are checked."""
 
 
 def speed_up_norms(model: nn.Module) -> int:
-    """Give every RMS norm whose gradient is known that gradient; returns how many."""
+    """Give every RMS norm that passes the check the closed-form gradient; returns their number."""
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     like = next((parameter for parameter in model.parameters() if parameter.dtype in _TOLERANCE), None)
     return 0 if like is None else sum(_speed_up(module, like) for module in norms)

@@ -1,7 +1,7 @@
 """Weights that stay as a checkpoint packed them, in a quarter to a half of the memory of bfloat16.
 
-For each product their numbers are written out into a matrix that is let go afterwards, a slice of rows at a time, each by
-itself; the product is the one that unpacked weights have. So a packed base gives the bits of the same base unpacked.
+For each product, the weights are unpacked into a temporary matrix, a slice of rows at a time. The product is the same as
+with unpacked weights, so a packed base gives the same bits as the unpacked one.
 
 Legend: E experts, K inputs, N outputs of a product.
 """
@@ -21,16 +21,16 @@ from motet.model.packed_forms import Form
 BaseFormat = Literal["auto", "unpacked", "packed"]
 
 _SLICE = 1 << 20
-"""Numbers that are written out at a time: what is made on the way takes several times their memory."""
+"""Numbers unpacked at a time: intermediate results take several times their memory."""
 
 
 class PackedLinear(nn.Module):
-    """A linear layer as a checkpoint packed it; its tensors have the checkpoint's names."""
+    """A linear layer with packed weights; its tensors have the checkpoint's names."""
 
     bias: nn.Parameter | None
 
     def __init__(self, linear: nn.Linear, form: Form, dtype: torch.dtype) -> None:
-        """In the place of a layer whose weight has not been loaded."""
+        """Replace a layer whose weight has not been loaded."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.form, self.dtype = form, dtype
@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
         self.register_parameter("bias", linear.bias)
 
     def write(self, out_NK: Tensor) -> None:
-        """Write the weight out, in the type of `out_NK`."""
+        """Unpack the weight into `out_NK`, in its type."""
         tensors = {name: getattr(self, name) for name in self._names}
         step = max(1, _SLICE // self.in_features)
         for start in range(0, self.out_features, step):
@@ -50,15 +50,15 @@ class PackedLinear(nn.Module):
             out_NK[rows] = self.form.numbers(tensors, rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply, as the layer that it stands for does."""
+        """Multiply as the replaced layer does."""
         return F.linear(x, _written([self]), self.bias)
 
 
 class PackedExperts(nn.Module):
-    """The weights of one projection of a layer's experts as a checkpoint packed them; read like a tensor [E, K, N]."""
+    """Packed weights of one projection of a layer's experts; read like a tensor [E, K, N]."""
 
     def __init__(self, shape: tuple[int, int, int], form: Form, dtype: torch.dtype, device: torch.device) -> None:
-        """In the place of a parameter of that shape which has not been loaded."""
+        """Replace a parameter of that shape that has not been loaded."""
         super().__init__()
         self.shape, self.form, self.dtype = torch.Size(shape), form, dtype
         n_experts, n_in, n_out = shape
@@ -69,7 +69,7 @@ class PackedExperts(nn.Module):
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
     def __getitem__(self, number: int | Tensor) -> Tensor:
-        """The weight of one expert [K, N], written out anew."""
+        """The weight of one expert [K, N], unpacked at each call."""
         tensors = {name: getattr(self, name)[number] for name in self._names}
         _, n_in, n_out = self.shape
         out_KN = torch.empty(n_in, n_out, dtype=self.dtype, device=next(iter(tensors.values())).device)
@@ -81,7 +81,7 @@ class PackedExperts(nn.Module):
 
 
 class PackedWeight(FrozenWeight):
-    """The weights of packed layers that read the same input, one below the other."""
+    """The stacked weights of packed layers that read the same input."""
 
     def __init__(self, layers: Sequence[PackedLinear]) -> None:
         nn.Module.__init__(self)
@@ -92,21 +92,21 @@ class PackedWeight(FrozenWeight):
 
     @property
     def shape(self) -> torch.Size:
-        """Of all of them, [N, K]."""
+        """[N, K], N over all layers."""
         return torch.Size((sum(layer.out_features for layer in self.layers), self.layers[0].in_features))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers that are multiplied with."""
+        """Type of the unpacked numbers."""
         return self.layers[0].dtype
 
     def dense(self) -> Tensor:
-        """The numbers [N, K], written out anew."""
+        """The numbers [N, K], unpacked at each call."""
         return _written(self.layers)
 
 
 def _written(layers: Sequence[PackedLinear]) -> Tensor:
-    """The weights of layers that read the same input, one below the other [N, K]."""
+    """The stacked weights [N, K] of layers that read the same input."""
     first, sizes = layers[0], [layer.out_features for layer in layers]
     out_NK = torch.empty(sum(sizes), first.in_features, dtype=first.dtype, device=next(first.parameters()).device)
     for layer, rows in zip(layers, out_NK.split(sizes), strict=True):
@@ -120,7 +120,7 @@ def frozen_weight(linear: nn.Linear | PackedLinear) -> FrozenWeight:
 
 
 def joint_weight(weights: Sequence[FrozenWeight]) -> FrozenWeight:
-    """Weights of layers that read the same input, one below the other; packed only where all of them are."""
+    """The stacked weights of layers that read the same input; packed only if all of them are."""
     packed = [one for one in weights if isinstance(one, PackedWeight)]
     if len(packed) == len(weights):
         return PackedWeight([layer for one in packed for layer in one.layers])
@@ -130,7 +130,7 @@ def joint_weight(weights: Sequence[FrozenWeight]) -> FrozenWeight:
 
 @torch.no_grad()
 def unpack(model: nn.Module) -> None:
-    """Put linear layers in the place of packed ones, for good."""
+    """Replace packed layers by linear ones, permanently."""
     for path, layer in list(model.named_modules()):
         if isinstance(layer, PackedLinear):
             linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -140,7 +140,7 @@ def unpack(model: nn.Module) -> None:
 
 
 def n_hidden(model: nn.Module) -> int:
-    """Numbers of a model that its parameters do not count, because several of them lie in one."""
+    """Numbers of weights that the parameters' sizes leave out, because one element packs several."""
     sizes = {
         module: module.in_features * module.out_features if isinstance(module, PackedLinear) else module.shape.numel()
         for module in model.modules()

@@ -32,7 +32,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class GgufBlocks:
-    """Blocks of one of ggml's types: a row is so many of them."""
+    """Blocks of one of ggml's types; a row is a whole number of blocks."""
 
     ggml_type: int
 
@@ -43,7 +43,7 @@ class GgufBlocks:
         return {"weight": ((n_out, row_bytes(self.ggml_type, n_in)), torch.uint8)}
 
     def numbers(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
-        """As transformers unpacks them."""
+        """Unpacked as transformers does it."""
         from transformers.integrations.gguf.dequant import dequantize
 
         chosen = tensors["weight"][rows]
@@ -94,7 +94,7 @@ class Mxfp4Blocks:
 class Nf4Blocks:
     """Numbers of four bits, the upper half of a byte first, and a scale for each run of 64; those of bitsandbytes.
 
-    Runs go on from row to row. `nested` scales are numbers of eight bits with scales of their own, one for 256.
+    Runs continue across rows. `nested` scales are eight-bit numbers with one scale per 256 of them.
     """
 
     n_in: int
@@ -102,7 +102,7 @@ class Nf4Blocks:
     nested: bool
 
     def tensors(self, n_out: int, n_in: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Two numbers in a byte, what each of the sixteen stands for, and the scales."""
+        """Two numbers in a byte, the table of the sixteen values, and the scales."""
         n_runs = -(-n_out * n_in // _NF4_RUN)
         tensors = {
             "weight": ((n_out * n_in // 2, 1), torch.uint8),
@@ -140,10 +140,10 @@ class Nf4Blocks:
 
 
 def _spread(scales: Tensor, run: int, skipped: int, n: int) -> Tensor:
-    """The scale of each of n numbers, those of a run having one; of the first run some are skipped."""
+    """The scale of each of n numbers: one for each run, the first run without its first `skipped` numbers."""
     return scales.repeat_interleave(run)[skipped : skipped + n]
 
 
 def _looked_up(table: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """What pairs stand for: [...], [...] → [..., 2] flattened into the last dimension."""
+    """Table values of pairs of indices: [...], [...] → [..., 2] flattened into the last dimension."""
     return table[torch.stack([first, second], dim=-1).int()].flatten(-2)

@@ -1,7 +1,7 @@
-"""PEFT directories in and out: `adapter_config.json` and `adapter_model.safetensors`.
+"""Read and write PEFT directories: `adapter_config.json` and `adapter_model.safetensors`.
 
-What is written is plain PEFT LoRA, fp32, sorted JSON; what is read may come from anywhere, so every tensor is checked.
-Adapters on experts are PEFT's on parameters (`target_parameters`); what has them expert by expert is read too.
+Written adapters are plain PEFT LoRA, fp32, with sorted JSON. Adapters to read may come from anywhere, so every tensor is
+checked. Adapters on experts use PEFT's `target_parameters`; files with one adapter for each expert can be read too.
 
 Legend: E experts, R rank, K inputs, N outputs.
 """
@@ -54,10 +54,10 @@ _REFUSED = {
     "monteclora_config": "MonteCLoRA",
 }
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-"""Values of `init_lora_weights` with which `peft` also alters the base: the adapter means nothing without that."""
+"""Values of `init_lora_weights` with which `peft` also changes the base: the adapter is useless without that change."""
 
 _OUT_PROJ_REFUSED = ("falcon_h1", "mamba2", "nemotron_h")
-"""Architectures for whose `out_proj` PEFT loads no adapter: kernels for Mamba multiply with its weight past the layer."""
+"""Architectures for whose `out_proj` PEFT loads no adapter: Mamba kernels use its weight without calling the layer."""
 
 
 def refused_by_peft(model_type: str, path: str) -> bool:
@@ -74,13 +74,13 @@ class PeftAdapter:
     target_modules: str | list[str]
     tensors: dict[str, Tensor]
     base: str
-    """What it was trained on, as its directory says; may be empty."""
+    """The base named in its directory; may be empty."""
 
 
 def write_adapter(
     directory: Path, base: LoraModel, layout: AdapterLayout, alpha: float, target_modules: str | list[str], flat: Tensor
 ) -> None:
-    """Write an adapter; the directory exists. Every file is synced, so that a rename after it is a commit."""
+    """Write an adapter into an existing directory. Every file is synced, so a later rename is a commit."""
     views = file_views(layout, flat.detach().float().cpu())
     tensors = {name: view.reshape(shape).contiguous() for name, (view, shape) in views.items()}
     target_modules = [target_modules] if isinstance(target_modules, str) else target_modules
@@ -109,9 +109,9 @@ def write_adapter(
 
 
 def file_views(layout: AdapterLayout, flat: Tensor) -> dict[str, tuple[Tensor, tuple[int, int]]]:
-    """What each tensor of a file holds, as a view of flat, and its shape in the file.
+    """Each tensor of a file as a view of `flat`, and its shape in the file.
 
-    PEFT wraps a module once for each of its parameters, the first one innermost; it names the wrappers and not the parameters.
+    PEFT wraps a module once for each of its parameters, the first innermost; it names the wrappers, not the parameters.
     """
     views, named = layout.views(flat), {}
     for place in layout.places:
@@ -128,9 +128,9 @@ def file_views(layout: AdapterLayout, flat: Tensor) -> dict[str, tuple[Tensor, t
 
 
 def _names(base: LoraModel, adapted: list[str]) -> list[str]:
-    """What PEFT finds just these layers by: the last part of their paths, where no other module has it.
+    """Names by which PEFT finds exactly these layers: the last part of their paths, if no other module has it.
 
-    A tower that is not here has layers of these names too.
+    Towers that are not loaded may have layers with the same names.
     """
     if base.towers:
         return sorted(adapted)
@@ -151,7 +151,9 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     except SafetensorError as error:
         full = "No space left" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
-    path.chmod(path.parent.stat().st_mode & 0o666)  # who may read the directory, such as servers of other users
+    path.chmod(
+        path.parent.stat().st_mode & 0o666
+    )  # for those who may read the directory, such as servers of other users
     sync(path)
 
 
@@ -159,7 +161,7 @@ def read_adapter(directory: Path) -> PeftAdapter:
     """Read a PEFT LoRA directory.
 
     Raises:
-        AdapterError: it is not there, not a plain LoRA (the kind is named), damaged, or not what was saved.
+        AdapterError: it is missing, not a plain LoRA (the message names the kind), damaged, or changed since it was saved.
     """
     config_file, weights_file = directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS
     find_adapter(directory)
@@ -197,7 +199,7 @@ def read_adapter(directory: Path) -> PeftAdapter:
         targets = _with_experts(targets, parameters)
     try:
         joined = together(tensors, rank, PREFIX)
-    except (AdapterError, RuntimeError) as error:  # shapes that do not go together
+    except (AdapterError, RuntimeError) as error:  # mismatched shapes
         raise AdapterError(f"{directory}: {next(iter(str(error).splitlines()), '')}") from error
     if joined is not None:
         rank, alpha, tensors = rank * joined.times, alpha * joined.times, joined.tensors
@@ -206,17 +208,17 @@ def read_adapter(directory: Path) -> PeftAdapter:
 
 
 def _with_experts(target_modules: Any, target_parameters: Any) -> Any:
-    """Both kinds of targets as one list; PEFT finds a parameter by its name alone, too."""
+    """Both kinds of targets as one list; PEFT also finds a parameter by its name alone."""
     modules = [target_modules] if isinstance(target_modules, str) else target_modules or []
     named = (str(name) for name in target_parameters)
     return [*modules, *(name if EXPERTS in name.split(".") else f"{EXPERTS}.{name}" for name in named)]
 
 
 def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source: Path) -> Tensor:
-    """Bring a read adapter into an arena of this layout (fp32, CPU).
+    """Copy a read adapter into an arena of this layout (fp32, CPU).
 
     Raises:
-        AdapterError: nothing matched, a tensor is missing, unexpected, of another shape or not finite; names it.
+        AdapterError: nothing matched, or a named tensor is missing, unexpected, of another shape or not finite.
     """
     if adapter.rank != layout.rank:
         raise AdapterError(
@@ -251,10 +253,10 @@ def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source
 
 
 def examine(base: LoraModel, directory: Path) -> AdapterConfig:
-    """Whether a job over this base could start from an adapter: what the job's own adapter has to be.
+    """The adapter settings that a job over this base needs to start from an adapter.
 
     Raises:
-        AdapterError: it could not, and why.
+        AdapterError: no job can start from it; the message says why.
     """
     try:
         adapter = read_adapter(directory)

@@ -1,4 +1,4 @@
-"""A base is proved before it is used: Motet's attention must reproduce the stock model, or the model is refused.
+"""Checks of a base before it is used: Motet's attention must reproduce the stock model, or the model is refused.
 
 Checked on two short random sequences: one attention call per layer, logits equal to transformers' own eager attention within
 tolerance (experts chosen as there), packed, cached and solo passes equal bit for bit (where they are not, `inexact` says so,
@@ -37,11 +37,11 @@ Found = TypeVar("Found")
 
 LENGTHS = (9, 22)
 _MIXERS = ("attention", "attn", "mixer", "mamba", "conv")
-"""Words in the names that models give to what mixes positions."""
+"""Words in the names of modules that mix positions."""
 _MIX_NOTHING = ("mlp", "moe")
 """Kinds of layers that have no mixer."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
-"""Largest difference of logits, as a share of the largest logit."""
+"""Largest accepted difference of logits, relative to the largest logit."""
 
 
 def prove(
@@ -55,12 +55,12 @@ def prove(
     shards: Shards | None = None,
     leaves: Callable[[LoraModel], bool] = lambda base: False,
 ) -> LoraModel:
-    """Wrap a stock eager model and prove that it still computes the same; with `shards`, on every rank at once.
+    """Wrap a stock eager model and check that it computes the same; with `shards`, on every rank at once.
 
-    Exactness of a base that `leaves` is proved by whoever takes it over.
+    The exactness of a base that `leaves` is checked where it arrives.
 
     Raises:
-        BaseModelError: with the check that failed.
+        BaseModelError: a check failed; the message names it.
     """
     routers = Routers(model)
     with torch.no_grad(), _refused(f"{name} does not run in transformers itself"):
@@ -71,7 +71,7 @@ def prove(
     with torch.no_grad(), _refused(f"{name} does not run as Motet runs it"):
         base = wrapper()
         base.block_size, arithmetic, place = block_size, arithmetic or Arithmetic(), base.device
-        if shards is not None:  # no GPU need have room for all of it
+        if shards is not None:  # no GPU needs room for all of it
             base.device = model.device
         here = arithmetic if base.device.type == place.type else Arithmetic()
         calls, watch = _computed(base, here, lambda: _first_pass(base, sequences, stock, routers))
@@ -95,7 +95,7 @@ def prove(
 
 @torch.no_grad()
 def stay_with_torch(base: LoraModel, *, pack: bool) -> None:
-    """What torch's products alone need: weights in another layout, MLPs that are cut, and the proof that rows are exact."""
+    """Prepare for torch's products: lay weights out differently, cut MLPs, and check that rows are exact."""
     if pack and base.shards is None:
         base.reorder_weights()
     cut_mlps(base)
@@ -111,18 +111,18 @@ def _sequences(model: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _refused(what: str) -> Iterator[None]:
-    """Whatever a model raises here becomes a sentence that names the module."""
+    """Turn any exception of a model into a message that names the module."""
     try:
         yield
     except BaseModelError:
         raise
-    except Exception as error:  # models fail in their own ways
+    except Exception as error:  # models raise exceptions of any kind
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
         raise BaseModelError(f"{what}: {_where(error)}{reason}; {INSTEAD}") from error
 
 
 def _where(error: Exception) -> str:
-    """The module of the model's own that was at work, as "Name: "."""
+    """The model's module that was running, as "Name: "."""
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [type(one).__name__ for one in callers if isinstance(one, nn.Module) and not _is_ours(one)]
     return f"{names[-1]}: " if names else ""
@@ -135,7 +135,7 @@ def _is_ours(module: nn.Module) -> bool:
 def _first_pass(
     base: LoraModel, sequences: list[Tensor], stock: list[Tensor], routers: Routers
 ) -> tuple[list[LayerCall], _Watch]:
-    """What each layer asks for, and reads, in a pass whose logits are checked against the stock model's."""
+    """Each layer's calls and inputs in a pass whose logits are checked against the stock model's."""
     watch, uneven = _Watch(), Uneven(base.model)
     with base.routed(watch), routers.replayed(), uneven if base.device.type == "cpu" else contextlib.nullcontext():
         packed, calls = packed_logits(base, sequences)
@@ -147,13 +147,13 @@ def _first_pass(
 
 
 def _computed(base: LoraModel, arithmetic: Arithmetic, passes: Callable[[], Found]) -> Found:
-    """What passes under an arithmetic find, or under a slower one where its kernels fail."""
+    """The results of passes under an arithmetic, or under a slower one if its kernels fail."""
     try:
         base.compute_with(arithmetic)
         found = passes()
         if arithmetic.attention == "triton":
             _backward_pass(base, _sequences(base.model))
-    except Exception as error:  # kernels are compiled here and now, and may fail in every way
+    except Exception as error:  # kernels are compiled now, and may fail in any way
         if arithmetic.attention == "torch":
             raise
         base.compute_slower(replace(arithmetic, attention="torch", graphs=False), "kernels and graphs", error)
@@ -162,7 +162,7 @@ def _computed(base: LoraModel, arithmetic: Arithmetic, passes: Callable[[], Foun
 
 
 def _second_pass(base: LoraModel, stock: list[Tensor]) -> None:
-    """A base in shards still computes the same, on its own device; rounding there may send a row to other experts."""
+    """Check that a sharded base computes the same on its own device, where rounding may route a row to other experts."""
     with base.routed(NoAdapters()):
         packed, _ = packed_logits(base, _sequences(base.model))
     if not base.has_experts:
@@ -170,7 +170,7 @@ def _second_pass(base: LoraModel, stock: list[Tensor]) -> None:
 
 
 def _check_training(base: LoraModel, sequence: Tensor) -> None:
-    """A training step as jobs do it, but for its loss; what fails in one would fail in every job."""
+    """Run a training step as jobs do, except for the loss: a failure here would occur in every job."""
     layout = base.adapter_layout("all-linear", RANK)
     weights = AdapterWeights.from_masters(layout, 1.0, torch.full((layout.size,), 1e-3, device=base.device), base.dtype)
     rows = round_up(len(sequence), base.arithmetic.rows)
@@ -181,7 +181,7 @@ def _check_training(base: LoraModel, sequence: Tensor) -> None:
 
 
 def _backward_pass(base: LoraModel, sequences: list[Tensor]) -> None:
-    """Kernels of the backward pass are compiled now, where there is another way, and not in the first job's first step."""
+    """Compile the kernels of the backward pass now, while a fallback is possible, not in the first job's first step."""
     routing = TrainerRouting([], base.device, base.products, backward=True)
     with torch.enable_grad(), base.routed(routing):
         hidden, _ = packed_hidden(base, sequences)
@@ -189,9 +189,9 @@ def _backward_pass(base: LoraModel, sequences: list[Tensor]) -> None:
 
 
 class _Watch:
-    """A routing that adds nothing and notes what adapters need to know.
+    """A routing that adds nothing and records facts that adapters need.
 
-    That is: which layers see exactly the rows of the batch, and which of them read the same input, one after another.
+    They are: which layers see exactly the rows of the batch, and which consecutive ones read the same input.
     """
 
     expert_runs = ()
@@ -200,7 +200,7 @@ class _Watch:
         self.rows: dict[str, set[int]] = {}
         self._families: list[tuple[Tensor, list[str]]] = []
         self._outputs: dict[str, tuple[Tensor, int]] = {}
-        """Of each layer the latest, and its version."""
+        """Each layer's latest output, and its version."""
 
     def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply the base to x [1, T, K] → [1, T, N]."""
@@ -215,7 +215,7 @@ class _Watch:
         return (y,)
 
     def mark(self, base: LoraModel) -> None:
-        """Remember which layers' outputs the model changes in place."""
+        """Record the layers whose outputs the model changes in place."""
         for path, (y, version) in self._outputs.items():
             base.linears[path].changed = y._version != version
 
@@ -229,7 +229,7 @@ class _Watch:
 
 
 def _leave_out(base: LoraModel, watch: _Watch) -> None:
-    """An adapter on a layer that is passed over, or that sees other rows, would be silently idle or wrong."""
+    """Give no adapter to layers that are skipped or see other rows: it would silently do nothing, or be wrong."""
     rows = round_up(sum(LENGTHS), base.arithmetic.rows)
     unfit = [path for path in base.linears if watch.rows.get(path) != {rows}]
     for path in unfit:
@@ -244,7 +244,7 @@ def _leave_out(base: LoraModel, watch: _Watch) -> None:
 
 
 def _limit_to_window(base: LoraModel, windows: dict[int, int | None]) -> None:
-    """Some models cut attention in their mask alone (Llama 4's chunks): untold, only shorter sequences are right."""
+    """Limit sequences where only the mask cuts attention (Llama 4's chunks): longer ones would be computed wrongly."""
     config = base.model.config.get_text_config()
     limits = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     kinds = getattr(config, "layer_types", None)
@@ -280,7 +280,7 @@ def _check_calls(base: LoraModel, calls: list[int]) -> None:
 
 
 def _what_mixes(base: LoraModel, layers: Iterable[int]) -> str:
-    """What stands in these layers where attention would be."""
+    """The modules that these layers have in the place of attention."""
     kinds = {
         type(module).__name__
         for path, module in base.decoder.named_modules()

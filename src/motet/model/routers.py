@@ -1,4 +1,4 @@
-"""What routers gave: the rounding of their logits may send a row to another expert, and then nothing can be compared."""
+"""Recorded outputs of routers. Rounding may route a row to another expert, and then results cannot be compared."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NAMES = ("gate", "router")
 
 
 class Routers:
-    """The routers of a mixture of experts, in a stock model and in the same model once it is wrapped."""
+    """The routers of a mixture of experts, in a stock model and in the same model after wrapping."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Nothing is recorded yet; a model without experts has no routers."""
+        """Find the routers; a model without experts has none."""
         self._modules = [
             module
             for parent in model.modules()
@@ -27,7 +27,7 @@ class Routers:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Remember what they give for each sequence, one after another."""
+        """Record their outputs for each sequence in order."""
 
         def record(module: nn.Module, inputs: object, output: Any) -> None:
             self._outputs.setdefault(module, []).append(output if isinstance(output, tuple) else (output,))
@@ -37,7 +37,7 @@ class Routers:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Have them give the same for the sequences packed together; rows beyond them get what the last has."""
+        """Replay the recorded outputs for the packed sequences; further rows repeat the last one."""
 
         def replay(module: nn.Module, inputs: object, output: Any) -> Any:
             parts = output if isinstance(output, tuple) else (output,)
@@ -58,7 +58,7 @@ class Routers:
 
 
 def _packed(recorded: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Recorded rows [T, …] or [1, T, …] of each sequence as the rows of `output`; `output` where it holds something else."""
+    """Recorded rows [T, …] or [1, T, …] of each sequence as the rows of `output`; `output` itself if it is no such tensor."""
     rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in recorded])
     more = output.numel() // output.shape[-1] - len(rows)
     if rows.shape[-1] != output.shape[-1] or more < 0:

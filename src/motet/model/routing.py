@@ -1,7 +1,7 @@
-"""Which rows of a packed batch belong to which adapter, while sampling and while training.
+"""The adapter of each row of a packed batch, in sampling and in training.
 
-Adapters of equal layout share one batched product (`LoraProducts`). Sums over rows, which only gradients have, are made for
-each segment alone, so that no reduction ever meets another tenant's rows. A row has the same bits in any company.
+Adapters of equal layout share one batched product (`LoraProducts`). Sums over rows, which only gradients need, are
+computed for each segment alone, so no reduction mixes tenants' rows. A row's bits do not depend on the other rows.
 
 Legend: T packed rows, K inputs, N outputs, R rank, W width of fused layers' A side by side, A adapters in a batch, M product
 rows (those of a bucket's adapters, one adapter after another), S segments of a bucket.
@@ -24,7 +24,7 @@ from motet.model.lora import AdapterLayout, AdapterWeights, ExpertRun, FusedLine
 from motet.model.lora_products import LoraProducts, RowProducts
 
 AdapterRows = tuple[AdapterWeights | None, int, int]
-"""Rows of one adapter that follow each other: weights (None for the base), first row, number of rows."""
+"""Consecutive rows of one adapter: weights (None for the base), first row, number of rows."""
 
 # --- a batched product for adapters of equal layout -------------------------------------------------------------------
 
@@ -35,27 +35,27 @@ class _Bucket:
 
     matrices: dict[str, LoraMatrices]  # [A, K, W] and [A, R, N]
     form: RowProducts
-    """How product rows are multiplied with them."""
+    """The product of rows with the matrices."""
     covers: slice | Tensor
     """Rows of the packed input that have one of these adapters."""
     rows_M: Tensor | None
-    """Row of each product row; None where the covered rows are just those."""
+    """Row of each product row; None if they are exactly the covered rows."""
     source: Tensor | None
-    """Place of each covered row among the product rows; None where they agree."""
+    """Index of each covered row among the product rows; None if they agree."""
     starts: tuple[int, ...]
     """First product row of each run."""
 
     def gather(self, x_TK: Tensor) -> Tensor:
-        """The rows of the products: [T, K] → [M, K]; a view where the covered rows are just those."""
+        """The rows of the products: [T, K] → [M, K]; a view if they are exactly the covered rows."""
         return x_TK[self.covers] if self.rows_M is None else x_TK.index_select(0, self.rows_M)
 
     def put(self, y_TN: Tensor, rows: Tensor) -> None:
-        """Bring back what `gather` took out, [M, N], changed in place."""
+        """Write rows of `gather`'s order [M, N] back into y, in place."""
         if self.source is not None:
             y_TN[self.covers] = rows.index_select(0, self.source)
 
     def apply(self, fused: FusedLinears, x_TK: Tensor, y_TN: Tensor) -> Tensor | None:
-        """Add the adapters of fused layers to y; returns the products with A, [M, W], where there are any."""
+        """Add the adapters of fused layers to y; returns the products with A, [M, W], if there are any."""
         matrices = self.matrices.get(fused.leader)
         if matrices is None:
             return None
@@ -74,7 +74,7 @@ Member = tuple[AdapterWeights, int, int]
 def _bucket(
     members: Sequence[Member], stacked: dict[str, LoraMatrices], device: torch.device, products: LoraProducts
 ) -> _Bucket:
-    """Runs of adapters of one layout in the order of their rows, with their stacked weights."""
+    """The bucket of runs of one layout, in the order of their rows."""
     rooms, form = products.plan(members[0][0].layout, [length for _, _, length in members])
     starts = tuple(accumulate(rooms[:-1], initial=0))
     first, last = members[0][1], members[-1][1] + members[-1][2]
@@ -99,7 +99,7 @@ def _bucket(
 
 
 class Adds(Protocol):
-    """Adapters of one layout, and the rows that they have."""
+    """Adapters of one layout, and their rows."""
 
     def apply(self, fused: FusedLinears, x_TK: Tensor, y_TN: Tensor) -> object:
         """Add the adapters of fused layers to y."""
@@ -134,7 +134,7 @@ class SamplerRouting:
 
 
 class AdapterStacks:
-    """Adapters of a batch stacked for batched products; the last compositions are kept, so a steady batch copies nothing."""
+    """Stacked adapters of a batch; recent compositions are kept, so an unchanged batch copies nothing."""
 
     def __init__(self, products: LoraProducts, keep: int = 4) -> None:
         self._products, self._keep = products, keep
@@ -151,7 +151,7 @@ class AdapterStacks:
         return stacked[1]
 
     def forget(self) -> None:
-        """Drop every stack (a version was unloaded)."""
+        """Drop every stack, because a version was unloaded."""
         self._made.clear()
 
     def routing(self, runs: Sequence[AdapterRows], device: torch.device) -> SamplerRouting:
@@ -191,13 +191,13 @@ class TrainSegment:
     stop: int
     weights: AdapterWeights
     gradients: dict[str, LoraMatrices] | None
-    """Views that gradients are added to; None where there is no backward pass."""
+    """Views that gradients are added to; None without a backward pass."""
     unscaled: bool = False
-    """Whether the gradient of A is added without alpha / rank: a sum that is rounded once has other bits than two."""
+    """Whether the gradient of A is added without alpha / rank: a sum rounded once has other bits than one rounded twice."""
 
     @property
     def scaling(self) -> float:
-        """What the gradient of A is multiplied with as it is added."""
+        """Factor on the gradient of A when it is added."""
         return 1.0 if self.unscaled else self.weights.scaling
 
 
@@ -250,14 +250,14 @@ class TrainerRouting:
 
     @functools.cached_property
     def trained(self) -> list[_Trained]:
-        """Adapters of equal layout with their stacked weights, made when torch first multiplies."""
+        """Buckets with stacked weights, made when torch first multiplies."""
         linear = [segment for segment in self.segments if segment.weights.layout.fused]
         return [
             _Trained.of(members, self._device, self._products) for members in _alike(linear, self._products.least_fill)
         ]
 
     def alike(self, segments: Sequence[TrainSegment]) -> TrainerRouting:
-        """The routing of other rows in the same pass."""
+        """A routing for other rows of the same pass."""
         return TrainerRouting(segments, self._device, self._products, backward=self._backward)
 
     def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
@@ -267,9 +267,9 @@ class TrainerRouting:
 
 
 def _alike(segments: Sequence[TrainSegment], least_fill: float) -> list[list[TrainSegment]]:
-    """Segments of one layout, and none much shorter than the longest: shorter ones would be mostly padding.
+    """Group segments of one layout and similar length: much shorter ones would be mostly padding.
 
-    An adapter's segments stay together, so that its gradients are added up in their order.
+    An adapter's segments stay together, so that its gradients are added in their order.
     """
     runs: dict[int, list[TrainSegment]] = {}
     for segment in segments:
@@ -307,7 +307,7 @@ class _TrainedLinears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         fused, routing = ctx.fused, ctx.routing
         x, *inners = ctx.saved_tensors
-        # a model may hand it on transposed (Gemma 3n, LFM2): in company rows are copied, alone they are not
+        # a model may pass it transposed (Gemma 3n, LFM2): only rows of a larger batch would be copied
         grad_y = torch.cat(grads, dim=-1) if len(grads) > 1 else grads[0].contiguous()
         grad_x = fused.frozen.back(grad_y) if ctx.needs_input_grad[0] else None
         for trained, inner in zip(routing.trained, inners, strict=True):
@@ -329,7 +329,7 @@ def _backward(trained: _Trained, fused: FusedLinears, x_TK: Tensor, inner: Tenso
     for column, (index, b) in enumerate(matrices.bs):
         grad = trained.bucket.gather(grad_TN[:, fused.columns(index)])
         back = b.transpose(-1, -2)
-        if rank == 1:  # a product with a vector chooses its kernel by the number of rows; zeros make it a matrix's
+        if rank == 1:  # a vector's product chooses its kernel by the number of rows; added zeros make it a matrix
             back = F.pad(back, (0, ROWS - 1))
         parts.append(trained.bucket.form.multiply(grad, back)[:, :rank])
         for sums, own in zip(

@@ -1,8 +1,8 @@
-"""MLPs over long sequences: a tile of rows at a time, so that what they keep grows with the tile and not with the length.
+"""MLPs over long sequences, one tile of rows at a time: their memory grows with the tile, not with the sequence.
 
-A row has the same bits in any company, so tiles change no logprob. Their gradients of adapters are added up tile by tile, which
-has other bits than one sum over all rows: so only segments beyond `Arithmetic.long_rows` are cut, each from its own first row,
-in whatever company it is.
+A row's bits do not depend on other rows, so tiles change no logprob. Gradients of adapters are summed tile by tile, which
+has other bits than one sum over all rows. So only segments longer than `Arithmetic.long_rows` are cut, each from its own
+first row, whatever else is in the batch.
 
 Legend: T packed rows, D model width.
 """
@@ -24,7 +24,7 @@ from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
 
 _NAMES = ("mlp", "feed_forward")
-"""What models call a layer's MLP."""
+"""Names of a layer's MLP in models."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Tile:
     stop: int
     routing: TrainerRouting
     segment: TrainSegment | None = None
-    """The long segment that it is a part of."""
+    """The long segment that contains it."""
     sums: dict[str, LoraMatrices] | None = None
-    """Where the gradients of that segment are added up while a backward pass goes through its tiles, in fp32, by leader."""
+    """Sums of that segment's gradients during a backward pass over its tiles, in fp32, by leader."""
 
 
 def cut(routing: TrainerRouting, n_rows: int, arithmetic: Arithmetic) -> list[Tile]:
-    """Tiles of so many packed rows; none where no segment is long."""
+    """Tiles of `n_rows` packed rows; empty if no segment is long."""
     longest = max((each.stop - each.start for each in routing.segments), default=n_rows)
     if longest <= arithmetic.long_rows:
         return []
@@ -70,7 +70,7 @@ def _of(routing: TrainerRouting, segment: TrainSegment, arithmetic: Arithmetic) 
 
 
 class _Mlp:
-    """A layer's MLP, which long segments go through tile by tile."""
+    """A layer's MLP, applied to long segments tile by tile."""
 
     def __init__(self, module: nn.Module, leaders: tuple[str, ...], base: LoraModel) -> None:
         """`leaders` of its fused layers."""
@@ -78,7 +78,7 @@ class _Mlp:
         self._leaders, self._base = leaders, base
 
     def forward(self, x: Tensor) -> Tensor:
-        """What stands in the place of the module's own forward pass: [1, T, D] → [1, T, D]."""
+        """Replaces the module's forward pass: [1, T, D] → [1, T, D]."""
         routing = self._base.context.routing
         tiles = cut(routing, x.shape[1], self._base.arithmetic) if isinstance(routing, TrainerRouting) else []
         if not tiles:
@@ -88,7 +88,7 @@ class _Mlp:
         return output
 
     def rows(self, x: Tensor, routing: TrainerRouting) -> Tensor:
-        """What the module makes of a tile."""
+        """The module's output for a tile."""
         context = self._base.context
         whole, context.routing = context.routing, routing
         try:
@@ -107,7 +107,7 @@ class _Mlp:
                 tile.sums[leader] = LoraMatrices(torch.zeros_like(like.a, dtype=torch.float32), zeros)
 
     def finish(self, tile: Tile) -> None:
-        """Hand the sums on, rounded to the type of a product as those of other segments are."""
+        """Add the sums to the gradients, rounded to the products' type as for other segments."""
         if tile.segment is None or tile.sums is None or tile.stop < tile.segment.stop:
             return
         assert tile.segment.gradients is not None
@@ -120,7 +120,7 @@ class _Mlp:
 
 
 class _Tiled(torch.autograd.Function):
-    """An MLP over tiles of rows; what it needs for its gradient is made again, tile by tile."""
+    """An MLP over tiles of rows; the backward pass recomputes activations tile by tile."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor, mlp: _Mlp, tiles: list[Tile]) -> Tensor:
@@ -150,7 +150,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def cut_mlps(base: LoraModel) -> None:
-    """Have a base's MLPs take long segments tile by tile."""
+    """Apply a base's MLPs to long segments tile by tile."""
     layers = {layer.path: layer for layer in base.decoder.modules() if isinstance(layer, LoraLinear)}
     for path, module in base.decoder.named_modules():
         if path.rpartition(".")[2] not in _NAMES or len(inspect.signature(module.forward).parameters) != 1:

@@ -1,7 +1,7 @@
-"""States of running sequences: what a mixer that is no attention remembers of all tokens so far, whatever their number.
+"""States of running sequences: the memory of mixers other than attention, of a size independent of the length.
 
-A sequence has one slot, for all layers. It is zeroed when it is handed out: that is the state before the first token, and a
-stale NaN would reach the next owner otherwise.
+A sequence has one slot for all layers. A slot is zeroed when it is handed out: zero is the state before the first token,
+and a stale NaN must not reach the next owner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 class StateCache:
     """A pool of slots; storage is made when a layer first writes, so a base without such layers has none.
 
-    Slot 0 is never handed out: a sequence that has it has none.
+    Slot 0 is never handed out; it means that a sequence has no slot.
     """
 
     no_slot = 0
@@ -27,34 +27,34 @@ class StateCache:
 
     @property
     def n_free(self) -> int:
-        """Slots that can be handed out."""
+        """Number of free slots."""
         return len(self._free)
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one sequence's states, of the layers that have written so far."""
+        """Bytes of one sequence's states, in the layers that have written so far."""
         return sum(pool[0].nbytes for pool in self._pools.values())
 
     def take(self) -> int:
         """Hand out a zeroed slot.
 
         Raises:
-            ValueError: none is free; there must be one for each running sequence, and one for a prompt.
+            ValueError: no slot is free; there must be one for each running sequence, and one for a prompt.
         """
         if not self._free:
             raise ValueError(f"a slot for states asked for, all {self.n_slots} are taken")
         slot = self._free[-1]
-        for pool in self._pools.values():  # first: a fault of the device leaves it free
+        for pool in self._pools.values():  # before the slot is taken: after a device fault it stays free
             pool[slot].zero_()
         return self._free.pop()
 
     def copy(self, source: int) -> int:
-        """A new slot with the states of another."""
+        """Hand out a slot with a copy of another slot's states."""
         slot = self.take()
         try:
             for pool in self._pools.values():
                 pool[slot] = pool[source]
-        except Exception:  # a fault of the device: nobody else knows of it yet
+        except Exception:  # a device fault: nothing else refers to the slot yet
             self.give_back(slot)
             raise
         return slot
@@ -65,13 +65,13 @@ class StateCache:
         return torch.cat(parts) if parts else torch.empty(0, device=self.device)
 
     def restore(self, slot: int, contents: Tensor) -> None:
-        """Make a slot what another was."""
+        """Write states that `contents` returned."""
         pools = list(self._pools.values())
         for pool, part in zip(pools, contents.split([pool[0].numel() for pool in pools]), strict=True):
             pool[slot] = part.view_as(pool[slot])
 
     def give_back(self, slot: int) -> None:
-        """Let a slot be handed out again; `no_slot` is passed over."""
+        """Free a slot; `no_slot` is ignored."""
         if slot != self.no_slot:
             self._free.append(slot)
 
@@ -83,5 +83,5 @@ class StateCache:
         return pool.index_select(0, slots_S)
 
     def write(self, layer: int, kind: str, slots_S: Tensor, states: Tensor) -> None:
-        """Replace what was read."""
+        """Write states of one kind."""
         self._pools[(layer, kind)].index_copy_(0, slots_S, states)

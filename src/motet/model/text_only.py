@@ -1,4 +1,4 @@
-"""Bases whose class wraps a language model together with towers for images or sound: without them it reads text alone."""
+"""Bases that combine a language model with towers for images or sound; they are loaded without towers, for text only."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Any
 
 
 def decoder_of(model: Any) -> Any:
-    """The decoder of a causal language model, however many classes wrap it."""
+    """The decoder of a causal language model, below any number of wrapping classes."""
     decoder = model.get_decoder()
-    if decoder is model:  # some do not say where it is
+    if decoder is model:  # some classes do not name it
         return model.model
     return decoder if getattr(decoder, "get_decoder", lambda: decoder)() is decoder else decoder_of(decoder)
 
 
 def without_towers(config: Any) -> Any:
-    """The class that a checkpoint was saved from, as one that makes no towers but names them; None where it has none.
+    """A subclass of the checkpoint's class that names its towers but does not build them; None if it has none.
 
-    The language model keeps the paths that it has there, by which servers find what an adapter changes.
+    The language model keeps its paths, by which servers find the layers of an adapter.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -37,5 +37,5 @@ def without_towers(config: Any) -> Any:
                     self.towers.append(type(child).__name__)
                     setattr(parent, child_name, None)
 
-    # transformers reads in the module's source what a class can do
+    # transformers looks for a class's features in its module's source
     return type(name, (whole,), {"__init__": make, "__module__": whole.__module__})

@@ -1,10 +1,10 @@
-"""Functions of single numbers on a CPU: the same bits wherever a number is, beside however many, with any number of threads.
+"""Elementwise functions on a CPU, with bits independent of a number's position, its neighbours and the threads.
 
-torch computes some functions (`silu`, `sigmoid`, …) with other code where a stretch of numbers ends than in whole vectors, and
-each thread gets a stretch of its own. So how many rows there are decides where stretches end, and which numbers get other
-bits. Here a tensor is cut first, so that every stretch is of whole vectors, or of whole rows.
+torch computes some functions (`silu`, `sigmoid`, …) with other code at the end of a stretch than in whole vectors, and each
+thread gets one stretch. So the number of rows decides where stretches end, and which numbers get other bits. This module
+cuts a tensor first, so that every stretch has whole vectors or whole rows.
 
-The modules that call such functions are found while a base is proved; no others pay for it.
+The checks of a base find the modules that call such functions; the others cost no time.
 
 Legend: T rows, N numbers of a row.
 """
@@ -29,11 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Function = Callable[[Tensor], Tensor]
 
 _LANES = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
-"""Numbers that torch takes at a time: two vectors of AVX512, or four of AVX2."""
+"""Numbers that torch computes at a time: two vectors of AVX512, or four of AVX2."""
 _STRETCH = 32768
-"""A thread gets no fewer numbers (`at::internal::GRAIN_SIZE`)."""
+"""Fewest numbers that a thread gets (`at::internal::GRAIN_SIZE`)."""
 _GELU = 16384
-"""All threads share a `gelu` of more numbers than these, but not its gradient."""
+"""Above this many numbers, all threads share a `gelu`, but not its gradient."""
 
 _FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -41,36 +41,36 @@ _FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         Tensor.sigmoid, Tensor.exp2, Tensor.pow, Tensor.__pow__, Tensor.rsqrt,
     }
 )  # fmt: skip
-"""Functions of a tensor's numbers that are cut here."""
+"""Functions that are cut here."""
 _OPERATORS = {
     "aten::silu", "aten::silu_", "aten::sigmoid", "aten::sigmoid_", "aten::gelu", "aten::softplus", "aten::mish", "aten::mish_",
     "aten::elu", "aten::elu_", "aten::exp2", "aten::exp2_", "aten::glu",
 }  # fmt: skip
-"""What torch computes otherwise at the end of a stretch."""
+"""Operations that torch computes differently at the end of a stretch."""
 _PLAIN_POWERS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
-"""Powers that torch makes of products and roots."""
+"""Powers that torch computes by products and roots."""
 
 
 def by_whole_vectors(function: Function, x: Tensor, *, gelu: bool = False) -> Tensor:
-    """A function of each number; where x needs a gradient, the gradient has the same property."""
+    """Apply an elementwise function; the gradient, if x needs one, has the same property."""
     lanes = _LANES.get(x.dtype, 0)
     if x.device.type != "cpu" or not lanes or not x.numel():
         return function(x)
     cut = _Cut(function, lanes, torch.get_num_threads(), gelu)
     if not x.is_contiguous():
         if not any(stride == 1 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
-            return function(x)  # torch takes such numbers one by one
+            return function(x)  # torch computes such numbers one by one
         if x.stride(-1) == 1 and _are_rows(x):
             return cut.of_rows(x)
         x = x.contiguous()
     y = function(x) if cut.is_even(x.numel()) else cut.of_numbers(x.reshape(-1)).view(x.shape)
     if y.requires_grad:
-        y.register_hook(Tensor.contiguous)  # or the gradient's stretches would be those of rows
+        y.register_hook(Tensor.contiguous)  # otherwise the gradient's stretches would be rows
     return y
 
 
 def _are_rows(x: Tensor) -> bool:
-    """Whether a tensor [..., T, N] is a matrix whose rows are apart."""
+    """Whether a tensor [..., T, N] is a matrix with gaps between rows."""
     outer = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     return all(above[1] == size * stride for above, (size, stride) in itertools.pairwise(outer))
 
@@ -85,16 +85,16 @@ class _Cut:
     gelu: bool
 
     def stretches(self, n: int) -> int:
-        """Into how many parts of one length so many numbers must fall, so that threads get whole parts, forth and back."""
+        """Number of equal parts for `n` numbers, so that threads get whole parts in both passes."""
         sharing = min(self.threads, -(-n // _STRETCH))
         return math.lcm(sharing, self.threads) if self.gelu and n > _GELU else sharing
 
     def is_even(self, n: int) -> bool:
-        """Whether so many numbers that follow each other are cut into whole vectors."""
+        """Whether `n` consecutive numbers are cut into whole vectors."""
         return n % (self.stretches(n) * self.lanes) == 0
 
     def of_numbers(self, flat: Tensor) -> Tensor:
-        """Whole vectors as they are, as many at a time as threads share evenly; the few that are left are filled up."""
+        """Compute whole vectors, as many at a time as threads share evenly; the rest is padded to a vector."""
         n, parts, start = len(flat) - len(flat) % self.lanes, list[Tensor](), 0
         while start < n:
             count = n - start
@@ -107,7 +107,7 @@ class _Cut:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """Rows that are apart: each ends in its own way, wherever it is, so stretches must be of whole rows."""
+        """Compute rows with gaps between them in stretches of whole rows; each row ends the same way anywhere."""
         n_rows, width = x.numel() // x.shape[-1], x.shape[-1]
         if n_rows % self.stretches(x.numel()) == 0:
             return self.function(x)
@@ -144,15 +144,15 @@ def _is_one_way(func: Any, args: Any, options: dict[str, Any]) -> bool:
 
 
 class Uneven(TorchDispatchMode):
-    """Notes which modules of a model have functions computed otherwise at the end of a stretch."""
+    """Records the modules that call functions with other bits at the end of a stretch."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._own = set(model.modules())
         self.modules: dict[nn.Module, str] = {}
-        """With the name of the function."""
+        """Name of the function by module."""
         self.elsewhere: set[str] = set()
-        """Functions that no module of the model called."""
+        """Functions called outside the model's modules."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _depends_on_place(func, args):
@@ -165,7 +165,7 @@ class Uneven(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _caller(self) -> nn.Module | Callable[..., Any] | None:
-        """The module that is at work, `by_whole_vectors` where that is, None where neither is."""
+        """The running module, or `by_whole_vectors` if that runs, or None."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code is by_whole_vectors.__code__:
@@ -187,7 +187,7 @@ def _depends_on_place(func: Any, args: Any) -> bool:
 
 
 def take_whole_vectors(module: nn.Module) -> None:
-    """Have the functions that a module calls computed by whole vectors, forth and back."""
+    """Compute a module's functions by whole vectors, in both passes."""
     stock, mode = module.forward, _ByWholeVectors()
 
     @functools.wraps(stock)

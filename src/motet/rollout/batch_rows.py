@@ -28,7 +28,7 @@ class BatchRows:
         self._limits: Mapping[str, int] = {}
         self._shares: Mapping[str, float] = {}
         self._had: Counter[str] = Counter()
-        self._can_give: list[SampledSequence] = []
+        self._preemptible: list[SampledSequence] = []
         self._large: Prompt | SampledSequence | None = None
         """Needs more than its tenant's part of the cache. Until it begins, nothing else begins; it is not preempted."""
 
@@ -54,11 +54,11 @@ class BatchRows:
             youngest = self.running[::-1]
             for sequence in sorted(youngest, key=lambda item: item is self._large):
                 if self.left(sequence) < 0:
-                    self._give_way(sequence)
+                    self._preempt_running(sequence)
         large, there = self._large, (*self.running, *self.preempted, *self.waiting)
         if large is not None and (large not in there or (self._large_waits and self.left(large) <= 0)):
             self._large = None
-        self._can_give = list(self.running)  # what starts in this tick is part of a prefill
+        self._preemptible = list(self.running)  # what starts in this tick is part of a prefill
 
     def left(self, item: Prompt | SampledSequence) -> int:
         """Rows that the item's tenant may still take."""
@@ -88,7 +88,7 @@ class BatchRows:
         if self._large is not None and self._large_waits:
             return names & {tenant_of(self._large)} if isinstance(self._large, Prompt) else set()
         stuck = {tenant_of(item) for item in self.preempted if self.left(item) > 0}
-        return (names - stuck) & self._with_little() if stuck else names
+        return (names - stuck) & self._below_share() if stuck else names
 
     def may_resume(self, sequence: SampledSequence) -> bool:
         """Whether a preempted sequence may have a row and blocks."""
@@ -102,21 +102,21 @@ class BatchRows:
         taken = take()
         if taken is not None and taken is not False:
             return taken
-        giving = self._giving(item, more)
-        if not self._blocks.suffices(item, more, giving):
+        candidates = self._candidates(item, more)
+        if not self._blocks.suffices(item, more, candidates):
             return taken
-        for one in giving:
+        for one in candidates:
             if isinstance(one, Prompt):
                 self._reclaim(one)
             else:
-                self._can_give.remove(one)
-                self._give_way(one)
+                self._preemptible.remove(one)
+                self._preempt_running(one)
             taken = take()
             if taken is not None and taken is not False:
                 break
         return taken
 
-    def _giving(self, item: Prompt | SampledSequence, more: int) -> list[Prompt | SampledSequence]:
+    def _candidates(self, item: Prompt | SampledSequence, more: int) -> list[Prompt | SampledSequence]:
         """Candidates for preemption: prompts that cannot begin now, then the youngest rows and prompts of others.
 
         The second kind only from tenants with much of the cache, and only if the item's tenant stays within its part;
@@ -125,21 +125,21 @@ class BatchRows:
         """
         may_begin, held = self.may_begin(), self._held()
         prompts = [one for one in self.waiting if one is not item and one.logits is not None and one.blocks]
-        giving: list[Prompt | SampledSequence] = [one for one in prompts if tenant_of(one) not in may_begin]
-        for one in giving:
+        candidates: list[Prompt | SampledSequence] = [one for one in prompts if tenant_of(one) not in may_begin]
+        for one in candidates:
             _drop(held[tenant_of(one)], one.blocks)
         tenant, needs = tenant_of(item), 1 if item.blocks else self._blocks.needs(item)
-        part = self._part(tenant)
-        if len(self._limits) > 1 and self._large is None and needs + 1 > part > len(held[tenant]):
+        fair_blocks = self._fair_blocks(tenant)
+        if len(self._limits) > 1 and self._large is None and needs + 1 > fair_blocks > len(held[tenant]):
             self._large = item
-        if len(self._limits) > 1 and (item is self._large or len(held[tenant]) + needs + more <= part):
+        if len(self._limits) > 1 and (item is self._large or len(held[tenant]) + needs + more <= fair_blocks):
             rest: list[Prompt | SampledSequence] = [one for one in prompts if tenant_of(one) in may_begin]
-            for one in [*reversed(self._can_give), *rest]:
+            for one in [*reversed(self._preemptible), *rest]:
                 name = tenant_of(one)
-                if name != tenant and one is not self._large and len(held[name]) > self._part(name):
+                if name != tenant and one is not self._large and len(held[name]) > self._fair_blocks(name):
                     _drop(held[name], one.blocks)
-                    giving.append(one)
-        return giving
+                    candidates.append(one)
+        return candidates
 
     def grow(self, chosen: set[SampledSequence]) -> list[SampledSequence]:
         """Give running sequences a block for their next tokens, oldest first; the youngest are preempted.
@@ -149,9 +149,9 @@ class BatchRows:
         kept: set[SampledSequence] = set()
         queue = deque(self.running)
         if len(self._limits) > 1 and self._cache.n_free < len(chosen):
-            little = self._with_little()
+            below_share = self._below_share()
             queue = deque(
-                sorted(self.running, key=lambda item: (item is not self._large, tenant_of(item) not in little))
+                sorted(self.running, key=lambda item: (item is not self._large, tenant_of(item) not in below_share))
             )
         while queue:
             sequence = queue.popleft()
@@ -171,9 +171,9 @@ class BatchRows:
         self.running = [item for item in self.running if item in kept]
         return [item for item in self.running if item in chosen]
 
-    def _with_little(self) -> set[str]:
+    def _below_share(self) -> set[str]:
         """Tenants that have less than their part of the cache."""
-        return {name for name, blocks in self._held().items() if len(blocks) < self._part(name)}
+        return {name for name, blocks in self._held().items() if len(blocks) < self._fair_blocks(name)}
 
     def _held(self) -> dict[str, Counter[int]]:
         """Blocks of each tenant, with the number of its rows and prompts that hold each."""
@@ -183,7 +183,7 @@ class BatchRows:
             held[tenant_of(item)].update(item.blocks)
         return held
 
-    def _part(self, tenant: str) -> float:
+    def _fair_blocks(self, tenant: str) -> float:
         return self._shares[tenant] * self._cache.n_blocks
 
     def _reclaim(self, prompt: Prompt) -> None:
@@ -193,7 +193,7 @@ class BatchRows:
         if prompt.copy is None:
             prompt.logits = None
 
-    def _give_way(self, sequence: SampledSequence) -> None:
+    def _preempt_running(self, sequence: SampledSequence) -> None:
         self.running.remove(sequence)
         self._had[tenant_of(sequence)] -= 1
         self._preempt(sequence)

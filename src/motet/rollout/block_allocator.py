@@ -37,9 +37,8 @@ class BlockAllocator:
             return None
         if not self._kept.make_room(n_blocks + more, 1):
             return None
-        prompt.blocks = self._cache.take(
-            n_blocks
-        )  # assigned before the next call can fail, so that they are freed then
+        # assigned before the next call can fail, so that they are freed then
+        prompt.blocks = self._cache.take(n_blocks)
         prompt.slot = self._cache.states.take()
         return 0
 

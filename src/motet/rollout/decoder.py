@@ -193,9 +193,8 @@ class Decoder:
             if not prompt.blocks:
                 more = reserved + bool(inputs or self.rows.running)
                 begin = functools.partial(self.blocks.begin, prompt, more, budget if inputs else None)
-                short = (
-                    bool(inputs) and len(prompt.request.prompt_ids) > budget
-                )  # of this tick's token budget, not of room
+                # short of this tick's token budget, not of room
+                short = bool(inputs) and len(prompt.request.prompt_ids) > budget
                 known = begin() if short else self.rows.with_room(prompt, begin, more)
                 if known is None:
                     self._no_blocks = not inputs

@@ -50,7 +50,7 @@ _HITS = 1000
 """Most pairs of job and temperature with kept hit rates."""
 
 
-class _Guess:
+class _Prediction:
     """A guess for the token that follows a context."""
 
     __slots__ = ("agreed", "seen", "token")
@@ -69,7 +69,7 @@ class _Guess:
             self.token, self.agreed = token, 1
 
     @property
-    def sureness(self) -> int:
+    def confidence(self) -> int:
         """Confidence, 0 to 7."""
         return 2 * min(self.seen, 4) + (self.agreed == self.seen) - 2
 
@@ -90,7 +90,7 @@ class _Hits:
         self._tried[kind] = 0.98 * self._tried[kind] + 1
 
 
-class _Place:
+class _Position:
     """A position in a completion, identified by its last tokens and by all tokens since its start."""
 
     __slots__ = ("length", "prefix", "recent", "seeded")
@@ -99,12 +99,12 @@ class _Place:
         self.recent, self.length = recent, 0
         self.prefix, self.seeded = 1, hash((2, seed))
 
-    def after(self, token: int) -> _Place:
+    def after(self, token: int) -> _Position:
         """The next position."""
-        place = _Place.__new__(_Place)
-        place.recent, place.length = [*self.recent[1 - _ORDERS[0] :], token], self.length + 1
-        place.prefix, place.seeded = hash((self.prefix, token)), hash((self.seeded, token))
-        return place
+        position = _Position.__new__(_Position)
+        position.recent, position.length = [*self.recent[1 - _ORDERS[0] :], token], self.length + 1
+        position.prefix, position.seeded = hash((self.prefix, token)), hash((self.seeded, token))
+        return position
 
     def numbers(self) -> list[tuple[int, int]]:
         """Lookup keys in order of specificity: (hash, sort of key)."""
@@ -116,13 +116,13 @@ class _Place:
         ]
 
 
-class _Book:
+class _Continuations:
     """Observed continuations in the texts around one prompt."""
 
     def __init__(self, prompt_ids: IntArray, answers: Iterable[tuple[int, IntArray]], hits: _Hits) -> None:
         self._hits = hits
-        self._guesses: dict[int, _Guess] = {}
-        self._places: dict[int, _Place] = {}
+        self._predictions: dict[int, _Prediction] = {}
+        self._positions: dict[int, _Position] = {}
         self._end = prompt_ids[-_ORDERS[0] :].tolist()
         recent: list[int] = []
         for token in prompt_ids[-_PROMPT_TOKENS:].tolist():
@@ -131,47 +131,47 @@ class _Book:
                     self._take(hash(tuple(recent[-order:])), token)
             recent = [*recent[1 - _ORDERS[0] :], token]
         for seed, answer in answers:
-            place = _Place(self._end, seed)
+            position = _Position(self._end, seed)
             for token in answer.tolist():
-                place = self._follow(place, token)
+                position = self._follow(position, token)
 
-    def read(self, sequence: SampledSequence) -> _Place:
+    def read(self, sequence: SampledSequence) -> _Position:
         """Read a completion's new tokens; returns its position."""
-        place = self._places.get(sequence.index) or _Place(self._end, sequence.key)
-        for token in sequence.tokens[place.length :]:
-            found = self._guess(place)
+        position = self._positions.get(sequence.index) or _Position(self._end, sequence.key)
+        for token in sequence.tokens[position.length :]:
+            found = self._predict(position)
             if found is not None:
                 self._hits.add(found[1], found[0] == token)
-            place = self._follow(place, token)
-        self._places[sequence.index] = place
-        return place
+            position = self._follow(position, token)
+        self._positions[sequence.index] = position
+        return position
 
-    def draft(self, place: _Place, most: int) -> list[tuple[int, float]]:
+    def draft(self, position: _Position, most: int) -> list[tuple[int, float]]:
         """Likely next tokens, each with the probability that all tokens up to it are right."""
         likely, drafted = 1.0, list[tuple[int, float]]()
-        while len(drafted) < most and (found := self._guess(place)) is not None:
+        while len(drafted) < most and (found := self._predict(position)) is not None:
             likely *= self._hits.rate(found[1])
             drafted.append((found[0], likely))
-            place = place.after(found[0])
+            position = position.after(found[0])
         return drafted
 
-    def _guess(self, place: _Place) -> tuple[int, int] | None:
+    def _predict(self, position: _Position) -> tuple[int, int] | None:
         """The best guess for the next token, and its kind."""
-        for key, sort in place.numbers():
-            found = self._guesses.get(key)
+        for key, sort in position.numbers():
+            found = self._predictions.get(key)
             if found is not None:
-                return found.token, 8 * sort + found.sureness
+                return found.token, 8 * sort + found.confidence
         return None
 
-    def _follow(self, place: _Place, token: int) -> _Place:
-        for key, _ in place.numbers():
+    def _follow(self, position: _Position, token: int) -> _Position:
+        for key, _ in position.numbers():
             self._take(key, token)
-        return place.after(token)
+        return position.after(token)
 
     def _take(self, key: int, token: int) -> None:
-        known = self._guesses.get(key)
+        known = self._predictions.get(key)
         if known is None:
-            self._guesses[key] = _Guess(token)
+            self._predictions[key] = _Prediction(token)
         else:
             known.take(token)
 
@@ -225,7 +225,7 @@ class Drafts:
     _hits: dict[tuple[str, float], _Hits] = field(default_factory=dict)
     """By job and temperature."""
     _ticks: _Ticks = field(default_factory=_Ticks)
-    _books: weakref.WeakKeyDictionary[Prompt, _Book] = field(default_factory=weakref.WeakKeyDictionary)
+    _continuations: weakref.WeakKeyDictionary[Prompt, _Continuations] = field(default_factory=weakref.WeakKeyDictionary)
     _rest: int = 0
     _pause: int = 1
     _trial: int = 0
@@ -281,14 +281,14 @@ class Drafts:
         if sequence.grammar is not None:  # a grammar advances with each token
             return []
         prompt, sampling = sequence.prompt, sequence.prompt.request.sampling
-        book = self._books.get(prompt)
-        if book is None:
+        known = self._continuations.get(prompt)
+        if known is None:
             hits = self._hits.setdefault((prompt.request.job, sampling.temperature), _Hits())
             while len(self._hits) > _HITS:
                 del self._hits[next(iter(self._hits))]
-            book = _Book(prompt.request.prompt_ids, self._answers.get(_key(prompt), ()), hits)
-            self._books[prompt] = book
-        return book.draft(book.read(sequence), min(_LONGEST, sampling.max_tokens - len(sequence.tokens) - 1))
+            known = _Continuations(prompt.request.prompt_ids, self._answers.get(_key(prompt), ()), hits)
+            self._continuations[prompt] = known
+        return known.draft(known.read(sequence), min(_LONGEST, sampling.max_tokens - len(sequence.tokens) - 1))
 
     def _worth(self, n_rows: int, likely: list[float]) -> int:
         """The number of drafts with the highest expected tokens per second; sometimes more, to measure the cost of rows."""

@@ -210,9 +210,8 @@ class EmbeddedEngine:
             hidden_TD = base.hidden(tokens_T, positions_T, attention)
         wanted_T = torch.cat([tokens_T[1:], tokens_T[:1]])
         for hidden_ND, wanted_N in zip(hidden_TD.split(_SCORED_ROWS), wanted_T.split(_SCORED_ROWS), strict=True):
-            with base.routed(
-                routing
-            ):  # leave the context before yielding: the consumer may never resume this generator
+            # leave the context before yielding: the consumer may never resume this generator
+            with base.routed(routing):
                 logits_NV = base.logits(hidden_ND)
             yield Distribution.of(logits_NV, [1.0], base.math), wanted_N
 

@@ -70,8 +70,7 @@ class Replica:
         """Running requests and tokens, and the number of loaded adapters."""
         return ServerLoad(self.url, self.up, self.requests, self.tokens, len(self.loaded), self.note)
 
-    # --- availability
-    # -----------------------------------------------------------------------------------------------------
+    # --- availability -------------------------------------------------------------------------------------------------
 
     async def greet(self) -> None:
         """Check its health and read what it serves; it is up when this returns.

@@ -54,15 +54,15 @@ class ClientLoop(Driver):
         self._waiting = self._rest = False
         self._stats, self._samples, self._undone = LossStats(), 0, 0
         """Of the gradient that is accumulating, and how often it was undone."""
-        self._looked_until, self._looked = self._journal.looked(self.session.done.step)
-        self._tokens = self._looked
+        self._forward_until, self._forward_tokens = self._journal.forward_only(self.session.done.step)
+        self._tokens = self._forward_tokens
         """Tokens times targets of the current step, including passes without a gradient."""
         self._noted = 0.0
 
     @property
     def ended(self) -> bool:
         """Whether the client has finished and all its commands are done."""
-        over = self._journal.finished and self._look() is None
+        over = self._journal.finished and self._next_command() is None
         return over or super().ended
 
     async def step(self, step: int) -> None:
@@ -94,14 +94,14 @@ class ClientLoop(Driver):
     async def _command(self) -> j.AnyCommand | None:
         """The next command; None after another event."""
         self.job.news.clear()  # cleared before reading, so that no event is lost
-        command = await asyncio.to_thread(self._look)
+        command = await asyncio.to_thread(self._next_command)
         if command is None and not self._pause and not self._rest and not self._journal.finished:
             self._waiting, self.job.progress.phase = True, "waiting for its client"
             await self.job.news.wait()
             self._waiting = False
         return command
 
-    def _look(self) -> j.AnyCommand | None:
+    def _next_command(self) -> j.AnyCommand | None:
         """The next command; skips numbers whose command is done and dropped."""
         while (command := self._journal.command(self._next)) is None and self._journal.outcome(self._next) is not None:
             self._next += 1
@@ -141,7 +141,7 @@ class ClientLoop(Driver):
         if await asyncio.to_thread(self._journal.cancelled, number):
             await self._answer(number, _CANCELLED)
             return
-        before, looked = self._tokens, self._looked
+        before, forward_tokens = self._tokens, self._forward_tokens
         ends = command.forward_only or not self._samples or self._undone < _MOST_UNDONE
         work = asyncio.create_task(self._forward_backward(number, command))
         try:
@@ -158,8 +158,8 @@ class ClientLoop(Driver):
             self._undone += bool(self._samples)
             await self.session.undo()
             self._stats, self._samples = LossStats(), 0
-        self._looked = looked + self._tokens - before if command.forward_only else self._tokens
-        await asyncio.to_thread(self._journal.look, self.session.done.step, number, self._looked)
+        self._forward_tokens = forward_tokens + self._tokens - before if command.forward_only else self._tokens
+        await asyncio.to_thread(self._journal.record_forward_only, self.session.done.step, number, self._forward_tokens)
         await self._answer(number, _CANCELLED)
         if not command.forward_only:
             self._next = self.session.done.position
@@ -183,7 +183,7 @@ class ClientLoop(Driver):
         batch = StepBatch(samples, 1.0)
         segments = batch.segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
         self.job.progress.phase = "training"
-        before, executed = self._tokens, unheard if number <= self._looked_until else self._executed
+        before, executed = self._tokens, unheard if number <= self._forward_until else self._executed
         try:
             with self.services.scheduler.working(self.job.name):
                 if command.forward_only:
@@ -198,8 +198,10 @@ class ClientLoop(Driver):
         finally:  # work is charged even if the rest fails
             self._note_work()
         if command.forward_only:
-            self._looked += self._tokens - before
-            await asyncio.to_thread(self._journal.look, self.session.done.step, number, self._looked)
+            self._forward_tokens += self._tokens - before
+            await asyncio.to_thread(
+                self._journal.record_forward_only, self.session.done.step, number, self._forward_tokens
+            )
         metrics = {"loss:sum": value, "tokens:sum": float(sum(sample.n_trainable for sample in samples))}
         return j.Gradient([j.Tensor.of(values[1:]) for values in logprobs], metrics)
 
@@ -246,7 +248,7 @@ class ClientLoop(Driver):
         await asyncio.to_thread(self._journal.answer, number, done, hidden=True)
         await self.session.finish(finished, None, commit=True)
         self._stats, self._samples, self._next = LossStats(), 0, number + 1
-        self._tokens = self._looked = self._undone = 0
+        self._tokens = self._forward_tokens = self._undone = 0
         await asyncio.to_thread(self._journal.reveal, self._next)
         await asyncio.to_thread(self._journal.forget, self._next, since)
         self.job.observer(CommandObeyed())

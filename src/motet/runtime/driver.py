@@ -62,8 +62,7 @@ class Driver:
                 rest.callback(scheduler.leave, job.name)
                 await self.leave()
 
-    # --- methods of subclasses
-    # -------------------------------------------------------------------------------------------
+    # --- methods of subclasses ----------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
         """Start resources that the loop needs; called before the session opens."""
@@ -99,8 +98,7 @@ class Driver:
         """Whether this version is evaluated: also the last of a job that ends early."""
         return self.job.evaluates(version) or (bool(self._reason) and bool(self.job.data.holdout))
 
-    # --- requests from outside
-    # -------------------------------------------------------------------------------------------
+    # --- requests from outside ----------------------------------------------------------------------------------------
 
     def pause(self) -> None:
         """Stop after the current step; at once if it waits for scores and no scorer is connected."""

@@ -270,7 +270,7 @@ class Journal:
         """Write an outcome; a hidden one becomes visible with `reveal`."""
         self._put(number, "new" if hidden else "out", msgspec.msgpack.encode(outcome))
 
-    def looked(self, step: int) -> tuple[int, int]:
+    def forward_only(self, step: int) -> tuple[int, int]:
         """The step's last command without a gradient, and the tokens of all such commands, whose files are deleted."""
         try:
             of, number, tokens = msgspec.msgpack.decode((self.path / "looked").read_bytes(), type=tuple[int, int, int])
@@ -278,8 +278,8 @@ class Journal:
             return -1, 0
         return (number, tokens) if of == step else (-1, 0)
 
-    def look(self, step: int, number: int, tokens: int) -> None:
-        """Store the values that `looked` returns."""
+    def record_forward_only(self, step: int, number: int, tokens: int) -> None:
+        """Store the values that `forward_only` returns."""
         _write(self.path / "looked", msgspec.msgpack.encode((step, number, tokens)))
 
     def reveal(self, before: int) -> None:

@@ -78,9 +78,8 @@ def _computed_otherwise(directory: JobDirectory, identity: Mapping[str, Any]) ->
     now = yaml.safe_load(_as_yaml(identity))
     changes = _changes(before, {**_known(before, now), **({"code": now["code"]} if "code" in now else {})})
     known = [str(line) for line in before.get(_BEFORE, ())]
-    new = (
-        change for change in changes if not any(line.startswith(f"{change} (") for line in known)
-    )  # hosts may take turns
+    # unlike hosts may take turns with a run: each difference is listed once
+    new = (change for change in changes if not any(line.startswith(f"{change} (") for line in known))
     return [*known, *(f"{change} (from step {steps[-1]} on)" for change in new)]
 
 
@@ -304,9 +303,8 @@ def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
     yield from _manifest_damage(directory, committed)
     best = [] if committed.best_version is None else [committed.best_version]
     listed = {int(number) for record in _records(directory)[-1:] for number in record.versions}
-    for version in sorted(
-        {*directory.steps(), *best} - {committed.step} - listed
-    ):  # the newest is linked after its commit
+    # the newest is left out: it is linked after its commit
+    for version in sorted({*directory.steps(), *best} - {committed.step} - listed):
         if not directory.version(version).is_dir():
             yield Damage(directory.version(version), "is missing", _GO_ON)
     for version in directory.versions():

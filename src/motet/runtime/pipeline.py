@@ -98,8 +98,7 @@ class Pipeline:
                 task.cancel()
             await asyncio.gather(poll, *tasks, return_exceptions=True)
 
-    # --- requests
-    # --------------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Finish the current steps, save, and end the run."""
@@ -217,7 +216,7 @@ class Pipeline:
                 _move(self.jobs[claim.job], JobState.PAUSED)
             return
         running, slots = self._keeping()
-        self._turns.look(self._holding(), claims, self._slots, self._rules)
+        self._turns.update(self._holding(), claims, self._slots, self._rules)
         for name in admitted(claims, running, slots, self._rules, self._turns.had):
             job = self.jobs[name]
             self._disk_gate.forget(name)

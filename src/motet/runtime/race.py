@@ -180,7 +180,7 @@ class Race:
             self._compare(number, rung)
         self._obey()
 
-    def look(self, running: Container[str]) -> None:
+    def decide(self, running: Container[str]) -> None:
         """Decide, where every candidate has committed the rung and left its slot; note the outcome at the end."""
         if self.record.outcome is not None or not all(self._arrived(job, running) for job in self._live()):
             return
@@ -289,7 +289,7 @@ class Race:
 def let_decide(races: Iterable[Race], running: Container[str]) -> None:
     """Let each race decide whose candidates have all arrived; `running` are the jobs that have a slot."""
     for race in races:
-        race.look(running)
+        race.decide(running)
 
 
 def known_of(races: Iterable[Race]) -> dict[str, RaceRecord]:

@@ -170,8 +170,7 @@ class JobSampler:
         purpose = _Purpose("eval", seed, config.n, job.evaluation_sampling(), common_numbers=common)
         return await self._all(job.data.holdout[part], version, version, purpose, part.start or 0)
 
-    # --- choice of groups
-    # -------------------------------------------------------------------------------------------------
+    # --- choice of groups ---------------------------------------------------------------------------------------------
 
     async def _until_full(self, problems: Sequence[Problem], step: int, version: int, purpose: _Purpose) -> SampledStep:
         """Dynamic sampling: take problems in data order until enough groups have a signal.
@@ -228,9 +227,8 @@ class JobSampler:
             finally:
                 await ended(running)
         await self._versions.collect()
-        done = [
-            task for task in running.values() if task.rollouts is not None
-        ]  # in data order; groups due from earlier steps first
+        # in data order; groups due from earlier steps first
+        done = [task for task in running.values() if task.rollouts is not None]
         taken = done[:width]
         self._aside += [task for task in running.values() if task not in taken]
         groups = [Group(task.problem, step, version, task.rollouts or ()) for task in taken]
@@ -264,8 +262,7 @@ class JobSampler:
         )
         return _Task(problem, position, step, generation)
 
-    # --- one group
-    # --------------------------------------------------------------------------------------------------------
+    # --- one group ----------------------------------------------------------------------------------------------------
 
     async def _sample(self, task: _Task, version: int, purpose: _Purpose, cost: _Cost) -> tuple[Rollout, ...] | None:
         """Sample and score one group; None if it was put aside."""

@@ -100,9 +100,8 @@ class Session:
         self.stopping = Stopping(when, job.directory.read_metrics(self.done) if when.rules else ())
         self.also_saved: list[Callable[[Path], None]] = []
         """Callbacks that write more files into a commit's directory."""
-        job.starts += (
-            1  # a version trained again after a pause or failure gets another engine-side name, as after a crash
-        )
+        # a version trained again after a pause or failure gets another engine-side name, as after a crash
+        job.starts += 1
         engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
         self.versions = Versions(job.name, engine_name, services.engine, services.sync, services.keep_versions)
         self._probe = Probe(job.name, probe_ids(job.chat, job.data.train), services.probe_tolerance)

@@ -42,7 +42,7 @@ class SlotTurns:
         """Whether a turn may be over."""
         return self._wanted and len(self.had) > 1 and self._clock() - self._since >= LOOK_SECONDS
 
-    def look(self, running: Sequence[Claim], queued: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> None:
+    def update(self, running: Sequence[Claim], queued: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> None:
         """Count the time since the last call.
 
         Args:
@@ -70,7 +70,7 @@ class SlotTurns:
         self._wanted = bool(queued)
 
     def hold(self, running: Sequence[Claim]) -> None:
-        """Set the jobs that hold slots from the last `look` on."""
+        """Set the jobs that hold slots from the last `update` on."""
         self._holding = tuple(running)
 
     def _part_of_round(self, tenant: str) -> float:

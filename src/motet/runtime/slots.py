@@ -68,9 +68,8 @@ def admitted(
         if not able:
             break
         chosen = min(able, key=lambda claim: _queue_key(claim, held, rules, had))
-        if chosen.slots > free and (
-            running or chosen_jobs
-        ):  # it is first in the queue, so no other job takes the slots that it waits for
+        # the first in the queue waits for slots, and no other job takes them meanwhile
+        if chosen.slots > free and (running or chosen_jobs):
             break
         waiting.remove(chosen)
         held[chosen.tenant] += chosen.slots
@@ -110,10 +109,10 @@ def preempted_for_share(
     gives = [each for each in running if each.tenant != asks.tenant and _effective_priority(each, rules) <= most]
     if not gives:
         return None
-    richest = max((each.tenant for each in gives), key=lambda tenant: _part(tenant, held[tenant], rules, had))
-    if _part(asks.tenant, held[asks.tenant], rules) >= _part(richest, held[richest], rules):
+    richest = max((each.tenant for each in gives), key=lambda tenant: _per_share(tenant, held[tenant], rules, had))
+    if _per_share(asks.tenant, held[asks.tenant], rules) >= _per_share(richest, held[richest], rules):
         return None  # equal shares now: past turns move no slot between the two
-    if _part(asks.tenant, held[asks.tenant] + 1, rules, had) > _part(richest, held[richest] - 1, rules, had):
+    if _per_share(asks.tenant, held[asks.tenant] + 1, rules, had) > _per_share(richest, held[richest] - 1, rules, had):
         return None
     return min(reversed([each for each in gives if each.tenant == richest]), key=lambda each: each.priority).job
 
@@ -160,11 +159,11 @@ def _queue_key(
     claim: Claim, held: Mapping[str, int], rules: Mapping[str, Rule], had: Mapping[str, float]
 ) -> tuple[float, float, float]:
     """Sort key of the queue; the least is first."""
-    part = _part(claim.tenant, held[claim.tenant], rules, had)
-    return -_effective_priority(claim, rules), part, -claim.priority
+    load = _per_share(claim.tenant, held[claim.tenant], rules, had)
+    return -_effective_priority(claim, rules), load, -claim.priority
 
 
-def _part(tenant: str, slots: int, rules: Mapping[str, Rule], had: Mapping[str, float] = NOTHING) -> float:
+def _per_share(tenant: str, slots: int, rules: Mapping[str, Rule], had: Mapping[str, float] = NOTHING) -> float:
     """Slots per share if the tenant holds `slots`, plus past turns."""
     return slots / rules.get(tenant, FREE).share + had.get(tenant, 0.0)
 

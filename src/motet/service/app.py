@@ -67,9 +67,8 @@ class Lifecycle:
             service.recorder.observe_ended()
         service.hosts.start(service.handlers())
         self._watching = asyncio.gather(service.queue.watch(), service.enforcer.watch(), self._tinker.leases.watch())
-        self._watching.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # a second Ctrl-C skips `close`
+        # a second Ctrl-C skips `close`
+        self._watching.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def drain(self, seconds: float) -> None:
         """Release everybody who waits for events or work; running answers have `seconds` to finish."""

@@ -73,22 +73,22 @@ class Bases:
 
     def missing(self, stored: str | None) -> str | None:
         """A message if the base of a stored object is not served now; otherwise None."""
-        if self._now(stored) is not None or not (self.several or self._former(stored)):
+        if self._now(stored) is not None or not (self.several or self._recorded_name(stored)):
             return None
-        name = self._former(stored) or stored
+        name = self._recorded_name(stored) or stored
         return f"its base {name!r} is no longer served; the service's operator can put it back under `bases`"
 
-    def _former(self, stored: str | None) -> str | None:
-        """The former name of one of several bases that a stored name or location refers to."""
+    def _recorded_name(self, stored: str | None) -> str | None:
+        """The base, by its name among several current and former ones, that a stored name or location refers to."""
         if stored is None or stored in self.known:
             return stored or next(iter(self.known), None)
         return next((name for name, place in self.known.items() if place == stored), None)
 
     def _now(self, stored: str | None) -> str | None:
         """The current name of the base of a stored object."""
-        if (former := self._former(stored)) is None:
+        if (recorded := self._recorded_name(stored)) is None:
             return self.find(stored)
-        return (stored and self.find(stored)) or self.find(former) or self.find(self.known[former])
+        return (stored and self.find(stored)) or self.find(recorded) or self.find(self.known[recorded])
 
     def hides(self, name: str) -> bool:
         """Whether a model of this name would be confused with a base; a single base reserves no name."""
@@ -103,7 +103,7 @@ class Bases:
         stored = stored or None
         if self.missing(stored) is None:
             return self._now(stored) or self.first
-        return self._former(stored) or str(stored)
+        return self._recorded_name(stored) or str(stored)
 
     def alike(self, given: str) -> str | None:
         """The base for a client's local path or the last part of a name; None if several match."""

@@ -83,7 +83,7 @@ class Simulation:
         running = [host.jobs[name].claim for name in host.running if name not in host.preempted]
         waiting = [job.claim for name, job in host.jobs.items() if name not in host.running]
         slots = host.settings.slots - len(host.preempted) if host.up else 0
-        host.turns.look(host.holding, waiting, host.settings.slots, rules)
+        host.turns.update(host.holding, waiting, host.settings.slots, rules)
         for name in admitted(waiting, running, slots, rules, host.turns.had):
             job = host.jobs[name]
             host.scheduler.share(job.claim.tenant, job.share)
@@ -211,7 +211,7 @@ class Simulation:
         while len(self.hosts) > 1 and len(shares) > 1:
             await asyncio.sleep(EVEN_SECONDS)
             used = {host.number: host.scheduler.used for host in self.hosts}
-            factors = account.look(used, self._come().keys(), shares)
+            factors = account.update(used, self._come().keys(), shares)
             for host in self.hosts:
                 host.scheduler.even_out(factors)
 

@@ -31,7 +31,7 @@ _TOOLS_INTRODUCTION = (
 Tools = Sequence[Mapping[str, Any]]
 """Functions as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 _TOGETHER = 256
-"""Prompts that are read together to find the longest."""
+"""Prompts tokenised together to find the longest."""
 _AROUND = 8
 
 
@@ -67,7 +67,7 @@ class Chat:
 
     @classmethod
     def plain(cls, tokenizer: Any) -> Chat:
-        """The chat with a base as it is, for people: through its template where it has one."""
+        """A person's chat with a base, through its template if it has one."""
         return cls(tokenizer, bool(tokenizer.chat_template))
 
     def prompt_text(self, problem: Problem) -> str:
@@ -236,7 +236,7 @@ class Chat:
             return False
 
     def readable(self, token_ids: IntArray, loss_mask: BoolArray | None = None) -> str:
-        """One line per token: its place, id and text; `*` marks the tokens that are trained."""
+        """One line per token: position, id and text; `*` marks trained tokens."""
         mask = np.zeros(len(token_ids), np.bool_) if loss_mask is None else loss_mask
         rows = zip(range(len(token_ids)), token_ids.tolist(), mask.tolist(), strict=True)
         return "\n".join(f"{at:>6} {'*' if on else ' '} {token:>7} {self._decode([token])!r}" for at, token, on in rows)
@@ -250,7 +250,7 @@ class Chat:
         before = -1
         for token in map(int, token_ids):
             if (text := self._pairs.get((before, token))) is None:
-                # What some tokenizers leave out at the beginning, such as a space, they do not leave out behind a token.
+                # Some tokenizers drop a leading space at the beginning of a text, but not after a token.
                 head = "" if before < 0 else self._decode([before])
                 text = self._decode([token] if before < 0 else [before, token])
                 text = text[len(head) :] if text.startswith(head) else self._decode([token])
@@ -351,7 +351,7 @@ def stop_token_ids(tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> tuple[i
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The special token that the chat template writes behind an answer, where it writes one."""
+    """The special token that the chat template writes after an answer, if any."""
     messages = (Message("user", "hi"), Message("assistant", _PLACEHOLDER))
     tail = render(tokenizer, messages, False, {}).rpartition(_PLACEHOLDER)[2]
     ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False)

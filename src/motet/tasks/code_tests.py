@@ -1,4 +1,4 @@
-"""The reward `code`: what a model wrote, run against the tests of its row."""
+"""The reward `code`: runs a model's program against the tests of its row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _listed(tests: Any) -> Sequence[Any]:
 
 
 def _prints(sandbox: Sandbox, code: str, test: Mapping[str, Any]) -> bool:
-    """Whether a program prints what it should, spaces at the ends of lines aside; compared outside of its process."""
+    """Whether a program prints the expected output, except for spaces at line ends; compared outside its process."""
     ran = sandbox.python(code, str(test.get("input", "")))
     said, wanted = ([line.rstrip() for line in text.strip().splitlines()] for text in (ran.output, str(test["output"])))
     return ran.status == 0 and said == wanted

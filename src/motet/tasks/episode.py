@@ -37,12 +37,12 @@ Release = Callable[[int], Awaitable[None]]
 
 
 async def _nothing_kept(_: int) -> None:
-    """There is nothing to let go of."""
+    """Default `Release`: nothing to free."""
 
 
 @dataclass(frozen=True)
 class GroupContext:
-    """What an environment needs to create the rollouts of one group."""
+    """Input of an environment for one group of rollouts."""
 
     problem: Problem
     chat: Chat
@@ -54,7 +54,7 @@ class GroupContext:
     judged: bool = True
     """Whether the job has rewards."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """How the job samples."""
+    """The job's sampling settings."""
     release: Release = _nothing_kept
     """Called with the index of each rollout that has no further turn."""
 
@@ -64,14 +64,14 @@ Environment = Callable[[GroupContext], Awaitable[tuple[Rollout, ...]]]
 
 
 class OwnEnvironment:
-    """An environment that a job brings."""
+    """A job's own environment."""
 
     clock_limited = False
-    """Whether the clock has decided anything."""
+    """Whether a time limit has changed a result."""
 
     @property
     def waits(self) -> bool:
-        """Whether its episodes are offered and none has been taken."""
+        """Whether it offers episodes and no worker has taken one."""
         return False
 
     def rest(self) -> None:
@@ -81,7 +81,7 @@ class OwnEnvironment:
         """End its processes."""
 
     async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
-        """The rollouts of one group."""
+        """Run one group of rollouts."""
         raise NotImplementedError
 
 
@@ -92,7 +92,7 @@ SECOND_TRY = 0.5
 
 
 async def single_turn(context: GroupContext) -> tuple[Rollout, ...]:
-    """One answer each; one call to `generate`, so that the prompt is prefilled once."""
+    """One answer per rollout, in one call to `generate`, so that the prompt is prefilled once."""
     rollouts = await _first_turn(context)
     return tuple(await _rewarded(rollouts, context.score, {rollout.index: 1.0 for rollout in rollouts}))
 
@@ -140,7 +140,7 @@ async def _second_turn(rollout: Rollout, context: GroupContext) -> Rollout:
 
 
 async def whole(generating: Awaitable[list[Chunk]], n: int) -> list[Chunk]:
-    """Completions as they must be: all of them, each to its end."""
+    """Wait for `n` whole completions; raises ValueError otherwise."""
     chunks = await generating
     if len(chunks) != n or any(chunk.finish_reason is None for chunk in chunks):
         raise ValueError(f"generate must return {n} whole completions, got {len(chunks)}")
@@ -203,7 +203,7 @@ async def judged(rollouts: list[Rollout], context: GroupContext) -> tuple[Rollou
 
 
 def _totalled(rollout: Rollout) -> Rollout:
-    """One that no reward of the job judged is worth the sum of its parts."""
+    """Set the reward to the sum of the parts, if no reward of the job applies."""
     if rollout.error or rollout.reward == rollout.reward:  # not nan
         return rollout
     if not rollout.reward_parts:

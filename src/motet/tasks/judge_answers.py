@@ -1,6 +1,6 @@
-"""What judges said, kept in a job's directory: the same question is asked once, and a resumed job gets the same scores.
+"""Stored answers of judges, in a job's directory: each question is asked once, and a resumed job gets the same scores.
 
-The file also counts what was paid, which no crash takes back.
+The file also counts the spending, which survives a crash.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from motet.errors import EngineError
 
 FILE = "judge.sqlite"
-"""In the directory of a job."""
+"""File name in a job's directory."""
 MOST_KEPT = 50_000
-"""Answers that are kept; the oldest go first."""
+"""Most answers kept; the oldest are deleted first."""
 _WAIT_SECONDS = 30.0
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS answers (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT UNIQUE, text TEXT)",
@@ -42,34 +42,34 @@ class Said:
 
 @dataclass(frozen=True)
 class Spend:
-    """What a job's judges took so far."""
+    """A job's spending on judges so far."""
 
     questions: int = 0
     read: int = 0
     written: int = 0
     """Tokens, as in `Said`."""
     cost: float = 0.0
-    """In the currency of `prices`; 0 where there are none."""
+    """In the currency of `prices`; 0 without prices."""
 
     @property
     def tokens(self) -> int:
-        """Both kinds."""
+        """Tokens read and written."""
         return self.read + self.written
 
 
 def key_of(url: str, body: Mapping[str, Any]) -> str:
-    """What tells a question apart from others."""
+    """A digest that identifies a question."""
     return hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
 
 
 class JudgeAnswers:
-    """The answers of one job's judges. Each call opens the file, so that nothing has to be closed."""
+    """The answers of one job's judges. Each call opens and closes the file."""
 
     def __init__(self, path: Path, most: int = MOST_KEPT) -> None:
         self._path, self._most = path, most
 
     def find(self, key: str) -> str | None:
-        """What was said to a question before."""
+        """The stored answer to a question, if any."""
         if not self._path.exists():
             return None
         with self._open() as file:
@@ -77,7 +77,7 @@ class JudgeAnswers:
         return None if row is None else str(row[0])
 
     def keep(self, key: str, said: Said, cost: float) -> None:
-        """Write an answer and what it cost, both or neither; on disk when this returns."""
+        """Write an answer and its cost in one transaction; both are on disk when this returns."""
         with self._open() as file:
             file.execute("INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, said.text))
             file.execute(
@@ -87,7 +87,7 @@ class JudgeAnswers:
             file.execute("DELETE FROM answers WHERE id <= (SELECT max(id) FROM answers) - ?", (self._most,))
 
     def spend(self) -> Spend:
-        """What was paid for so far."""
+        """The total of the answers so far."""
         if not self._path.exists():
             return Spend()
         with self._open() as file:
@@ -96,10 +96,8 @@ class JudgeAnswers:
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:
-            with (
-                contextlib.closing(sqlite3.connect(self._path, timeout=_WAIT_SECONDS)) as file,
-                file,
-            ):  # one transaction
+            # one transaction
+            with contextlib.closing(sqlite3.connect(self._path, timeout=_WAIT_SECONDS)) as file, file:
                 if file.execute("PRAGMA user_version").fetchone() == (0,):
                     file.execute("BEGIN IMMEDIATE")  # another thread may be making the file too
                     for statement in _TABLES:

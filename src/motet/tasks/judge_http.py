@@ -29,15 +29,15 @@ from motet.tasks.reward_walls import Walls
 from motet.types import Problem
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-"""Seconds between two attempts; each pause is twice the one before."""
+"""Seconds between two attempts; each pause doubles."""
 _PER = 1e6
-"""Tokens that a price is for."""
+"""Tokens per unit of price."""
 _LONGEST_ANSWER = 200_000
-"""Characters of an answer that is kept."""
+"""Most characters of an answer that is kept."""
 
 
 class Prices(Config):
-    """What a million tokens cost."""
+    """Prices per million tokens."""
 
     read: float = Field(0.0, ge=0, le=1e9)
     """Of questions (input tokens)."""
@@ -46,14 +46,14 @@ class Prices(Config):
 
 
 class JudgeAddress(Config):
-    """Where a judge is; stands in `args` of the reward, beside the fields of the grader."""
+    """The address of a judge: fields of the reward's `args`, beside the grader's."""
 
     url: str = Field(max_length=2000)
     """Base URL of an OpenAI-compatible server, such as `https://api.openai.com/v1`."""
     key: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")
     """Name of the environment variable with the API key."""
     at_once: int = Field(8, ge=1, le=1000)
-    """Questions that are open at a time, of all jobs of a process."""
+    """Most open questions, over all jobs of a process."""
     body: dict[str, Any] = {}
     """More fields of the request, such as `reasoning_effort`; null leaves a field out."""
     budget: int | None = Field(None, ge=1, le=10**15)
@@ -88,10 +88,10 @@ def parts_of(reward: RewardConfig) -> tuple[JudgeAddress, Grader]:
 
 
 def check(reward: RewardConfig) -> None:
-    """Look at a reward `judge` before anything is asked.
+    """Check a reward `judge` before any question.
 
     Raises:
-        RewardError: an argument is wrong, or there is no key.
+        RewardError: an argument is wrong, or the key is not set.
     """
     address, _ = parts_of(reward)
     _key(address)
@@ -122,7 +122,7 @@ class Judges:
         completions: list[str],
         transcripts: Transcripts,
     ) -> list[ScoreOrReason]:
-        """Scores of all completions of a problem. What goes wrong is a reason."""
+        """Scores of all completions of a problem; a failure is a reason in place of a score."""
         address, grader = parts_of(reward)
         kept = JudgeAnswers(self._directory / job / FILE)
 
@@ -134,12 +134,12 @@ class Judges:
         return [score_or_reason(one) for one in graded]
 
     def spend(self, job: str) -> Mapping[str, Any]:
-        """What the judges of a job took so far; empty where nothing was asked."""
+        """A job's spending on judges so far; empty without questions."""
         spent = JudgeAnswers(self._directory / job / FILE).spend()
         return asdict(spent) if spent.questions else {}
 
     async def close(self) -> None:
-        """Ask no longer, and end the processes of graders that ask no model."""
+        """Stop asking, and end the processes of graders that ask no model."""
         for question in list(self._open.values()):
             question.cancel()
         await self._graders.close()
@@ -147,19 +147,19 @@ class Judges:
     async def _said(
         self, job: str, address: JudgeAddress, kept: JudgeAnswers, body: Mapping[str, Any], seconds: float
     ) -> str:
-        """What was said before to the question, or is said now; those that ask the same together share one answer."""
+        """The stored answer to a question, or a new one; simultaneous equal questions share it."""
         key = key_of(address.url, body)
         if (known := await asyncio.to_thread(kept.find, key)) is not None:
             return known
         if (under_way := self._open.get((job, key))) is None:
             under_way = self._open[job, key] = asyncio.create_task(self._ask(address, kept, key, body, seconds))
             under_way.add_done_callback(lambda done: self._forget((job, key), done))
-        return await asyncio.shield(under_way)  # it is paid for: whoever waits may leave, the answer is kept
+        return await asyncio.shield(under_way)  # the answer is paid for: it is kept even if the caller is cancelled
 
     def _forget(self, question: tuple[str, str], done: asyncio.Task[str]) -> None:
         del self._open[question]
         if not done.cancelled():
-            done.exception()  # those who asked may be gone
+            done.exception()  # callers may be cancelled
 
     async def _ask(
         self, address: JudgeAddress, kept: JudgeAnswers, key: str, body: Mapping[str, Any], seconds: float
@@ -176,10 +176,10 @@ class Judges:
         return said.text
 
     async def _answer(self, address: JudgeAddress, body: Mapping[str, Any], seconds: float) -> Said:
-        """One answer; failures that may pass are tried again until the time is over.
+        """One answer; temporary failures are tried again until the time is over.
 
         Raises:
-            EngineError: there is none.
+            EngineError: there is no answer in time.
         """
         host, reason, pause = httpx2.URL(address.url).host, "", _FIRST_PAUSE
         try:
@@ -221,7 +221,7 @@ def _read(body: bytes) -> Said:
     """An answer in OpenAI's form.
 
     Raises:
-        AddressRefused: it is something else.
+        AddressRefused: it has another form.
     """
     try:
         answer = json.loads(body)
@@ -230,7 +230,7 @@ def _read(body: bytes) -> Said:
         read, written = (usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise AddressRefused("answered what is not a chat completion: is url the base URL, ending in /v1?") from error
-    if isinstance(text, str):  # a cut emoji is half a character, which no file keeps
+    if isinstance(text, str):  # a cut emoji is half a character, which cannot be stored
         text = text.encode("utf-8", "replace").decode()
     if not isinstance(text, str) or len(text) > _LONGEST_ANSWER:
         raise AddressRefused("answered without text, or with too much of it: set sampling_params.max_tokens")
@@ -239,6 +239,6 @@ def _read(body: bytes) -> Said:
 
 
 def of_a_run(directory: Path) -> dict[str, Elsewhere]:
-    """Who scores the rewards of a person's own run that no process scores: any address may be asked."""
+    """Scorers outside reward processes for a person's own run, which may ask any address."""
     http = HttpRewards(Addresses(anywhere=True))
     return {"http": http, "judge": Judges(directory, http)}

@@ -1,7 +1,7 @@
-"""Graders run: those that ask no model in reward processes, as in a job, the others by asking a judge.
+"""Runs graders: in reward processes, as in a job, or by asking a judge.
 
-A judge reads what to end its answer with, and the score is read out of what it says. Who answers for a judge is the
-caller's: a model of a service, or an address (`judge_http`).
+The messages tell a judge how to end its answer, and the score is parsed from the answer. The caller connects the judge:
+a model of a service, or an address (`judge_http`).
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ _WALL_SECONDS = 30.0
 _RESULT = re.compile(r'"result"\s*:\s*"?(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')
 _OBJECT = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\}")
 MAX_TOKENS = 512
-"""Of a judge's answer, where its grader does not say."""
+"""Default limit of a judge's answer."""
 _SHOWN = 120
 _ALONE = 0.5
-"""What an answer is worth that there is no other to compare with."""
+"""Reward of an answer without others to compare with."""
 Fault = Literal["formula", "sample", "variable", "parse", "server", "other"]
 Asked = Callable[[Judge, list[dict[str, str]]], Awaitable[tuple[str, int]]]
-"""(judge, messages) → what the judge says, and the tokens that it took; raises EngineError or ConfigError."""
+"""(judge, messages) → the judge's answer, and its tokens; raises EngineError or ConfigError."""
 
 
 @dataclass
 class Graded:
-    """What a grader gave one answer."""
+    """A grader's result for one answer."""
 
     reward: float | None = None
-    """None where something went wrong."""
+    """None after a failure."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Of a multi grader: each of its graders."""
+    """Rewards of a multi grader's parts."""
     faults: dict[Fault, str] = field(default_factory=dict)
-    """What went wrong, in words. `sample` alone leaves a reward: 0 for that grader."""
+    """Messages by kind of failure. Only `sample` leaves a reward: 0 for that grader."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens that judges took, by model."""
+    """Tokens used by judges, by model."""
 
 
 class Graders:
     """Runs graders. Lives in one event loop."""
 
     def __init__(self, walls: Walls) -> None:
-        """No process is started yet; `walls` says which run behind a wall."""
+        """`walls` says which graders run behind a wall. Processes start later."""
         self._pool = RewardPool(_PROCESSES, walls=walls)
-        self._lanes: OrderedDict[str, int] = OrderedDict()  # how many use each now
+        self._lanes: OrderedDict[str, int] = OrderedDict()  # current users of each
         self._opening = asyncio.Lock()
-        self._free = asyncio.Semaphore(_LANES)  # each in use has a lane of its own, which has processes
+        self._free = asyncio.Semaphore(_LANES)  # each grader in use has its own lane with processes
 
     async def close(self) -> None:
         """End the processes."""
@@ -75,7 +75,7 @@ class Graders:
     async def graded(
         self, grader: Grader, item: Mapping[str, Any], outputs: Sequence[str], asked: Asked
     ) -> list[Graded]:
-        """Score the answers to one row, in their order. What goes wrong is in the result."""
+        """Score the answers to one row, in order. Failures are in the results."""
         graded = [Graded() for _ in outputs]
         if isinstance(grader, Rank):
             await self._ranked(grader, item, outputs, graded, asked)
@@ -94,7 +94,7 @@ class Graders:
     async def _ranked(
         self, grader: Rank, item: Mapping[str, Any], outputs: Sequence[str], graded: Sequence[Graded], asked: Asked
     ) -> None:
-        """Equal answers are shown once and get the same score."""
+        """Let a judge order the answers. Equal answers are shown once and get the same score."""
         texts = sorted(set(outputs))
         random.Random(zlib.crc32(repr((grader.input, texts)).encode())).shuffle(texts)  # a judge may favour the first
         worth = dict.fromkeys(texts, _ALONE)
@@ -122,7 +122,7 @@ class Graders:
         graded: Sequence[Graded],
         asked: Asked,
     ) -> None:
-        """Put one grader's scores, or why there are none, into `graded`."""
+        """Put one grader's scores or failures into `graded`."""
         fillable = []
         for output, one in zip(outputs, graded, strict=True):
             try:
@@ -143,7 +143,7 @@ class Graders:
                     one.parts[name] = value
 
     async def _computed(self, part: Single, item: Mapping[str, Any], outputs: Sequence[str]) -> list[float | str]:
-        """Scores by a grader that asks no model, or why there is none."""
+        """Scores of a grader that asks no model, or reasons for missing ones."""
         spec = json.dumps(part.model_dump(mode="json"), sort_keys=True)
         async with self._free:
             try:
@@ -158,7 +158,7 @@ class Graders:
         return [one.error or one.reward for one in scored]
 
     async def _open(self, spec: str, part: Single) -> None:
-        """A lane for a grader; one that nobody uses goes when there are too many."""
+        """Open a lane for a grader; an unused one is closed when there are too many."""
         if spec not in self._lanes:
             idle_ones = [name for name, users in self._lanes.items() if users == 0]
             for idle in idle_ones[: max(0, len(self._lanes) + 1 - _LANES)]:
@@ -186,7 +186,7 @@ class Graders:
     async def _said(
         judge: Judge, item: Mapping[str, Any], output: str, graded: Graded, asked: Asked, ranked: Sequence[str] = ()
     ) -> str | None:
-        """A judge's answer; where there is none, the reason is put into `graded`."""
+        """A judge's answer; None if it failed, with the reason in `graded`."""
         try:
             said, tokens = await asked(judge, prompt(judge, item, output, ranked))
             graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
@@ -199,7 +199,7 @@ class Graders:
 
 
 def score_or_reason(graded: Graded) -> ScoreOrReason:
-    """What a job learns of a graded answer."""
+    """A graded answer as a job sees it."""
     if graded.reward is not None:
         return graded.reward
     reason = "; ".join(graded.faults.values())
@@ -207,11 +207,11 @@ def score_or_reason(graded: Graded) -> ScoreOrReason:
 
 
 class VerdictError(ValueError):
-    """What a judge said holds no score."""
+    """A judge's answer holds no score."""
 
 
 def prompt(judge: Judge, item: Mapping[str, Any], output: str, ranked: Sequence[str] = ()) -> list[dict[str, str]]:
-    """The messages to a judge, with what it has to end its answer with; `ranked` are the answers that it has to order.
+    """The messages to a judge, with the required end of its answer; `ranked` are the answers to order.
 
     Raises:
         UnfilledError: a variable has no value, or the messages are too long together.
@@ -253,7 +253,7 @@ def _form(judge: Judge, n: int) -> str:
 
 
 def verdict(judge: Judge, said: str) -> float:
-    """The score in what a judge said.
+    """Parse the score from a judge's answer.
 
     Raises:
         VerdictError: there is none.
@@ -278,7 +278,7 @@ def _within(judge: ScoreModel | Rubric, number: float | Decimal) -> float:
 
 
 def _weighed(judge: Rubric, said: str) -> float:
-    """The mean of the scores, weighted; the weights are divided by the sum of their sizes."""
+    """The weighted mean of the scores; weights are normalised by the sum of their absolute values."""
     scores = _last_object(said)
     total = 0.0
     for name, one in judge.criteria.items():
@@ -290,7 +290,7 @@ def _weighed(judge: Rubric, said: str) -> float:
 
 
 def ranking(judge: Rank, said: str, n: int) -> list[int]:
-    """The places of n answers in what was shown, the best first.
+    """The indices of the n shown answers, best first.
 
     Raises:
         VerdictError: the judge did not name each answer once.
@@ -302,7 +302,7 @@ def ranking(judge: Rank, said: str, n: int) -> list[int]:
 
 
 def _last_object(said: str) -> Mapping[str, Any]:
-    """The last JSON object in a text; empty where there is none."""
+    """The last JSON object in a text; empty if there is none."""
     for found in reversed(_OBJECT.findall(said)):
         try:
             value = json.loads(found)

@@ -1,4 +1,4 @@
-"""Values as JSON holds them: what crosses to reward processes and what goes into logs."""
+"""Values as JSON holds them, for reward processes and logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from motet.plain_yaml import DEEPEST
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON holds it: sequences as lists, keys as text, NaN as null, what JSON has no word for as `str`."""
+    """Convert a value for JSON: sequences to lists, keys to text, NaN to null, other types by `str`."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -27,10 +27,10 @@ def as_json(value: Any) -> Any:
 
 
 def check_plain(value: Any) -> Any:
-    """Look at what a stranger gave before anything walks through it; gives it back.
+    """Check an untrusted value before any code walks through it; returns it.
 
     Raises:
-        ValueError: it holds something else than values of JSON, or is nested too deep.
+        ValueError: it holds a value that JSON does not have, or is nested too deep.
     """
     level = [value]
     for _ in range(DEEPEST + 1):

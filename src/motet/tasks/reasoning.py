@@ -1,4 +1,4 @@
-"""reasoning-gym: procedural tasks that know how to grade an answer (https://github.com/open-thought/reasoning-gym).
+"""reasoning-gym: procedural tasks with their own graders (https://github.com/open-thought/reasoning-gym).
 
 Some of its tasks draw from sets of strings, so their rows depend on Python's hash seed (`word_ladder`, `ransom_note`,
 …). Rows are therefore made in a process of their own with that seed fixed, and reward processes, which have the same
@@ -27,13 +27,13 @@ from motet.types import Problem
 
 HASH_SEED = "0"
 _MEMORY_MB = 1 << 16
-"""Of the process that makes rows, where nobody sets bounds."""
+"""Memory of the process that makes rows, without other limits."""
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """Which reasoning-gym data is to be graded; JSON values only, so that it can travel to a reward process."""
+    """The reasoning-gym data to grade; only JSON values, so that it can be sent to a reward process."""
 
     task: str
     """The task's name in reasoning-gym."""
@@ -42,10 +42,10 @@ class ScorerSpec:
     size: int = 1
     seed: int = 0
     evaluation: ScorerSpec | None = None
-    """The evaluation data, where it is not held-out rows of the same source."""
+    """The evaluation data, if it is not held-out rows of the same source."""
 
     def build(self) -> Any:
-        """The `ProceduralDataset`; whatever reasoning-gym raises for a task or option that it does not know."""
+        """The `ProceduralDataset`; raises any exception of reasoning-gym for an unknown task or option."""
         import reasoning_gym
 
         return reasoning_gym.create_dataset(self.task, **{**self.config, "size": self.size, "seed": self.seed})
@@ -82,9 +82,9 @@ def _made_apart(spec: str, bounds: RowLimits | None) -> str:
 
 
 def build_scorer(spec: ScorerSpec) -> Callable[[Problem, str], float]:
-    """Rebuild the task and return `(problem, completion) -> score`, which is 1 for a right answer.
+    """Rebuild the task and return `(problem, completion) -> score`; 1 is right.
 
-    The answer is what stands between the last `<answer>` tags, or the whole completion without its outer spaces.
+    The answer is the text between the last `<answer>` tags, or the whole completion without outer spaces.
 
     Raises:
         RewardError: the task cannot be built here.
@@ -92,7 +92,7 @@ def build_scorer(spec: ScorerSpec) -> Callable[[Problem, str], float]:
     read_safely()
     try:
         made = [source.build() for source in (spec, spec.evaluation) if source is not None]
-    except Exception as error:  # tasks are code of many authors, who check their options each in their own way
+    except Exception as error:  # tasks have many authors and raise exceptions of any kind
         raise RewardError(f"the scorer of reasoning-gym task {spec.task!r} cannot be built: {error}") from error
 
     @functools.lru_cache(maxsize=64)
@@ -114,7 +114,7 @@ def build_scorer(spec: ScorerSpec) -> Callable[[Problem, str], float]:
 
 
 def _reply(spec: ScorerSpec) -> dict[str, Any]:
-    """Runs in the process that makes rows: the entries, or what is wrong with the spec."""
+    """Runs in the process that makes rows: the entries, or the fault in the spec."""
     from reasoning_gym.factory import DATASETS
 
     from motet.tasks.plain_json import as_json

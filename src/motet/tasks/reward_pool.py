@@ -1,10 +1,10 @@
-"""Scores completions in processes: a reward that hangs, floods memory or dies costs one rollout and nothing else.
+"""Scores completions in processes: a reward that hangs, floods memory or dies costs only one rollout.
 
-Every job has processes of its own: a hanging reward holds up only its own job, and nothing that a reward does to its
-process (modules, random state, environment) can reach another job's scores. A job alone uses up to `workers` of them;
-with company each job keeps the one it is entitled to.
+Every job has its own processes. So a hanging reward delays only its own job, and changes to a process (modules, random
+state, environment) cannot affect another job's scores. A single job uses up to `workers` processes; with several jobs,
+each keeps at least one.
 
-Rewards that are scored elsewhere (`reward_elsewhere`) need no process: the pool asks the function that it was given for them.
+Rewards that are scored elsewhere (`reward_elsewhere`) need no process: the pool calls the given function.
 
 A call's outcome must not depend on what its process did before. So a process is replaced after a call that ran out of
 CPU time or memory, and a call that ran out of memory or killed a used process is tried once more in a fresh one.
@@ -49,16 +49,16 @@ from motet.types import Message, Problem
 
 @dataclass(frozen=True)
 class ScoreOutcome:
-    """What became of one completion."""
+    """The result of scoring one completion."""
 
     reward: float
-    """The weighted sum of the parts; NaN where one of them failed."""
+    """The weighted sum of the parts; NaN if one of them failed."""
     parts: Mapping[str, float]
     """Each reward that applies by name, before its weight; a second reward of the same name is `name#2`."""
     error: str = ""
-    """Why there is no reward."""
+    """Why the reward is missing."""
     clock_limited: bool = False
-    """The clock or the network decided, so another run could come out differently."""
+    """Whether the clock or the network affected the result, so that another run may differ."""
 
 
 Transcript = Sequence[Message]
@@ -67,26 +67,26 @@ _ALWAYS = ("role", "content")
 
 @dataclass(frozen=True)
 class AnswerToScore:
-    """What is scored."""
+    """An answer to score."""
 
     text: str
     transcript: Transcript = ()
-    """Empty where it is the prompt and the text."""
+    """Empty if it is only the prompt and the text."""
 
     def whole(self, problem: Problem) -> list[dict[str, Any]]:
-        """The conversation as rewards get it."""
+        """The conversation in the form that rewards get."""
         return as_given(self.transcript or (*problem.messages, Message("assistant", self.text)))
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one reward said about one completion."""
+    """One reward's result for one completion."""
 
     value: float = math.nan
     error: str = ""
     clock_limited: bool = False
     applies: bool = True
-    """Whether it counts for this completion at all."""
+    """Whether it counts for this completion."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Job:
     groups: Sequence[WorkerGroup]
 
     def group_of(self, index: int) -> WorkerGroup | None:
-        """Who scores a reward; None where no process does."""
+        """The processes that score a reward; None if it is scored elsewhere."""
         return next((group for group in self.groups if index in group.rewards), None)
 
 
@@ -114,13 +114,13 @@ class RewardPool:
         rest: Callable[[str, bool], None] | None = None,
         walls: Walls | None = None,
     ) -> None:
-        """No process is started yet.
+        """Processes start with the first job.
 
         Args:
             workers: processes in all; every job has at least one, and at least one on each side of the wall that it needs.
-            elsewhere: who scores the rewards that no process scores, by their names.
+            elsewhere: scorers of rewards that no process scores, by name.
             installed: functions that jobs may use by name, besides the built-in rewards.
-            rest: told whether a job is to rest, so that it does not wait for scores that nobody is there to give.
+            rest: called with whether a job must pause instead of waiting for an absent scorer.
             walls: which processes run behind a wall.
         """
         self._workers, self._walls = workers, walls or Walls()
@@ -131,7 +131,7 @@ class RewardPool:
     async def register(
         self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None
     ) -> None:
-        """Load a job's rewards in a first process, where they need one; what they print goes to `log` (standard error).
+        """Load a job's rewards in a first process, if they need one; their output goes to `log` (standard error).
 
         Raises:
             RewardError: a reward cannot be found, loaded, or called with its arguments; says what to do.
@@ -155,7 +155,7 @@ class RewardPool:
             raise
 
     async def unregister(self, job: str) -> None:
-        """End a job's processes; calls in flight come back as failed. Nothing happens where there is no such job."""
+        """End a job's processes; open calls return as failed. An unknown job is ignored."""
         groups = registered.groups if (registered := self._jobs.pop(job, None)) else ()
         for group in groups:
             group.closed = True
@@ -163,35 +163,35 @@ class RewardPool:
             await group.close()
 
     async def close(self) -> None:
-        """End all processes and wait until they are gone."""
+        """End all processes and wait for them."""
         for job in list(self._jobs):
             await self.unregister(job)
         for one in self._judging:
             await one.close()
 
     def spend(self, job: str) -> Mapping[str, Any]:
-        """What judges took for a job so far; empty where none was asked."""
+        """A job's spending on judges so far; empty without questions."""
         return self._judging[0].spend(job) if self._judging else {}
 
     def rest(self, job: str, wanted: bool) -> None:
-        """Say whether a job is to rest; where nobody is there to score for it, `score` then raises `ScorerAway`."""
+        """Set whether a job must pause; `score` then raises `ScorerAway` if its scorer is absent."""
         if self._rest is not None and job in self._jobs:
             self._rest(job, wanted)
 
     async def score(
         self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
     ) -> list[ScoreOutcome]:
-        """Score completions of one problem, in their order. What goes wrong is in the result, never raised.
+        """Score completions of one problem, in order. Failures are in the results, never raised.
 
         Args:
-            job: whose rewards.
-            problem: of all of them.
+            job: name of the job with the rewards.
+            problem: the problem of all completions.
             completions: the text of each last turn.
             transcripts: the whole conversation of each, for rewards that ask for it; none where each is prompt and completion.
 
         Raises:
             RewardError: the job is not registered.
-            ScorerAway: nobody is there to score, and the job is to rest.
+            ScorerAway: the scorer is absent, and the job must pause.
         """
         known = self._registered(job)
         seen = transcripts or [()] * len(completions)
@@ -204,7 +204,7 @@ class RewardPool:
     async def scores(
         self, job: str, problem: dict[str, Any], completions: Sequence[str], transcripts: Transcripts
     ) -> list[ScoreOrReason]:
-        """What the first reward of a job says of completions of a problem (all in plain values), before its weight.
+        """Unweighted scores by a job's first reward for completions of a problem (all in plain values).
 
         Raises:
             RewardError: the job is not registered.
@@ -224,10 +224,10 @@ class RewardPool:
         return self._jobs[job]
 
     def _is_elsewhere(self, reward: RewardConfig) -> bool:
-        """Whether no process scores a reward.
+        """Whether a reward is scored elsewhere.
 
         Raises:
-            RewardError: nobody here does, or its arguments are wrong.
+            RewardError: it has no scorer here, or its arguments are wrong.
         """
         if reward.function is not None or reward.name not in ELSEWHERE:
             return False
@@ -240,7 +240,7 @@ class RewardPool:
         return self._installed.get(reward.name) if reward.function is None else None
 
     def _located(self, reward: RewardConfig) -> RewardConfig:
-        """The reward with the function that its name stands for, where that was installed."""
+        """The reward, with an installed name replaced by its function."""
         known = self._known(reward)
         if known is None:
             return reward
@@ -260,7 +260,7 @@ class RewardPool:
     async def _asked(
         self, job: _Job, reward: RewardConfig, problem: Problem, answers: list[AnswerToScore]
     ) -> list[_Part]:
-        """Parts of a reward that is scored elsewhere; an answer whose conversation is too long for that has none."""
+        """Parts of a reward that is scored elsewhere; an answer with a conversation too long to send has none."""
         given = problem_as_given(problem)
         sees_all = reward.name in SEES_ALL
         seen = [as_json(as_given(answer.transcript)) if sees_all else [] for answer in answers]
@@ -279,10 +279,10 @@ class RewardPool:
     async def _in_process(
         self, group: WorkerGroup, index: int, problem: Problem, answers: list[AnswerToScore]
     ) -> list[_Part]:
-        """Parts of a reward that a process of the job scores.
+        """Parts of a reward that the job's processes score.
 
-        A call for several completions that fails is repeated for each alone: only the one at fault loses its rollout. A
-        reward that compares them gets no such call.
+        A failed call for several completions is repeated for each alone, so that only the faulty one loses its rollout. A
+        reward that compares completions is not called again.
         """
         own = group.index(index)
         if group.loaded.together[own] and len(answers) > 1:
@@ -295,7 +295,7 @@ class RewardPool:
     async def _call(
         self, group: WorkerGroup, index: int, problem: Problem, answers: list[AnswerToScore], last: bool = False
     ) -> list[_Part] | None:
-        """One call, or None when a call for several failed as a whole and there is a `last` one to come for each."""
+        """One call; None if a call for several failed and each completion will be tried alone."""
         worker = await group.take()
         try:
             reply = await self._ask(group, worker, index, problem, answers)
@@ -314,10 +314,10 @@ class RewardPool:
     async def _ask(
         self, group: WorkerGroup, worker: Worker, index: int, problem: Problem, answers: list[AnswerToScore]
     ) -> Scores:
-        """A reply that a fresh process would have given too."""
+        """A reply equal to that of a fresh process."""
         reward, own, n = group.rewards[index], group.index(index), len(answers)
         texts, seen = [answer.text for answer in answers], []
-        if group.loaded.sees_all[own]:  # most rewards judge the answer alone: a conversation would be sent for nothing
+        if group.loaded.sees_all[own]:  # most rewards read only the answer, so the conversation is not sent
             seen = [answer.whole(problem) for answer in answers]
         request = ScoreCompletions(own, problem, texts, reward.cpu_seconds * n, reward.memory_mb, seen)
         while True:
@@ -344,20 +344,20 @@ class RewardPool:
 
 
 def as_given(messages: Transcript) -> list[dict[str, Any]]:
-    """Messages as rewards get them: what most of them do not have, tool calls and names, is left out where it is empty."""
+    """Messages in the form that rewards get, without empty tool calls and names."""
     fields = [asdict(replace(message, learned=False)) for message in messages]
     return [{key: value for key, value in message.items() if value or key in _ALWAYS} for message in fields]
 
 
 def problem_as_given(problem: Problem) -> dict[str, Any]:
-    """A problem as rewards get it, in plain values."""
+    """A problem in the form that rewards get: plain values."""
     fields = {**asdict(problem), "messages": as_given(problem.messages)}
     del fields["continuation"]
     return fields
 
 
 def _in_parts(sent: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Answers that are sent together, as many as fit into one message."""
+    """Groups of answers that fit into one message."""
     part: list[int] = []
     for n in sent:
         if part and sum(sizes[one] for one in part) + sizes[n] > MOST_TOGETHER:
@@ -385,7 +385,7 @@ def _score(part: _Part) -> ScoreOrReason:
 
 
 def _sum(job: _Job, parts: Sequence[_Part]) -> ScoreOutcome:
-    """The weighted sum of those that apply, as in TRL; a completion to which none does has no reward."""
+    """The weighted sum of the parts that apply, as in TRL; without any, a completion has no reward."""
     counted = [one for one in zip(job.labels, job.rewards, parts, strict=True) if one[2].applies]
     failed = [f"reward {label}: {part.error}" for label, _, part in counted if part.error]
     good = {label: part.value for label, _, part in counted if not part.error}

@@ -1,6 +1,6 @@
 """The process in which rewards run: `python -m motet.tasks.reward_process PARENT_PID`.
 
-It loads what the first message asks for; then one request, one reply, until the input ends.
+It loads the rewards of the first message, then answers each request with one reply until the input ends.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from motet.tasks.reward_loading import OWN, LoadedReward, resolve
 from motet.tasks.worker_process import Read, WorkerLimits, Write, over_limit, run, seed_random
 
 _LOADING_MB = 4096
-"""Address space that loading may take behind a wall."""
+"""Limit of address space while loading behind a wall."""
 _SPARE_MB = 256
-"""What the process itself may take between calls."""
+"""Memory for the process itself between calls."""
 
 
 def answer_call(rewards: Sequence[LoadedReward], limits: WorkerLimits, request: m.ScoreCompletions) -> m.Scores:
@@ -59,7 +59,7 @@ def _raw_values(reward: LoadedReward, request: m.ScoreCompletions) -> list[Any]:
             if len(values) == n:
                 return list(values)
             returned = f"{len(values)} value{'' if len(values) == 1 else 's'}"
-        # No fault of a single completion: asked about each alone, it could return a list of one and look right.
+        # Not the fault of one completion: called for each alone, it could return a list of one and look right.
         return [ValueError(f"returned {returned}, not a list of {n} numbers, one for each completion")] * n
     transcripts = request.transcripts or [[]] * len(completions)
     pairs = zip(completions, transcripts, strict=True)
@@ -72,7 +72,7 @@ async def _together(calls: list[Awaitable[Any]]) -> list[Any]:
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop for the life of the process: async rewards keep clients and locks that belong to theirs."""
+    """One event loop for the whole process: clients and locks of async rewards belong to a loop."""
     global _event_loop  # noqa: PLW0603
     if _event_loop is None:
         _event_loop = asyncio.new_event_loop()
@@ -84,12 +84,12 @@ _event_loop: asyncio.AbstractEventLoop | None = None
 
 
 def _outcome(reward: LoadedReward, value: Any) -> float | BaseException | None:
-    """A number, what is wrong with it, or None: in TRL's signature, that the reward does not apply."""
+    """A number, an error, or None if the reward does not apply (TRL's signature)."""
     return None if value is None and reward.batched else _number(value)
 
 
 def _number(value: Any) -> float | BaseException:
-    """A finite float, or what is wrong with the value."""
+    """A finite float, or an error that describes the value."""
     if isinstance(value, BaseException):
         return value
     if value is None:
@@ -109,7 +109,7 @@ def _reason(outcome: BaseException) -> str:
 
 
 def load(request: m.LoadRewards) -> list[LoadedReward]:
-    """Load what the first message asks for: files of functions before the wall goes up, what a job gives them after it.
+    """Load the rewards of the first message: files of functions before entering the wall, a job's arguments after it.
 
     Raises:
         RewardError: a reward cannot be loaded.
@@ -131,13 +131,13 @@ def load(request: m.LoadRewards) -> list[LoadedReward]:
 
 
 def _function(source: m.RewardSource) -> Any:
-    """What somebody wrote themselves; None for a reward that ships with Motet."""
+    """A user's function; None for a reward of Motet."""
     if source.pickled is None:
         return OWN.find(source.name) if ":" in source.name else None
     try:
-        # The bytes come from the process of the person whose function it is, over a private pipe.
+        # The bytes come from the function's owner's process, over a private pipe.
         return pickle.loads(source.pickled)  # noqa: S301
-    except Exception as error:  # unpickling imports, and runs, what the function stands on
+    except Exception as error:  # unpickling imports and runs the function's modules
         raise RewardError(f"reward {source.name!r} cannot be unpickled: {describe(error)}") from error
 
 

@@ -24,16 +24,16 @@ def row_of(problem: Problem, kind: str, chat: Chat, source: str) -> Row:
         problem: the row.
         kind: a name in `READERS`, as `RowAlgorithm.rows` says.
         chat: of the job.
-        source: what the data is called, for errors.
+        source: name of the data, for errors.
 
     Raises:
-        DataError: the row does not have what is learned; says which it is and what to do.
+        DataError: the row lacks what the algorithm learns from; the message names it and says what to do.
     """
     return READERS[kind](problem, chat, f"{source} row {problem.id + 1}")
 
 
 def longest_row(problems: Sequence[Problem], kind: str, chat: Chat, source: str) -> tuple[int, Problem]:
-    """The tokens of the longest row, and whose it is; every row is read, so that mistakes are told before anything starts.
+    """Number of tokens of the longest row, and the row; reads every row, so that faults are reported before the start.
 
     Raises:
         DataError: see `row_of`.
@@ -44,10 +44,10 @@ def longest_row(problems: Sequence[Problem], kind: str, chat: Chat, source: str)
 
 
 def check_rows(problems: Iterable[Problem], kind: str, source: str) -> None:
-    """Look for the columns that are learned, before there is a tokenizer.
+    """Check for the columns to learn from, without a tokenizer.
 
     Raises:
-        DataError: a row does not have them; says which it is and what to do.
+        DataError: a row lacks them; the message names it and says what to do.
     """
     for problem in problems:
         PARTS[kind](problem, f"{source} row {problem.id + 1}")
@@ -61,15 +61,15 @@ def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
 
 
 def _last_answer(problem: Problem, chat: Chat, where: str) -> Row:
-    """What lies after the prompt."""
+    """The answer after the prompt."""
     return Row((_example(problem, answer_of(problem, where), chat, where),))
 
 
 def answer_of(problem: Problem, where: str) -> Continuation:
-    """What a row's prompt is answered with.
+    """The answer in a row.
 
     Raises:
-        DataError: with nothing.
+        DataError: the row has none.
     """
     if problem.continuation:
         return problem.continuation
@@ -84,10 +84,10 @@ def answer_of(problem: Problem, where: str) -> Continuation:
 
 
 def pair_of(problem: Problem, where: str) -> tuple[Continuation, Continuation]:
-    """What was liked better, and the other.
+    """The chosen continuation, and the rejected one.
 
     Raises:
-        DataError: the row has not both, or they are the same.
+        DataError: one is missing, or they are equal.
     """
     chosen, rejected = (_continuation(problem, name, where) for name in ("chosen", "rejected"))
     if chosen == rejected:
@@ -134,7 +134,7 @@ def _soft(problem: Problem, chat: Chat, where: str) -> Row:
 
 
 def _soft_of(problem: Problem, where: str) -> tuple[IntArray, IntArray, NDArray[np.float64]]:
-    """The ids of the answer [T], and of the teacher's most likely tokens ids and probabilities [T, K]."""
+    """The answer's ids [T], and the ids and probabilities of the teacher's likeliest tokens [T, K]."""
     ids, top, logprobs = (problem.metadata.get(name) for name in ("token_ids", "top_ids", "top_logprobs"))
     try:
         own = np.asarray(ids, np.int32)
@@ -167,7 +167,7 @@ PARTS: Mapping[str, Callable[[Problem, str], object]] = {
 
 
 def _continuation(problem: Problem, column: str, where: str) -> Continuation:
-    """What follows the prompt, in TRL's plain form (text) or its conversational one (messages, with or without the prompt)."""
+    """The continuation of the prompt, in TRL's plain form (text) or as messages, with or without the prompt."""
     value = problem.metadata.get(column)
     if isinstance(value, str):
         messages: Continuation = (Message("assistant", value),)

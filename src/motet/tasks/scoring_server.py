@@ -1,4 +1,4 @@
-"""A server that says how likely its model finds the tokens of a text: vLLM's `prompt_logprobs` on `/v1/completions`."""
+"""A server that scores the tokens of a text: vLLM's `prompt_logprobs` on `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ScoringServer:
     """Asks one server about token ids, at temperature 1."""
 
     def __init__(self, url: str, model: str | None, key: str = "") -> None:
-        """`model` is the name that the server knows it by; None is the first that it lists."""
+        """`model` is the name on the server; None is the first that it lists."""
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
@@ -41,10 +41,10 @@ class ScoringServer:
                 raise JobFailed(f"{self._url} lists no model under /v1/models; set algorithm.teacher_model") from error
 
     async def logprobs(self, token_ids: IntArray) -> FloatArray:
-        """Of each token given those before it [T]; the first is 0.
+        """Logprob of each token given the earlier ones [T]; the first is 0.
 
         Raises:
-            JobFailed: the server does not answer, or not so.
+            JobFailed: the server does not answer, or without logprobs.
         """
         body = {
             "model": self._model,

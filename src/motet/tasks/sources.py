@@ -1,4 +1,4 @@
-"""Rows out of a source: a generated task, a file, or what `datasets.load_dataset` takes. No row is interpreted here."""
+"""Reads rows from a source: a generated task, a file, or a name for `datasets.load_dataset`. Rows are not interpreted."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _ROW = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
 def read_rows(config: DataConfig, bounds: RowLimits | None = None) -> tuple[Iterator[Row], ScorerSpec | None]:
-    """At most `config.size` rows of a source, with JSON values only, and the data's own scorer where it has one.
+    """At most `config.size` rows of a source, with JSON values only, and the data's own scorer, if any.
 
-    Rows are read as they are asked for, and errors come with them.
+    Rows are read lazily; errors are raised during iteration.
 
     Args:
         config: which source.
-        bounds: of what somebody else gives; None for data of one's own.
+        bounds: limits for another person's data; None for your own.
 
     Raises:
         DataError: the source does not exist, cannot be read, or holds something other than rows.
@@ -39,7 +39,7 @@ def read_rows(config: DataConfig, bounds: RowLimits | None = None) -> tuple[Iter
 
 
 def has_splits(source: str) -> bool:
-    """Whether `datasets` reads it, and may find several splits in it."""
+    """Whether `datasets` reads the source, which may have several splits."""
     place = Path(os.path.expanduser(source))
     generated = source.startswith(("reasoning-gym:", "toy:"))
     return not (generated or place.is_file() or (place / "state.json").is_file())
@@ -91,7 +91,7 @@ def _near(name: str, known: list[str]) -> str:
 
 
 def _a_directory(source: str, path: Path) -> str:
-    """What to say of a directory that cannot be read as data."""
+    """The message about a directory that cannot be read as data."""
     inside = [str(path / name) for name in _siblings(path / "any") if Path(name).suffix.lower() in READERS]
     named = f"name one of its files: {', '.join(inside[:5])}" if inside else f"it holds no {', '.join(READERS)} file"
     return f"data.source {source!r} is a directory that cannot be read as a data set; {named}"
@@ -102,10 +102,10 @@ def _siblings(path: Path) -> list[str]:
 
 
 def check_toy(name: str) -> None:
-    """Look for a toy task.
+    """Check that a toy task exists.
 
     Raises:
-        DataError: there is none of this name, and which there are.
+        DataError: it does not; the message lists the names.
     """
     from motet.tasks.toys import FAMILIES
 
@@ -133,7 +133,7 @@ def _datasets(config: DataConfig) -> Iterator[Row]:
         else:
             table = datasets.load_dataset(str(saved) if saved.is_dir() else source, name=config.subset, split=split)
         yield from (dict(table[i]) for i in range(len(table)))
-    except Exception as error:  # the libraries below raise dozens of kinds; all mean that the data is not there
+    except Exception as error:  # the libraries raise exceptions of many kinds; all mean that the data is unavailable
         if saved.is_dir() and not (config.subset and "BuilderConfig" in str(error)):
             raise DataError(_a_directory(source, saved)) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

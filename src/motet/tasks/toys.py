@@ -132,7 +132,7 @@ def spell(rng: random.Random) -> Problem:
 
 
 def count_letter(rng: random.Random) -> Problem:
-    """How often a letter stands in a word of five to seven letters, at least once."""
+    """How often a letter occurs in a word of five to seven letters, at least once."""
     word = "".join(rng.choices(rng.sample("ABDEILMNORST", 3), k=rng.randint(5, 7)))
     letter = rng.choice(word)
     return _problem("count_letter", word.count(letter), word=word, letter=letter)

@@ -78,9 +78,8 @@ class TorchPass:
     def attend(self, call: LayerCall, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
         """Causal attention [T, H, E] of one layer, with gradients if there is no cache."""
         scaling, n_kv, fold = call.scaling, key_TKE.shape[1], query_THE.shape[1] // key_TKE.shape[1]
-        if (
-            math.frexp(scaling)[0] == 0.5
-        ):  # a power of two: scaling the query is exact, and cheaper than scaling the scores
+        # a power of two: scaling the query is exact, and cheaper than scaling the scores
+        if math.frexp(scaling)[0] == 0.5:
             query_THE, scaling = query_THE * scaling, 1.0
         folded = _FoldedCall(self.metadata, call.window, scaling, call.softcap, n_kv, fold, call.sinks_H)
         if self.metadata.cache is not None:

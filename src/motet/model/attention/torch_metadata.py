@@ -143,9 +143,8 @@ class TorchMetadata:
         window = window or NO_WINDOW
         partial_R = ((positions_SR < last_key) | (positions_SR - key_L[0] >= window)).any(0)
         masks = []
-        covered = (
-            round_up(max(stop, run.first_query * fold + 1), TILE) + self.rows
-        )  # as many rows as a product may have
+        # as many rows as a product may have
+        covered = round_up(max(stop, run.first_query * fold + 1), TILE) + self.rows
         for start, end in _stretches(partial_R[: covered - first]):
             distance_SRL = positions_SR[:, start:end, None] - key_L
             hidden_SRL = (distance_SRL < 0) | (distance_SRL >= window)

@@ -59,13 +59,13 @@ class KeyWatch:
     def __init__(self, tenants: Tenants, holders: Sequence[Holder]) -> None:
         self._tenants, self._holders = tenants, holders
         self._requests: set[OpenRequest] = set()
-        self._looking: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def open(self, scope: Scope, cut: asyncio.Timeout) -> Iterator[None]:
         """Watch a request; `cut` expires when its key ends."""
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._keep_looking())
+        if self._checking is None:
+            self._checking = asyncio.create_task(self._keep_checking())
         one = scope[_OPEN] = OpenRequest(cut)
         self._requests.add(one)
         try:
@@ -73,7 +73,7 @@ class KeyWatch:
         finally:
             self._requests.discard(one)
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Check once."""
         held = {one.key for one in self._requests}.union(*(holder.keys() for holder in self._holders)) - {""}
         if not held:
@@ -89,14 +89,14 @@ class KeyWatch:
 
     def close(self) -> None:
         """Stop checking."""
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._checking is not None:
+            self._checking.cancel()
 
-    async def _keep_looking(self) -> None:
+    async def _keep_checking(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
-                await self.look()
+                await self.check()
             except Exception:  # the database is away; the next check may succeed
                 _log.exception("the keys in use could not be looked at")
 

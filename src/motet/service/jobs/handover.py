@@ -59,9 +59,8 @@ class Handover:
         try:
             self._initial.keep(job)
             config = JobConfig.model_validate(job.spec)
-            self.tree(
-                Principal.member_of(job.tenant_id), config, job.id
-            )  # reports a missing file before the job's turn
+            # reports a missing file before the job's turn
+            self.tree(Principal.member_of(job.tenant_id), config, job.id)
             self._engine.look(Claim("", job.tenant_id, config.priority, config.slots, self._bases.of(job.base)))
         except UNFIT as error:
             self._recorder.record_state(job.id, JobState.FAILED, str(error))

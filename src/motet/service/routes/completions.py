@@ -88,9 +88,8 @@ class Sampled(Described):
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, value: Any) -> Any:
-        if (
-            isinstance(value, dict) and len(value) > _MOST_FIELDS
-        ):  # each could become an error message, which takes memory
+        # each could become an error message, which takes memory
+        if isinstance(value, dict) and len(value) > _MOST_FIELDS:
             raise ValueError(f"there are {len(value)} fields, and this takes at most {_MOST_FIELDS}")
         return value
 
@@ -208,9 +207,8 @@ class Chats:
         if asked.stream:
             return events_of(wanted.events(reply), self._storage)
         body = wanted.answer(reply, await whole(reply.pieces))
-        return Response(
-            json.dumps(body), media_type="application/json"
-        )  # repeated input may contain NaN or invalid UTF-8
+        # repeated input may contain NaN or invalid UTF-8
+        return Response(json.dumps(body), media_type="application/json")
 
 
 ChatsDep = Annotated[Chats, Depends()]

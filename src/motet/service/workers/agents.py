@@ -91,7 +91,7 @@ class AgentWorkers(AttachedWorkers):
         """Wait until an agent has ended the episode; returns its result."""
         if self._closing:
             return m.EpisodeEnded(offer.episode, away=True)
-        self._begin_to_look()
+        self._start_checking()
         one = OfferedEpisode(host, offer, asyncio.get_running_loop().create_future())
         self._waiting[offer.job].append(one)
         self._publish(offer.job)
@@ -185,7 +185,7 @@ class AgentWorkers(AttachedWorkers):
             self._free(one)
             self._publish(one.offer.job)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Free the episodes of silent workers, and end those whose time has run out."""
         now = time.monotonic()
         for one in list(self._open.values()):

@@ -43,10 +43,9 @@ class AttachedWorkers:
         self._seen: defaultdict[str, dict[str, float]] = defaultdict(dict)
         self._resting: set[str] = set()
         self._closing = False
-        self._looking: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
 
-    # --- methods of subclasses
-    # --------------------------------------------------------------------------------------------
+    # --- methods of subclasses ----------------------------------------------------------------------------------------
 
     def send_away(self, job_id: str) -> None:
         """Release a waiting job."""
@@ -56,11 +55,10 @@ class AttachedWorkers:
         """Forget an ended job, and wake its waiting workers. Thread-safe."""
         raise NotImplementedError
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check waiting work; called every second."""
 
-    # --- shared methods
-    # ---------------------------------------------------------------------------------------------------
+    # --- shared methods -----------------------------------------------------------------------------------------------
 
     def asked(self, job_id: str) -> bool:
         """Whether a job waits for workers' results."""
@@ -113,16 +111,16 @@ class AttachedWorkers:
     def _topic(self, job_id: str) -> str:
         return f"{self.kind} {job_id}"
 
-    def _begin_to_look(self) -> None:
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._keep_looking())
+    def _start_checking(self) -> None:
+        if self._checking is None:
+            self._checking = asyncio.create_task(self._keep_checking())
 
-    async def _keep_looking(self) -> None:
+    async def _keep_checking(self) -> None:
         """Release jobs that must pause and have no worker."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             try:
-                self.look()
+                self.check()
                 for job_id in [job_id for job_id in list(self._resting) if self.waits(job_id)]:
                     self.send_away(job_id)
             except Exception:  # the next check may succeed; without this, no lease would end
@@ -131,7 +129,7 @@ class AttachedWorkers:
     def close(self) -> None:
         """Release every waiting job; the next start asks again."""
         self._closing = True
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._checking is not None:
+            self._checking.cancel()
         for job_id in list(self._waiting):
             self.send_away(job_id)

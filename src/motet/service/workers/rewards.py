@@ -163,7 +163,7 @@ class RewardWorkers(AttachedWorkers):
         """
         if self._closing:
             raise ScorerAway("the service is stopping")
-        self._begin_to_look()
+        self._start_checking()
         given = reward.model_dump(mode="json", exclude={"name", "weight"})
         work = {"reward": given, "problem": problem, "completions": completions, "transcripts": transcripts}
         key, answer = key_of(work), asyncio.get_running_loop().create_future()
