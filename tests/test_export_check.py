@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from bench.speed import envs
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -196,6 +197,20 @@ def test_a_card_says_how_an_adapter_was_made_and_how_good_it_is(version: Path, t
     assert job.seed is not None
     for part in ("![Curves](curves.svg)", "| v0 | 0.", "| v1 | 0.", "| base/model.safetensors | `", "| data/train | `"):
         assert part in body, part
+
+
+def test_peft_finds_the_base_of_an_export(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a name of Motet's own, nor by a path that only the directory of the export knows."""
+    snapshot = shutil.copytree(SMALL_BASE, tmp_path / "hub/models--team--tiny-base/snapshots/0123")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(SMALL_BASE, "near")
+    named = {}
+    for place, base in enumerate(("small", "near", str(snapshot))):
+        export.write(adapter, base, tmp_path / f"{place}", "peft", checked=False)
+        named[base] = json.loads((tmp_path / f"{place}" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    assert named == {"small": str(SMALL_BASE), "near": str(tmp_path / "near"), str(snapshot): "team/tiny-base"}
+    monkeypatch.chdir("/")
+    assert type(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "0")).__name__ == "PeftModelForCausalLM"
 
 
 def test_a_chat_template_becomes_one_of_ollama() -> None:

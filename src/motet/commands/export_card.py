@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ from motet.report.svg import Curves, draw_curves
 from motet.runtime.receipts import RECEIPT, dependencies_of, read_receipt, subjects_of
 
 _CURVES = "curves.svg"
-_CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
-"""The hub's cache names a repository's folder so."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 
 
@@ -30,7 +26,7 @@ def write_card(source: ExportSource, target: Path) -> None:
         BaseModelError: the base is not there.
     """
     job = read_job(source.adapter.resolve().parent.parent)
-    hub_id, licence = _hub_id(source), _licence(source.directory)
+    hub_id, licence = source.hub_id, _licence(source.directory)
     head = {
         "library_name": "peft",
         "pipeline_tag": "text-generation",
@@ -45,7 +41,7 @@ def write_card(source: ExportSource, target: Path) -> None:
         f"A LoRA adapter of rank {source.weights.rank} (alpha {source.weights.alpha:g}) on `{named}`, trained with Motet."
         + ("" if licence else " The base's files do not say its licence."),
         *_rewards(job, target),
-        f"## Load it\n\n```py\n{_LOAD.format(base=hub_id or source.base)}```",
+        f"## Load it\n\n```py\n{_LOAD.format(base=source.loads_as)}```",
         *_origin(source),
     ]
     (target / "README.md").write_text("\n\n".join(parts) + "\n")
@@ -57,13 +53,6 @@ from transformers import AutoModelForCausalLM
 base = AutoModelForCausalLM.from_pretrained("{base}")
 model = PeftModel.from_pretrained(base, ".")  # this directory, or its name on the hub
 """
-
-
-def _hub_id(source: ExportSource) -> str | None:
-    """The base's name on the hub; None where it is a directory that says nothing of one."""
-    if found := _CACHED.search(f"{source.files}/"):
-        return "/".join(found.groups())
-    return source.files if _HUB_ID.fullmatch(source.files) and not Path(source.files).exists() else None
 
 
 def _licence(base: Path) -> str | None:
