@@ -165,8 +165,12 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A version of a short run on the small base."""
     run = tmp_path_factory.mktemp("run")
     algorithm = {"type": "grpo", "group_size": 4, "groups_per_step": 2}
-    job = {"name": "sort", "data": {"source": "toy:sort_letters", "size": 64}, "reward": "exact", "steps": 1}
-    motet.run([{**job, "algorithm": algorithm, "eval": {"every": 1}}], base="small", directory=run)
+    (run / "rewards.py").write_text("def own(problem, completion, *, key):\n    return len(key) / 9\n")
+    own = {"name": f"{run / 'rewards.py'}:own", "args": {"key": "hush"}}
+    rewards = ["exact", {"name": "length", "weight": 0.2, "args": {"target": 3}}, own]
+    job = {"name": "sort", "data": {"source": "toy:sort_letters", "size": 64}, "reward": rewards, "steps": 1}
+    fixed = {"algorithm": algorithm, "eval": {"every": 1}, "optimizer": {"lr": 0.002}}
+    motet.run([{**job, **fixed}], base="small", directory=run)
     return run / "sort" / "versions" / "v1"
 
 
@@ -195,6 +199,20 @@ def test_a_card_says_how_an_adapter_was_made_and_how_good_it_is(version: Path, t
     job = JobConfig.model_validate(settings["jobs"][0])
     assert (settings["base"], job.name, job.steps) == ("small", "sort", 1)
     assert job.seed is not None
+    assert job.rewards[1].args == {"target": 3}  # as the record of the run says; the receipt has its sum only
+    facts = (
+        "| steps | 1 |",
+        "| learning rate | 0.002 |",
+        "| batch | 2 problems, 4 answers to each |",
+        "| rank, alpha | 32, 32 |",
+    )
+    for fact in (*facts, "| rewards | `exact`, 0.2 × `length` (target 3), `rewards.py:own` (key sha256:"):
+        assert fact in body, fact
+    assert "hush" not in text
+    (version.parent.parent / "job.yaml").rename(version.parent.parent / "away.yaml")
+    export.write(version, None, tmp_path / "without", "card", checked=False)
+    (version.parent.parent / "away.yaml").rename(version.parent.parent / "job.yaml")
+    assert "`length` (target sha256:" in (tmp_path / "without" / "README.md").read_text()
     for part in ("![Curves](curves.svg)", "| v0 | 0.", "| v1 | 0.", "| base/model.safetensors | `", "| data/train | `"):
         assert part in body, part
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import yaml
@@ -13,9 +15,11 @@ from motet.commands.merging import ExportSource
 from motet.errors import RunError
 from motet.report.read import JobRecord, Series, read_job
 from motet.report.svg import Curves, draw_curves
-from motet.runtime.receipts import RECEIPT, dependencies_of, read_receipt, subjects_of
+from motet.runtime.receipts import RECEIPT, dependencies_of, read_receipt, subjects_of, with_arguments
 
 _CURVES = "curves.svg"
+_LONGEST = 80
+"""Characters of an argument in the table."""
 _LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 
 
@@ -81,12 +85,13 @@ def _rewards(job: JobRecord, target: Path) -> list[str]:
 
 def _origin(source: ExportSource) -> list[str]:
     """The settings of the run and the receipt's sums; nothing where there is no receipt."""
+    record = source.adapter.resolve().parent.parent / "job.yaml"
     try:
         receipt = read_receipt(source.adapter / RECEIPT)
     except RunError:
         return []
     built = receipt["predicate"]["buildDefinition"]
-    settings: dict[str, Any] = dict(built["externalParameters"])
+    settings = with_arguments(built["externalParameters"], record)
     version = settings.pop("version")
     inner = built["internalParameters"]
     jobs = {
@@ -97,9 +102,38 @@ def _origin(source: ExportSource) -> list[str]:
     rows = "\n".join(
         f"| {name} | `{digest}` |" for name, digest in listed.items() if not name.startswith(("rollouts/", "version "))
     )
+    facts = "\n".join(f"| {name} | {value} |" for name, value in _facts(settings, inner))
     return [
-        f"## How it was made\n\n`motet run jobs.yaml` made version {version} with these settings:\n\n"
-        f"```yaml\n{yaml.safe_dump(jobs, sort_keys=False)}```\n\n"
+        f"## How it was made\n\n| setting | value |\n|---|---|\n| steps | {version} |\n{facts}\n\n"
+        "All settings, for `motet run jobs.yaml`. Arguments of own code and of addresses may be secret, so only their "
+        "sums are here.\n\n"
+        f"<details><summary>jobs.yaml</summary>\n\n```yaml\n{yaml.safe_dump(jobs, sort_keys=False)}```\n\n</details>\n\n"
         f"`{same_command()}` wrote this card.",
         f"## Receipt\n\n`{RECEIPT}` says what the version was made of. Its sums (sha256):\n\n| file | sum |\n|---|---|\n{rows}",
     ]
+
+
+def _facts(settings: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What people ask first, from a receipt; a setting that a job of this kind does not have is left out."""
+    algorithm, adapter = settings.get("algorithm", {}), settings.get("adapter", {})
+    sampling, data = settings.get("sampling", {}), settings.get("data", {})
+    yield from _known("algorithm", algorithm, "`{type}`")
+    yield from _known("learning rate", inner, "{learning_rate:g}")
+    yield from _known("rank, alpha", adapter, "{rank}, {alpha:g}")
+    yield from _known("batch", algorithm, "{groups_per_step} problems, {group_size} answers to each")
+    yield from _known("batch", algorithm, "{rows_per_step} rows")
+    if rewards := [_reward_text(one) for one in settings.get("rewards", [])]:
+        yield "rewards", ", ".join(rewards).replace("|", "\\|")
+    yield from _known("data", data, "`{source}`")
+    yield from _known("sampling", sampling, "temperature {temperature:g}, at most {max_tokens} tokens")
+
+
+def _known(name: str, values: Mapping[str, Any], text: str) -> Iterator[tuple[str, str]]:
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        yield name, text.format_map(values)
+
+
+def _reward_text(reward: Mapping[str, Any]) -> str:
+    args = ", ".join(f"{name} {shorten(str(value), _LONGEST)}" for name, value in reward["args"].items())
+    weight = "" if reward["weight"] == 1 else f"{reward['weight']:g} × "
+    return f"{weight}`{reward['name']}`{f' ({args})' if args else ''}"
