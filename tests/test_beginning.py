@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from motet.before_loading import check_before_loading
-from motet.commands.data import Comparison, Wanted, look_at, selected
+from motet.commands.data import Comparison, Wanted, far_apart, look_at, selected
 from motet.commands.init import TASKS, write_job_file
 from motet.config import DataConfig
 from motet.errors import ConfigError, DataError, MotetError
@@ -89,6 +89,21 @@ def test_rows_are_filtered_deduplicated_and_split(here: Path, says: Motet) -> No
     first = read(here / "again-held-out.jsonl")
     look_at("rows.jsonl", "small", None, None, Wanted(held_out=2), here / "again.jsonl")
     assert read(here / "again-held-out.jsonl") == first != read(here / "other-held-out.jsonl")
+
+
+def test_prompts_that_are_nearly_the_same_are_left_out(here: Path, says: Motet) -> None:
+    long = "Ann has three red apples and gives two of them to her brother; how many red apples are left with Ann"
+    said = [f"{long}?", f"So: {long.upper()} ...", "What is 2 + 3?", "What is 2 + 4?", "Hi", "hi!", "Ho"]
+    (here / "near.jsonl").write_text("".join(json.dumps({"prompt": one, "answer": "1"}) + "\n" for one in said))
+    code, out, _ = says("data", "near.jsonl", "--near", "0.8", "--to", "far.jsonl")
+    assert code == 0, out
+    assert [row["prompt"] for row in read(here / "far.jsonl")] == [said[at] for at in (0, 2, 3, 4, 6)]
+    assert "2 of 7 rows are near an earlier prompt" in out
+    assert f"95% alike: {said[1][:40]!r} and the earlier {said[0][:40]!r}" in out
+    places, pairs = far_apart(["a b c d", "a b c e", "a b c d"], 1.0)
+    assert (places, pairs) == ([0, 1], [(1.0, 2, 0)])
+    with pytest.raises(DataError, match="at most 20,000 rows"):
+        far_apart(["x"] * 20_001, 0.9)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def test_a_job_from_submission_to_deletion(service: Service, tmp_path: Path, mon
 
         adapter = client.pull("whole", "latest", tmp_path / "home")
         assert adapter == tmp_path / "home" / "whole-v2"
-        assert sorted(item.name for item in adapter.iterdir()) == sorted(ADAPTER_FILES)
+        assert {item.name for item in adapter.iterdir()} == {*ADAPTER_FILES, "receipt.json", "receipts"}
+        assert {item.name for item in (adapter / "receipts").iterdir()} == {"v0.json", "v1.json", "v2.json"}
         assert (adapter / ADAPTER_FILES[1]).stat().st_size > 1000
         assert client.pull("whole", 2, tmp_path / "home") == adapter, "once more over it"
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from bench.speed import envs
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -164,8 +165,12 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A version of a short run on the small base."""
     run = tmp_path_factory.mktemp("run")
     algorithm = {"type": "grpo", "group_size": 4, "groups_per_step": 2}
-    job = {"name": "sort", "data": {"source": "toy:sort_letters", "size": 64}, "reward": "exact", "steps": 1}
-    motet.run([{**job, "algorithm": algorithm, "eval": {"every": 1}}], base="small", directory=run)
+    (run / "rewards.py").write_text("def own(problem, completion, *, key):\n    return len(key) / 9\n")
+    own = {"name": f"{run / 'rewards.py'}:own", "args": {"key": "hush"}}
+    rewards = ["exact", {"name": "length", "weight": 0.2, "args": {"target": 3}}, own]
+    job = {"name": "sort", "data": {"source": "toy:sort_letters", "size": 64}, "reward": rewards, "steps": 1}
+    fixed = {"algorithm": algorithm, "eval": {"every": 1}, "optimizer": {"lr": 0.002}}
+    motet.run([{**job, **fixed}], base="small", directory=run)
     return run / "sort" / "versions" / "v1"
 
 
@@ -194,8 +199,36 @@ def test_a_card_says_how_an_adapter_was_made_and_how_good_it_is(version: Path, t
     job = JobConfig.model_validate(settings["jobs"][0])
     assert (settings["base"], job.name, job.steps) == ("small", "sort", 1)
     assert job.seed is not None
+    assert job.rewards[1].args == {"target": 3}  # as the record of the run says; the receipt has its sum only
+    facts = (
+        "| steps | 1 |",
+        "| learning rate | 0.002 |",
+        "| batch | 2 problems, 4 answers to each |",
+        "| rank, alpha | 32, 32 |",
+    )
+    for fact in (*facts, "| rewards | `exact`, 0.2 × `length` (target 3), `rewards.py:own` (key sha256:"):
+        assert fact in body, fact
+    assert "hush" not in text
+    (version.parent.parent / "job.yaml").rename(version.parent.parent / "away.yaml")
+    export.write(version, None, tmp_path / "without", "card", checked=False)
+    (version.parent.parent / "away.yaml").rename(version.parent.parent / "job.yaml")
+    assert "`length` (target sha256:" in (tmp_path / "without" / "README.md").read_text()
     for part in ("![Curves](curves.svg)", "| v0 | 0.", "| v1 | 0.", "| base/model.safetensors | `", "| data/train | `"):
         assert part in body, part
+
+
+def test_peft_finds_the_base_of_an_export(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a name of Motet's own, nor by a path that only the directory of the export knows."""
+    snapshot = shutil.copytree(SMALL_BASE, tmp_path / "hub/models--team--tiny-base/snapshots/0123")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(SMALL_BASE, "near")
+    named = {}
+    for place, base in enumerate(("small", "near", str(snapshot))):
+        export.write(adapter, base, tmp_path / f"{place}", "peft", checked=False)
+        named[base] = json.loads((tmp_path / f"{place}" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    assert named == {"small": str(SMALL_BASE), "near": str(tmp_path / "near"), str(snapshot): "team/tiny-base"}
+    monkeypatch.chdir("/")
+    assert type(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "0")).__name__ == "PeftModelForCausalLM"
 
 
 def test_a_chat_template_becomes_one_of_ollama() -> None:

@@ -22,7 +22,7 @@ from motet.runtime.identity import of_config
 from motet.tasks import judge_http
 from motet.tasks.graders.shapes import parse
 from motet.tasks.judge_answers import JudgeAnswers, Said, Spend
-from motet.tasks.judge_http import of_a_run
+from motet.tasks.judge_http import AtOnce, Judges, of_a_run
 from motet.tasks.judging import VerdictError, ranking, verdict
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from motet.types import Message, Problem
@@ -195,6 +195,67 @@ def test_a_larger_budget_is_no_other_job(server: JudgeServer) -> None:
         return of_config(JobConfig.model_validate({"name": "a", "data": "toy:add", "reward": [judge(server, **args)]}))
 
     assert known() == known(budget=9, at_once=2, prices={"read": 1}, key="OTHER") != known(model="other")
+
+
+def test_what_was_paid_is_read_from_the_file_once(server: JudgeServer, tmp_path: Path) -> None:
+    """A step asks for it each time; the file may be on a slow disk."""
+
+    async def work() -> list[int]:
+        judges = of_a_run(tmp_path)["judge"]
+        assert isinstance(judges, Judges)
+        pool, seen = RewardPool(1, {"judge": judges}), []
+        try:
+            await pool.register("job", [judge(server)])
+            seen.append(pool.spend("job").get("questions", 0))
+            await pool.score("job", PROBLEM, ["1", "2"])
+            away = file.rename(tmp_path / "away")
+            seen.append(pool.spend("job")["questions"])
+            away.rename(file)
+            JudgeAnswers(file).keep("asked elsewhere", Said("", 1, 1), 0.0)
+            await pool.unregister("job")
+            await pool.register("job", [judge(server)])  # it comes back from another host
+            seen.append(pool.spend("job")["questions"])
+            return seen
+        finally:
+            await pool.close()
+
+    file = tmp_path / "job" / "judge.sqlite"
+    file.parent.mkdir()
+    assert asyncio.run(work()) == [0, 2, 3]
+
+
+def test_the_smallest_at_once_counts_while_its_job_asks() -> None:
+    async def work() -> list[int]:
+        gate, open_now, most = AtOnce(), 0, [0]
+        go = asyncio.Event()
+
+        async def ask(at_once: int) -> None:
+            nonlocal open_now
+            async with gate.admit(at_once):
+                open_now += 1
+                most[-1] = max(most[-1], open_now)
+                await go.wait()
+                await asyncio.sleep(0)
+                open_now -= 1
+
+        async def settle(*tasks: asyncio.Task[None]) -> None:
+            go.set()
+            await asyncio.gather(*tasks)
+            go.clear()
+
+        first = [asyncio.create_task(ask(6)) for _ in range(6)]
+        await asyncio.sleep(0.01)
+        both = [asyncio.create_task(ask(at_once)) for at_once in (6, 6, 6, 6, 2)]
+        await asyncio.sleep(0.01)
+        most.append(0)
+        await settle(*first, *both)
+        most.append(0)
+        later = [asyncio.create_task(ask(6)) for _ in range(9)]
+        await asyncio.sleep(0.01)
+        await settle(*later)
+        return most
+
+    assert asyncio.run(work()) == [6, 2, 6]
 
 
 def test_the_oldest_answers_go_first_and_what_was_paid_stays(tmp_path: Path) -> None:

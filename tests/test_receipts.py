@@ -116,6 +116,23 @@ def test_receipts_are_a_chain_from_the_first_version(trained: Path) -> None:
     assert (number, links) == (0, STEPS)
 
 
+def test_a_version_alone_is_checked_as_far_as_its_receipt_goes(project: Path, capsys: Capsys) -> None:
+    version = project / f"run/words/versions/v{STEPS}"
+    assert verify(version, project / "jobs.yaml") == 0
+    assert "not checked: the receipts before this one" in capsys.readouterr().out
+    write_jobs(project, {**job(), "optimizer": {"lr": 0.02}})
+    assert verify(version, project / "jobs.yaml") == 1
+    assert "optimizer.lr: was 0.01, is 0.02" in capsys.readouterr().out
+    write_jobs(project, {**job(), "name": "other"})
+    assert verify(version, project / "jobs.yaml") == 0  # a service gives names of its own
+    (version / "adapter_config.json").write_text("{}")
+    assert verify(version) == 1
+    assert "adapter_config.json is not what was saved" in " ".join(capsys.readouterr().out.split())
+    (version / "receipt.json").unlink()
+    with pytest.raises(RunError, match="nothing can be checked"):
+        verify(version)
+
+
 def test_the_same_job_trained_elsewhere_has_the_same_receipts(trained: Path, project: Path) -> None:
     config = load_jobs(project / "jobs.yaml")
     run_config(config.model_copy(update={"run": str(project / "again")}), sequential=True)

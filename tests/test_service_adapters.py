@@ -216,6 +216,20 @@ def test_two_teams_share_by_the_command_line(
     assert "team-a/sort" in says("shares")[1]
     code, out, _ = says("pull", "team-a/sort", "--version", "latest", "--to", tmp_path)
     assert (code, out.strip()) == (0, str(tmp_path / "sort-v1"))
+    assert {path.name for path in (tmp_path / "sort-v1").iterdir()} == set(ADAPTER_FILES)  # its settings are team-a's
+    assert "has no receipt.json" in says("verify", tmp_path / "sort-v1")[2]
+    of("team-a")
+    assert says("pull", "sort", "--version", "latest", "--to", tmp_path / "own")[0] == 0
+    own = tmp_path / "own" / "sort-v1"
+    code, out, _ = says("verify", own)
+    assert (code, "sort-v1: version 1 is as it was saved; 2 in its chain of receipts" in out) == (0, True)
+    assert "not checked: base, data, code and settings (give --jobs)" in out
+    code, out, _ = says("verify", own, "--jobs", job_file(tmp_path, {**jobs[0], "optimizer": {"lr": 0.5}}))
+    assert (code, "optimizer.lr" in out) == (1, True)
+    (own / "receipts" / "v0.json").write_text("{}")
+    code, out, _ = says("verify", own)
+    assert (code, "v0.json is not what was saved" in " ".join(out.split())) == (1, True)
+    of("team-b")
     assert answer(keyed.url, "team-a/sort@latest", keys["team-b"])
     assert says("show", "sort")[0] == 2
     assert says("push", tmp_path / "sort-v1", "--name", "ours")[1].strip() == "ours"

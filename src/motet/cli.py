@@ -196,13 +196,15 @@ def report(directory: RunDir) -> None:
 
 @app.command(epilog="Example: motet verify runs/jobs; motet verify runs/jobs --jobs jobs.yaml")
 def verify(
-    directory: RunDir,
+    directory: Annotated[
+        Path, typer.Argument(help="A run directory, a job in it, or a version that was pulled.", show_default=False)
+    ],
     jobs: Annotated[
         Path | None,
         typer.Option(help="Also compare base, data, code and settings of this job file with the receipts."),
     ] = None,
 ) -> None:
-    """Check that every file of a run directory is what was saved, and say how to repair each damage."""
+    """Check that every file is what was saved, and say how to repair each damage."""
     from motet.commands.verify import verify as check_files
 
     raise typer.Exit(check_files(directory, jobs))

@@ -17,6 +17,7 @@ from motet.service.schemas.adapters import Adapter, Adapters, Share, Shares
 from motet.types import ADAPTER_FILES
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*")
+_RECEIPT = re.compile(r"receipt\.json|receipts/v\d{1,9}\.json")
 
 
 class AdapterMethods(Connection):
@@ -32,7 +33,7 @@ class AdapterMethods(Connection):
         return await self._ask(Adapter, "POST", "/v1/adapters", params={"name": name, "base": base}, files=files)
 
     async def pull(self, job: str, version: str | int | None = None, directory: str | Path = ".") -> Path:
-        """Download an adapter as a PEFT directory below `directory`.
+        """Download an adapter as a PEFT directory below `directory`, with the receipts of an own job's version.
 
         Args:
             job: a job, an uploaded adapter, or what another tenant shares: `tenant/job`.
@@ -40,7 +41,7 @@ class AdapterMethods(Connection):
             directory: parent of the new directory `<job>-v<version>`, or the name of an uploaded adapter.
         """
         name = job if version is None else f"{job}@{version}"
-        response = await self._send("GET", f"{path_of('adapters', name)}/download")
+        response = await self._send("GET", f"{path_of('adapters', name)}/download", params={"receipts": "true"})
         return await asyncio.to_thread(unpack, response.content, Path(directory))
 
     async def adapters(self) -> list[Adapter]:
@@ -89,9 +90,11 @@ def unpack(content: bytes, directory: Path) -> Path:
     target = Path(os.path.expanduser(directory)) / name
     target.mkdir(parents=True, exist_ok=True)
     for file, text in files.items():
-        part = target / f".{file}.part"
+        place = target / file
+        place.parent.mkdir(exist_ok=True)
+        part = place.with_name(f".{place.name}.part")
         part.write_bytes(text)
-        os.replace(part, target / file)
+        os.replace(part, place)
     return target
 
 
@@ -101,10 +104,11 @@ def _read(content: bytes) -> tuple[str, dict[str, bytes]]:
     with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
         for member in archive:
             name, _, file = member.name.partition("/")
-            if not member.isreg() or file not in ADAPTER_FILES or file in files or top not in ("", name):
+            known = file in ADAPTER_FILES or _RECEIPT.fullmatch(file)
+            if not member.isreg() or not known or file in files or top not in ("", name):
                 raise ServiceError(f"the service sent an archive with {member.name!r}, which no adapter has")
             top, source = name, archive.extractfile(member)
             files[file] = source.read() if source is not None else b""
-    if set(files) != set(ADAPTER_FILES) or not _NAME.fullmatch(top):
+    if not set(ADAPTER_FILES) <= set(files) or not _NAME.fullmatch(top):
         raise ServiceError(f"the service sent an archive that is not an adapter's: {top or 'empty'}")
     return top, files

@@ -49,6 +49,14 @@ def data(
     dedupe: Annotated[
         bool, typer.Option("--dedupe", help="Keep the first of rows with the same prompt, ignoring case and spaces.")
     ] = False,
+    near: Annotated[
+        float | None,
+        typer.Option(
+            min=0.5,
+            max=1.0,
+            help="Also leave out prompts that share this part of their word triples with an earlier one.",
+        ),
+    ] = None,
     held_out: Annotated[
         int, typer.Option("--split", min=0, metavar="N", help="Write N rows, drawn by --seed, to a second file.")
     ] = 0,
@@ -58,4 +66,4 @@ def data(
     """Show columns, lengths and a prompt as the model reads it; filter, dedupe and split rows into .jsonl files."""
     from motet.commands.data import Wanted, look_at
 
-    look_at(source, base, prompt, answer, Wanted(tuple(only or ()), dedupe, held_out, seed), to)
+    look_at(source, base, prompt, answer, Wanted(tuple(only or ()), dedupe, near, held_out, seed), to)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from motet import seeds
 from motet.checksums import replace_file
@@ -23,7 +27,11 @@ from motet.tasks.row_files import Row
 from motet.tasks.sources import read_rows
 
 _COMPARISON = re.compile(r"\s*([^\s=!<>~]+)\s*(==|!=|<=|>=|<|>|~)\s*(.*?)\s*", re.DOTALL)
+_WORD = re.compile(r"\w+")
 _SHOWN = 40
+_EXAMPLES = 3
+_MOST_COMPARED, _MOST_LETTERS = 20_000, 20_000_000
+"""Of `--near`, whose time grows with the square of the rows."""
 _MOST_COUNTED = 2000
 """Rows whose tokens are counted."""
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -43,6 +51,8 @@ class Wanted:
 
     filters: tuple[str, ...] = ()
     dedupe: bool = False
+    near: float | None = None
+    """Share of common word triples from which two prompts count as one; None leaves near duplicates in."""
     held_out: int = 0
     seed: int = 0
 
@@ -108,9 +118,46 @@ def look_at(source: str, base: str, prompt: str | None, answer: str | None, want
         places = sorted(first.values())
         say(f"{len(kept) - len(places)} of {len(kept)} rows repeat an earlier prompt and are left out")
         kept, problems = [kept[place] for place in places], problems.only(places)
+    if wanted.near is not None:
+        texts = [" ".join(one.content for one in problem.messages if one.role != "system") for problem in problems]
+        places, pairs = far_apart(texts, wanted.near)
+        say(f"{len(kept) - len(places)} of {len(kept)} rows are near an earlier prompt and are left out")
+        for share, left, first in pairs[:_EXAMPLES]:
+            say(f"  {share:.0%} alike: {texts[left][:_SHOWN]!r} and the earlier {texts[first][:_SHOWN]!r}")
+        kept, problems = [kept[place] for place in places], problems.only(places)
     _show(kept, problems, base)
     if to is not None:
         _write(kept, wanted, to)
+
+
+def far_apart(texts: Sequence[str], near: float) -> tuple[list[int], list[tuple[float, int, int]]]:
+    """Places of the texts that are not near an earlier one of these; and (share, place, earlier place) of the others.
+
+    The share is Jaccard's: word triples of both, divided by those of either. Case and punctuation do not count.
+
+    Raises:
+        DataError: there are too many words to compare.
+    """
+    postings, sizes = defaultdict[tuple[str, ...], list[int]](list), list[int]()
+    kept, pairs = list[int](), list[tuple[float, int, int]]()
+    if len(texts) > _MOST_COMPARED or sum(map(len, texts)) > _MOST_LETTERS:
+        raise DataError(
+            f"--near compares at most {_MOST_COMPARED:,} rows with {_MOST_LETTERS:,} letters: take fewer with --filter first"
+        )
+    for place, text in enumerate(texts):
+        words = _WORD.findall(text.casefold())
+        triples = {tuple(words[at : at + 3]) for at in range(max(1, len(words) - 2))}
+        found = [postings[one] for one in triples if one in postings]
+        common = np.bincount(np.fromiter(itertools.chain(*found), np.int64), minlength=len(kept))
+        shares = common / (len(triples) + np.asarray(sizes) - common) if kept else np.zeros(1)
+        if kept and shares.max() >= near:
+            pairs.append((float(shares.max()), place, kept[int(shares.argmax())]))
+            continue
+        for one in triples:
+            postings[one].append(len(kept))
+        kept.append(place)
+        sizes.append(len(triples))
+    return kept, pairs
 
 
 def selected(rows: Sequence[Row], wanted: Wanted) -> list[Row]:

@@ -38,7 +38,7 @@ def merged(source: ExportSource, target: Path) -> Loaded:
 
 def peft(source: ExportSource, target: Path) -> Loaded:
     """The adapter's own files, and its receipt where it has one."""
-    config = {**json.loads((source.adapter / ADAPTER_CONFIG).read_text()), "base_model_name_or_path": source.base}
+    config = {**json.loads((source.adapter / ADAPTER_CONFIG).read_text()), "base_model_name_or_path": source.loads_as}
     (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for name in (ADAPTER_WEIGHTS, RECEIPT):
         if (source.adapter / name).is_file():

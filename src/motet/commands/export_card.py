@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import yaml
@@ -14,12 +15,11 @@ from motet.commands.merging import ExportSource
 from motet.errors import RunError
 from motet.report.read import JobRecord, Series, read_job
 from motet.report.svg import Curves, draw_curves
-from motet.runtime.receipts import RECEIPT, dependencies_of, read_receipt, subjects_of
+from motet.runtime.receipts import RECEIPT, dependencies_of, read_receipt, subjects_of, with_arguments
 
 _CURVES = "curves.svg"
-_CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
-"""The hub's cache names a repository's folder so."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_LONGEST = 80
+"""Characters of an argument in the table."""
 _LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 
 
@@ -30,7 +30,7 @@ def write_card(source: ExportSource, target: Path) -> None:
         BaseModelError: the base is not there.
     """
     job = read_job(source.adapter.resolve().parent.parent)
-    hub_id, licence = _hub_id(source), _licence(source.directory)
+    hub_id, licence = source.hub_id, _licence(source.directory)
     head = {
         "library_name": "peft",
         "pipeline_tag": "text-generation",
@@ -45,7 +45,7 @@ def write_card(source: ExportSource, target: Path) -> None:
         f"A LoRA adapter of rank {source.weights.rank} (alpha {source.weights.alpha:g}) on `{named}`, trained with Motet."
         + ("" if licence else " The base's files do not say its licence."),
         *_rewards(job, target),
-        f"## Load it\n\n```py\n{_LOAD.format(base=hub_id or source.base)}```",
+        f"## Load it\n\n```py\n{_LOAD.format(base=source.loads_as)}```",
         *_origin(source),
     ]
     (target / "README.md").write_text("\n\n".join(parts) + "\n")
@@ -57,13 +57,6 @@ from transformers import AutoModelForCausalLM
 base = AutoModelForCausalLM.from_pretrained("{base}")
 model = PeftModel.from_pretrained(base, ".")  # this directory, or its name on the hub
 """
-
-
-def _hub_id(source: ExportSource) -> str | None:
-    """The base's name on the hub; None where it is a directory that says nothing of one."""
-    if found := _CACHED.search(f"{source.files}/"):
-        return "/".join(found.groups())
-    return source.files if _HUB_ID.fullmatch(source.files) and not Path(source.files).exists() else None
 
 
 def _licence(base: Path) -> str | None:
@@ -92,12 +85,13 @@ def _rewards(job: JobRecord, target: Path) -> list[str]:
 
 def _origin(source: ExportSource) -> list[str]:
     """The settings of the run and the receipt's sums; nothing where there is no receipt."""
+    record = source.adapter.resolve().parent.parent / "job.yaml"
     try:
         receipt = read_receipt(source.adapter / RECEIPT)
     except RunError:
         return []
     built = receipt["predicate"]["buildDefinition"]
-    settings: dict[str, Any] = dict(built["externalParameters"])
+    settings = with_arguments(built["externalParameters"], record)
     version = settings.pop("version")
     inner = built["internalParameters"]
     jobs = {
@@ -108,9 +102,38 @@ def _origin(source: ExportSource) -> list[str]:
     rows = "\n".join(
         f"| {name} | `{digest}` |" for name, digest in listed.items() if not name.startswith(("rollouts/", "version "))
     )
+    facts = "\n".join(f"| {name} | {value} |" for name, value in _facts(settings, inner))
     return [
-        f"## How it was made\n\n`motet run jobs.yaml` made version {version} with these settings:\n\n"
-        f"```yaml\n{yaml.safe_dump(jobs, sort_keys=False)}```\n\n"
+        f"## How it was made\n\n| setting | value |\n|---|---|\n| steps | {version} |\n{facts}\n\n"
+        "All settings, for `motet run jobs.yaml`. Arguments of own code and of addresses may be secret, so only their "
+        "sums are here.\n\n"
+        f"<details><summary>jobs.yaml</summary>\n\n```yaml\n{yaml.safe_dump(jobs, sort_keys=False)}```\n\n</details>\n\n"
         f"`{same_command()}` wrote this card.",
         f"## Receipt\n\n`{RECEIPT}` says what the version was made of. Its sums (sha256):\n\n| file | sum |\n|---|---|\n{rows}",
     ]
+
+
+def _facts(settings: Mapping[str, Any], inner: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What people ask first, from a receipt; a setting that a job of this kind does not have is left out."""
+    algorithm, adapter = settings.get("algorithm", {}), settings.get("adapter", {})
+    sampling, data = settings.get("sampling", {}), settings.get("data", {})
+    yield from _known("algorithm", algorithm, "`{type}`")
+    yield from _known("learning rate", inner, "{learning_rate:g}")
+    yield from _known("rank, alpha", adapter, "{rank}, {alpha:g}")
+    yield from _known("batch", algorithm, "{groups_per_step} problems, {group_size} answers to each")
+    yield from _known("batch", algorithm, "{rows_per_step} rows")
+    if rewards := [_reward_text(one) for one in settings.get("rewards", [])]:
+        yield "rewards", ", ".join(rewards).replace("|", "\\|")
+    yield from _known("data", data, "`{source}`")
+    yield from _known("sampling", sampling, "temperature {temperature:g}, at most {max_tokens} tokens")
+
+
+def _known(name: str, values: Mapping[str, Any], text: str) -> Iterator[tuple[str, str]]:
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        yield name, text.format_map(values)
+
+
+def _reward_text(reward: Mapping[str, Any]) -> str:
+    args = ", ".join(f"{name} {shorten(str(value), _LONGEST)}" for name, value in reward["args"].items())
+    weight = "" if reward["weight"] == 1 else f"{reward['weight']:g} × "
+    return f"{weight}`{reward['name']}`{f' ({args})' if args else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """What a base that sees images has besides; what is written reads them again."""
+
+
+_CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
+"""The hub's cache names a repository's folder so."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,19 @@ class ExportSource:
                 f"{self.base} is a .gguf file, which an adapter cannot be added to; give what it was made from as --base"
             )
         return found
+
+    @cached_property
+    def hub_id(self) -> str | None:
+        """The base's name on the hub; None for a directory outside of the hub's cache."""
+        if found := _CACHED.search(f"{self.files}/"):
+            return "/".join(found.groups())
+        return self.files if _HUB_ID.fullmatch(self.files) and not Path(self.files).exists() else None
+
+    @property
+    def loads_as(self) -> str:
+        """A name of the base that transformers and peft load in any directory: its name on the hub, or a whole path."""
+        here = Path(self.files)
+        return self.hub_id or (str(here.absolute()) if here.is_dir() else self.files)
 
     @cached_property
     def directory(self) -> Path:

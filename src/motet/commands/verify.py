@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from motet.checksums import Damage
+from motet.checksums import Damage, compare, hash_of
+from motet.config import JobConfig
 from motet.config.candidates import known_jobs
 from motet.errors import RunError
 from motet.jobfile import load_jobs
@@ -17,7 +19,8 @@ from motet.runtime.identity import of_config
 from motet.runtime.manifest import MANIFEST
 from motet.runtime.opening import damages
 from motet.runtime.ownership import removed_jobs
-from motet.runtime.receipts import RECEIPT, Materials, read_receipt, receipt_damages
+from motet.runtime.receipts import RECEIPT, RECEIPTS, Materials, read_receipt, receipt_damages, subjects_of
+from motet.types import ADAPTER_CONFIG
 
 _OF_A_JOB = ("state", "job.yaml", MANIFEST)
 
@@ -25,12 +28,16 @@ _OF_A_JOB = ("state", "job.yaml", MANIFEST)
 def verify(directory: Path, jobs_file: Path | None = None) -> int:
     """Check every commit, version, receipt, log and rollout of a run, or of one job; returns 0 where all is whole, else 1.
 
+    Of a version alone, such as one that was pulled, check what its receipts name.
+
     With a job file, also whether base, data, code and configuration are what the receipts name.
 
     Raises:
         RunError: there is no run in the directory.
     """
     console = Console(emoji=False)
+    if (directory / ADAPTER_CONFIG).is_file():
+        return _verify_version(console, directory, jobs_file)
     jobs = [directory] if _is_job(directory) else sorted(path for path in directory.glob("[!.]*") if _is_job(path))
     removed = removed_jobs(directory)
     if not jobs and not removed:
@@ -59,6 +66,42 @@ def verify(directory: Path, jobs_file: Path | None = None) -> int:
     return 1 if lines else 0
 
 
+def _verify_version(console: Console, directory: Path, jobs_file: Path | None) -> int:
+    if not (directory / RECEIPT).is_file():
+        raise RunError(
+            f"{directory} has no {RECEIPT}, so nothing can be checked: pull a version of your own job again, or give the "
+            "directory of a run"
+        )
+    receipt, chain = read_receipt(directory / RECEIPT), directory / RECEIPTS
+    settings = receipt["predicate"]["buildDefinition"].get("externalParameters", {})
+    name, number = settings.get("name", ""), settings.get("version")
+    if not isinstance(number, int):
+        raise RunError(f"{directory / RECEIPT} names no version: it is not a receipt written by Motet")
+    lines = [f"{one}" for one in compare(directory, subjects_of(receipt), "pull or export the version again")]
+    unknown = ["who made it (receipts are not signed)", "rollouts, optimizer and commits (only the run has them)"]
+    n_receipts = 1
+    if chain.is_dir():
+        lines += map(str, receipt_damages(chain, number, hash_of(directory / RECEIPT).hexdigest()))
+        n_receipts = len(list(chain.glob("v*.json")))
+    else:
+        unknown.append("the receipts before this one (they are not here)")
+    if jobs_file is None:
+        unknown.append("base, data, code and settings (give --jobs)")
+    elif not lines:
+        config = load_jobs(jobs_file)
+        known = {job.name: job for job in known_jobs(config.jobs)}
+        alone = next(iter(known.values())).model_copy(update={"name": name}) if len(known) == 1 else None
+        job = known.get(name, alone)  # a service has names of its own
+        found = _no_job(directory, jobs_file) if job is None else _changed(name, receipt, job, config.base, Sources())
+        lines += found
+    if not lines:
+        said = f"{directory.name}: version {number} is as it was saved; {n_receipts} in its chain of receipts"
+        console.print(said, soft_wrap=True)
+    for line in [*lines, *(f"not checked: {one}" for one in unknown)]:
+        console.print(line, soft_wrap=True, highlight=False)
+    return 1 if lines else 0
+
+
 def _of_receipts(job: JobDirectory) -> Iterator[Damage]:
     newest = job.newest() if job.steps() else None
     if newest is not None and RECEIPT in newest.sums:
@@ -73,18 +116,26 @@ def _not_the_same(jobs_file: Path, directories: Sequence[Path]) -> Iterator[str]
     config, sources = load_jobs(jobs_file), Sources()
     known = {job.name: job for job in known_jobs(config.jobs)}
     for path in directories:
-        newest = max((int(one.stem[1:]) for one in (path / "receipts").glob("v*.json")), default=None)
+        newest = max((int(one.stem[1:]) for one in (path / RECEIPTS).glob("v*.json")), default=None)
         if newest is None or path.name not in known:
-            yield f"{path}: {'it has no receipt' if newest is None else f'{jobs_file} has no job of this name'}"
+            yield from [f"{path}: it has no receipt"] if newest is None else _no_job(path, jobs_file)
             continue
-        receipt, job = read_receipt(path / "receipts" / f"v{newest}.json"), known[path.name]
-        now = Materials(of_config(job), config.base, sources.split(job.data))
-        # which rows stay only the tokenizer knows
-        skipped = "data/" if job.data.max_prompt_tokens is not None else None
-        for line in now.changes(receipt, without=skipped):
-            yield f"{path.name}: {line}"
-        if skipped:
-            yield f"{path.name}: its rows were not compared, as data.max_prompt_tokens needs the base; `motet replay` does"
+        receipt = read_receipt(path / RECEIPTS / f"v{newest}.json")
+        yield from _changed(path.name, receipt, known[path.name], config.base, sources)
+
+
+def _no_job(path: Path, jobs_file: Path) -> list[str]:
+    return [f"{path}: {jobs_file} has no job of this name"]
+
+
+def _changed(name: str, receipt: Mapping[str, Any], job: JobConfig, base: str, sources: Sources) -> Iterator[str]:
+    now = Materials(of_config(job), base, sources.split(job.data))
+    # which rows stay only the tokenizer knows
+    skipped = "data/" if job.data.max_prompt_tokens is not None else None
+    for line in now.changes(receipt, without=skipped):
+        yield f"{name}: {line}"
+    if skipped:
+        yield f"{name}: its rows were not compared, as data.max_prompt_tokens needs the base; `motet replay` does"
 
 
 def _is_job(path: Path) -> bool:

@@ -21,6 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from motet.checksums import Damage, hash_of
 from motet.errors import BaseModelError, RunError
 from motet.model.find import find_base
@@ -28,9 +30,10 @@ from motet.runtime.source_sums import SHOWN
 from motet.tasks.dataset import Dataset
 from motet.tasks.plain_json import as_json
 from motet.tasks.problems import Problems
+from motet.tasks.rewards import BUILTIN
 from motet.types import ADAPTER_FILES
 
-RECEIPT = "receipt.json"
+RECEIPT, RECEIPTS = "receipt.json", "receipts"
 STATEMENT, PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:motet:training:v1"
 SOURCE = "motet-source"
@@ -137,6 +140,17 @@ def _hidden(section: Mapping[str, Any]) -> dict[str, Any]:
 def _short_sum(value: Any) -> str:
     text = json.dumps(as_json(value), sort_keys=True)
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:SHOWN]}"
+
+
+def with_arguments(settings: Mapping[str, Any], record: Path) -> dict[str, Any]:
+    """A receipt's settings, with readable arguments of built-in rewards where a job.yaml has those of the receipt's sums."""
+    try:
+        known = yaml.safe_load(record.read_text())["job"]["rewards"]
+        hidden = [(reward, _hidden(reward)) for reward in known if reward["name"] in BUILTIN]
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+        hidden = []
+    shown = [next((plain for plain, sums in hidden if sums == one), one) for one in settings.get("rewards", [])]
+    return {**settings, **({"rewards": shown} if shown else {})}
 
 
 def _material(name: str, kind: str, digest: str) -> dict[str, Any]:

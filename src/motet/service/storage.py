@@ -11,6 +11,7 @@ from tempfile import gettempdir
 from motet import wall
 from motet.errors import ConfigError
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.receipts import RECEIPT, RECEIPTS
 
 _TRACEBACK = "Traceback (most recent call last):"
 _ROOTS = {sys.prefix, sys.base_prefix, str(wall.PACKAGE_ROOT), os.path.expanduser("~"), gettempdir()} - {"/", "~"}
@@ -40,6 +41,16 @@ class Storage:
         named = {"latest": versions[-1], "best": best}
         number = named.get(wanted, next((one for one in versions if str(one) == wanted), None))
         return None if number not in versions else (number, directory.version(number))
+
+    @staticmethod
+    def receipts(version: Path) -> dict[str, Path]:
+        """The receipt of a job's version and those of the versions before it, by their names in an archive."""
+        if not (version / RECEIPT).is_file():
+            return {}
+        newest = int(version.name.removeprefix("v"))
+        chain = JobDirectory(version.parent.parent).receipts.glob("v*.json")
+        before = {path.name: path for path in chain if path.stem[1:].isdecimal() and int(path.stem[1:]) <= newest}
+        return {RECEIPT: version / RECEIPT, **{f"{RECEIPTS}/{name}": before[name] for name in sorted(before)}}
 
     def version_names(self, job_id: str) -> list[str]:
         """Names of a job's versions: their numbers, then `latest` and `best`."""

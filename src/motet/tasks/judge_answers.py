@@ -27,6 +27,7 @@ _TABLES = (
     "INSERT INTO spend SELECT 0, 0, 0, 0.0 WHERE NOT EXISTS (SELECT 1 FROM spend)",
     "PRAGMA user_version = 1",
 )
+_SPENT = "SELECT questions, read, written, cost FROM spend"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class JudgeAnswers:
             row = file.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
-    def keep(self, key: str, said: Said, cost: float) -> None:
-        """Write an answer and its cost in one transaction; both are on disk when this returns."""
+    def keep(self, key: str, said: Said, cost: float) -> Spend:
+        """Write an answer and its cost in one transaction, on disk when this returns; returns the total so far."""
         with self._open() as file:
             file.execute("INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, said.text))
             file.execute(
@@ -85,13 +86,14 @@ class JudgeAnswers:
                 (said.read, said.written, cost),
             )
             file.execute("DELETE FROM answers WHERE id <= (SELECT max(id) FROM answers) - ?", (self._most,))
+            return Spend(*file.execute(_SPENT).fetchone())
 
     def spend(self) -> Spend:
         """The total of the answers so far."""
         if not self._path.exists():
             return Spend()
         with self._open() as file:
-            return Spend(*file.execute("SELECT questions, read, written, cost FROM spend").fetchone())
+            return Spend(*file.execute(_SPENT).fetchone())
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import weakref
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from motet.config import Config, RewardConfig
 from motet.errors import EngineError, JobFailed, RewardError
 from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, judges, parse
-from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, key_of
+from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, Spend, key_of
 from motet.tasks.judging import MAX_TOKENS, Graders, score_or_reason
 from motet.tasks.reward_elsewhere import Elsewhere, HttpArgs, ScoreOrReason, Transcripts
 from motet.tasks.reward_http import Addresses, AddressFailed, AddressRefused, HttpRewards
@@ -32,6 +34,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 """Seconds between two attempts; each pause doubles."""
 _PER = 1e6
 """Tokens per unit of price."""
+_NOTHING = Spend()
 _LONGEST_ANSWER = 200_000
 """Most characters of an answer that is kept."""
 
@@ -53,7 +56,7 @@ class JudgeAddress(Config):
     key: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")
     """Name of the environment variable with the API key."""
     at_once: int = Field(8, ge=1, le=1000)
-    """Most open questions, over all jobs of a process."""
+    """Most open questions, over all jobs of a process that ask this `url`; the smallest number counts."""
     body: dict[str, Any] = {}
     """More fields of the request, such as `reasoning_effort`; null leaves a field out."""
     budget: int | None = Field(None, ge=1, le=10**15)
@@ -104,6 +107,35 @@ def _key(address: JudgeAddress) -> str:
     return key
 
 
+class AtOnce:
+    """Admits questions to one address: as many together as the smallest `at_once` of those that are open or wait."""
+
+    def __init__(self) -> None:
+        self._wanted, self._open = Counter[int](), 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def admit(self, at_once: int) -> AsyncIterator[None]:
+        """Wait for a place, first come, first served."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wanted[at_once] += 1
+        self._waiting.append(turn)
+        self._let_in()
+        try:
+            await turn
+            yield
+        finally:
+            self._open -= turn.done() and not turn.cancelled()  # a task may be cancelled after it was let in
+            self._wanted -= Counter([at_once])
+            self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting and self._open < min(self._wanted, default=0):
+            if not (turn := self._waiting.popleft()).done():
+                turn.set_result(None)
+                self._open += 1
+
+
 class Judges:
     """Asks judges, for all jobs of a process. Lives in one event loop."""
 
@@ -111,7 +143,9 @@ class Judges:
         """`directory` is that of the run: each job keeps its answers in its own directory below."""
         self._directory, self._http = directory, http
         self._graders = Graders(Walls())
-        self._gates: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
+        self._gates: weakref.WeakValueDictionary[str, AtOnce] = weakref.WeakValueDictionary()
+        self._spent: dict[str, Spend] = {}
+        """Of jobs that are here; their files have the same."""
         self._open: dict[tuple[str, str], asyncio.Task[str]] = {}
 
     async def __call__(
@@ -134,9 +168,19 @@ class Judges:
         return [score_or_reason(one) for one in graded]
 
     def spend(self, job: str) -> Mapping[str, Any]:
-        """A job's spending on judges so far; empty without questions."""
-        spent = JudgeAnswers(self._directory / job / FILE).spend()
+        """A job's spending on judges so far; empty without questions. Reads the job's file on the first call only."""
+        spent = self._spend(job)
         return asdict(spent) if spent.questions else {}
+
+    def leave(self, job: str) -> None:
+        """Forget a job's spending, because it may run on another host before it returns."""
+        self._spent.pop(job, None)
+
+    def _spend(self, job: str) -> Spend:
+        if (known := self._spent.get(job)) is not None:
+            return known
+        read = JudgeAnswers(self._directory / job / FILE).spend()
+        return self._spent.setdefault(job, read)  # another thread may have kept an answer since
 
     async def close(self) -> None:
         """Stop asking, and end the processes of graders that ask no model."""
@@ -152,7 +196,7 @@ class Judges:
         if (known := await asyncio.to_thread(kept.find, key)) is not None:
             return known
         if (under_way := self._open.get((job, key))) is None:
-            under_way = self._open[job, key] = asyncio.create_task(self._ask(address, kept, key, body, seconds))
+            under_way = self._open[job, key] = asyncio.create_task(self._ask(job, address, kept, key, body, seconds))
             under_way.add_done_callback(lambda done: self._forget((job, key), done))
         return await asyncio.shield(under_way)  # the answer is paid for: it is kept even if the caller is cancelled
 
@@ -162,17 +206,19 @@ class Judges:
             done.exception()  # callers may be cancelled
 
     async def _ask(
-        self, address: JudgeAddress, kept: JudgeAnswers, key: str, body: Mapping[str, Any], seconds: float
+        self, job: str, address: JudgeAddress, kept: JudgeAnswers, key: str, body: Mapping[str, Any], seconds: float
     ) -> str:
-        gate = self._gates.setdefault(address.url, asyncio.Semaphore(address.at_once))
-        async with gate:
-            if address.budget is not None and (await asyncio.to_thread(kept.spend)).tokens >= address.budget:
+        gate = self._gates.setdefault(address.url, AtOnce())
+        async with gate.admit(address.at_once):
+            if address.budget is not None and (await asyncio.to_thread(self._spend, job)).tokens >= address.budget:
                 raise JobFailed(
                     f"the judges took args.budget, {address.budget:,} tokens: raise it, and run the same command again"
                 )
             said = await self._answer(address, body, seconds)
             cost = (said.read * address.prices.read + said.written * address.prices.written) / _PER
-            await asyncio.to_thread(kept.keep, key, said, cost)
+            paid = await asyncio.to_thread(kept.keep, key, said, cost)
+            if paid.questions > self._spent.get(job, _NOTHING).questions:  # of two threads the second may be first here
+                self._spent[job] = paid
         return said.text
 
     async def _answer(self, address: JudgeAddress, body: Mapping[str, Any], seconds: float) -> Said:

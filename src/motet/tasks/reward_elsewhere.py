@@ -47,6 +47,10 @@ class Judging(Protocol):
         """What was paid for a job so far; empty where nothing was."""
         ...
 
+    def leave(self, job: str) -> None:
+        """A job is no longer here."""
+        ...
+
     async def close(self) -> None:
         """Ask no longer."""
         ...

@@ -157,6 +157,8 @@ class RewardPool:
     async def unregister(self, job: str) -> None:
         """End a job's processes; open calls return as failed. An unknown job is ignored."""
         groups = registered.groups if (registered := self._jobs.pop(job, None)) else ()
+        for one in self._judging:
+            one.leave(job)
         for group in groups:
             group.closed = True
         for group in groups:
@@ -265,9 +267,8 @@ class RewardPool:
         sees_all = reward.name in SEES_ALL
         seen = [as_json(as_given(answer.transcript)) if sees_all else [] for answer in answers]
         written = [json.dumps(one, ensure_ascii=False) for one in seen]
-        lengths = [len(one) for one in written]
-        sent = [n for n, length in enumerate(lengths) if length <= LONGEST_TRANSCRIPT]
-        parts = [_Part(error=_too_long(length)) for length in lengths]
+        sent = [n for n, one in enumerate(written) if len(one) <= LONGEST_TRANSCRIPT]
+        parts = [_Part(error=_too_long(len(one))) for one in written]
         sizes = [len((one + answer.text).encode()) for one, answer in zip(written, answers, strict=True)]
         for some in _in_parts(sent, sizes):
             texts, talks = [answers[n].text for n in some], [seen[n] for n in some]

@@ -51,6 +51,8 @@ class Resolved:
     """The same version with ids: `job-…@12`, `adapter-…`."""
     base: str | None
     """The base that it was trained on, under its stored name."""
+    job_of: str | None = None
+    """The tenant whose job made it; None for an uploaded adapter."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ class Adapters:
         if version is None:
             return None
         number, path = version
-        return Resolved(path, f"{thing.name}-v{number}", f"{thing.id}@{number}", thing.base)
+        return Resolved(path, f"{thing.name}-v{number}", f"{thing.id}@{number}", thing.base, thing.tenant_id)
 
     def share(self, share: Share) -> Share:
         """Create a share, or return the existing one."""

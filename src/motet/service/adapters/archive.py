@@ -14,6 +14,7 @@ import sys
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
@@ -98,17 +99,20 @@ def pack(directory: Path, name: str) -> bytes:
     return packed.getvalue()
 
 
-def pack_into(target: IO[bytes], directory: Path, name: str) -> None:
-    """Write the result of `pack` to a file.
+def pack_into(target: IO[bytes], directory: Path, name: str, beside: Mapping[str, Path] | None = None) -> None:
+    """Write the result of `pack` to a file; `beside` are more files by their names in the archive.
 
     Raises:
         AdapterError: its files have changed since they were saved.
     """
     check_version(directory)
-    with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as archive:
+    # a version's receipt is a link to one of the job's: both are written as files
+    with tarfile.open(fileobj=target, mode="w:gz", compresslevel=1, dereference=True) as archive:
         for file in ADAPTER_FILES:
             if (directory / file).is_file():
                 archive.add(directory / file, f"{name}/{file}")
+        for file, path in (beside or {}).items():
+            archive.add(path, f"{name}/{file}")
 
 
 # --- both -------------------------------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from motet.errors import DataError
 from motet.service.adapters.adapters import ALL
 from motet.service.adapters.adapters import Adapters as AdaptersPart
 from motet.service.adapters.archive import pack_into, unpack_apart
+from motet.service.composition import Service
 from motet.service.database.tables import Share as StoredShare
 from motet.service.database.tables import StoredJob, UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal, existing
-from motet.service.http.auth import ReadThreads
 from motet.service.http.downloads import packed
 from motet.service.schemas import Version, Versions
 from motet.service.schemas.adapters import Adapter, Adapters, Share, ShareRequest, Shares
@@ -32,6 +32,9 @@ from motet.types import ADAPTER_FILES
 router = APIRouter(prefix="/v1", tags=["adapters"])
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
 _PIECE = 2**20
+WithReceipts = Annotated[
+    bool, Query(description="Add the receipts of an own job's version; a tenant with whom it is shared gets none.")
+]
 
 
 @router.get("/jobs/{job}/versions")
@@ -54,15 +57,15 @@ def list_versions(service: ServiceDep, job: NamedJob) -> Versions:
 
 
 @router.get("/jobs/{job}/versions/{version}/download", response_class=Response)
-async def download_version(who: Asker, service: ServiceDep, job: NamedJob, version: str) -> Response:
+async def download_version(
+    who: Asker, service: ServiceDep, job: NamedJob, version: str, receipts: WithReceipts = False
+) -> Response:
     """Download a version (a number, `best` or `latest`) as a .tar.gz of a PEFT directory."""
     saved = await asyncio.to_thread(service.storage.version, job.id, version)
     if saved is None:
         kept = ", ".join(map(str, service.storage.job(job.id).versions())) or "none yet"
         raise Refusal(404, f"version {version!r} of job {job.name!r} does not exist; kept versions: {kept}")
-    return await _archive(
-        service.read_threads, who.tenant_id, service.storage.directory, saved[1], f"{job.name}-v{saved[0]}"
-    )
+    return await _archive(service, who.tenant_id, saved[1], f"{job.name}-v{saved[0]}", receipts)
 
 
 @router.post("/adapters", status_code=201)
@@ -104,12 +107,13 @@ def list_adapters(who: Asker, service: ServiceDep) -> Adapters:
 
 
 @router.get("/adapters/{adapter:path}/download", response_class=Response)
-async def download(who: Asker, service: ServiceDep, adapter: str) -> Response:
+async def download(who: Asker, service: ServiceDep, adapter: str, receipts: WithReceipts = False) -> Response:
     """Download an adapter as a .tar.gz: an uploaded one, `job@version`, or a shared `tenant/job@version`."""
     resolved = existing(
         await asyncio.to_thread(service.adapters.find, who, adapter), f"there is no adapter {adapter!r}"
     )
-    return await _archive(service.read_threads, who.tenant_id, service.storage.directory, resolved.path, resolved.name)
+    receipts = receipts and resolved.job_of is not None and (who.admin or resolved.job_of == who.tenant_id)
+    return await _archive(service, who.tenant_id, resolved.path, resolved.name, receipts)
 
 
 @router.get("/adapters/{adapter}")
@@ -161,13 +165,14 @@ async def _examined(engine: Hosts, directory: Path, base: str) -> AdapterExamine
     raise Refusal(400, reason.replace(f"{directory}/", "").replace(str(directory), "the adapter"))
 
 
-async def _archive(threads: ReadThreads, key: str, scratch: Path, directory: Path, name: str) -> Response:
+async def _archive(service: Service, key: str, directory: Path, name: str, receipts: bool) -> Response:
     """An adapter as a .tar.gz, packed in the turn of `key`."""
+    scratch = service.storage.directory
 
     def pack(file: IO[bytes]) -> None:
-        pack_into(file, directory, name)
+        pack_into(file, directory, name, service.storage.receipts(directory) if receipts else None)
 
-    return await threads.run(key, lambda: packed(scratch, pack, "application/gzip", f"{name}.tar.gz"))
+    return await service.read_threads.run(key, lambda: packed(scratch, pack, "application/gzip", f"{name}.tar.gz"))
 
 
 def _size(directory: Path) -> int:
