@@ -132,7 +132,7 @@ def prepare(
         chat=read.chat,
         directory=directory.job(config.name),
         base_rate=config.optimizer.lr_multiplier
-        * (auto_learning_rate(info.hidden_size, info.model_type) if isinstance(rate, str) else rate),
+        * (auto_learning_rate(info.hidden_size, info.model_type, config.rollouts) if isinstance(rate, str) else rate),
         stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
         progress=JobProgress.of(config),
         inexact=[info.inexact] if info.inexact else [],

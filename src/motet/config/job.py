@@ -157,7 +157,8 @@ class OptimizerConfig(Config):
     """AdamW, per adapter."""
 
     lr: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = "auto"
-    """Learning rate, between 0 and 1. `auto` derives it from the width and family of the base, and prints it."""
+    """Learning rate, between 0 and 1. `auto` derives it from the width and family of the base and from the rollouts of a step
+    ([The learning rate](learning.md#the-learning-rate)), and prints it."""
     lr_multiplier: float = Field(1.0, gt=0, le=1000)
     """Factor on the learning rate, to adjust `auto`."""
     betas: tuple[float, float] = AdamW.betas
@@ -354,6 +355,12 @@ class JobConfig(Config):
         """The algorithm of a job that learns from rollouts."""
         assert isinstance(self.algorithm, PolicyGradient), self.algorithm.type
         return self.algorithm
+
+    @property
+    def rollouts(self) -> int | None:
+        """Rollouts that a step trains on; None of a job without rollouts of its own."""
+        algorithm = self.algorithm
+        return algorithm.group_size * algorithm.groups_per_step if isinstance(algorithm, PolicyGradient) else None
 
     @property
     def effective_seed(self) -> int:
