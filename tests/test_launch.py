@@ -103,7 +103,7 @@ def test_the_job_of_a_client_has_no_rows_and_is_probed(base: Any, tmp_path: Path
         ({"algorithm": {"group_size": 4, "groups_per_step": 8}}, 0.5),
         ({"algorithm": {"groups_per_step": 32}}, 2**0.5),
         ({"algorithm": {"group_size": 10**5, "groups_per_step": 10**6}}, 8**0.5),
-        ({"algorithm": {"updates_per_batch": 4}}, 1.0),
+        ({"algorithm": {"updates_per_batch": 4}}, 0.5),
         ({"adapter": {"rank": 4}}, 1.0),
         ({"adapter": {"rank": 64}}, 1.0),
         ({"algorithm": {"type": "sft", "rows_per_step": 2}, "reward": None}, 1.0),

@@ -9,12 +9,12 @@ from motet.config import OptimizerConfig
 
 _WIDTH_POWER = {"llama": 1.5, "qwen": 0.08}
 REFERENCE_ROLLOUTS = 128
-"""Rollouts of a step with the default settings, at which the rule was fitted."""
+"""Rollouts of an optimizer update with the default settings, at which the rule was fitted."""
 MOST_ROLLOUTS = 1024
-"""More rollouts in a step do not raise the rate further; it was measured with up to 256."""
+"""More rollouts do not raise the rate further; it was measured with 32 and 128."""
 
 
-def auto_learning_rate(hidden_size: int, model_type: str, rollouts: int | None = None) -> float:
+def auto_learning_rate(hidden_size: int, model_type: str, rollouts: float | None = None) -> float:
     """A starting rate for LoRA: 4e-5 · (4096 / width)^p · √(rollouts / 128).
 
     The anchor and p = 0.08 for Qwen-like bases follow the fit that Thinking Machines published for Tinker (2025). For
@@ -25,7 +25,7 @@ def auto_learning_rate(hidden_size: int, model_type: str, rollouts: int | None =
     Args:
         hidden_size: width of the base.
         model_type: of the base, as transformers names it.
-        rollouts: of a step; None of a job that learns from rows.
+        rollouts: of a step, divided by its optimizer updates; None of a job that learns from rows.
     """
     family = "qwen" if model_type.startswith("qwen") else "llama"
     batch = 1.0 if rollouts is None else math.sqrt(min(rollouts, MOST_ROLLOUTS) / REFERENCE_ROLLOUTS)
