@@ -95,6 +95,33 @@ def test_the_job_of_a_client_has_no_rows_and_is_probed(base: Any, tmp_path: Path
     assert len(probe_ids(prepared.chat, prepared.data.train)) > 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [
+        ({}, 1.0),
+        ({"algorithm": {"groups_per_step": 4}}, 0.5),
+        ({"algorithm": {"group_size": 4, "groups_per_step": 8}}, 0.5),
+        ({"algorithm": {"groups_per_step": 32}}, 2**0.5),
+        ({"algorithm": {"group_size": 10**5, "groups_per_step": 10**6}}, 8**0.5),
+        ({"algorithm": {"updates_per_batch": 4}}, 0.5),
+        ({"adapter": {"rank": 4}}, 1.0),
+        ({"adapter": {"rank": 64}}, 1.0),
+        ({"algorithm": {"type": "sft", "rows_per_step": 2}, "reward": None}, 1.0),
+        ({"optimizer": {"lr_multiplier": 3}, "algorithm": {"groups_per_step": 4}}, 1.5),
+    ],
+)
+def test_the_automatic_rate_follows_rollouts_and_not_the_rank(
+    base: Any, tmp_path: Path, fields: dict[str, Any], factor: float
+) -> None:
+    tree = {name: value for name, value in {**job("auto", algorithm={}), **fields}.items() if value is not None}
+    with contextlib.closing(RunDirectory(tmp_path)) as directory:
+        auto, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources())
+        tree["optimizer"] = {**tree.get("optimizer", {}), "lr": 1e-3}
+        given, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources())
+    assert auto.base_rate == pytest.approx(4e-5 * (4096 / 256) ** 1.5 * factor)
+    assert given.base_rate == 1e-3 * given.config.optimizer.lr_multiplier, "a rate that is given is taken as it is"
+
+
 def test_what_was_left_out_of_the_data_is_a_note_of_the_run(base: Any, tmp_path: Path) -> None:
     rows = [{"prompt": f"Say {i % 9}", "answer": str(i % 9)} for i in range(40)]
     result = run(base, tmp_path, job("twice", data={"source": rows, "holdout": 2}), job("once"))

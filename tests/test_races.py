@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import motet
+from motet.commands.control import send
 from motet.commands.replay import fork_job
 from motet.commands.verify import verify
 from motet.config import JobConfig
@@ -21,15 +22,15 @@ from motet.config.candidates import RacePlan, raced
 from motet.errors import ConfigError, RunError
 from motet.jobfile import load_jobs, merge
 from motet.running import run_config
-from motet.runtime.race import RaceRecord
+from motet.runtime.race import RaceRecord, why_out
 from motet.runtime.race_rule import confirming, decide, deciding
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
-from motet.types import JobState
+from motet.types import JobState, Problem
 from motet.view.bracket import verdict
 from tests.adapter_files import run
-from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
+from tests.fake_run import FakeRun, Setting, job, metrics, run_jobs, vowels, weights
 
 ROWS = [{"prompt": f"Say {i}", "answer": f"{i % 4}"} for i in range(48)]
 OVER = {"optimizer.lr": [0.01, 0.05, 0.2, 0.5]}
@@ -126,8 +127,16 @@ def test_a_record_that_the_evaluations_contradict_is_refused(alone: Path, tmp_pa
 
 def test_a_race_with_other_candidates_is_refused(alone: Path, tmp_path: Path) -> None:
     on_fakes(tmp_path)
-    with pytest.raises(RunError, match="with other candidates or rungs"):
+    with pytest.raises(RunError, match="with other candidates, rungs or level"):
         run_jobs(tmp_path, [racing(race={"candidates": 5})], Setting(holdout=15))
+    assert RaceRecord.read(tmp_path / "say.race.json").level == 0.95
+    with pytest.raises(RunError, match="with other candidates, rungs or level"):
+        run_jobs(tmp_path, [racing(race={"level": 0.6})], Setting(holdout=15))
+    path = tmp_path / "say.race.json"  # as a race wrote it before its record had the level
+    path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "level"})
+    )
+    on_fakes(tmp_path)
 
 
 def test_a_candidate_that_fails_is_out_and_the_others_go_on(tmp_path: Path) -> None:
@@ -141,6 +150,39 @@ def test_a_candidate_that_fails_is_out_and_the_others_go_on(tmp_path: Path) -> N
     assert record.outcome is not None
     assert record.outcome.finalist is not None
     assert ended.state(record.outcome.finalist) is JobState.SUCCEEDED
+
+
+def test_a_candidate_that_is_out_is_not_resumed_by_hand(tmp_path: Path) -> None:
+    failing, first = [False], "say-c=00"
+
+    def reward(problem: Problem, completion: str) -> float:
+        if failing[0]:
+            raise ValueError("out of order")
+        return vowels(problem, completion)
+
+    async def until(reached: Callable[[], bool]) -> None:
+        while not reached():
+            await asyncio.sleep(0)
+
+    async def resume(run: FakeRun) -> None:
+        await until(lambda: bool(run.jobs[first].directory.steps()))
+        failing[0] = True  # the other candidates have no slot yet
+        await until(lambda: run.state(first) is JobState.FAILED)
+        failing[0] = False
+        await until((tmp_path / "say.race.json").exists)
+        with pytest.raises(
+            RunError, match=rf"out of the race after step 3: .* motet fork JOBS.yaml {first}@\d NEW_RUN"
+        ):
+            send(tmp_path, first, "resume")
+        run.pipeline.resume(first)
+        assert run.state(first) is JobState.FAILED
+        assert "not resumed: out of the race" in run.jobs[first].progress.message
+
+    ended = run_jobs(tmp_path, [racing(reward=reward)], Setting(holdout=15, slots=1), resume)
+    assert ended.state(first) is JobState.FAILED
+    record = RaceRecord.read(tmp_path / "say.race.json")
+    dropped = next(name for name in record.dropped() if name != first)
+    assert f"motet fork JOBS.yaml {dropped}@" in (why_out([record], ended.jobs[dropped].directory) or "")
 
 
 def test_a_budget_lets_fewer_go_on(alone: Path, tmp_path: Path) -> None:

@@ -126,13 +126,14 @@ def prepare(
     known, key = {} if known is None else known, f"{key_of(config.data)} {kind}"
     read = known[key] = known.get(key) or _Read.of(config.data, info, sources, kind)
     rate = config.optimizer.lr
+    if rate == "auto":
+        rate = auto_learning_rate(info.hidden_size, info.model_type, config.rollouts_per_update)
     job = Job(
         config=config,
         data=read.data,
         chat=read.chat,
         directory=directory.job(config.name),
-        base_rate=config.optimizer.lr_multiplier
-        * (auto_learning_rate(info.hidden_size, info.model_type) if isinstance(rate, str) else rate),
+        base_rate=config.optimizer.lr_multiplier * rate,
         stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
         progress=JobProgress.of(config),
         inexact=[info.inexact] if info.inexact else [],

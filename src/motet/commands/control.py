@@ -8,6 +8,7 @@ from pathlib import Path
 from motet.checksums import replace_file
 from motet.errors import ConfigError, RunError
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.race import records, why_out
 from motet.runtime.rundir import CONTROL
 from motet.types import JobState
 
@@ -16,7 +17,7 @@ def send(directory: Path, job: str, word: str) -> str:
     """Ask the running process to pause, resume or cancel a job.
 
     Raises:
-        RunError: there is no such job, or no process runs it.
+        RunError: there is no such job, no process runs it, or it does not obey the word.
     """
     if not directory.is_dir():
         raise RunError(
@@ -28,9 +29,11 @@ def send(directory: Path, job: str, word: str) -> str:
         raise RunError(f"{directory} has no job {job!r}; there are: {', '.join(jobs) or 'none'}")
     if not _running(directory):
         raise RunError(f"no process runs {directory}; start it with `motet run`, which resumes it")
+    if word == "resume" and (out := why_out(records(directory), JobDirectory(place))):
+        raise RunError(f"job {job!r}: {out}")
     state = JobDirectory(place).read_status().get("state")
     if state in (JobState.SUCCEEDED, JobState.CANCELLED):
-        raise RunError(f"job {job!r} has {state} and stays so; give it another name or run directory to train it again")
+        raise RunError(f"job {job!r} is {state} and stays so; give it another name or run directory to train it again")
     replace_file(place / CONTROL, word.encode())
     return f"asked {job} to {word}"
 

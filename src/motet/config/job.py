@@ -157,7 +157,8 @@ class OptimizerConfig(Config):
     """AdamW, per adapter."""
 
     lr: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = "auto"
-    """Learning rate, between 0 and 1. `auto` derives it from the width and family of the base, and prints it."""
+    """Learning rate, between 0 and 1. `auto` derives it from the width and family of the base and the rollouts of an update
+    ([The learning rate](learning.md#the-learning-rate)), and prints it."""
     lr_multiplier: float = Field(1.0, gt=0, le=1000)
     """Factor on the learning rate, to adjust `auto`."""
     betas: tuple[float, float] = AdamW.betas
@@ -354,6 +355,12 @@ class JobConfig(Config):
         """The algorithm of a job that learns from rollouts."""
         assert isinstance(self.algorithm, PolicyGradient), self.algorithm.type
         return self.algorithm
+
+    @property
+    def rollouts_per_update(self) -> float | None:
+        """Rollouts of a step for each of its optimizer updates; None of a job without rollouts of its own."""
+        one = self.algorithm
+        return one.group_size * one.groups_per_step / one.updates_per_batch if isinstance(one, PolicyGradient) else None
 
     @property
     def effective_seed(self) -> int:

@@ -8,16 +8,28 @@ from motet.batch import AdamW
 from motet.config import OptimizerConfig
 
 _WIDTH_POWER = {"llama": 1.5, "qwen": 0.08}
+REFERENCE_ROLLOUTS = 128
+"""Rollouts of an optimizer update with the default settings, at which the rule was fitted."""
+MOST_ROLLOUTS = 1024
+"""More rollouts do not raise the rate further; it was measured with 32 and 128."""
 
 
-def auto_learning_rate(hidden_size: int, model_type: str) -> float:
-    """A starting rate for LoRA with reinforcement learning: 4e-5 · (4096 / width)^p.
+def auto_learning_rate(hidden_size: int, model_type: str, rollouts: float | None = None) -> float:
+    """A starting rate for LoRA: 4e-5 · (4096 / width)^p · √(rollouts / 128).
 
     The anchor and p = 0.08 for Qwen-like bases follow the fit that Thinking Machines published for Tinker (2025). For
-    other bases p = 1.5, from sweeps at widths 256 and 576; `docs/learning.md` has the curves.
+    other bases p = 1.5, from sweeps at widths 256 and 576. AdamW's noise falls with the square root of the batch, hence
+    the root (Malladi et al. 2022, arXiv 2205.10287). The rank plays no part: the update is scaled by alpha / rank.
+    `docs/learning.md` has the measurements.
+
+    Args:
+        hidden_size: width of the base.
+        model_type: of the base, as transformers names it.
+        rollouts: of a step, divided by its optimizer updates; None of a job that learns from rows.
     """
     family = "qwen" if model_type.startswith("qwen") else "llama"
-    return float(4e-5 * (4096 / hidden_size) ** _WIDTH_POWER[family])
+    batch = 1.0 if rollouts is None else math.sqrt(min(rollouts, MOST_ROLLOUTS) / REFERENCE_ROLLOUTS)
+    return float(4e-5 * (4096 / hidden_size) ** _WIDTH_POWER[family] * batch)
 
 
 def learning_rate(config: OptimizerConfig, base_rate: float, step: int, steps: int) -> float:

@@ -19,7 +19,7 @@ from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
 from motet.runtime.progress import STOPPED_EARLY
-from motet.runtime.race import Race, let_decide
+from motet.runtime.race import Race, let_decide, refused
 from motet.runtime.rollout_loop import RolloutLoop
 from motet.runtime.row_loop import RowLoop
 from motet.runtime.rundir import read_commands
@@ -145,7 +145,7 @@ class Pipeline:
             running.pause, running.preempted = None, False
             if running.loop is not None:
                 running.loop.go_on()
-        elif running is None and job.state in (JobState.PAUSED, JobState.FAILED):
+        elif running is None and job.state in (JobState.PAUSED, JobState.FAILED) and not refused(self._races, job):
             _move(job, JobState.QUEUED)
         self._obey(job)
         self._changed.set()

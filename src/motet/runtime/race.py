@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from motet.checksums import replace_file
 from motet.config import Config
 from motet.config.candidates import RacePlan
+from motet.config.race import RaceConfig
 from motet.errors import ConfigError, RunError
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
 from motet.runtime.job import Job
@@ -81,6 +82,8 @@ class RaceRecord:
     """By candidate: the settings that differ, by field."""
     plan: tuple[tuple[int, int], ...]
     """(version, candidates that go on) of each decision."""
+    level: float
+    """Of the intervals of all decisions together (`race.level`)."""
     rungs: tuple[Rung, ...] = ()
     """Decisions so far."""
     outcome: RaceOutcome | None = None
@@ -106,7 +109,8 @@ class RaceRecord:
             )
             end = tree["outcome"]
             outcome = None if end is None else RaceOutcome(**{**end, "as_good": tuple(end["as_good"])})
-            return cls(tree["name"], tree["values"], tuple((a, b) for a, b in tree["plan"]), rungs, outcome)
+            plan, level = tuple((a, b) for a, b in tree["plan"]), float(tree.get("level", RaceConfig().level))
+            return cls(tree["name"], tree["values"], plan, level, rungs, outcome)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RunError(f"{path} is damaged ({error}); put it back, or use another run directory") from error
 
@@ -143,6 +147,17 @@ def interval(mean: float | None, low: float | None, high: float | None) -> str:
     return f"{mean:+.3f}" if low is None or high is None else f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
+def why_out(known: Iterable[RaceRecord], job: JobDirectory) -> str | None:
+    """Why a race does not take a job back, and what to do instead; None of a job that no race dropped."""
+    name = job.path.name
+    why = next((dropped[name] for dropped in (one.dropped() for one in known) if name in dropped), None)
+    if why is None:
+        return None
+    steps = job.steps()
+    further = f"motet fork JOBS.yaml {name}@{steps[-1]} NEW_RUN" if steps else "write it as a job in another file"
+    return f"{why}. It cannot join again; to train it further, begin a new job: {further}"
+
+
 def records(run: Path) -> list[RaceRecord]:
     """What the races of a run wrote down; those that cannot be read are left out."""
     known = []
@@ -166,11 +181,12 @@ class Race:
         self.plan, self.path = plan, run / f"{plan.name}{ENDING}"
         self._jobs = {one.name: jobs[one.name] for one in plan.candidates}
         values = {name: {path: _plain(value) for path, value in given.items()} for name, given in plan.values.items()}
-        fresh = RaceRecord(plan.name, values, plan.rungs)
+        fresh = RaceRecord(plan.name, values, plan.rungs, plan.settings.level)
         self.record = RaceRecord.read(self.path) if self.path.exists() else fresh
-        if (self.record.plan, self.record.values) != (fresh.plan, fresh.values):
+        if replace(self.record, rungs=(), outcome=None) != fresh:
             raise RunError(
-                f"{self.path} is of a race with other candidates or rungs; use another run directory, or change the race back"
+                f"{self.path} is of a race with other candidates, rungs or level; use another run directory, or change the "
+                "race back"
             )
         if not self.path.exists() and any(job.progress.message.startswith(DROPPED) for job in self._jobs.values()):
             raise RunError(
@@ -253,7 +269,7 @@ class Race:
         if again != rung.standings[: len(again)]:
             raise RunError(
                 f"{self.path}: decision {number + 1} is not what the evaluations of its candidates give; put the file back, or "
-                "use another run directory; race.level must be as before, too"
+                "use another run directory"
             )
 
     def _outcome(self) -> RaceOutcome:
@@ -282,7 +298,7 @@ class Race:
         return [version for version in job.directory.sampled(evals=True) if version in kept and version > 0]
 
     def _write(self, **fields: Any) -> None:
-        self.record = RaceRecord(**{**{name: getattr(self.record, name) for name in vars(self.record)}, **fields})
+        self.record = replace(self.record, **fields)
         self.record.write(self.path)
 
 
@@ -290,6 +306,14 @@ def let_decide(races: Iterable[Race], running: Container[str]) -> None:
     """Let each race decide whose candidates have all arrived; `running` are the jobs that have a slot."""
     for race in races:
         race.decide(running)
+
+
+def refused(races: Iterable[Race], job: Job) -> bool:
+    """Whether a race dropped a job that is to be resumed; the job's message then says what to do."""
+    out = why_out((race.record for race in races), job.directory)
+    if out is not None:
+        job.note(f"not resumed: {out}")
+    return out is not None
 
 
 def known_of(races: Iterable[Race]) -> dict[str, RaceRecord]:
