@@ -70,11 +70,9 @@ def metrics(service: ServiceDep, _: Annotated[None, Depends(metrics_access)]) ->
     bases = service.adapters.bases
     labels = ["tenant", "job", *(["base"] if bases.several else [])]
     rate = Gauge("motet_tokens_per_second", "Tokens sampled and trained, by job.", labels, registry=registry)
-    for job_id, standing in service.hosts.progress.items():
-        job = service.adapters.by_id(job_id)
-        if isinstance(job, StoredJob):
-            of_job = (service.store.tenants.name_of(job.tenant_id), job.name, bases.called(job.base))
-            rate.labels(*of_job[: len(labels)]).set(standing.tokens_per_second)
+    progress = service.hosts.progress
+    for job_id, (tenant, job, base) in service.store.names_of(progress).items():
+        rate.labels(*(tenant, job, bases.called(base))[: len(labels)]).set(progress[job_id].tokens_per_second)
     waiting = Gauge("motet_queue_age_seconds", "Age of a tenant's oldest queued job.", ["tenant"], registry=registry)
     for tenant, since in _queued_since(service.store).items():
         waiting.labels(tenant).set(max(0.0, now() - since))
