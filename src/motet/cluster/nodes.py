@@ -28,6 +28,8 @@ class NodeFacts:
     """That Ray gives out there."""
     project: bool = True
     """Whether it sees the project directory, where hosts look for own code and data; else it gets a copy."""
+    same: frozenset[str] = frozenset()
+    """Mounts and linked directories of the project that it sees, as in `Seen`."""
     gloo: float | str = "not tried"
     """Seconds of a round of gloo with all others, or why there was none."""
 
