@@ -66,8 +66,8 @@ class AddJob(ChannelMessage, frozen=True):
     tenant: str
     rule: Rule
     slots: int = 1
-    base: str = ""
-    """The name of the base that it is for."""
+    base: str = ""  # the name of the base that it is for
+    resumes: bool = False  # whether it had a slot when its host ended
 
 
 class SteerJob(ChannelMessage, frozen=True):
