@@ -6,7 +6,7 @@ Every call is one short transaction. Requests of a tenant only search that tenan
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import Select, delete, func, select, update
@@ -199,15 +199,6 @@ class Store:
         """A job of any tenant by its id."""
         with self.transaction() as session:
             return find_job(session, job_id)
-
-    def names_of(self, job_ids: Iterable[str]) -> dict[str, tuple[str, str, str | None]]:
-        """The tenant's name, the job's name and the stored name of its base, by id: one query for all jobs."""
-        query = select(StoredJob.id, Tenant.name, StoredJob.name, StoredJob.base).join(
-            Tenant, Tenant.id == StoredJob.tenant_id
-        )
-        with self.transaction() as session:
-            rows = session.execute(query.where(StoredJob.id.in_(list(job_ids))))
-            return {job_id: (tenant, name, base) for job_id, tenant, name, base in rows}
 
     def open_jobs(self) -> list[StoredJob]:
         """Unfinished jobs in order of submission, which a starting service resumes."""

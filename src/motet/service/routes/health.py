@@ -71,7 +71,7 @@ def metrics(service: ServiceDep, _: Annotated[None, Depends(metrics_access)]) ->
     labels = ["tenant", "job", *(["base"] if bases.several else [])]
     rate = Gauge("motet_tokens_per_second", "Tokens sampled and trained, by job.", labels, registry=registry)
     progress = service.hosts.progress
-    for job_id, (tenant, job, base) in service.store.names_of(progress).items():
+    for job_id, (tenant, job, base) in _names_of(service.store, list(progress)).items():
         rate.labels(*(tenant, job, bases.called(base))[: len(labels)]).set(progress[job_id].tokens_per_second)
     waiting = Gauge("motet_queue_age_seconds", "Age of a tenant's oldest queued job.", ["tenant"], registry=registry)
     for tenant, since in _queued_since(service.store).items():
@@ -109,6 +109,14 @@ def _add_hosts(registry: CollectorRegistry, engine: Hosts, labels: list[str]) ->
             seconds.labels(*of_host).set(host.device.get(name, 0.0))
         for name, number in drafts.items():
             number.labels(*of_host).set(host.device.get(name, 0.0))
+
+
+def _names_of(store: Store, job_ids: list[str]) -> dict[str, tuple[str, str, str | None]]:
+    """The tenant's name, the job's name and the stored name of its base, by id: one query for all jobs."""
+    query = select(StoredJob.id, Tenant.name, StoredJob.name, StoredJob.base)
+    query = query.join(Tenant, Tenant.id == StoredJob.tenant_id).where(StoredJob.id.in_(job_ids))
+    with store.transaction() as session:
+        return {row[0]: (row[1], row[2], row[3]) for row in session.execute(query)}
 
 
 def _queued_since(store: Store) -> dict[str, float]:
