@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from motet.cluster.messages import AddJob, StartHost, Stop
+from motet.cluster.nodes import NodeFacts, address_of, faults
 from motet.cluster.project import (
     Seen,
     copy_to,
@@ -180,3 +181,10 @@ def test_a_mount_that_a_node_sees_is_not_copied_and_linked_at_its_place(home: Pa
     assert (copy / "own.py").is_file(), "a copy that another host runs in stays"
     assert (other / "our data" / "rows.jsonl").read_text() == "{}"
     assert place_on(sees, run, here, [rows], made) == copy
+
+
+def test_a_node_whose_name_means_nothing_is_told_what_to_set() -> None:
+    versions, unknown = ("1", "2", "3"), address_of("a name with spaces")
+    facts = NodeFacts("10.0.0.2", versions, unknown, 1, 1, sees=True, free_disk=1, gloo="no address")
+    (told,) = faults([facts], Path("/shared"))
+    assert "(the name of 10.0.0.2 means itself alone or nothing: set GLOO_SOCKET_IFNAME there)" in told

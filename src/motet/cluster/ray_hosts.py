@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from motet.cluster.host import Engine
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
 from motet.cluster.messages import StartHost
-from motet.cluster.nodes import NodeFacts
+from motet.cluster.nodes import NodeFacts, address_of
 from motet.cluster.project import Seen, leads_away, look_of, moved, place_on, seen_here
 from motet.config.engine import EngineConfig
 from motet.config.rollout import RolloutConfig
@@ -239,7 +239,7 @@ class _Node:
         versions = version("motet"), version("torch"), platform.python_version()
         disk = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         return NodeFacts(
-            "", versions, socket.gethostbyname(name), budgets.cores(), int(budgets.available_memory()), _sees(path), disk,
+            "", versions, address_of(name), budgets.cores(), int(budgets.available_memory()), _sees(path), disk,
             gpus=budgets.gpus(), project=look_of(Path(project)) == look, same=seen_here(away),
         )  # fmt: skip
 
