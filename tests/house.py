@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import httpx2
 import uvicorn
 from fastapi import FastAPI
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 
 from motet.config.service import Role, ServiceConfig
 from motet.rollout.server_process import free_port
@@ -115,6 +117,18 @@ class _Server(uvicorn.Server):
         """Graders' processes end with their loop."""
         await self.config.app.state.service.grading.close()  # type: ignore[union-attr]
         await super().shutdown(sockets)
+
+
+@contextlib.contextmanager
+def statements() -> Iterator[list[str]]:
+    """The SQL that this process executes meanwhile."""
+    asked = list[str]()
+    listened = Engine, "before_cursor_execute", lambda _, __, query, *more: asked.append(query)
+    event.listen(*listened)
+    try:
+        yield asked
+    finally:
+        event.remove(*listened)
 
 
 @contextlib.contextmanager

@@ -449,7 +449,7 @@ def test_what_is_wrong_with_nodes_is_told_with_what_to_do() -> None:
     assert "install the same everywhere" in versions
     assert shared.startswith("10.0.0.2 does not see /shared: mount")
     assert gloo.startswith(
-        "10.0.0.2 does not reach the others by gloo (the name of 10.0.0.2 means itself alone: set GLOO_"
+        "10.0.0.2 does not reach the others by gloo (the name of 10.0.0.2 means itself alone or nothing: set GLOO_"
     )
 
 

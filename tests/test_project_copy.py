@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from motet.cluster.messages import AddJob, StartHost, Stop
-from motet.cluster.project import Seen, copy_to, look_of, moved, named_by_place, place_on, too_large
+from motet.cluster.nodes import NodeFacts, address_of, faults
+from motet.cluster.project import (
+    Seen,
+    copy_to,
+    leads_away,
+    look_of,
+    moved,
+    named_by_place,
+    place_on,
+    seen_here,
+    too_large,
+)
 from motet.config.service import ANY_SIZE
 from motet.errors import ConfigError, EngineError
 from motet.jobfile import validate
@@ -120,3 +131,60 @@ def test_absolute_paths_of_jobs_are_known(home: Path, monkeypatch: pytest.Monkey
     near = {"name": "two", "data": "data/sums.jsonl", "reward": "own.py:x"}
     tree = {"base": "small", "run": str(home / "run"), "jobs": [job, near]}
     assert named_by_place(validate(tree, "the test")) == sorted([str(own), str(data)])
+
+
+def test_links_to_directories_inside_are_followed_and_others_refused(home: Path) -> None:
+    run, here, outside = home / "run", home / "project", home / "outside"
+    (here / ".cache" / "rows").mkdir(parents=True)
+    (here / ".cache" / "rows" / "a.jsonl").write_text("{}")
+    (here / "rows").symlink_to(".cache/rows")
+    (here / "data" / "up").symlink_to(here)
+    copied = {"own.py", "data/sums.jsonl", "notes/a.md", "rows/a.jsonl"}
+    assert files(copy_to(run, here)) == copied, "a link back to a directory above is left out"
+    outside.mkdir()
+    (outside / "large.jsonl").write_text("{}")
+    (here / "data" / "linked").symlink_to(outside)
+    with pytest.raises(
+        ConfigError, match=f"{here}/data/linked is a link to {outside}, outside the project, and is not"
+    ):
+        copy_to(run, here)
+    assert leads_away(here, run)[str(outside)] == look_of(outside)
+    assert seen_here({**leads_away(here, run), str(home / "gone"): ""}) == {str(outside)}
+    node = Seen("10.0.0.2", run=True, project=False, same=frozenset({str(outside)}))
+    copy = place_on(node, run, here, [str(here / "data" / "linked" / "large.jsonl")])
+    assert (copy / "data" / "linked").readlink() == outside
+    assert too_large(here, run)
+    assert not too_large(here, run, {str(outside)})
+
+
+def test_a_mount_that_a_node_sees_is_not_copied_and_linked_at_its_place(home: Path, tmp_path: Path) -> None:
+    run, here, mount = home / "run", home / "project", home / "project" / "our data"
+    mount.mkdir()
+    with (mount / "rows.jsonl").open("wb") as large:
+        os.ftruncate(large.fileno(), 600 << 20)
+    spaced = str(mount).replace(" ", "\\040")
+    (tmp_path / "mountinfo").write_text(
+        f"22 1 0:21 / / rw\n36 35 98:0 / {spaced} rw - nfs x rw\n37 35 98:1 / {here} rw\n"
+    )
+    assert set(leads_away(here, run, tmp_path / "mountinfo")) == {str(mount)}
+    rows = str(mount / "rows.jsonl")
+    unseen, sees = (Seen("10.0.0.2", True, False, False, same=one) for one in (frozenset(), frozenset({str(mount)})))
+    with pytest.raises(ConfigError, match=r"is larger than what is copied .* 600 MiB so far in our data"):
+        place_on(unseen, run, here, [rows])
+    copy = place_on(sees, run, here, [rows])
+    assert (copy / "our data").readlink() == mount
+    assert not {"own.py", "data/sums.jsonl", "notes/a.md"} - files(copy)
+    small = mount / "rows.jsonl"
+    small.write_text("{}")
+    made = {sees.same: copy}
+    other = place_on(unseen, run, here, [rows], made)
+    assert (copy / "own.py").is_file(), "a copy that another host runs in stays"
+    assert (other / "our data" / "rows.jsonl").read_text() == "{}"
+    assert place_on(sees, run, here, [rows], made) == copy
+
+
+def test_a_node_whose_name_means_nothing_is_told_what_to_set() -> None:
+    versions, unknown = ("1", "2", "3"), address_of("a name with spaces")
+    facts = NodeFacts("10.0.0.2", versions, unknown, 1, 1, sees=True, free_disk=1, gloo="no address")
+    (told,) = faults([facts], Path("/shared"))
+    assert "(the name of 10.0.0.2 means itself alone or nothing: set GLOO_SOCKET_IFNAME there)" in told

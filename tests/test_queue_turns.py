@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from pathlib import Path
 
+import pytest
+
 from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments
 from motet.cluster.host import Host
@@ -18,7 +20,8 @@ from motet.service.database.store import Store
 from motet.service.jobs.handover import Handover, in_turn
 from motet.types import JobState
 from tests.database import person, queued
-from tests.house import House
+from tests.fake_run import FakeRun, Setting, job, run_jobs
+from tests.house import House, statements
 from tests.service_run import tiny
 
 
@@ -55,13 +58,14 @@ class _Starts:
         self.now += seconds
         await asyncio.sleep(0)
 
-    async def prepare(self, tenant: str) -> None:
-        async with self.turns.preparing(tenant):
+    async def prepare(self, tenant: str, *, free: bool = False) -> None:
+        async with self.turns.preparing(tenant, free=free):
             self.started.append((tenant, self.now))
             self.now += self._seconds
+            await asyncio.sleep(0)
 
-    async def open(self, tenant: str) -> None:
-        async with self.turns.opening(tenant):
+    async def open(self, tenant: str, *, free: bool = False) -> None:
+        async with self.turns.opening(tenant, free=free):
             self.started.append((tenant, self.now))
             self.now += self._seconds
 
@@ -85,6 +89,30 @@ def test_while_others_train_starting_jobs_takes_no_more_than_a_tenant_s_share_of
     assert slow.run(slow.open("a"), slow.open("a")) == [("a", 0.0), ("a", 1000.0 + MOST_REST)]
 
 
+def test_jobs_of_a_host_that_died_start_without_a_rest_and_in_turns_of_tenants() -> None:
+    died = _Starts(1.0, others=9.0)
+    order = died.run(*(died.prepare(tenant, free=True) for tenant in "aaabb"))
+    assert order == [("a", 0.0), ("b", 1.0), ("a", 2.0), ("b", 3.0), ("a", 4.0)]
+    assert died.run(died.open("a", free=True), died.open("a", free=True))[5:] == [("a", 5.0), ("a", 6.0)]
+    assert died.run(died.open("a"), died.prepare("a"))[7:] == [("a", 7.0), ("a", 17.0)], "a new start rests as before"
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_job_that_had_a_slot_is_opened_once_without_a_rest(tmp_path: Path, resumes: bool) -> None:
+    async def adds(run: FakeRun) -> None:
+        while run.jobs["other"].progress.step == 0:  # its tenant works, and starts nothing more
+            await asyncio.sleep(0.001)
+        run.jobs["one"].resumes = resumes
+        run.pipeline.add(run.jobs["one"])
+
+    tenants = {"one": "us", "other": "them"}
+    setting = Setting(tenants=tenants, late=frozenset({"one"}))
+    run = run_jobs(tmp_path, [job(name, steps=3) for name in tenants], setting, adds)
+    assert {run.state(name) for name in tenants} == {JobState.SUCCEEDED}
+    assert ("us" in run.services.starts._rests) is not resumes
+    assert not run.jobs["one"].resumes
+
+
 def test_a_tenant_that_rests_keeps_nobody_else_from_starting() -> None:
     starts = _Starts(1.0, others=3.0)
     order = starts.run(*(starts.prepare("a") for _ in range(2)), starts.prepare("b"), starts.prepare("c"))
@@ -94,14 +122,14 @@ def test_a_tenant_that_rests_keeps_nobody_else_from_starting() -> None:
 def test_other_tenants_with_jobs_here_count_by_their_shares() -> None:
     scheduler = FairScheduler(8)
     scheduler.share("large", 4.0)
-    for job, tenant in (("one", "small"), ("two", "large"), ("three", "large"), ("four", "third")):
-        scheduler.join(job, 1.0, tenant)
+    for name, tenant in (("one", "small"), ("two", "large"), ("three", "large"), ("four", "third")):
+        scheduler.join(name, 1.0, tenant)
     assert scheduler.others("new") == 0, "none has worked yet"
-    for job in ("one", "two", "three", "four"):
-        scheduler.spend(job, 1)
+    for name in ("one", "two", "three", "four"):
+        scheduler.spend(name, 1)
     assert [scheduler.others(tenant) for tenant in ("small", "large", "third", "new")] == [5.0, 0.5, 5.0, 6.0]
-    for job in ("two", "three", "four"):
-        scheduler.leave(job)
+    for name in ("two", "three", "four"):
+        scheduler.leave(name)
     assert scheduler.others("small") == 0
 
 
@@ -167,6 +195,24 @@ def test_a_cancel_of_a_job_that_no_host_has_is_done_in_the_answer(house: House) 
     assert [one.job["name"] for one in handed.open_jobs()] == [house.ask("GET", "/v1/jobs/two").json()["id"]]
     kinds = [one["data"]["state"] for one in house.ask("GET", "/v1/jobs/one/events").json()["data"]]
     assert kinds == ["queued", "cancelled"]
+
+
+def test_a_host_hears_which_jobs_had_a_slot_when_the_last_one_ended(house: House) -> None:
+    ids = [house.ask("POST", "/v1/jobs", json=tiny(name)).json()["id"] for name in ("had", "waits")]
+    house.store.change_job(ids[0], state="running")
+    told = {one.job["name"]: one.resumes for one in house.part(Handover).open_jobs()}
+    assert (told[ids[0]], told[ids[1]]) == (True, False)
+
+
+def test_a_host_that_starts_gets_the_rule_of_a_tenant_by_one_computation(house: House) -> None:
+    with statements() as asked:
+        for name in ("first", "second", "third"):
+            house.ask("POST", "/v1/jobs", json=tiny(name))
+        asked.clear()
+        added = house.part(Handover).open_jobs()
+    assert len(added) >= 3
+    assert len({one.tenant for one in added}) == 1
+    assert sum("FROM usage" in query and "usage.tenant_id = " in query for query in asked) == 1
 
 
 def test_what_was_asked_before_a_crash_is_recorded_and_no_host_hears_of_it(house: House) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import httpx2
 
-from tests.house import House, open_house
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import JobStanding
+from tests.house import House, open_house, statements
 from tests.service_run import tiny
 
 
@@ -90,3 +92,20 @@ def test_a_defect_is_counted_as_a_failure_of_the_service(tmp_path):
         line = next(line for line in lines(house, "access.log") if line["id"] == answer.headers["x-request-id"])
         assert (answer.status_code, line["status"]) == (500, 500)
         assert figures(house)['motet_http_seconds_count{method="GET",route="/broken",status="5xx"}'] == 1
+
+
+def test_figures_name_all_live_jobs_with_one_query(house: House) -> None:
+    standing = JobStanding("training", 1, 4, 8, 60, 7.0, None)
+    ids = [house.ask("POST", "/v1/jobs", json=tiny(f"live-{number}")).json()["id"] for number in range(12)]
+    host = house.part(Hosts).hosts[0]
+    for live in (ids[:1], ids):
+        host.progress = dict.fromkeys(live, standing)
+        with statements() as asked:
+            found = figures(house)
+        rates = [name for name in found if name.startswith("motet_tokens_per_second{")]
+        assert len(rates) == len(live)
+        named = [query for query in asked if "FROM jobs" in query and "jobs.id" in query and "jobs.name" in query]
+        assert len(named) == 1
+        assert "jobs.spec" not in named[0]
+    host.progress = {}
+    assert 'motet_tokens_per_second{job="live-3",tenant="us"}' in rates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import os
 import random
 import signal
@@ -144,6 +145,16 @@ def test_a_crash_between_commit_and_version_leaves_no_hole(tmp_path: Path) -> No
     assert run_jobs(tmp_path, [job("a")]).state("a") is JobState.SUCCEEDED
     assert (version / "adapter_model.safetensors").is_file()
     assert verify(tmp_path) == 0
+
+
+def test_a_job_that_resumes_is_read_without_yaml_s_python_parser(tmp_path: Path) -> None:
+    """It takes most of the time of opening a job, and a host opens all its jobs when it resumes."""
+    run_jobs(tmp_path, [job("a", steps=1)])
+    with cProfile.Profile() as profile:
+        run_jobs(tmp_path, [job("a", steps=2)])
+    files = {Path(one.code.co_filename).as_posix() for one in profile.getstats() if not isinstance(one.code, str)}
+    assert any(name.endswith("runtime/opening.py") for name in files)
+    assert [name for name in files if name.endswith("yaml/scanner.py")] == []
 
 
 def test_versions_of_two_attempts_never_meet(tmp_path: Path) -> None:

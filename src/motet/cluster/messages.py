@@ -68,6 +68,8 @@ class AddJob(ChannelMessage, frozen=True):
     slots: int = 1
     base: str = ""
     """The name of its base."""
+    resumes: bool = False
+    """Whether it had a slot when its host ended."""
 
 
 class SteerJob(ChannelMessage, frozen=True):

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+NOTHING = "nothing"
+
+
+def address_of(name: str) -> str:
+    """The address that a machine's name means there; `nothing` if it means none."""
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return NOTHING
 
 
 @dataclass(frozen=True)
@@ -15,7 +26,7 @@ class NodeFacts:
     versions: tuple[str, str, str]
     """Of Motet, torch and Python."""
     name_means: str
-    """The address that its host name resolves to; gloo listens on it."""
+    """The address that its host name resolves to, or `nothing`; gloo listens on it."""
     cores: int
     free_memory: int
     sees: bool
@@ -28,6 +39,8 @@ class NodeFacts:
     """GPUs that Ray assigns there."""
     project: bool = True
     """Whether it sees the project directory, with own code and data; otherwise it gets a copy."""
+    same: frozenset[str] = frozenset()
+    """Mounts and linked directories of the project that it sees, as in `Seen`."""
     gloo: float | str = "not tried"
     """Seconds of a gloo round with all nodes, or why it failed."""
 
@@ -48,7 +61,11 @@ def faults(nodes: Sequence[NodeFacts], directory: Path, too_large: str = "") -> 
     if idle := [node.address for node in nodes if node.gpus_of_ray < node.gpus]:
         sentences.append(f"{', '.join(idle)} has GPUs that Ray does not give out: set --num-gpus of `ray start` there")
     if away := [node.address for node in nodes if isinstance(node.gloo, str)]:
-        local = [node.address for node in nodes if node.name_means.startswith("127.")]
-        hint = f" (the name of {', '.join(local)} means itself alone: set GLOO_SOCKET_IFNAME there)" if local else ""
+        local = [node.address for node in nodes if node.name_means.startswith(("127.", NOTHING))]
+        hint = (
+            f" (the name of {', '.join(local)} means itself alone or nothing: set GLOO_SOCKET_IFNAME there)"
+            if local
+            else ""
+        )
         sentences.append(f"{', '.join(away)} does not reach the others by gloo{hint}: open the ports between nodes")
     return sentences

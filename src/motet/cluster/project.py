@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ _log = logging.getLogger(__name__)
 MOST_BYTES, MOST_FILES = 512 * 2**20, 20_000
 """Limits for a project to copy."""
 COPY = ".project-"
+MOUNTS = Path("/proc/self/mountinfo")
+"""Where Linux lists file systems."""
+NONE_MADE: Mapping[frozenset[str], Path] = {}
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,14 @@ class Seen:
     """Whether any directory has the project's path."""
     missing: tuple[str, ...] = ()
     """Missing files that jobs name by absolute paths."""
+    same: frozenset[str] = frozenset()
+    """Mounts in the project, and targets of its links to directories, that this node sees too (`leads_away`)."""
 
 
-def place_on(seen: Seen, run: Path, project: Path, named: Sequence[str], made: Path | None = None) -> Path:
-    """The working directory of a host: the project, or a copy if the node does not see it; `made` is an earlier copy.
+def place_on(
+    seen: Seen, run: Path, project: Path, named: Sequence[str], made: Mapping[frozenset[str], Path] = NONE_MADE
+) -> Path:
+    """The working directory of a host: the project, or a copy if the node does not see it; `made` are earlier copies.
 
     Raises:
         EngineError: the node does not see the run directory, or one of the paths `named`.
@@ -60,12 +68,12 @@ def place_on(seen: Seen, run: Path, project: Path, named: Sequence[str], made: P
         )
     if seen.project:
         return project
-    if seen.there and not seen.missing and (large := too_large(project, run)):
+    if seen.there and not seen.missing and (large := too_large(project, run, seen.same)):
         _log.warning(
             "node %s uses its own files in %s, which may differ from those here: %s", seen.node, project, large
         )
         return project
-    copy = made or copy_to(run, project)
+    copy = made.get(seen.same) or copy_to(run, project, seen.same, made.values())
     inside = [Path(path).relative_to(project) for path in named if Path(path).is_relative_to(project)]
     if left := [str(project / path) for path in inside if not (copy / path).exists()]:
         raise ConfigError(
@@ -104,25 +112,54 @@ def look_of(directory: Path) -> str:
     return hashlib.sha256(repr((directory.stat().st_ino, entries)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def too_large(project: Path, run: Path) -> str:
-    """Why a project cannot be copied; empty if it can."""
+def leads_away(project: Path, run: Path, mounts: Path = MOUNTS) -> dict[str, str]:
+    """Mounts in a project and directories outside that its links mean, each with its `look_of`: a node may see them too."""
+    away = set(map(str, _mounts(project, mounts)))
+    for number, (folder, names, _) in enumerate(os.walk(project)):
+        names[:] = [name for name in names if not _stays(Path(folder, name), run) and f"{folder}/{name}" not in away]
+        links = [link.resolve() for name in names if (link := Path(folder, name)).is_symlink()]
+        away.update(str(real) for real in links if not real.is_relative_to(project.resolve()))
+        if number > MOST_FILES:
+            break
+    return {path: look_of(Path(path)) for path in sorted(away)}
+
+
+def _mounts(project: Path, mounts: Path) -> list[Path]:
+    """Where other file systems are mounted in a project; none where the kernel does not tell."""
     try:
-        _files(project, run)
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    points = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in lines)
+    return [path for path in map(Path, points) if path != project and path.is_relative_to(project) and path.is_dir()]
+
+
+def seen_here(looks: Mapping[str, str]) -> frozenset[str]:
+    """The directories that look the same on this machine as where `looks` was made."""
+    return frozenset(path for path, look in looks.items() if look and look_of(Path(path)) == look)
+
+
+def too_large(project: Path, run: Path, same: Collection[str] = ()) -> str:
+    """Why a project cannot be copied to a node that sees the directories `same`; empty if it can."""
+    try:
+        _files(project, run, same)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def copy_to(run: Path, project: Path) -> Path:
-    """Copy a project into a run directory, unless it has a current copy; older copies are deleted.
+def copy_to(run: Path, project: Path, same: Collection[str] = (), kept: Collection[Path] = ()) -> Path:
+    """Copy a project into a run directory, unless it has a current copy; older copies that are not `kept` are deleted.
 
-    Hidden files, virtual environments and run directories are not copied.
+    Hidden files, virtual environments and run directories are not copied. The copy links to mounts and linked
+    directories that the node sees too (`same`).
 
     Raises:
-        ConfigError: it is too large; the message names the largest part.
+        ConfigError: it is too large, or a link leads to a directory outside; the message has the path.
     """
-    files = _files(project, run)
+    files, links = _files(project, run, same)
     seen = [(str(file.relative_to(project)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    seen += [(f"{link.relative_to(project)} -> {real}", 0, 0) for link, real in links.items()]
     name = COPY + hashlib.sha256(repr(sorted(seen)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
     if (run / name).is_dir():
         return run / name
@@ -132,37 +169,62 @@ def copy_to(run: Path, project: Path) -> Path:
             to = draft / file.relative_to(project)
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, to)
+        for link, real in links.items():
+            to = draft / link.relative_to(project)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.symlink_to(real)
         draft.mkdir(exist_ok=True)
         draft.rename(run / name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     for old in run.glob(f"{COPY}*"):
-        if old.name != name:
+        if old.name != name and old not in kept:
             shutil.rmtree(old, ignore_errors=True)
     return run / name
 
 
-def _files(project: Path, run: Path) -> list[Path]:
-    files, parts = list[Path](), Counter[str]()
-    for folder, names, leaves in os.walk(project):
-        names[:] = [name for name in names if not _stays(Path(folder, name), run)]
+def _files(project: Path, run: Path, same: Collection[str] = ()) -> tuple[list[Path], dict[Path, str]]:
+    """The files to copy, and links to make instead of copying directories of `same`."""
+    files, links, parts = list[Path](), dict[Path, str](), Counter[str]()
+    for number, (folder, names, leaves) in enumerate(os.walk(project, followlinks=True)):
+        paths = [path for name in names if not _stays(path := Path(folder, name), run)]
+        real = {path: str(path.resolve() if path.is_symlink() else path) for path in paths}
+        links |= {path: real[path] for path in paths if real[path] in same}
+        names[:] = [path.name for path in paths if path not in links and _followed(path, project)]
         for leaf in leaves:
             file = Path(folder, leaf)
             if not leaf.startswith(".") and file.is_file():  # skips sockets and broken links
                 files.append(file)
                 parts[file.relative_to(project).parts[0]] += file.stat().st_size
-        if len(files) > MOST_FILES or parts.total() > MOST_BYTES:
-            large, n_bytes = parts.most_common(1)[0]
+        if max(number, len(files)) > MOST_FILES or parts.total() > MOST_BYTES:
+            large, n_bytes = next(iter(parts.most_common(1)), ("folders", 0))
             raise ConfigError(
                 f"the project directory {project} is larger than what is copied for nodes that do not see it ({MOST_FILES:,} "
                 f"files, {MOST_BYTES >> 20} MiB; {n_bytes >> 20} MiB so far in {large}): mount it there under the same path, "
                 "or start Motet in a smaller directory"
             )
-    return files
+    return files, links
+
+
+def _followed(folder: Path, project: Path) -> bool:
+    """Whether a directory is copied: a link back to a directory that it is in is left out.
+
+    Raises:
+        ConfigError: it is a link to a directory outside the project.
+    """
+    if not folder.is_symlink():
+        return True
+    real = folder.resolve()
+    if not real.is_relative_to(project.resolve()):
+        raise ConfigError(
+            f"{folder} is a link to {real}, outside the project, and is not copied for nodes that do not see {project}: mount "
+            f"{real} there under the same path, or replace the link by a copy"
+        )
+    return all(real != above.resolve() for above in folder.parents)
 
 
 def _stays(folder: Path, run: Path) -> bool:
-    if folder.name.startswith(".") or folder.name == "__pycache__" or folder == run:
+    if folder.name.startswith(".") or folder.name == "__pycache__" or folder.resolve() == run.resolve():
         return True
     return any((folder / mark).is_file() for mark in ("pyvenv.cfg", "run.json"))
 

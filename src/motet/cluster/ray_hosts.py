@@ -29,8 +29,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from motet.cluster.host import Engine
 from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
 from motet.cluster.messages import StartHost
-from motet.cluster.nodes import NodeFacts
-from motet.cluster.project import Seen, look_of, moved, place_on
+from motet.cluster.nodes import NodeFacts, address_of
+from motet.cluster.project import Seen, leads_away, look_of, moved, place_on, seen_here
 from motet.config.engine import EngineConfig
 from motet.config.rollout import RolloutConfig
 from motet.errors import EngineError
@@ -70,8 +70,8 @@ class RayLauncher:
         """`address` is as for `ray.init`; every node needs the absolute paths `named`."""
         self._address, self._project, self._named = address, Path.cwd(), named
         self._opening = asyncio.Lock()
-        self._copies: dict[Path, Path] = {}
-        """The copy of the project in a run directory: made once, so that all hosts have the same code."""
+        self._copies: dict[Path, dict[frozenset[str], Path]] = {}
+        """Copies of the project in a run directory, by `Seen.same`: made once, so that all hosts have the same code."""
 
     async def __call__(self, start: StartHost, log: Path) -> Engine:
         """Start the process of a host where there is room for its threads and GPU, and wait until it has connected.
@@ -117,11 +117,15 @@ class RayLauncher:
                 str(mark), str(self._project), look_of(self._project), self._named
             )
             seen = await asked
+        if seen.run and not seen.project:
+            looks = await asyncio.to_thread(leads_away, self._project, run)
+            same: Awaitable[frozenset[str]] = process.same.remote(looks)
+            seen = replace(seen, same=await same)
         async with self._opening:
-            made = self._copies.get(run)
+            made = self._copies.setdefault(run, {})
             place = await asyncio.to_thread(place_on, seen, run, self._project, self._named, made)
             if place != self._project:
-                self._copies[run] = place
+                made[seen.same] = place
         return place
 
     def _connect(self) -> None:
@@ -155,6 +159,10 @@ class MotetHost:
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         return Seen(address, _sees(Path(mark)), look_of(Path(project)) == look, Path(project).is_dir(), missing)
 
+    def same(self, looks: dict[str, str]) -> frozenset[str]:
+        """The directories that this node sees as the first one does."""
+        return seen_here(looks)
+
     def run(self, settings: dict[str, str], directory: str, log: str) -> int:
         """Run the host to its end; returns its exit status."""
         sys.stdout.write(f"a host of Motet runs in {directory} and writes to {log}\n")
@@ -180,7 +188,7 @@ def examine_nodes(address: str, directory: Path, count: int = 1) -> list[NodeFac
     try:
         with _marked(directory) as mark:
             ray.init(address=address, log_to_driver=False, namespace="motet-doctor", ignore_reinit_error=True)
-            return _examined(_joined(count), mark)
+            return _examined(_joined(count), mark, leads_away(Path.cwd(), directory))
     except (RayError, ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise EngineError(f"Ray at {address!r} could not be examined: {error}") from error
 
@@ -197,12 +205,12 @@ def _joined(count: int) -> list[dict[str, Any]]:
         time.sleep(1.0)
 
 
-def _examined(nodes: list[dict[str, Any]], mark: Path) -> list[NodeFacts]:
+def _examined(nodes: list[dict[str, Any]], mark: Path, away: dict[str, str]) -> list[NodeFacts]:
     on = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
     actors: list[Any] = [_Node.options(num_cpus=0, scheduling_strategy=one).remote() for one in on]  # type: ignore[attr-defined]
     try:
         project = Path.cwd()
-        looks = [actor.look.remote(str(mark), str(project), look_of(project)) for actor in actors]
+        looks = [actor.look.remote(str(mark), str(project), look_of(project), away) for actor in actors]
         facts: list[NodeFacts] = ray.get(looks, timeout=_LOOK_SECONDS)
         facts = [
             replace(one, address=str(node["NodeManagerAddress"]), gpus_of_ray=_gpus(node))
@@ -221,8 +229,8 @@ def _examined(nodes: list[dict[str, Any]], mark: Path) -> list[NodeFacts]:
 class _Node:
     """A process that examines its node."""
 
-    def look(self, mark: str, project: str, look: str) -> NodeFacts:
-        """What there is here; `project` is where hosts will run, with that `look`."""
+    def look(self, mark: str, project: str, look: str, away: dict[str, str]) -> NodeFacts:
+        """What there is here; `project` is where hosts will run, with that `look` and directories that lead `away`."""
         from importlib.metadata import version
 
         from motet import budgets
@@ -231,8 +239,8 @@ class _Node:
         versions = version("motet"), version("torch"), platform.python_version()
         disk = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
         return NodeFacts(
-            "", versions, socket.gethostbyname(name), budgets.cores(), int(budgets.available_memory()), _sees(path), disk,
-            gpus=budgets.gpus(), project=look_of(Path(project)) == look,
+            "", versions, address_of(name), budgets.cores(), int(budgets.available_memory()), _sees(path), disk,
+            gpus=budgets.gpus(), project=look_of(Path(project)) == look, same=seen_here(away),
         )  # fmt: skip
 
     def free_port(self) -> int:

@@ -60,7 +60,8 @@ def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
     from motet.cluster.ray_hosts import examine_nodes
 
     nodes = examine_nodes(address, directory, count)
-    large = "" if all(node.project for node in nodes) else too_large(Path.cwd(), directory)
+    bare = {node.same for node in nodes if not node.project}
+    large = next(filter(None, (too_large(Path.cwd(), directory, same) for same in bare)), "")
     console = Console()
     columns = ("node", "motet, torch, python", "its name means", "cores", "GPUs", "free memory", "directory", "project")
     table = Table(*columns, "gloo round")
@@ -70,7 +71,7 @@ def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
         memory = f"{node.free_memory / 2**30:.1f} GiB"
         devices, project = (
             f"{node.gpus_of_ray} of {node.gpus}",
-            "there" if node.project else "too large" if large else "copied",
+            "there" if node.project else "not copied" if large else "copied",
         )
         row = (node.address, ", ".join(node.versions), node.name_means, str(node.cores), devices, memory, shared)
         table.add_row(*row, project, gloo)

@@ -227,7 +227,7 @@ class HostProcess:
 
     async def _add(self, name: str, message: m.AddJob) -> None:
         try:
-            async with self._shared.starts.preparing(message.tenant):
+            async with self._shared.starts.preparing(message.tenant, free=message.resumes):
                 if name not in self._wanted:  # cancelled
                     return
                 job = await asyncio.to_thread(self._prepared, message.job, message.first_step)
@@ -237,7 +237,7 @@ class HostProcess:
                 self._reports.changed(name, JobState.FAILED, reason(error))
             return
         if name in self._wanted:
-            job.tenant = message.tenant
+            job.tenant, job.resumes = message.tenant, message.resumes
             self.pipeline.add(job)
             if (change := self._changes.pop(name, None)) is not None:
                 self._change(change)

@@ -31,9 +31,11 @@ class Driver:
         job, session, scheduler = self.job, self.session, self.services.scheduler
         scheduler.join(job.name, weight_of(job.config.priority), job.tenant)
         try:
-            async with self.services.starts.opening(job.tenant, lambda: self._pause) as turn:
+            free, starts = job.resumes, self.services.starts
+            async with starts.opening(job.tenant, lambda: self._pause, free=free) as turn:
                 if not turn:
                     return JobState.PAUSED
+                job.resumes = False
                 await self.begin()
                 await self.reference.open()
                 await session.open()

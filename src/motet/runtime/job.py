@@ -143,6 +143,8 @@ class Job:
     """Slots taken in this process; part of engine-side names."""
     restarts: int = 0
     """Restarts after device errors."""
+    resumes: bool = False
+    """Whether it had a slot when its host ended; its tenant does not rest after the next opening."""
     held: bool = False
     """Whether a rule of its tenant paused it; it resumes when the rule is lifted."""
     news: asyncio.Event = field(default_factory=asyncio.Event)

@@ -21,7 +21,8 @@ _LOOKS = 0.5
 class StartTurns:
     """Prepares one job at a time, and opens one per tenant at a time. Use it in one event loop.
 
-    A tenant with many jobs to prepare gets one turn, then each other waiting tenant gets one.
+    A tenant with many jobs to prepare gets one turn, then each other waiting tenant gets one. Starts are `free` for jobs
+    that had a slot when their host ended: nobody asked for them, so their tenants neither wait nor rest.
     """
 
     def __init__(
@@ -38,15 +39,18 @@ class StartTurns:
         """When each tenant may start its next job."""
 
     @contextlib.asynccontextmanager
-    async def preparing(self, tenant: str) -> AsyncIterator[None]:
+    async def preparing(self, tenant: str, *, free: bool = False) -> AsyncIterator[None]:
         """Wait for the turn to prepare a job, and hold it during the block."""
         async with self._lock("prepare", tenant):  # one job per tenant waits for the next lock, so tenants alternate
-            await self._rest(tenant)
-            async with self._preparing, self._charged(tenant):
+            if not free:
+                await self._rest(tenant)
+            async with self._preparing, contextlib.nullcontext() if free else self._charged(tenant):
                 yield
 
     @contextlib.asynccontextmanager
-    async def opening(self, tenant: str, gives_up: Callable[[], bool] = lambda: False) -> AsyncIterator[bool]:
+    async def opening(
+        self, tenant: str, gives_up: Callable[[], bool] = lambda: False, *, free: bool = False
+    ) -> AsyncIterator[bool]:
         """Wait for the turn to open a job, and hold it during the block; without a tenant there is no wait.
 
         Yields whether it is the job's turn; False after `gives_up` returned True.
@@ -59,12 +63,12 @@ class StartTurns:
         try:
             while not turn.done() and not gives_up():
                 await asyncio.wait({turn}, timeout=_LOOKS)
-            if turn.done():
+            if turn.done() and not free:
                 await self._rest(tenant, gives_up)
             if not turn.done() or gives_up():
                 yield False
                 return
-            async with self._charged(tenant):
+            async with contextlib.nullcontext() if free else self._charged(tenant):
                 yield True
         finally:
             if not turn.cancel() and not turn.cancelled():

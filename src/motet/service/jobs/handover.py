@@ -13,7 +13,7 @@ from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Action, AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError
-from motet.runtime.slots import Claim
+from motet.runtime.slots import Claim, Rule
 from motet.service.bases import Bases
 from motet.service.database.store import OPEN, Store
 from motet.service.database.tables import StoredJob
@@ -84,7 +84,7 @@ class Handover:
 
         Excludes jobs that wait for others, and jobs that a host has and reports itself.
         """
-        messages, given = list[AddJob](), Counter[tuple[str, str]]()
+        messages, given, rules = list[AddJob](), Counter[tuple[str, str]](), dict[str, Rule]()
         hosts = self._engine.jobs
         for job in self._store.scalars(in_turn(hosts.all(), hosts.most)):
             try:
@@ -98,7 +98,9 @@ class Handover:
                     whose = job.tenant_id, self._bases.of(job.base)
                     room = hosts.room(*whose)
                     if room is None or given[whose] <= room:
-                        messages.append(self.message(job))
+                        if (rule := rules.get(job.tenant_id)) is None:
+                            rule = rules[job.tenant_id] = self._enforcer.rule_with_job(job)
+                        messages.append(self.message(job, rule))
                         given[whose] += 1
             except UNFIT as error:
                 self._recorder.record_state(job.id, JobState.FAILED, str(error))
@@ -124,8 +126,8 @@ class Handover:
             paused = job.state == JobState.PAUSED.value
             self._recorder.record_state(job.id, JobState.PAUSED if paused else JobState.QUEUED, why)
 
-    def message(self, job: StoredJob) -> AddJob:
-        """The engine's message for a job.
+    def message(self, job: StoredJob, rule: Rule | None = None) -> AddJob:
+        """The engine's message for a job, with the `rule` of its tenant if that is known.
 
         Raises:
             MotetError, OSError, ValueError: the job cannot start as it is (`UNFIT`).
@@ -137,8 +139,9 @@ class Handover:
             self._secrets.opened(reward)  # fail now if a secret is missing
         tree = self.tree(Principal.member_of(job.tenant_id), config, job.id)
         first_step = self._log.first_missing_step(job.id)
-        rule = self._enforcer.rule_with_job(job)
-        return AddJob(tree, job.wanted, first_step, job.tenant_id, rule, config.slots, base)
+        rule = rule or self._enforcer.rule_with_job(job)
+        resumes = job.state == JobState.RUNNING.value
+        return AddJob(tree, job.wanted, first_step, job.tenant_id, rule, config.slots, base, resumes)
 
     def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
         """The job under its engine-side name, with paths for the files that it names.

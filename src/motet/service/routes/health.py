@@ -70,11 +70,9 @@ def metrics(service: ServiceDep, _: Annotated[None, Depends(metrics_access)]) ->
     bases = service.adapters.bases
     labels = ["tenant", "job", *(["base"] if bases.several else [])]
     rate = Gauge("motet_tokens_per_second", "Tokens sampled and trained, by job.", labels, registry=registry)
-    for job_id, standing in service.hosts.progress.items():
-        job = service.adapters.by_id(job_id)
-        if isinstance(job, StoredJob):
-            of_job = (service.store.tenants.name_of(job.tenant_id), job.name, bases.called(job.base))
-            rate.labels(*of_job[: len(labels)]).set(standing.tokens_per_second)
+    progress = service.hosts.progress
+    for job_id, (tenant, job, base) in _names_of(service.store, list(progress)).items():
+        rate.labels(*(tenant, job, bases.called(base))[: len(labels)]).set(progress[job_id].tokens_per_second)
     waiting = Gauge("motet_queue_age_seconds", "Age of a tenant's oldest queued job.", ["tenant"], registry=registry)
     for tenant, since in _queued_since(service.store).items():
         waiting.labels(tenant).set(max(0.0, now() - since))
@@ -111,6 +109,14 @@ def _add_hosts(registry: CollectorRegistry, engine: Hosts, labels: list[str]) ->
             seconds.labels(*of_host).set(host.device.get(name, 0.0))
         for name, number in drafts.items():
             number.labels(*of_host).set(host.device.get(name, 0.0))
+
+
+def _names_of(store: Store, job_ids: list[str]) -> dict[str, tuple[str, str, str | None]]:
+    """The tenant's name, the job's name and the stored name of its base, by id: one query for all jobs."""
+    query = select(StoredJob.id, Tenant.name, StoredJob.name, StoredJob.base)
+    query = query.join(Tenant, Tenant.id == StoredJob.tenant_id).where(StoredJob.id.in_(job_ids))
+    with store.transaction() as session:
+        return {row[0]: (row[1], row[2], row[3]) for row in session.execute(query)}
 
 
 def _queued_since(store: Store) -> dict[str, float]:

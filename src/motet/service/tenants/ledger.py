@@ -117,10 +117,11 @@ class Ledger:
                 self.count_completion(*asked, *tokens)  # kept for the next call, when the database may be back
             raise
 
-    def used_today(self) -> dict[str, UsedToday]:
-        """Usage of the current day by tenant id."""
+    def used_today(self, tenant_id: str | None = None) -> dict[str, UsedToday]:
+        """Usage of the current day by tenant id, of all tenants or of one."""
         query = select(Usage.tenant_id, func.sum(_TOKENS), func.sum(Usage.microseconds))
         query = query.where(Usage.day == self.day()).group_by(Usage.tenant_id)
+        query = query if tenant_id is None else query.where(Usage.tenant_id == tenant_id)
         with self._store.transaction() as session:
             return {str(row[0]): UsedToday(int(row[1]), int(row[2]) / 1e6) for row in session.execute(query)}
 

@@ -223,7 +223,7 @@ class Quotas:
         """Looked up only if a limit needs it."""
         if limits.tokens_per_day is None and limits.device_seconds_per_day is None:
             return UsedToday()
-        return self._ledger.used_today().get(tenant_id, UsedToday())
+        return self._ledger.used_today(tenant_id).get(tenant_id, UsedToday())
 
     def check_work(self, tenant_id: str, work: int, waiting: int, what: str = "") -> None:
         """Check whether a request (or `what`) of `work` tokens may wait besides others.
@@ -233,7 +233,7 @@ class Quotas:
         most = self.of(tenant_id).tokens_per_day
         if most is None:
             return
-        used = self._ledger.used_today().get(tenant_id, UsedToday()).tokens
+        used = self._ledger.used_today(tenant_id).get(tenant_id, UsedToday()).tokens
         used = 0 if used >= most else used
         if used + waiting + work <= most:
             return
@@ -259,7 +259,7 @@ class QuotaEnforcer:
 
     def rule(self, tenant_id: str) -> Rule:
         """Current rule for a tenant's jobs."""
-        used = self._ledger.used_today().get(tenant_id, UsedToday())
+        used = self._ledger.used_today(tenant_id).get(tenant_id, UsedToday())
         return _rule(self._quotas.of(tenant_id), used, self._quotas.stored.of(tenant_id))
 
     def rule_with_job(self, job: StoredJob) -> Rule:
