@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from motet.before_loading import Checked, auto_kernels, check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig, StopConfig
 from motet.config.candidates import RacePlan, raced
+from motet.config.team import NOT_ON_HOSTS
 from motet.errors import ConfigError, RunError
 from motet.launch import assemble, open_base, services
 from motet.model_info import ModelInfo
@@ -70,6 +71,8 @@ def run_config(
     config, plans = _raced(config)
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
+        if team := next((job.name for job in config.jobs if job.team), None):
+            raise ConfigError(f"job {team}: {NOT_ON_HOSTS}")
         return _run_on_hosts(
             config, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
         )

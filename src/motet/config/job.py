@@ -18,13 +18,12 @@ from motet.batch import AdamW
 from motet.config.data import OF_CLIENT, DataConfig
 from motet.config.race import RaceConfig, race_of
 from motet.config.stopping import StopConfig
+from motet.config.team import MOST_RANK, TeamConfig, team_mistake
 from motet.near import close_matches
 from motet.section import Config, named
 
 SEED_BITS = 48
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")
-
-MOST_RANK = 512
 
 
 class AdapterConfig(Config):
@@ -288,6 +287,9 @@ class JobConfig(Config):
     takes the defaults."""
     stop_when: StopConfig = StopConfig()
     """When the job ends before its last step, as succeeded."""
+    team: TeamConfig = {}
+    """[Roles](roles.md) of several adapters that this job trains in the same episodes, each with its own reward: a list of
+    roles, or a mapping of role to its settings (`motet run` on one host with the embedded engine only)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -337,6 +339,12 @@ class JobConfig(Config):
             raise ValueError(mistake)
         return self
 
+    @model_validator(mode="after")
+    def _the_team_can_train(self) -> JobConfig:
+        if self.team and (mistake := team_mistake(self)) is not None:
+            raise ValueError(mistake)
+        return self
+
     @field_validator("name")
     @classmethod
     def _name_is_a_directory(cls, name: str) -> str:
@@ -347,7 +355,15 @@ class JobConfig(Config):
     @property
     def slots(self) -> int:
         """Adapters that the trainer holds for it."""
-        return 1 + self.algorithm.companions(started=self.adapter.init is not None)
+        return len(self.adapters) + self.algorithm.companions(started=self.adapter.init is not None)
+
+    @property
+    def adapters(self) -> dict[str, AdapterConfig]:
+        """The shape of each role's adapter; of a job without a team the one of the role ''."""
+        if not self.team:
+            return {"": self.adapter}
+        ranks = {role: one.rank or self.adapter.rank for role, one in self.team.items()}
+        return {role: self.adapter.model_copy(update={"rank": rank}) for role, rank in ranks.items()}
 
     @property
     def rl(self) -> PolicyGradient:

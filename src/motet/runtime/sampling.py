@@ -25,7 +25,7 @@ from motet.runtime.scheduler import FairScheduler
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
-from motet.tasks.episode import ENVIRONMENTS, GroupContext, OwnEnvironment
+from motet.tasks.episode import ENVIRONMENTS, Generate, GroupContext, OwnEnvironment
 from motet.tasks.reward_pool import ScoreOutcome
 from motet.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
 
@@ -274,7 +274,7 @@ class JobSampler:
         calls: set[asyncio.Task[list[Chunk]]] = set()
 
         async def complete(
-            prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
+            role: str, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
         ) -> list[Chunk]:
             keys = {index: purpose.key(task, index, turn) for index in indices}
             async with contextlib.AsyncExitStack() as admitted:
@@ -282,19 +282,22 @@ class JobSampler:
                 await generation.unless_stopped(admitted.enter_async_context(permit))
                 before = generation.sampled(turn, indices)
                 try:
-                    return await generation.complete(prompt_ids, keys, turn, version, sampling)
+                    return await generation.complete(prompt_ids, keys, turn, version, sampling, role)
                 finally:
                     tokens = generation.sampled(turn, indices) - before
                     services.scheduler.spend(job.name, tokens)  # before the next request is chosen
                     cost.tokens += tokens
                     job.progress.tokens += tokens
 
-        async def generate(
-            prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
-        ) -> list[Chunk]:
-            call = asyncio.create_task(complete(prompt_ids, indices, turn, sampling))
-            calls.add(call)
-            return await call
+        def generator(role: str) -> Generate:
+            async def generate(
+                prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
+            ) -> list[Chunk]:
+                call = asyncio.create_task(complete(role, prompt_ids, indices, turn, sampling))
+                calls.add(call)
+                return await call
+
+            return generate
 
         async def score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
             started = time.monotonic()
@@ -309,7 +312,16 @@ class JobSampler:
                 seed = purpose.key(task)
                 judged = bool(job.config.rewards)
                 context = GroupContext(
-                    problem, job.chat, purpose.n, generate, score, seed, judged, purpose.sampling, generation.release
+                    problem,
+                    job.chat,
+                    purpose.n,
+                    generator(""),
+                    score,
+                    seed,
+                    judged,
+                    purpose.sampling,
+                    generation.release,
+                    {role: generator(role) for role in job.config.team},
                 )
                 task.rollouts = await self._environment(context)
             except EngineError as error:
