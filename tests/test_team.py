@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import motet
 from motet.algorithms import Grpo
@@ -32,6 +35,7 @@ from motet.tasks.team import groups_of
 from motet.types import Group, Message, Problem, Rollout
 from tests.fake_run import metrics, records
 from tests.scripted_model import CHAT, Says, Script
+from tests.waiting import wait_until
 
 OWN = '''
 class Pair:
@@ -255,6 +259,21 @@ def test_a_team_alone_in_company_and_in_parts(file: Path, tmp_path: Path) -> Non
     few = run(tmp_path / "few", lengths(file), slots=1)
     assert "raise engine.slots" in few.jobs["pair"].message
     _versions_are_whole(job, tmp_path)
+
+
+@pytest.mark.soak
+def test_a_team_goes_on_to_the_same_bytes_after_kill_9(file: Path, tmp_path: Path) -> None:
+    job = lengths(file, steps=6, checkpoint={"every": 1})
+    (tmp_path / "jobs.yaml").write_text(yaml.safe_dump({"base": "small", "jobs": [job]}))
+    command = [sys.executable, "-m", "motet", "run", str(tmp_path / "jobs.yaml"), "--set", f"run={tmp_path / 'parts'}"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
+        wait_until((tmp_path / "parts" / "pair" / "versions" / "v2").exists, 90.0)
+        running.kill()
+    assert not (tmp_path / "parts" / "pair" / "versions" / "v6").exists()
+    subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([*command[:-1], f"run={tmp_path / 'whole'}"], cwd=tmp_path, stdout=subprocess.DEVNULL, check=True)
+    for found in (metrics, lambda path, name: files(path, name, 6)):
+        assert found(tmp_path / "whole", "pair") == found(tmp_path / "parts", "pair")
 
 
 def _versions_are_whole(job: JobDirectory, tmp_path: Path) -> None:

@@ -71,8 +71,6 @@ def run_config(
     config, plans = _raced(config)
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
-        if team := next((job.name for job in config.jobs if job.team), None):
-            raise ConfigError(f"job {team}: {NOT_ON_HOSTS}")
         return _run_on_hosts(
             config, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
         )
@@ -140,6 +138,8 @@ def _run_on_hosts(
     from motet.cluster.run import HostedJob, HostedRun, NoticesTo
     from motet.cluster.starts import launcher
 
+    if team := next((job.name for job in config.jobs if job.team), None):
+        raise ConfigError(f"job {team}: {NOT_ON_HOSTS}")
     log, notices = logging.getLogger("motet.cluster"), NoticesTo(notify or (lambda line: None))
     log.addHandler(notices)
     try:

@@ -341,7 +341,9 @@ class JobConfig(Config):
 
     @model_validator(mode="after")
     def _the_team_can_train(self) -> JobConfig:
-        if self.team and (mistake := team_mistake(self)) is not None:
+        init, environment = self.adapter.init, self.environment.name
+        mistake = team_mistake(self.team, self.algorithm, environment, init) if self.team else None
+        if mistake is not None:
             raise ValueError(mistake)
         return self
 

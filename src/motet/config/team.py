@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Collection
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.section import Config
-
-if TYPE_CHECKING:
-    from motet.config.job import JobConfig
 
 MOST_RANK = 512
 MOST_ROLES = 8
@@ -43,14 +42,13 @@ def _by_role(value: Any) -> Any:
 TeamConfig = Annotated[dict[str, RoleConfig], Field(max_length=MOST_ROLES), BeforeValidator(_by_role)]
 
 
-def team_mistake(job: JobConfig) -> str | None:
+def team_mistake(roles: Collection[str], algorithm: Algorithm, environment: str, init: str | None) -> str | None:
     """Why a job cannot train its team; None if it can."""
-    algorithm = job.algorithm
-    if len(job.team) == 1:
+    if len(roles) == 1:
         return "team: has one role; name two or more, or leave it out"
-    if wrong := next((role for role in job.team if not _ROLE.fullmatch(role)), None):
+    if wrong := next((role for role in roles if not _ROLE.fullmatch(role)), None):
         return f"team: {wrong!r} is no role: use small letters, digits and _, a letter first, at most 32 characters"
-    if ":" not in job.environment.name:
+    if ":" not in environment:
         return "team: needs environment: file.py:Class, a class that says in self.role whose turn it is"
     if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_rewards:
         return f"team: each role learns from rewards of its own, and {algorithm.type} learns otherwise; use grpo"
@@ -61,6 +59,6 @@ def team_mistake(job: JobConfig) -> str | None:
             return f"team: algorithm.{field} chooses groups by one reward, and each role has its own; leave it out"
     if algorithm.in_flight == "continue" or algorithm.credit != "episode":
         return "team: algorithm.in_flight: continue and credit: return_to_go do not know roles; leave them out"
-    if job.adapter.init is not None:
+    if init is not None:
         return "team: adapter.init names one adapter, and a team has several; leave it out"
     return None

@@ -77,6 +77,48 @@ class _Purpose:
         return seeds.key(self.seed, self.name, step, task.position, task.problem.id, *parts)
 
 
+@dataclass(eq=False)
+class _Requests:
+    """What one group asks the engine for."""
+
+    job: Job
+    services: Services
+    task: _Task
+    version: int
+    purpose: _Purpose
+    cost: _Cost
+    open: set[asyncio.Task[list[Chunk]]] = field(default_factory=set)
+
+    def generator(self, role: str = "") -> Generate:
+        """What draws completions of the job's adapter, or of a role's of its team."""
+
+        async def generate(
+            prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
+        ) -> list[Chunk]:
+            call = asyncio.create_task(self._complete(role, prompt_ids, indices, turn, sampling))
+            self.open.add(call)
+            return await call
+
+        return generate
+
+    async def _complete(
+        self, role: str, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
+    ) -> list[Chunk]:
+        job, services, generation = self.job, self.services, self.task.generation
+        keys = {index: self.purpose.key(self.task, index, turn) for index in indices}
+        async with contextlib.AsyncExitStack() as admitted:
+            permit = services.scheduler.permit(job.name, len(indices))
+            await generation.unless_stopped(admitted.enter_async_context(permit))
+            before = generation.sampled(turn, indices)
+            try:
+                return await generation.complete(prompt_ids, keys, turn, self.version, sampling, role)
+            finally:
+                tokens = generation.sampled(turn, indices) - before
+                services.scheduler.spend(job.name, tokens)  # before the next request is chosen
+                self.cost.tokens += tokens
+                job.progress.tokens += tokens
+
+
 @dataclass
 class Supply:
     """Progress through the sequence of problems, where steps do not take fixed windows."""
@@ -271,33 +313,7 @@ class JobSampler:
         """Sample and score one group; None if it was put aside."""
         job, services, problem, generation = self._job, self._services, task.problem, task.generation
         generation.stop.clear()
-        calls: set[asyncio.Task[list[Chunk]]] = set()
-
-        async def complete(
-            role: str, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
-        ) -> list[Chunk]:
-            keys = {index: purpose.key(task, index, turn) for index in indices}
-            async with contextlib.AsyncExitStack() as admitted:
-                permit = services.scheduler.permit(job.name, len(indices))
-                await generation.unless_stopped(admitted.enter_async_context(permit))
-                before = generation.sampled(turn, indices)
-                try:
-                    return await generation.complete(prompt_ids, keys, turn, version, sampling, role)
-                finally:
-                    tokens = generation.sampled(turn, indices) - before
-                    services.scheduler.spend(job.name, tokens)  # before the next request is chosen
-                    cost.tokens += tokens
-                    job.progress.tokens += tokens
-
-        def generator(role: str) -> Generate:
-            async def generate(
-                prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
-            ) -> list[Chunk]:
-                call = asyncio.create_task(complete(role, prompt_ids, indices, turn, sampling))
-                calls.add(call)
-                return await call
-
-            return generate
+        requests = _Requests(job, services, task, version, purpose, cost)
 
         async def score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
             started = time.monotonic()
@@ -315,22 +331,22 @@ class JobSampler:
                     problem,
                     job.chat,
                     purpose.n,
-                    generator(""),
+                    requests.generator(),
                     score,
                     seed,
                     judged,
                     purpose.sampling,
                     generation.release,
-                    {role: generator(role) for role in job.config.team},
+                    {role: requests.generator(role) for role in job.config.team},
                 )
                 task.rollouts = await self._environment(context)
             except EngineError as error:
                 task.rollouts = tuple(Rollout(problem, index, (), (), error=str(error)) for index in range(purpose.n))
             except PutAside:
-                await asyncio.wait(calls)  # the turns of a group run concurrently, and each keeps its draft
+                await asyncio.wait(requests.open)  # the turns of a group run concurrently, and each keeps its draft
                 return None
             finally:
-                await ended(calls)
+                await ended(requests.open)
                 await generation.release(*range(purpose.n))
         if purpose.name == "train":
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)

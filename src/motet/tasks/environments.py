@@ -212,7 +212,7 @@ async def _run_episode(
     if first is None:
         return rollout
     if context.team:
-        team = TeamEpisode(context, rollout, episode)
+        team = TeamEpisode(context, rollout, episode.do)
         return await team.play(*first, workers.config.max_turns, judged=workers.info.judges)
     chat, tools, (read, chunk), anew = context.chat, workers.info.tools, first, False
     for turn in range(1, workers.config.max_turns + 1):

@@ -6,10 +6,9 @@ is the problem's system message and that text; the role that begins reads the pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,8 +17,8 @@ from motet.tasks import worker_messages as m
 from motet.tasks.episode import GroupContext, answered, extended, whole
 from motet.types import Chunk, FinishReason, Group, IntArray, Message, Rollout, Turn
 
-if TYPE_CHECKING:
-    from motet.tasks.environments import EnvironmentInstance
+Act = Callable[[m.AnyAction], Awaitable[m.EpisodeReply]]
+"""A call of the environment's instance of an episode."""
 
 
 def groups_of(groups: Sequence[Group], role: str) -> list[Group]:
@@ -57,9 +56,9 @@ def _unknown(role: str, context: GroupContext) -> str:
 class TeamEpisode:
     """One episode, turn by turn."""
 
-    def __init__(self, context: GroupContext, opened: Rollout, episode: EnvironmentInstance) -> None:
+    def __init__(self, context: GroupContext, opened: Rollout, act: Act) -> None:
         (self._role,) = opened.roles
-        self._context, self._opened, self._episode = context, opened, episode
+        self._context, self._opened, self._act = context, opened, act
         self._roles = dict(opened.roles)
         self._last: dict[str, Chunk] = {}
         self._turns: list[Turn] = []
@@ -86,7 +85,7 @@ class TeamEpisode:
             except EngineError as error:  # this conversation may be too long for the context
                 self._error = str(error)
         if judged and not self._error:
-            reply = await self._episode.do(m.JudgeEpisode())
+            reply = await self._act(m.JudgeEpisode())
             self._error = reply.error
             missing = next((role for role in self._last if reply.rewards and role not in reply.rewards), None)
             if missing:
@@ -99,7 +98,7 @@ class TeamEpisode:
         role = self._role
         own = self._roles[role] = extended(self._roles[role], read, chunk, anew=anew)
         self._last[role], self._error = chunk, own.error
-        reply = m.EpisodeReply() if own.error else await self._episode.do(m.EnvironmentStep(chunk.text))
+        reply = m.EpisodeReply() if own.error else await self._act(m.EnvironmentStep(chunk.text))
         self._error = self._error or reply.error
         said = (Message("user", reply.text),) if reply.text else ()
         self._places.setdefault(role, []).append(len(self._turns))
