@@ -26,6 +26,8 @@ TopTokens = tuple[IntArray, FloatArray]
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 """What a PEFT directory holds, as the library `peft` names it."""
+MOST_ROLES = 8
+"""Roles of a team."""
 
 
 def adapter_files(names: Iterable[str]) -> tuple[str, ...]:

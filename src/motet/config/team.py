@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Field
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.section import Config
+from motet.types import MOST_ROLES
 
 MOST_RANK = 512
-MOST_ROLES = 8
 NOT_ON_HOSTS = (
     "team: trains on one host with the embedded engine only; leave engine.hosts, engine.ranks, engine.shard, --ray and "
     "rollout.engine out"

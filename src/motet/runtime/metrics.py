@@ -134,7 +134,8 @@ def _roles(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 def _trained_roles(figures: Mapping[str, Any], learned: LearnedStep) -> dict[str, Any]:
     """`roles` of a step, with the update of each."""
-    known, roles = figures.get("roles", {}), {}
+    known: Mapping[str, Mapping[str, Any]] = figures.get("roles", {})
+    roles: dict[str, Mapping[str, Any]] = {}
     for role, one in sorted(learned.roles.items()):
         roles[role] = {**known.get(role, {}), "tokens": one.stats.tokens, **_trained(one.stats, one.optim)}
     return {"roles": roles} if roles else {}
