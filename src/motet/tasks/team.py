@@ -76,9 +76,10 @@ class TeamEpisode:
             cut_off = chunk.finish_reason is FinishReason.LENGTH
             if self._error or reply.done or cut_off or not reply.text or turn == max_turns:
                 break
-            read, prompt, anew = self._addressed(reply.role, Message("user", reply.text))
-            if self._error:
+            if error := _unknown(reply.role, self._context):
+                self._error = error
                 break
+            read, prompt, anew = self._addressed(reply.role, Message("user", reply.text))
             try:
                 generate = self._context.team[self._role]
                 (chunk,) = await whole(generate(prompt, (self._opened.index,), turn), 1)
@@ -108,11 +109,7 @@ class TeamEpisode:
 
     def _addressed(self, role: str, message: Message) -> tuple[IntArray, IntArray, bool]:
         """Give the next turn to a role: the tokens that it reads now, its prompt, and whether a new branch begins."""
-        chat, nothing = self._context.chat, np.zeros(0, np.int32)
-        if error := _unknown(role, self._context):
-            self._error = error
-            return nothing, nothing, False
-        self._role = role
+        chat, self._role = self._context.chat, role
         if role not in self._roles:
             system = tuple(one for one in self._opened.problem.messages if one.role == "system")
             empty = Rollout(self._opened.problem, self._opened.index, (), (), opening=(*system, message))
