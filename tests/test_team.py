@@ -19,7 +19,7 @@ from motet.checksums import check_version
 from motet.commands.check import check
 from motet.commands.verify import verify
 from motet.config import EnvironmentConfig
-from motet.errors import AdapterError, ConfigError
+from motet.errors import AdapterError, ConfigError, EngineError
 from motet.jobfile import validate
 from motet.model.find import find_adapter
 from motet.runtime.checkpoint import JobDirectory
@@ -177,6 +177,16 @@ def test_a_number_counts_for_all_and_so_do_the_jobs_rewards(file: Path) -> None:
 def test_a_mistake_about_roles_fails_the_rollout_and_says_why(file: Path, name: str, words: str) -> None:
     rollouts, _ = played(file, name, lambda *_: "x")
     assert all(words in rollout.error for rollout in rollouts), rollouts[0].error
+
+
+def test_a_conversation_that_is_too_long_fails_its_episode_alone(file: Path) -> None:
+    def says(index: int, turn: int, read: str) -> str:
+        if (index, turn) == (1, 2):
+            raise EngineError("the prompt is too long")
+        return "x"
+
+    rollouts, _ = played(file, "Pair", says)
+    assert [(one.error, len(one.turns)) for one in rollouts] == [("", 4), ("the prompt is too long", 2)]
 
 
 def test_advantages_compare_the_rewards_of_one_role(file: Path) -> None:

@@ -85,6 +85,7 @@ class TeamEpisode:
                 (chunk,) = await whole(generate(prompt, (self._opened.index,), turn), 1)
             except EngineError as error:  # this conversation may be too long for the context
                 self._error = str(error)
+                break
         if judged and not self._error:
             reply = await self._act(m.JudgeEpisode())
             self._error = reply.error
