@@ -65,7 +65,13 @@ def test_a_class_written_for_trl_is_learned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "jobs"), [("sql", ("form", "sql")), ("countdown", ("form", "countdown")), ("alphabet", ("alphabet",))]
+    ("name", "jobs"),
+    [
+        ("sql", ("form", "sql")),
+        ("countdown", ("form", "countdown")),
+        ("alphabet", ("alphabet",)),
+        ("team", ("halves",)),
+    ],
 )
 def test_a_recipe_runs_on_the_rows_that_its_script_makes(name: str, jobs: tuple[str, ...], tmp_path: Path) -> None:
     few = ["base=small", "engine.samplers=0", "steps=1", "eval.every=0", "data.size=24", "data.holdout=2"]
@@ -73,6 +79,18 @@ def test_a_recipe_runs_on_the_rows_that_its_script_makes(name: str, jobs: tuple[
     assert {job: done.message for job, done in result.jobs.items() if done.state != "succeeded"} == {}
     line = json.loads((tmp_path / "run" / jobs[-1] / "metrics.jsonl").read_text().splitlines()[0])
     assert (line["rollouts"], line["failed"]) == (8, 0)
+
+
+@pytest.mark.soak
+def test_both_roles_of_the_team_learn(tmp_path: Path) -> None:
+    result = run_config(made("team", tmp_path, "engine.samplers=0"))
+    assert result.jobs["halves"].state == "succeeded", result.jobs["halves"].message
+    lines = [json.loads(line) for line in (tmp_path / "run/halves/metrics.jsonl").read_text().splitlines()]
+    first, *_, last = [line["eval"] for line in lines if "eval" in line]
+    assert last["reward"] - first["reward"] >= 0.3, (first, last)
+    for role in ("planner", "solver"):
+        assert last["roles"][role]["reward"] - first["roles"][role]["reward"] >= 0.2, (role, first, last)
+    assert {line["logprob_gap"] for line in lines if "logprob_gap" in line} == {0.0}
 
 
 def made(name: str, directory: Path, *settings: str) -> Any:

@@ -94,6 +94,17 @@ def compare(directory: Path, sums: Mapping[str, str], remedy: str) -> Iterator[D
             yield Damage(path, "is not what was saved", remedy)
 
 
+def write_sums(directory: Path, sums: Mapping[str, str]) -> None:
+    """Write a version's sums. The directory of each role, which is made here, also has its own, without the others'."""
+    for folder in {name.rpartition("/")[0] for name in sums} - {""}:
+        below = {
+            name.removeprefix(f"{folder}/"): value for name, value in sums.items() if name.startswith(f"{folder}/")
+        }
+        (directory / folder).mkdir()
+        replace_file(directory / folder / SUMS, sealed(below))
+    replace_file(directory / SUMS, sealed(sums))
+
+
 def check_version(directory: Path) -> None:
     """Check a version's files against their sums; a version without sums passes, because Motet did not make it.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from motet.before_loading import Checked, auto_kernels, check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig, StopConfig
 from motet.config.candidates import RacePlan, raced
+from motet.config.team import NOT_ON_HOSTS
 from motet.errors import ConfigError, RunError
 from motet.launch import assemble, open_base, services
 from motet.model_info import ModelInfo
@@ -137,6 +138,8 @@ def _run_on_hosts(
     from motet.cluster.run import HostedJob, HostedRun, NoticesTo
     from motet.cluster.starts import launcher
 
+    if team := next((job.name for job in config.jobs if job.team), None):
+        raise ConfigError(f"job {team}: {NOT_ON_HOSTS}")
     log, notices = logging.getLogger("motet.cluster"), NoticesTo(notify or (lambda line: None))
     log.addHandler(notices)
     try:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from motet import budgets
 from motet.config import AdapterConfig, HostConfig, JobConfig
-from motet.config.job import MOST_RANK
 from motet.config.service import Largest
+from motet.config.team import MOST_RANK
 from motet.errors import ConfigError
 from motet.model_info import ALL_LINEAR
 from motet.workshop import FreeMemory
@@ -71,7 +71,8 @@ def check_slots(
     else:
         slots = min(engine.slots, sum(job.slots for job in wanted))
         lag, settings = max(job.algorithm.lag for job in wanted), "adapter.rank"
-        shapes += [(job.adapter.target_modules, job.adapter.rank, f"job {job.name}: ") for job in wanted]
+        pairs = ((job.name, shape) for job in wanted for shape in job.adapters.values())
+        shapes += [(shape.target_modules, shape.rank, f"job {name}: ") for name, shape in pairs]
     versions = (1 + lag) * memory.processes if config.rollout.engine == "embedded" else 1
     each, rank, whose = max(
         ((SlotMemory.of(base, targets, rank, versions), rank, whose) for targets, rank, whose in shapes),

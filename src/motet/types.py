@@ -9,7 +9,7 @@ Legend of array suffixes in comments: T tokens of one sequence (prompt included)
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -26,6 +26,15 @@ TopTokens = tuple[IntArray, FloatArray]
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 """What a PEFT directory holds, as the library `peft` names it."""
+MOST_ROLES = 8
+"""Roles of a team."""
+
+
+def adapter_files(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of a commit's files that are its adapter's, or those of its team's adapters, a directory for each role."""
+    known = set(names)
+    own = tuple(name for name in ADAPTER_FILES if name in known)
+    return own or tuple(sorted(name for name in known if name.partition("/")[2] in ADAPTER_FILES))
 
 
 class JobState(StrEnum):
@@ -230,6 +239,8 @@ class Turn:
     """For this turn alone, where the environment gives one."""
     trained: bool = True
     """Whether its tokens are; an agent may ask for an answer that is not."""
+    role: str = ""
+    """Who of a team sampled it."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +278,9 @@ class Rollout:
     """Why the rollout failed (its reward raised, timed out, was not finite; its logits were not finite)."""
     opening: tuple[Message, ...] = ()
     """What the model read first, where that is not the problem's messages."""
+    roles: Mapping[str, Rollout] = field(default_factory=dict)
+    """Of a team: the conversation of each role that took part, with its own branches and reward. Branches here are those of
+    all roles, turns are in the order of the episode, and the reward is the mean over these roles."""
 
     @property
     def sampled(self) -> int:
@@ -326,6 +340,6 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether rewards differ, so that centred advantages are not all zero."""
-        rewards = {rollout.reward for rollout in self.scored}
+        """Whether rewards differ, of a team those of any role, so that centred advantages are not all zero."""
+        rewards = {(rollout.reward, *(own.reward for own in rollout.roles.values())) for rollout in self.scored}
         return len(rewards) > 1

@@ -25,7 +25,7 @@ from motet.commands.forecast import Forecast, forecast, warnings_of
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.config.candidates import RacePlan, raced
-from motet.errors import RunError
+from motet.errors import ConfigError, RunError
 from motet.jobfile import load_jobs
 from motet.launch import assemble, open_base, services
 from motet.preparing import left_out, prepare_all
@@ -86,6 +86,10 @@ def check(
 def _check(config: RunConfig, rollouts: int) -> bool:
     console, failing = Console(emoji=False), list[str]()
     candidates, plans = raced(config.jobs)
+    if team := next((job.name for job in candidates if job.team), None):
+        raise ConfigError(
+            f"job {team}: `motet check` samples no team; try it with `motet run … steps=1` and another --run"
+        )
     config = config.model_copy(update={"jobs": candidates})
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
         directory = RunDirectory(Path(scratch))

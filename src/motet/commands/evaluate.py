@@ -110,12 +110,12 @@ class _Places(Versions):
         self._models = models
 
     @contextlib.contextmanager
-    def hold(self, version: int) -> Iterator[AdapterRef | None]:
+    def hold(self, version: int, role: str = "") -> Iterator[AdapterRef | None]:
         """Keep an adapter while sampling from it."""
         if self._models[version].path is None:
             yield None
             return
-        with super().hold(version) as ref:
+        with super().hold(version, role) as ref:
             yield ref
 
 
@@ -220,6 +220,10 @@ def _task(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
             f"--task must name the job whose problems and rewards count, one of {', '.join(list(jobs)[:8])}"
         )
     job = jobs[name]
+    if job.team:
+        raise ConfigError(
+            f"job {name} is a team, which `motet eval` does not play; its training evaluates it (eval.every)"
+        )
     tree = job.model_dump(exclude={"algorithm"})
     if asked.data is None and job.data.rows is not None:
         tree["data"]["source"] = job.data.rows

@@ -26,6 +26,7 @@ from motet.config.observer import ObserverConfig, Observers
 from motet.config.race import RaceConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.config.stopping import StopConfig
+from motet.config.team import NOT_ON_HOSTS, RoleConfig
 from motet.section import Config, named
 
 
@@ -77,6 +78,14 @@ class RunConfig(HostConfig):
         return self
 
     @model_validator(mode="after")
+    def _teams_are_here(self) -> RunConfig:
+        team = next((job.name for job in self.jobs if job.team), None)
+        elsewhere = self.engine.hosts > 1 or self.engine.n_ranks > 1 or self.cluster.launcher == "ray"
+        if team is not None and (elsewhere or self.rollout.engine != "embedded"):
+            raise ValueError(f"job {team}: {NOT_ON_HOSTS}")
+        return self
+
+    @model_validator(mode="after")
     def _chains_fit(self) -> RunConfig:
         check_chains(self.jobs)
         return self
@@ -111,6 +120,7 @@ __all__ = [
     "PricesConfig",
     "RaceConfig",
     "RewardConfig",
+    "RoleConfig",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",

@@ -103,6 +103,8 @@ def plan(job: JobConfig, race: RaceConfig) -> RacePlan:
 def _check(job: JobConfig) -> None:
     """Refuse jobs that have no reproducible rewards of held-out rows."""
     algorithm, where = job.algorithm, f"job {job.name}: race: "
+    if job.team:
+        raise ConfigError(f"{where}a race compares one adapter with others, and a team has several; use a sweep")
     if not isinstance(algorithm, PolicyGradient) or not algorithm.needs_rewards:
         raise ConfigError(
             f"{where}algorithm {algorithm.type} has no rewards of held-out rows, which a race compares; use an algorithm "

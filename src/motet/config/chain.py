@@ -48,6 +48,11 @@ def check_chains(jobs: Sequence[JobConfig]) -> None:
                     f"job {job.name}: adapter.init names {below.job!r}, which must come before it in the file"
                 )
             continue
+        if by_name[start.job].team:
+            raise ValueError(
+                f"job {job.name}: adapter.init names {start.job!r}, which is a team: give the directory of one role, "
+                f"such as runs/RUN/{start.job}/versions/v5/{next(iter(by_name[start.job].team))}, in another run"
+            )
         for field in ("rank", "alpha", "target_modules"):
             own, wanted = (getattr(one.adapter, field) for one in (job, by_name[start.job]))
             if own != wanted:

@@ -18,13 +18,12 @@ from motet.batch import AdamW
 from motet.config.data import OF_CLIENT, DataConfig
 from motet.config.race import RaceConfig, race_of
 from motet.config.stopping import StopConfig
+from motet.config.team import MOST_RANK, TeamConfig, team_mistake
 from motet.near import close_matches
 from motet.section import Config, named
 
 SEED_BITS = 48
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")
-
-MOST_RANK = 512
 
 
 class AdapterConfig(Config):
@@ -289,6 +288,9 @@ class JobConfig(Config):
     takes the defaults."""
     stop_when: StopConfig = StopConfig()
     """When the job ends before its last step, as succeeded."""
+    team: TeamConfig = {}
+    """[Roles](roles.md) of several adapters that this job trains in the same episodes, each with its own reward: a list of
+    roles, or a mapping of role to its settings (`motet run` on one host with the embedded engine only)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -338,6 +340,14 @@ class JobConfig(Config):
             raise ValueError(mistake)
         return self
 
+    @model_validator(mode="after")
+    def _the_team_can_train(self) -> JobConfig:
+        init, environment = self.adapter.init, self.environment.name
+        mistake = team_mistake(self.team, self.algorithm, environment, init) if self.team else None
+        if mistake is not None:
+            raise ValueError(mistake)
+        return self
+
     @field_validator("name")
     @classmethod
     def _name_is_a_directory(cls, name: str) -> str:
@@ -348,7 +358,15 @@ class JobConfig(Config):
     @property
     def slots(self) -> int:
         """Adapters that the trainer holds for it."""
-        return 1 + self.algorithm.companions(started=self.adapter.init is not None)
+        return len(self.adapters) + self.algorithm.companions(started=self.adapter.init is not None)
+
+    @property
+    def adapters(self) -> dict[str, AdapterConfig]:
+        """The shape of each role's adapter; of a job without a team the one of the role ''."""
+        if not self.team:
+            return {"": self.adapter}
+        ranks = {role: one.rank or self.adapter.rank for role, one in self.team.items()}
+        return {role: self.adapter.model_copy(update={"rank": rank}) for role, rank in ranks.items()}
 
     @property
     def rl(self) -> PolicyGradient:

@@ -61,6 +61,8 @@ def find_adapter(directory: Path) -> None:
             numbered = (path for path in directory.glob(f"{below}versions/v*") if path.name[1:].isdecimal())
             if newest := max(numbered, key=lambda path: int(path.name[1:]), default=None):
                 raise AdapterError(f"{directory} is {kind}; give a version of its adapter, such as {newest}")
+        if role := next(iter(sorted(directory.glob(f"*/{ADAPTER_CONFIG}"))), None):
+            raise AdapterError(f"{directory} has the adapters of a team; give that of one role, such as {role.parent}")
         raise AdapterError(f"{directory} has no {ADAPTER_CONFIG}; give a directory that `peft` or Motet wrote")
     if not (directory / ADAPTER_WEIGHTS).is_file():
         kind = " (a pickle is not read; save it as safetensors)" if (directory / "adapter_model.bin").exists() else ""

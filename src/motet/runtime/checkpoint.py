@@ -6,7 +6,7 @@
       timings.jsonl          seconds and rates of the same steps
       rollouts/<step>.jsonl  sampled and scored completions; eval-<version>.jsonl for evaluations
       state/<step>/          one commit: adapter, optimizer, state.json; synced, then renamed into place
-      versions/v<n>/         the same adapters as plain PEFT directories: the newest, the best and the last
+      versions/v<n>/         the same adapters as plain PEFT directories (of a team one a role): newest, best and last
       receipts/v<n>.json     the provenance of each version, also of deleted ones
       checksums.jsonl        sha256 of each rollout file; other sums are in state.json and beside each version
       manifest.jsonl         the list of commits and versions that must exist, to detect missing ones
@@ -28,13 +28,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from motet.checksums import SUMS, hash_of, link, replace_file, sealed, sums_of, sync, unsealed
+from motet.checksums import hash_of, link, replace_file, sealed, sums_of, sync, unsealed, write_sums
 from motet.errors import RunError
 from motet.runtime.manifest import Manifest
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import RECEIPT, Materials
 from motet.tasks.plain_json import as_json
-from motet.types import ADAPTER_FILES
+from motet.types import adapter_files
 
 FORKED = "forked.json"
 """Marks a forked job that has not been opened yet."""
@@ -282,10 +282,10 @@ class JobDirectory:
             return
         draft = final.with_name(f".tmp-v{step}")
         draft.mkdir()
-        names = [name for name in (*ADAPTER_FILES, RECEIPT) if name in sums]
+        names = [name for name in (*adapter_files(sums), RECEIPT) if name in sums]
+        write_sums(draft, {name: sums[name] for name in names})
         for name in names:
             link(self.path / "state" / str(step) / name, draft / name)
-        replace_file(draft / SUMS, sealed({name: sums[name] for name in names}))
         sync(draft)
         draft.rename(final)
         sync(final.parent)

@@ -71,4 +71,7 @@ def _copy_logs(job: JobDirectory, done: Committed, draft: Path) -> dict[str, Any
 def _link_all(there: Path, here: Path) -> None:
     here.mkdir(parents=True)
     for path in there.iterdir():
-        link(path, here / path.name)
+        if path.is_dir():  # of a critic, or of a role
+            _link_all(path, here / path.name)
+        else:
+            link(path, here / path.name)

@@ -134,8 +134,11 @@ class Generation:
         turn: int,
         version: int,
         sampling: SamplingParams | None = None,
+        role: str = "",
     ) -> list[Chunk]:
         """Complete a prompt once for each index of `keys`, whose values seed the draws. `sampling` overrides the group's.
+
+        `role` chooses the adapter of a team.
 
         Raises:
             PutAside: the group was stopped before all completions were finished.
@@ -150,8 +153,8 @@ class Generation:
             version = max(version, self.versions.latest) if renew else version
             fresh = {index: draft for index, draft in open_.items() if not draft.tokens}
             asked = [{index: draft} for index, draft in open_.items() if draft.tokens] + ([fresh] if fresh else [])
-            with self.versions.hold(version) as ref:
-                requests = [self._request(prompt_ids, some, keys, turn, ref, sampling) for some in asked]
+            with self.versions.hold(version, role) as ref:
+                requests = [self._request(prompt_ids, some, keys, turn, ref, sampling, role) for some in asked]
                 reading = [
                     self._read(request, list(some.values())) for request, some in zip(requests, asked, strict=True)
                 ]
@@ -171,6 +174,7 @@ class Generation:
         turn: int,
         ref: AdapterRef | None,
         sampling: SamplingParams,
+        role: str,
     ) -> GenerateRequest:
         """A request for new completions of one prompt together, or for the rest of one draft."""
         so_far = next(iter(drafts.values())).tokens
@@ -184,7 +188,7 @@ class Generation:
                 seeds.key(keys[index], "continued", len(so_far)) if so_far else keys[index] for index in drafts
             ),
             stream=self._renews(sampling) or self.can_stop,
-            episodes=tuple(map(self._episode, drafts)) if self.turns else (),
+            episodes=tuple(self._episode(index, role) for index in drafts) if self.turns else (),
             tenant=self.payer[0],
             share=self.payer[1],
         )
@@ -196,10 +200,12 @@ class Generation:
     async def release(self, *indices: int) -> None:
         """Tell the engine that these episodes have ended."""
         for index in indices if self.turns else ():
-            await self.engine.abort(self._episode(index))
+            for role in self.versions.roles:
+                await self.engine.abort(self._episode(index, role))
 
-    def _episode(self, index: int) -> str:
-        return f"{self.name}/{index}"
+    def _episode(self, index: int, role: str) -> str:
+        """The name of a conversation; what an engine keeps of it is of one adapter."""
+        return f"{self.name}/{index}/{role}" if role else f"{self.name}/{index}"
 
     async def _read(self, request: GenerateRequest, drafts: list[Draft]) -> None:
         for draft in drafts:

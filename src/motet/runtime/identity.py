@@ -28,6 +28,8 @@ _OWN_CODE = re.compile(r"[^\s:]+\.py:[\w.]+")
 def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The part that is known before anything is loaded; `installed` maps an operator's rewards to their functions."""
     job = config.model_dump(mode="json", exclude={"checkpoint", "priority", "budget", "race", "stop_when"})
+    if not config.team:
+        del job["team"]  # directories and receipts of other jobs stay as they are
     for field in ("source", "eval_source"):
         job["data"][field] = _placeless(job["data"][field])
     job["adapter"]["init"] = _placeless(job["adapter"]["init"])

@@ -223,6 +223,11 @@ class Job:
             return self.before.directory.version_named(self.before_version)
         return Path(os.path.expanduser(self.config.adapter.init))
 
+    def rate_of(self, role: str) -> float:
+        """Learning rate of a role's adapter before warm-up and schedule; the job's without a team."""
+        own = self.config.team[role].lr if role else None
+        return self.base_rate if own is None else own
+
     def evaluates(self, version: int) -> bool:
         """Whether this version is evaluated: the first, the last, and every `eval.every`-th."""
         if not self.data.holdout:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.critic import credited
-from motet.batch import LossStats, Segment, Trained
+from motet.batch import LossStats, OptimStats, Segment, Trained
 from motet.runtime.critic import Critic
 from motet.runtime.learning_rate import adamw
 from motet.runtime.reference import Reference
 from motet.runtime.session import Session
 from motet.runtime.steps import LearnedStep, SampledStep, Valued
+from motet.runtime.versions import adapter_name
+from motet.tasks.team import groups_of
 
 
 @dataclass(frozen=True)
@@ -24,27 +27,54 @@ class _Lesson:
     explained: float
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a step trains of one adapter."""
+
+    batch: StepBatch
+    segments: tuple[Segment, ...]
+    role: str = ""
+    """Of a team."""
+
+
 async def learn(
     session: Session, reference: Reference, critic: Critic | None, sampled: SampledStep, *, with_reference: bool
 ) -> LearnedStep:
     """Run all updates of a step. Without a trainable sample, weights and moments stay unchanged."""
+    updates = session.job.config.rl.updates_per_batch
+    if session.job.config.team:
+        shares = [
+            await _share(session, reference, sampled, one.role, with_reference=with_reference)
+            for one in session.members
+        ]
+        learned = await _train(session, shares, sampled.step, updates)
+        return _of_team({share.role: one for share, one in zip(shares, learned, strict=True)})
+    share, lesson = await _share(session, reference, sampled, "", with_reference=with_reference), None
+    if share.batch.samples and critic is not None:
+        credit = credited(share.batch, await critic.values(share.batch), critic.config)
+        share = Share(credit.policy, _segments(session, credit.policy))
+        lesson = _Lesson(critic, critic.segments(credit.critic), credit.explained)
+    return await train(session, share.batch, share.segments, sampled.step, updates, lesson)
+
+
+def _segments(session: Session, batch: StepBatch, role: str = "") -> tuple[Segment, ...]:
     job = session.job
-    algorithm, sampling = job.config.rl, job.config.sampling
-    batch = algorithm.batch(sampled.groups, sampling.max_tokens)
+    name, temperature = adapter_name(job.name, role), job.config.sampling.temperature
+    return batch.segments(name, job.config.rl, temperature, session.services.micro_batch_tokens)
 
-    def segments() -> tuple[Segment, ...]:
-        return batch.segments(job.name, algorithm, sampling.temperature, session.services.micro_batch_tokens)
 
+async def _share(
+    session: Session, reference: Reference, sampled: SampledStep, role: str, *, with_reference: bool
+) -> Share:
+    """The samples of one adapter, with all logprobs that its algorithm needs."""
+    algorithm = session.job.config.rl
+    batch = algorithm.batch(groups_of(sampled.groups, role), session.job.config.sampling.max_tokens)
     if batch.samples and (algorithm.needs_reference or with_reference):
-        batch = batch.with_logprobs("reference_logprobs", await reference.logprobs(segments()))
-        batch = algorithm.weighed(batch)
+        logprobs = await reference.logprobs(_segments(session, batch, role))
+        batch = algorithm.weighed(batch.with_logprobs("reference_logprobs", logprobs))
     if batch.samples and algorithm.needs_proximal:
-        batch = batch.with_logprobs("proximal_logprobs", await session.forward(segments()))
-    lesson = None
-    if batch.samples and critic is not None:
-        credit = credited(batch, await critic.values(batch), critic.config)
-        batch, lesson = credit.policy, _Lesson(critic, critic.segments(credit.critic), credit.explained)
-    return await train(session, batch, segments(), sampled.step, algorithm.updates_per_batch, lesson)
+        batch = batch.with_logprobs("proximal_logprobs", await session.forward(_segments(session, batch, role)))
+    return Share(batch, _segments(session, batch, role), role)
 
 
 async def train(
@@ -56,26 +86,63 @@ async def train(
     lesson: _Lesson | None = None,
 ) -> LearnedStep:
     """Run `updates` optimizer updates on the segments of a step, with a critic's segments in the same packed batches."""
-    job = session.job
-    if not batch.samples:
-        return LearnedStep(batch, LossStats(), None, 0)
-    first, optim, valued = LossStats(), None, None
+    (learned,) = await _train(session, [Share(batch, segments)], step, updates, lesson)
+    return learned
+
+
+async def _train(
+    session: Session, shares: Sequence[Share], step: int, updates: int, lesson: _Lesson | None = None
+) -> list[LearnedStep]:
+    """Train each adapter on its share, all in the same packed batches."""
+    job, firsts, valued = session.job, [LossStats()] * len(shares), None
+    optims: list[OptimStats | None] = [None] * len(shares)
+    segments = [share.segments if share.batch.samples else () for share in shares]
     if lesson is not None and step < lesson.critic.config.warmup_steps:  # only the critic trains during its warm-up
-        segments = ()
+        segments = [()]
     beside = () if lesson is None else lesson.segments
-    tokens = batch.tokens * (bool(segments) + bool(beside))
+    if not any((*segments, beside)):
+        return [LearnedStep(share.batch, LossStats(), None, 0) for share in shares]
     with session.services.scheduler.working(job.name):
         for update in range(updates):
-            trained = await session.forward_backward((*segments, *beside))
-            if segments:
-                optim = await session.optim_step(adamw(job.config.optimizer, job.base_rate, step, job.config.steps))
+            trained = await session.forward_backward((*(one for own in segments for one in own), *beside))
+            for place, (share, own) in enumerate(zip(shares, segments, strict=True)):
+                if own:
+                    settings = adamw(job.config.optimizer, job.rate_of(share.role), step, job.config.steps)
+                    optims[place] = await session.optim_step(settings, share.role)
             if lesson is not None:
                 await lesson.critic.optim_step(step)
             if update == 0:
-                first = _summed(trained[: len(segments)])
-                valued = None if lesson is None else Valued(_summed(trained[len(segments) :]).loss, lesson.explained)
-    return LearnedStep(batch, first, optim, tokens * updates, valued)
+                results = iter(trained)
+                firsts = [_summed([next(results) for _ in own]) for own in segments]
+                valued = None if lesson is None else Valued(_summed(list(results)).loss, lesson.explained)
+    return [
+        LearnedStep(share.batch, first, optim, share.batch.tokens * (bool(own) + bool(beside)) * updates, valued)
+        for share, own, first, optim in zip(shares, segments, firsts, optims, strict=True)
+    ]
 
 
 def _summed(trained: Sequence[Trained]) -> LossStats:
     return sum((one.stats for one in trained), LossStats())
+
+
+def _of_team(learned: Mapping[str, LearnedStep]) -> LearnedStep:
+    """The steps of all roles as one."""
+    steps = list(learned.values())
+    samples = tuple(sample for one in steps for sample in one.batch.samples)
+    batch = StepBatch(samples, 1.0, max(one.batch.groups for one in steps))
+    stats = sum((one.stats for one in steps), LossStats())
+    optims = [one.optim for one in steps if one.optim is not None]
+    return LearnedStep(batch, stats, _together(optims), sum(one.tokens for one in steps), roles=learned)
+
+
+def _together(optims: Sequence[OptimStats]) -> OptimStats | None:
+    """The norms of all roles' vectors in one, the largest rate, and whether any was skipped."""
+    if not optims:
+        return None
+    norms = [one.adapter_norm for one in optims]
+    return OptimStats(
+        grad_norm=math.hypot(*(one.grad_norm for one in optims)),
+        lr=max(one.lr for one in optims),
+        skipped=any(one.skipped for one in optims),
+        adapter_norm=math.hypot(*(norm or 0.0 for norm in norms)) if all(norm is not None for norm in norms) else None,
+    )

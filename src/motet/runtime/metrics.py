@@ -54,6 +54,8 @@ STEP_FIELDS: Mapping[str, str] = {
     "value_explained": "share of the variance of the tokens' returns that its values explained",
     "accuracy": "with `dpo` and `kto` the share of pairs, or answers, that the policy has on the right side of the reference",
     "margin": "with `dpo` by how much more the chosen answers gained than the others, times beta",
+    "roles": "with a [team](roles.md), of each role: reward, reward_std, rollouts in which it took part, and its own fields "
+    "from `tokens` to `lr`; in `eval` the first three",
     "eval": "held-out evaluation of `version` step: reward, reward_std, reward_stderr (standard error of `reward` over the "
     "problems), reward_parts, length, truncated, rollouts, failed; with `sft` and `soft_targets` nll (mean negative "
     "log-likelihood of a token of the answers, nats), tokens; with `dpo` and `kto` loss, accuracy, margin; with all of these "
@@ -65,11 +67,13 @@ STEP_FIELDS: Mapping[str, str] = {
 def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
     """The line of metrics.jsonl of one step; see `STEP_FIELDS`."""
     groups, batch, valued = sampled.groups, learned.batch, learned.valued
+    figures = group_metrics(groups)
     return {
         "step": sampled.step,
         "version": sampled.version,
         "staleness": sampled.step - sampled.oldest,
-        **group_metrics(groups),
+        **figures,
+        **_trained_roles(figures, learned),
         "groups": batch.groups,
         "no_signal": sum(not group.has_signal for group in groups) / max(len(groups), 1),
         "distinct": distinct(groups),
@@ -92,7 +96,7 @@ def trained_record(learned: LearnedStep) -> dict[str, Any]:
     }
 
 
-def group_metrics(groups: Sequence[Group]) -> dict[str, float | int | Mapping[str, float]]:
+def group_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     """Metrics computed from rollouts alone, for a step or an evaluation."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [rollout for rollout in rollouts if not rollout.error]
@@ -109,9 +113,32 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float | int | Mapping[st
         "length": float(np.mean(lengths)) if lengths else float("nan"),
         "truncated": float(np.mean([rollout.truncated for rollout in scored])) if scored else float("nan"),
         **_turns(scored),
+        **_roles(scored),
         "rollouts": len(rollouts),
         "failed": len(rollouts) - len(scored),
     }
+
+
+def _roles(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Rewards by role; empty without a team."""
+    rewards: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for role, own in rollout.roles.items():
+            rewards.setdefault(role, []).append(own.reward)
+    figures = {
+        role: {"reward": float(np.mean(own)), "reward_std": float(np.std(own)), "rollouts": len(own)}
+        for role, own in sorted(rewards.items())
+    }
+    return {"roles": figures} if figures else {}
+
+
+def _trained_roles(figures: Mapping[str, Any], learned: LearnedStep) -> dict[str, Any]:
+    """`roles` of a step, with the update of each."""
+    known: Mapping[str, Mapping[str, Any]] = figures.get("roles", {})
+    roles: dict[str, Mapping[str, Any]] = {}
+    for role, one in sorted(learned.roles.items()):
+        roles[role] = {**known.get(role, {}), "tokens": one.stats.tokens, **_trained(one.stats, one.optim)}
+    return {"roles": roles} if roles else {}
 
 
 def _turns(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -239,6 +266,9 @@ def _conversation(rollout: Rollout, texts: Callable[[Sequence[int]], Sequence[st
         fields["replies"] = [[reply.content for reply in turn.replies] for turn in rollout.turns]
     if any(turn.reward is not None for turn in rollout.turns):
         fields["turn_rewards"] = [turn.reward for turn in rollout.turns]
+    if rollout.roles:
+        fields["roles"] = [turn.role for turn in rollout.turns]
+        fields["role_rewards"] = {role: own.reward for role, own in rollout.roles.items()}
     if not all(turn.trained for turn in rollout.turns):
         fields["trained"] = [turn.trained for turn in rollout.turns]
     return fields

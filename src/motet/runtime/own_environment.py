@@ -12,6 +12,16 @@ from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import OwnEnvironment
 
 
+def _check_team(workers: EnvironmentWorkers, config: JobConfig) -> None:
+    info = workers.info
+    if config.team and (info.agent or info.tools or not info.steps):
+        kind = "is an agent" if info.agent else "has tools" if info.tools else "has no step(text)"
+        raise EnvironmentFault(
+            f"team: environment {config.environment.name!r} {kind}; a team needs a class with step(text) and without tools, "
+            "which says in self.role whose turn it is"
+        )
+
+
 def _check_not_put_aside(config: JobConfig) -> None:
     if config.rl.over_provision > 1:
         raise EnvironmentFault("algorithm.over_provision puts rollouts aside, which an agent cannot be: leave it out")
@@ -55,8 +65,11 @@ async def _loaded(config: JobConfig, log: Path) -> EnvironmentWorkers:
         )
     workers = EnvironmentWorkers(config.environment, log)
     await workers.open()
-    if workers.info.agent:
+    if workers.info.agent or config.team:
         try:
+            _check_team(workers, config)
+            if not workers.info.agent:
+                return workers
             _check_not_put_aside(config)
             importlib.import_module("motet.agents.runner")
         except BaseException as error:

@@ -31,7 +31,7 @@ from motet.tasks.dataset import Dataset
 from motet.tasks.plain_json import as_json
 from motet.tasks.problems import Problems
 from motet.tasks.rewards import BUILTIN
-from motet.types import ADAPTER_FILES
+from motet.types import adapter_files
 
 RECEIPT, RECEIPTS = "receipt.json", "receipts"
 STATEMENT, PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
@@ -73,10 +73,11 @@ class Materials:
         chain = [] if before is None else [_material(f"version v{before[0]}", "sha256", before[1])]
         sampled = [_material(f"rollouts/{one['file']}", "sha256", one["sha256"]) for one in rollouts]
         inner = {name: value for name, value in self._identity.items() if name not in ("job", "contents", "code")}
-        made = {name: sums[name] for name in sums if name not in ADAPTER_FILES}
+        adapter = adapter_files(sums)
+        made = {name: sums[name] for name in sums if name not in adapter}
         statement = {
             "_type": STATEMENT,
-            "subject": [_material(name, "sha256", sums[name]) for name in ADAPTER_FILES],
+            "subject": [_material(name, "sha256", sums[name]) for name in adapter],
             "predicateType": PROVENANCE,
             "predicate": {
                 "buildDefinition": {

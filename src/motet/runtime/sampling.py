@@ -25,7 +25,7 @@ from motet.runtime.scheduler import FairScheduler
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.dataset import data_window
-from motet.tasks.episode import ENVIRONMENTS, GroupContext, OwnEnvironment
+from motet.tasks.episode import ENVIRONMENTS, Generate, GroupContext, OwnEnvironment
 from motet.tasks.reward_pool import ScoreOutcome
 from motet.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
 
@@ -75,6 +75,48 @@ class _Purpose:
         """The random key of a group."""
         step = 0 if self.common_numbers else task.step
         return seeds.key(self.seed, self.name, step, task.position, task.problem.id, *parts)
+
+
+@dataclass(eq=False)
+class _Requests:
+    """What one group asks the engine for."""
+
+    job: Job
+    services: Services
+    task: _Task
+    version: int
+    purpose: _Purpose
+    cost: _Cost
+    open: set[asyncio.Task[list[Chunk]]] = field(default_factory=set)
+
+    def generator(self, role: str = "") -> Generate:
+        """What draws completions of the job's adapter, or of a role's of its team."""
+
+        async def generate(
+            prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
+        ) -> list[Chunk]:
+            call = asyncio.create_task(self._complete(role, prompt_ids, indices, turn, sampling))
+            self.open.add(call)
+            return await call
+
+        return generate
+
+    async def _complete(
+        self, role: str, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
+    ) -> list[Chunk]:
+        job, services, generation = self.job, self.services, self.task.generation
+        keys = {index: self.purpose.key(self.task, index, turn) for index in indices}
+        async with contextlib.AsyncExitStack() as admitted:
+            permit = services.scheduler.permit(job.name, len(indices))
+            await generation.unless_stopped(admitted.enter_async_context(permit))
+            before = generation.sampled(turn, indices)
+            try:
+                return await generation.complete(prompt_ids, keys, turn, self.version, sampling, role)
+            finally:
+                tokens = generation.sampled(turn, indices) - before
+                services.scheduler.spend(job.name, tokens)  # before the next request is chosen
+                self.cost.tokens += tokens
+                job.progress.tokens += tokens
 
 
 @dataclass
@@ -268,30 +310,7 @@ class JobSampler:
         """Sample and score one group; None if it was put aside."""
         job, services, problem, generation = self._job, self._services, task.problem, task.generation
         generation.stop.clear()
-        calls: set[asyncio.Task[list[Chunk]]] = set()
-
-        async def complete(
-            prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
-        ) -> list[Chunk]:
-            keys = {index: purpose.key(task, index, turn) for index in indices}
-            async with contextlib.AsyncExitStack() as admitted:
-                permit = services.scheduler.permit(job.name, len(indices))
-                await generation.unless_stopped(admitted.enter_async_context(permit))
-                before = generation.sampled(turn, indices)
-                try:
-                    return await generation.complete(prompt_ids, keys, turn, version, sampling)
-                finally:
-                    tokens = generation.sampled(turn, indices) - before
-                    services.scheduler.spend(job.name, tokens)  # before the next request is chosen
-                    cost.tokens += tokens
-                    job.progress.tokens += tokens
-
-        async def generate(
-            prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
-        ) -> list[Chunk]:
-            call = asyncio.create_task(complete(prompt_ids, indices, turn, sampling))
-            calls.add(call)
-            return await call
+        requests = _Requests(job, services, task, version, purpose, cost)
 
         async def score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
             started = time.monotonic()
@@ -306,16 +325,25 @@ class JobSampler:
                 seed = purpose.key(task)
                 judged = bool(job.config.rewards)
                 context = GroupContext(
-                    problem, job.chat, purpose.n, generate, score, seed, judged, purpose.sampling, generation.release
+                    problem,
+                    job.chat,
+                    purpose.n,
+                    requests.generator(),
+                    score,
+                    seed,
+                    judged,
+                    purpose.sampling,
+                    generation.release,
+                    {role: requests.generator(role) for role in job.config.team},
                 )
                 task.rollouts = await self._environment(context)
             except EngineError as error:
                 task.rollouts = tuple(Rollout(problem, index, (), (), error=str(error)) for index in range(purpose.n))
             except PutAside:
-                await asyncio.wait(calls)  # the turns of a group run concurrently, and each keeps its draft
+                await asyncio.wait(requests.open)  # the turns of a group run concurrently, and each keeps its draft
                 return None
             finally:
-                await ended(calls)
+                await ended(requests.open)
                 await generation.release(*range(purpose.n))
         if purpose.name == "train":
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)

@@ -1,4 +1,4 @@
-"""One adapter during training: its slot, versions and commits. Its driver decides the next call.
+"""One job's adapter, or those of its team, during training: slots, versions and commits. Its driver decides the next call.
 
 session.open → forward_backward* → optim_step → finish (record, commit) → publish → … → close A version that is
 committed is published only after its commit.
@@ -7,6 +7,8 @@ committed is published only after its commit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from motet import seeds
 from motet.batch import AdamW, OptimStats, Segment, Trained
 from motet.config import AdapterConfig
+from motet.config.job import SEED_BITS
 from motet.device import used_by
 from motet.errors import JobFailed
 from motet.protocols import Trainer
@@ -26,7 +30,7 @@ from motet.runtime.metrics import timing_record
 from motet.runtime.probe import Probe, probe_ids
 from motet.runtime.stopping import Stopping
 from motet.runtime.uninterrupted import uninterrupted
-from motet.runtime.versions import Versions
+from motet.runtime.versions import Versions, adapter_name
 from motet.types import FloatArray
 
 Result = TypeVar("Result")
@@ -87,8 +91,26 @@ class Slot:
             await uninterrupted(self._session.on_device(lambda trainer: trainer.remove_adapter(self._name)))
 
 
+@dataclass(frozen=True)
+class Member:
+    """An adapter that a session trains: of a team one for each role, otherwise the only one."""
+
+    role: str
+    """Empty without a team."""
+    name: str
+    """What the trainer calls it."""
+    shape: AdapterConfig
+    seed: int
+    probe: Probe
+    slot: Slot
+
+    def place(self, directory: Path) -> Path:
+        """Its files in the directory of a commit or version."""
+        return directory / self.role
+
+
 class Session:
-    """A slot, its adapter, its versions and its commits."""
+    """The slots of a job's adapters, their versions and their commits."""
 
     def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
         self.job, self.services = job, services
@@ -103,10 +125,17 @@ class Session:
         # a version trained again after a pause or failure gets another engine-side name, as after a crash
         job.starts += 1
         engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
-        self.versions = Versions(job.name, engine_name, services.engine, services.sync, services.keep_versions)
-        self._probe = Probe(job.name, probe_ids(job.chat, job.data.train), services.probe_tolerance)
-        self._slot = Slot(self, job.name)
+        roles = tuple(job.config.adapters)
+        self.versions = Versions(job.name, engine_name, services.engine, services.sync, services.keep_versions, roles)
+        self.members = tuple(map(self._member, roles))
         self._publish_seconds = 0.0
+
+    def _member(self, role: str) -> Member:
+        job = self.job
+        name = adapter_name(job.name, role)
+        probe = Probe(name, probe_ids(job.chat, job.data.train), self.services.probe_tolerance)
+        seed = seeds.key(job.seed, f"role {role}") % (1 << SEED_BITS) if role else job.seed
+        return Member(role, name, job.config.adapters[role], seed, probe, Slot(self, name))
 
     @property
     def oldest_needed(self) -> int:
@@ -119,12 +148,13 @@ class Session:
         return self.job.directory.path / "state" / str(self.done.step) if self._resumed else None
 
     async def open(self) -> None:
-        """Take a slot, restore the committed state, and load the versions that may be sampled from."""
+        """Take slots, restore the committed state, and load the versions that may be sampled from."""
         job, services, start = self.job, self.services, self.done.step
         adapter, state = job.config.adapter, job.directory.path / "state"
-        await self._slot.take(adapter, job.seed)
+        for one in self.members:
+            await one.slot.take(one.shape, one.seed)
         if self._resumed:
-            await self.on_device(lambda trainer: trainer.load_adapter(job.name, state / str(start), optimizer=True))
+            await self._load(state / str(start), optimizer=True)
             for reason in self.done.inexact:
                 job.note_inexact(reason)
             if self.done.threads != services.threads:
@@ -135,19 +165,27 @@ class Session:
                 await self.versions.restore(version, state / str(version))
         else:
             if adapter.init is not None:
-                source = job.init_directory()
-                await self.on_device(lambda trainer: trainer.load_adapter(job.name, source, optimizer=False))
+                await self._load(job.init_directory(), optimizer=False)
             self.done = replace(self.done, threads=services.threads)
             await self.commit()
         job.progress.step = job.progress.first_step = start
         job.progress.started = time.monotonic()
 
     async def close(self) -> None:
-        """Unload all versions and release the slot, also after an error."""
-        try:
+        """Unload all versions and release the slots, also after an error."""
+        async with contextlib.AsyncExitStack() as slots:
+            for one in self.members:
+                slots.push_async_callback(one.slot.give_back)
             await self.versions.drop_all()
-        finally:
-            await self._slot.give_back()
+
+    async def _load(self, directory: Path, *, optimizer: bool) -> None:
+        """Load all adapters from a commit, or from a PEFT directory."""
+
+        def load(trainer: Trainer) -> None:
+            for one in self.members:
+                trainer.load_adapter(one.name, one.place(directory), optimizer=optimizer)
+
+        await self.on_device(load)
 
     async def on_device(self, call: Callable[[Trainer], Result]) -> Result:
         """Run a trainer call on the device; its time is charged to the job."""
@@ -168,14 +206,14 @@ class Session:
         """Logprobs [T] of each sample; `base=True` disables the adapter."""
         return await self.services.learner.score(self.job.name, segments, executed, base=base)
 
-    async def optim_step(self, adamw: AdamW) -> OptimStats:
+    async def optim_step(self, adamw: AdamW, role: str = "") -> OptimStats:
         """Clip the gradient, update, and clear the gradient; the next version can then be committed and published."""
-        return await self.on_device(lambda trainer: trainer.optim_step(self.job.name, adamw))
+        name = adapter_name(self.job.name, role)
+        return await self.on_device(lambda trainer: trainer.optim_step(name, adamw))
 
     async def undo(self) -> None:
         """Drop the gradient by loading the last step's adapter and optimizer, which must be committed."""
-        name, place = self.job.name, self.job.directory.path / "state" / str(self.done.step)
-        await self.on_device(lambda trainer: trainer.load_adapter(name, place, optimizer=True))
+        await self._load(self.job.directory.path / "state" / str(self.done.step), optimizer=True)
         self.moved = False
 
     # --- records, commits, versions ----------------------------------------------------------------------------------
@@ -241,7 +279,9 @@ class Session:
         keep = max(job.config.checkpoint.keep, job.config.algorithm.lag + 1)
 
         def save(path: Path) -> None:
-            trainer.save_adapter(job.name, path, optimizer=True)
+            for one in self.members:
+                one.place(path).mkdir(exist_ok=True)
+                trainer.save_adapter(one.name, one.place(path), optimizer=True)
             for also in self.also_saved:
                 also(path)
             if len(job.directory.steps()) < keep:  # otherwise an older commit is deleted
@@ -260,8 +300,9 @@ class Session:
         started = time.monotonic()
         await self.versions.publish(version)
         with used_by(self.job.name, *services.scheduler.payer(self.job.name)):
-            trained = await services.device.run(lambda: self._probe.trained(services.trainer), light=True)
-            await self._probe.check(services.engine, self.versions.ref(version), trained)
+            for one in self.members:
+                trained = await services.device.run(functools.partial(one.probe.trained, services.trainer), light=True)
+                await one.probe.check(services.engine, self.versions.ref(version, one.role), trained)
         self._publish_seconds = time.monotonic() - started
         await self.versions.announce(version, self.oldest_needed)
 

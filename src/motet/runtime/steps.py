@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from motet.algorithms.algorithm import StepBatch
 from motet.batch import LossStats, OptimStats
@@ -64,3 +65,5 @@ class LearnedStep:
     """Tokens that passed through the trainer."""
     valued: Valued | None = None
     """Set with a critic."""
+    roles: Mapping[str, LearnedStep] = field(default_factory=dict)
+    """Of a team, by role; the fields above are then of all roles together."""

@@ -17,14 +17,28 @@ from motet.runtime.uninterrupted import uninterrupted
 from motet.types import AdapterRef
 
 
+def adapter_name(job: str, role: str = "") -> str:
+    """What the trainer calls a job's adapter, or that of a role of its team."""
+    return f"{job}#{role}" if role else job
+
+
 class Versions:
     """The published versions of one job's adapter."""
 
     def __init__(
-        self, job: str, engine_name: str, engine: RolloutEngine, sync: WeightSync, keep: int | None = None
+        self,
+        job: str,
+        engine_name: str,
+        engine: RolloutEngine,
+        sync: WeightSync,
+        keep: int | None = None,
+        roles: Sequence[str] = ("",),
     ) -> None:
-        """`keep` is the number of unneeded versions to keep; 0 keeps all, also after the job has left."""
-        self._job = job
+        """`keep` is the number of unneeded versions to keep; 0 keeps all, also after the job has left.
+
+        A version of a team has an adapter of each role.
+        """
+        self._job, self.roles = job, tuple(roles)
         self._engine_name = engine_name
         self._engine = engine
         self._sync = sync
@@ -34,18 +48,20 @@ class Versions:
         self._arrived = asyncio.Condition()
         self.latest = -1
 
-    def ref(self, version: int) -> AdapterRef:
-        """The engine's reference to a version."""
-        return AdapterRef(self._engine_name, version)
+    def ref(self, version: int, role: str = "") -> AdapterRef:
+        """The engine's reference to a version, of a team to a role's adapter in it."""
+        return AdapterRef(f"{self._engine_name}.{role}" if role else self._engine_name, version)
 
     async def restore(self, version: int, directory: Path) -> None:
         """Load an older version that admissions may still ask for after a restart."""
-        await self._engine.load_adapter(self.ref(version), directory)
+        for role in self.roles:
+            await self._engine.load_adapter(self.ref(version, role), directory / role)
         self._holds[version] = 0
 
     async def publish(self, version: int) -> None:
         """Load the trainer's weights as this version. It is not sampled from before `announce`."""
-        await self._sync.publish(self._job, self.ref(version))
+        for role in self.roles:
+            await self._sync.publish(adapter_name(self._job, role), self.ref(version, role))
         self._holds[version] = 0
 
     async def announce(self, version: int, oldest_needed: int) -> None:
@@ -62,11 +78,11 @@ class Versions:
             await self._arrived.wait_for(lambda: self.latest >= version)
 
     @contextlib.contextmanager
-    def hold(self, version: int) -> Iterator[AdapterRef | None]:
+    def hold(self, version: int, role: str = "") -> Iterator[AdapterRef | None]:
         """Keep a version loaded while sampling from it."""
         self._holds[version] += 1
         try:
-            yield self.ref(version)
+            yield self.ref(version, role)
         finally:
             self._holds[version] -= 1
 
@@ -87,7 +103,7 @@ class Versions:
     async def _unload(self, gone: Sequence[int]) -> None:
         for version in gone:  # remove them first: another collection may run while this one waits for the engine
             del self._holds[version]
-        await uninterrupted(self._unload_all([self.ref(version) for version in gone]))
+        await uninterrupted(self._unload_all([self.ref(version, role) for version in gone for role in self.roles]))
 
     async def _unload_all(self, gone: Sequence[AdapterRef]) -> None:
         for ref in gone:

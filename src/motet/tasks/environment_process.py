@@ -9,6 +9,7 @@ implements one or both of two forms:
     def get_reward(self) -> float             # of the whole episode
     def list_tools(self) -> list              # schemas of further tools,
     def call_tool(self, name, arguments)      # which are called with this
+    role: str                                 # who of a team has the next turn; rewards may be dicts of role to number
     done: bool                                # True ends the episode
     reward: float                             # of the whole episode, if neither these nor the job give a reward
 """
@@ -32,9 +33,12 @@ from motet.errors import EnvironmentFault
 from motet.own_code import OwnCode, describe
 from motet.tasks import worker_messages as m
 from motet.tasks.worker_process import Read, WorkerLimits, Write, run, seed_random
+from motet.types import MOST_ROLES
 
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
 _NOT_TOOLS = frozenset({"reset", "step", "get_reward", "close", "list_tools", "call_tool"})
+_LONGEST_ROLE = 100
+"""Characters of a role that are kept."""
 _ARGS = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
 
 
@@ -96,19 +100,20 @@ class Environments:
             case m.CallTool():
                 return self._call(instance, action.name, action.arguments)
             case m.JudgeEpisode():
-                return m.EpisodeReply(reward=_worth(instance))
+                reward, rewards = _worth(instance)
+                return m.EpisodeReply(reward=reward, rewards=rewards)
 
     def _reset(self, episode: str, row: Mapping[str, Any]) -> m.EpisodeReply:
         instance = self._instances[episode] = self._class(**self._args)
         reset = getattr(instance, "reset", None)
         if reset is None:
-            return m.EpisodeReply()
+            return m.EpisodeReply(role=_role(instance))
         parameters = inspect.signature(reset).parameters
         open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         said = reset(**{name: value for name, value in row.items() if open_ended or name in parameters})
         if not isinstance(said, str | None):
             raise TypeError(f"reset returned {type(said).__name__}, not text or None")
-        return m.EpisodeReply(text=said or "", done=_done(instance))
+        return m.EpisodeReply(text=said or "", role=_role(instance), done=_done(instance))
 
     def _step(self, instance: Any, text: str) -> m.EpisodeReply:
         said = instance.step(text)
@@ -116,8 +121,9 @@ class Environments:
         reply, reward, done = (*parts, *(None, None)[: 3 - len(parts)]) if len(parts) < 3 else parts[:3]
         if not isinstance(reply, str | None):
             raise TypeError(f"step returned {type(reply).__name__}, not text, None, or (text, reward, done)")
-        number = None if reward is None else _number(reward, "step returned")
-        return m.EpisodeReply(text=reply or "", reward=number, done=_done(instance) or bool(done) or reply is None)
+        number, numbers = _numbers(reward, "step returned")
+        ended = _done(instance) or bool(done) or reply is None
+        return m.EpisodeReply(text=reply or "", reward=number, rewards=numbers, role=_role(instance), done=ended)
 
     def _call(self, instance: Any, name: str, arguments: Mapping[str, Any]) -> m.EpisodeReply:
         """Call a tool. The model reads its error if it fails."""
@@ -148,12 +154,24 @@ def _close(instance: Any) -> None:
         instance.close()
 
 
-def _worth(instance: Any) -> float | None:
-    """Reward of an episode; falls back to `reward`, which TRL's functions set."""
+def _worth(instance: Any) -> tuple[float | None, dict[str, float]]:
+    """Reward of an episode, or those of roles; falls back to `reward`, which TRL's functions set."""
     if hasattr(instance, "get_reward"):
-        return _number(instance.get_reward(), "get_reward returned")
+        return _numbers(instance.get_reward(), "get_reward returned", none=False)
     worth = getattr(instance, "reward", None)
-    return None if worth is None or callable(worth) else _number(worth, "self.reward is")
+    return _numbers(None if callable(worth) else worth, "self.reward is")
+
+
+def _role(instance: Any) -> str:
+    role = getattr(instance, "role", "")
+    return role[:_LONGEST_ROLE] if isinstance(role, str) else ""
+
+
+def _numbers(value: Any, of: str, *, none: bool = True) -> tuple[float | None, dict[str, float]]:
+    """A reward for all, or rewards by role; with `none`, None is no reward."""
+    if isinstance(value, Mapping) and len(value) <= MOST_ROLES:
+        return None, {str(role)[:_LONGEST_ROLE]: _number(one, of) for role, one in value.items()}
+    return (None if value is None and none else _number(value, of)), {}
 
 
 def _done(instance: Any) -> bool:

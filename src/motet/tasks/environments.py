@@ -20,11 +20,13 @@ from motet.errors import EngineError, EnvironmentFault
 from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended, judged, whole
+from motet.tasks.team import TeamEpisode, begun
 from motet.tasks.tool_calls import tool_calls
 from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ClockLimitError, ProcessDiedError, WorkerLink, import_path
 from motet.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 
 _NAMES = itertools.count()
+_NO_TEAM = "the environment rewards roles, and the job has no team: return a number, or name the roles in `team`"
 
 
 class _Worker(WorkerLink):
@@ -116,7 +118,7 @@ class EnvironmentWorkers(OwnEnvironment):
             try:
                 for one in [call] if worker is served else [*done, call]:
                     reply = await worker.exchange(one, m.EpisodeReply, self.config.wall_seconds, one.cpu_seconds)
-                    if reply.reward is not None and not math.isfinite(reply.reward):
+                    if not all(map(math.isfinite, (reply.reward or 0.0, *reply.rewards.values()))):
                         raise ProcessDiedError(NO_REPLY)
                     if reply.exceeded:
                         break
@@ -172,22 +174,24 @@ async def _open(
     *before, last = problem.messages
     content = f"{last.content}\n\n{reply.text}" if reply.text else last.content
     opening = context.chat.with_tools((*before, replace(last, content=content)), workers.info.tools)
-    return Rollout(problem, index, (), (), error=reply.error, opening=opening)
+    return begun(Rollout(problem, index, (), (), error=reply.error, opening=opening), reply.role, context)
 
 
 async def _first_turns(
     workers: EnvironmentWorkers, context: GroupContext, opened: Sequence[Rollout]
 ) -> dict[int, tuple[IntArray, Chunk]]:
     """Of each rollout its prompt and its first turn; rollouts that read the same are one request, with one prefill."""
-    together: dict[tuple[Message, ...], list[int]] = {}
+    together: dict[tuple[str, tuple[Message, ...]], list[int]] = {}
     for rollout in opened:
         if not rollout.error:
-            together.setdefault(rollout.opening, []).append(rollout.index)
-    prompts = [context.chat.prompt_of(messages, workers.info.tools) for messages in together]
+            role = next(iter(rollout.roles), "")
+            together.setdefault((role, rollout.opening), []).append(rollout.index)
+    prompts = [context.chat.prompt_of(messages, workers.info.tools) for _, messages in together]
+    speakers = [context.team[role] if role else context.generate for role, _ in together]
     chunks_of_groups = await asyncio.gather(
         *(
-            whole(context.generate(prompt, tuple(indices), 0), len(indices))
-            for prompt, indices in zip(prompts, together.values(), strict=True)
+            whole(speak(prompt, tuple(indices), 0), len(indices))
+            for speak, prompt, indices in zip(speakers, prompts, together.values(), strict=True)
         )
     )
     return {
@@ -207,6 +211,9 @@ async def _run_episode(
     """A rollout from its first turn to its end."""
     if first is None:
         return rollout
+    if context.team:
+        team = TeamEpisode(context, rollout, episode.do)
+        return await team.play(*first, workers.config.max_turns, judged=workers.info.judges)
     chat, tools, (read, chunk), anew = context.chat, workers.info.tools, first, False
     for turn in range(1, workers.config.max_turns + 1):
         cut_off = chunk.finish_reason is FinishReason.LENGTH
@@ -250,7 +257,7 @@ async def _replies(
         return (), None, True, ""
     reply = await episode.do(m.EnvironmentStep(text))
     said = (Message("user", reply.text),) if reply.text else ()
-    return said, reply.reward, reply.done, reply.error
+    return said, reply.reward, reply.done, reply.error or _NO_TEAM * bool(reply.rewards)
 
 
 async def _with_own_rewards(rollout: Rollout, episode: EnvironmentInstance, asked: bool) -> Rollout:
@@ -263,8 +270,8 @@ async def _with_own_rewards(rollout: Rollout, episode: EnvironmentInstance, aske
         parts["turns"] = float(sum(turns))
     if asked:
         reply = await episode.do(m.JudgeEpisode())
-        if reply.error:
-            return replace(rollout, error=reply.error)
+        if error := reply.error or _NO_TEAM * bool(reply.rewards):
+            return replace(rollout, error=error)
         if reply.reward is not None:
             parts["environment"] = reply.reward
     return replace(rollout, reward_parts=parts)

@@ -57,6 +57,8 @@ class GroupContext:
     """The job's sampling settings."""
     release: Release = _nothing_kept
     """Called with the index of each rollout that has no further turn."""
+    team: Mapping[str, Generate] = field(default_factory=dict)
+    """For each role of a team what draws the completions of its adapter; `generate` is then not used."""
 
 
 Environment = Callable[[GroupContext], Awaitable[tuple[Rollout, ...]]]
@@ -196,10 +198,16 @@ async def judged(rollouts: list[Rollout], context: GroupContext) -> tuple[Rollou
     """Rollouts with the job's own rewards for the last turn added to their parts, and the sums."""
     left = [rollout for rollout in rollouts if context.judged and not rollout.error]
     for rollout, result in zip(left, await context.score(left) if left else [], strict=True):
-        parts = {**rollout.reward_parts, **result.parts}
-        total = sum(rollout.reward_parts.values()) + result.reward
-        rollouts[rollout.index] = replace(rollout, reward=total, reward_parts=parts, error=result.error)
+        rollouts[rollout.index] = _judged(rollout, result)
     return tuple(map(_totalled, rollouts))
+
+
+def _judged(rollout: Rollout, result: ScoreOutcome) -> Rollout:
+    """The rollout, and each role's conversation in it, with what the job's rewards add."""
+    parts = {**rollout.reward_parts, **result.parts}
+    total = sum(rollout.reward_parts.values()) + result.reward
+    roles = {role: _judged(own, result) for role, own in rollout.roles.items()}
+    return replace(rollout, reward=total, reward_parts=parts, error=result.error, roles=roles)
 
 
 def _totalled(rollout: Rollout) -> Rollout:
@@ -209,7 +217,8 @@ def _totalled(rollout: Rollout) -> Rollout:
     if not rollout.reward_parts:
         error = "nothing rewards it: give the environment get_reward(), have step return one, or give the job a reward"
         return replace(rollout, error=error)
-    return replace(rollout, reward=float(sum(rollout.reward_parts.values())))
+    roles = {role: _totalled(own) for role, own in rollout.roles.items()}
+    return replace(rollout, reward=float(sum(rollout.reward_parts.values())), roles=roles)
 
 
 async def _rewarded(rollouts: Sequence[Rollout], score: ScoreRollouts, worth: Mapping[int, float]) -> list[Rollout]:

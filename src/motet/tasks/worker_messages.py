@@ -148,5 +148,9 @@ class EpisodeReply(ChannelMessage, frozen=True):
     text: str = ""
     reward: float | None = None
     """Finite."""
+    rewards: dict[str, float] = {}
+    """Finite, by the roles of a team."""
+    role: str = ""
+    """Who of a team has the next turn."""
     done: bool = False
     exceeded: Limit = ""

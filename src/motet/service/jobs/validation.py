@@ -120,6 +120,8 @@ def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobC
     except ValueError as error:
         raise ConfigError(f"the job cannot be kept as JSON in UTF-8: {error}") from error
     job = normal_job(dict(tree))
+    if job.get("team"):
+        raise ConfigError("team: a service trains no teams; run this job with `motet run`")
     for section, field, known in (("algorithm", "type", ALGORITHMS), ("environment", "name", _ENVIRONMENTS)):
         _check_no_code(job.get(section), f"{section}.{field}", known)
     config = validate_as(JobConfig, job, "the job")
