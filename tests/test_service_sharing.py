@@ -434,11 +434,6 @@ def test_odd_letters_are_told(house: House) -> None:
     assert house.ask("POST", "/v1/keys", "admin", content=body).status_code < 500
 
 
-def test_an_admin_sees_whose_a_job_is_by_name(house: House) -> None:
-    assert house.ask("GET", f"/v1/jobs/{house.job['id']}", "admin").json()["tenant"] == "us"
-    assert house.ask("GET", f"/v1/jobs/{house.job['id']}", "ours").json()["tenant"] is None
-
-
 def test_a_job_knows_its_last_reward(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("rewarded")).json()
     assert job["reward"] is None

@@ -40,9 +40,9 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
         assert not loaded, page
 
 
-def test_llms_txt_lists_every_page(site: Path) -> None:
-    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (site / "llms.txt").read_text()))
-    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+def test_llms_txt_and_the_navigation_that_it_is_made_from_list_every_page_once(site: Path) -> None:
+    listed = re.findall(r"\]\(([\w-]+\.md)\)", (site / "llms.txt").read_text())
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
     assert all((site / name).is_file() for name in listed)
 
 
@@ -87,12 +87,6 @@ def test_a_file_that_git_does_not_track_is_not_published(tmp_path: Path) -> None
     make_site.bring("examples", site, root)
     assert {path.name for path in (site / "files" / "examples").iterdir()} == {"known.py", "index.html"}
     assert "secret" not in (site / "files" / "examples" / "index.html").read_text()
-
-
-def test_the_navigation_has_every_page() -> None:
-    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    listed = [file for _, pages in make_site.nav_pages(config["nav"]) for _, file in pages]
-    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
 def test_pages_are_short() -> None:
