@@ -67,9 +67,7 @@ class AddJob(ChannelMessage, frozen=True):
     rule: Rule
     slots: int = 1
     base: str = ""
-    """The name of its base."""
-    resumes: bool = False
-    """Whether it had a slot when its host ended."""
+    resumes: bool = False  # it had a slot when its host ended
 
 
 class SteerJob(ChannelMessage, frozen=True):

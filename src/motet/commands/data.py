@@ -122,8 +122,8 @@ def look_at(source: str, base: str, prompt: str | None, answer: str | None, want
         texts = [" ".join(one.content for one in problem.messages if one.role != "system") for problem in problems]
         places, pairs = far_apart(texts, wanted.near)
         say(f"{len(kept) - len(places)} of {len(kept)} rows are near an earlier prompt and are left out")
-        for share, left, first in pairs[:_EXAMPLES]:
-            say(f"  {share:.0%} alike: {texts[left][:_SHOWN]!r} and the earlier {texts[first][:_SHOWN]!r}")
+        for share, left, earlier in pairs[:_EXAMPLES]:
+            say(f"  {share:.0%} alike: {texts[left][:_SHOWN]!r} and the earlier {texts[earlier][:_SHOWN]!r}")
         kept, problems = [kept[place] for place in places], problems.only(places)
     _show(kept, problems, base)
     if to is not None:
