@@ -19,6 +19,7 @@ from motet.config import AdapterConfig
 from motet.errors import RunError
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
 from motet.runtime.opening import open_job
+from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import differences
 from motet.training.fake import FakeTrainer
 from motet.types import ADAPTER_FILES, JobState
@@ -100,6 +101,20 @@ def test_what_was_written_after_the_commit_is_cut_back(tmp_path: Path, save: Sav
     assert names(directory.path / "rollouts") == {"0.jsonl", "eval-0.jsonl"}
     assert names(directory.path / "versions") == {"v0", "v1"}
     assert names(directory.path / "state") == {"0", "1"}
+    assert not list(directory.path.rglob(".tmp-*"))
+
+
+def test_drafts_of_a_host_that_was_cut_off_do_not_disturb_the_next_owner(tmp_path: Path, save: Save) -> None:
+    cut_off = Ownership(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    cut_off.take()
+    directory = opened(tmp_path)
+    directory.restore()
+    for final in (directory.path / "state" / "1", directory.path / "versions" / "v1"):
+        cut_off.draft(final).mkdir(parents=True, exist_ok=True)  # it passed its last check just before
+    step(directory, 0, save)
+    assert (directory.path / "versions" / "v1" / "adapter_model.safetensors").is_file()
+    assert directory.restore() == directory.newest()
     assert not list(directory.path.rglob(".tmp-*"))
 
 

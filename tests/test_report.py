@@ -108,7 +108,7 @@ def shown(report: Path, text: str = "", modifiers: Any = (), **settings: Any) ->
 
 def test_fake_lines_have_the_fields_of_the_schema() -> None:
     line = step_line(3, 0.5, random.Random(0)) | {"eval": {}}
-    assert set(line) == set(STEP_FIELDS) - {"value_loss", "value_explained", "accuracy", "margin"}, (
+    assert set(line) == set(STEP_FIELDS) - {"value_loss", "value_explained", "accuracy", "margin", "roles"}, (
         "those are of few algorithms"
     )
 

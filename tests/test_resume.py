@@ -135,7 +135,8 @@ def test_a_crash_between_commit_and_version_leaves_no_hole(tmp_path: Path) -> No
     version = tmp_path / "a" / "versions" / "v4"
 
     def cut_off(problem: Problem, completion: str) -> float:
-        (version.with_name(".tmp-v4")).touch()  # where the version is about to be made
+        owner = (tmp_path / ".owner-a").read_text()
+        (version.with_name(f".tmp-{owner}-v4")).touch()  # where the version is about to be made
         return vowels(problem, completion)
 
     run = run_jobs(tmp_path, [job("a", reward={"name": "vowels", "function": cut_off})])

@@ -240,7 +240,7 @@ class JobDirectory:
                 os.fsync(file.fileno())
                 lengths[f"{path.stem}_bytes"] = file.tell()
         final = self.path / "state" / str(committed.step)
-        draft = final.with_name(f".tmp-{committed.step}")
+        draft = self._owner.draft(final)
         if final.exists():  # this step was committed before the job was paused: replace that commit
             own = {name: value for name, value in self.committed(committed.step).sums.items() if name not in sums}
             committed = dataclasses.replace(committed, **lengths, sums={**own, **sums}, after=self.manifest.head)
@@ -280,13 +280,13 @@ class JobDirectory:
             sync(self.receipts)
         if final.exists():
             return
-        draft = final.with_name(f".tmp-v{step}")
+        draft = self._owner.draft(final)
         draft.mkdir()
-        names = [name for name in (*adapter_files(sums), RECEIPT) if name in sums]
-        write_sums(draft, {name: sums[name] for name in names})
-        for name in names:
+        write_sums(draft, named := {name: sums[name] for name in (*adapter_files(sums), RECEIPT) if name in sums})
+        for name in named:
             link(self.path / "state" / str(step) / name, draft / name)
         sync(draft)
+        self._owner.check()
         draft.rename(final)
         sync(final.parent)
 

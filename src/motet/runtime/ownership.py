@@ -33,6 +33,10 @@ class Ownership:
         self._file.write_bytes(mark)
         self._mark = mark
 
+    def draft(self, final: Path) -> Path:
+        """Where to write what will be renamed to `final`; a process that lost ownership uses another name."""
+        return final.with_name(f".tmp-{(self._mark or b'').decode()}-{final.name}")
+
     def forget(self) -> None:
         """Delete the mark of a deleted directory."""
         self._file.unlink(missing_ok=True)
