@@ -125,7 +125,7 @@ bench-gpu: gpu-check  ## gpu-check, then the speed of Motet on one GPU: docs/ben
 gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no CUDA device here" >&2; exit 1; }
 	$(BIN)/python -m pytest -m gpu -rs $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "soak or not soak" -rs tests/test_kernels.py tests/test_recurrence_kernels.py tests/test_cuda_graph.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "soak or not soak" -rs tests/model/test_kernels.py tests/model/test_recurrence_kernels.py tests/model/test_cuda_graph.py $(PYTEST_ARGS)
 
 .PHONY: gpu-kit
 gpu-kit: $(VENV)/.installed-dev  ## the tree and the packages for a GPU machine without a network, in build/gpu-kit (KIT_ARGS="--python 3.12")
@@ -142,7 +142,7 @@ docs: $(VENV)/.installed-dev  ## write the reference pages, then build and check
 
 .PHONY: bases
 bases: $(VENV)/.installed-dev  ## write the table of docs/bases.md anew (a few minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.bases
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.bases
 
 .PHONY: small-base
 small-base: $(VENV)/.installed  ## train the small base anew (about half an hour on one core)

@@ -89,13 +89,17 @@ def pieces(device: str, shapes: Sequence[str], place: Path) -> list[Piece]:
     bases, bench = place / "bench" / "bases", ("-m", "bench.speed", "--device", device, "--out", str(place / "bench"))
     found = [
         Piece("doctor", "what Motet sees of this machine", ("-m", "motet", "doctor")),
-        Piece("attention-kernels", "attention by kernels: values, gradients, bits", (*TESTS, "tests/test_kernels.py")),
-        Piece("recurrence-kernels", "recurrences by kernels", (*TESTS, "tests/test_recurrence_kernels.py")),
-        Piece("graphs", "decoding as recorded graphs", (*TESTS, "tests/test_cuda_graph.py")),
+        Piece(
+            "attention-kernels",
+            "attention by kernels: values, gradients, bits",
+            (*TESTS, "tests/model/test_kernels.py"),
+        ),
+        Piece("recurrence-kernels", "recurrences by kernels", (*TESTS, "tests/model/test_recurrence_kernels.py")),
+        Piece("graphs", "decoding as recorded graphs", (*TESTS, "tests/model/test_cuda_graph.py")),
     ]
     for kind in ("float32-exact", "bfloat16-exact", "bfloat16-fast"):
         shown = f"isolation, on-policy logprobs, gradients on the small base, {kind}"
-        found.append(Piece(f"gpu-tests-{kind}", shown, (*TESTS, "tests/test_gpu.py", "-k", kind)))
+        found.append(Piece(f"gpu-tests-{kind}", shown, (*TESTS, "tests/running/test_gpu.py", "-k", kind)))
     demo = (
         "-m",
         "motet",

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench.speed.envs import directory, python_of
 
-from tests.service_run import Service
+from tests.support.service_run import Service
 
 USERS = Path(__file__).with_name("load_users.py")
 TOKEN = "token-of-the-load"

@@ -22,7 +22,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import yaml
 
-from tests.service_run import Service
+from tests.support.service_run import Service
 
 TENANTS = 10
 PATIENCE = 1800.0

@@ -22,7 +22,7 @@ import httpx2
 import numpy as np
 
 from motet.service.tinker.wire import CONTENT_TYPE, INT64, KINDS
-from tests.service_run import Service, tiny
+from tests.support.service_run import Service, tiny
 
 SETTLED = 3
 """Steps of the small job before anything is measured."""

@@ -24,7 +24,7 @@ from motet.config import EngineConfig, RunConfig
 from motet.launch import load
 from motet.running import run_config
 from motet.runtime.progress import JobProgress
-from tests.vllm_server import vllm_server
+from tests.support.vllm_server import vllm_server
 
 KEY = "MOTET_BENCH_VLLM_KEY"
 JOBS = {"sort": "toy:sort_letters", "reverse": "toy:reverse", "count": "toy:count_letters"}

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx2
 
-from tests.service_run import Service, tiny
+from tests.support.service_run import Service, tiny
 
 CLIENTS = 50
 RATE = 20.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from tests.service_run import Service, tiny
+from tests.support.service_run import Service, tiny
 
 JOBS = ("first", "second", "third", "fourth")
 AWAY_SECONDS = 2.0

@@ -14,7 +14,7 @@ from bench.speed.shapes import SHAPES, make_base
 
 from motet.config import EngineConfig
 from motet.launch import load
-from tests.small_runs import REWARDS, fingerprint, job, run
+from tests.support.small_runs import REWARDS, fingerprint, job, run
 
 
 def main(words: list[str] | None = None) -> int:

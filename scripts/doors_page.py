@@ -71,7 +71,7 @@ def proofs(tests: Path = TESTS) -> dict[Cell, Proof]:
         ValueError: a mark names a door or an engine that is not known.
     """
     found: dict[Cell, Proof] = {}
-    for file in sorted(tests.glob("test_*.py")):
+    for file in sorted(tests.rglob("test_*.py"), key=lambda one: one.name):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         shared = any(
             _is_soak(line) for line in tree.body if isinstance(line, ast.Assign) and _names(line) == "pytestmark"

@@ -23,10 +23,10 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from motet.device import Device
-    from tests.house import House
-    from tests.service_run import Service
+    from tests.support.house import House
+    from tests.support.service_run import Service
 
-pytest_plugins = ["tests.commands", "tests.database"]  # fixtures
+pytest_plugins = ["tests.support.commands", "tests.support.database"]  # fixtures
 ROOT = Path(__file__).resolve().parents[1]
 settings.register_profile("motet", derandomize=True, deadline=None)
 settings.load_profile("motet")
@@ -113,7 +113,7 @@ def smollm2_dir() -> Path:
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """The routes of a service without its engine, one for the whole file."""
-    from tests.house import open_house  # FastAPI is not imported for other tests
+    from tests.support.house import open_house  # FastAPI is not imported for other tests
 
     with open_house(tmp_path_factory.mktemp("house")) as found:
         yield found
@@ -122,7 +122,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 @pytest.fixture(scope="session")
 def shared_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service for the files in `TOGETHER`, whose tests look at nothing but what they made."""
-    from tests.service_run import serving
+    from tests.support.service_run import serving
 
     with serving(tmp_path_factory.mktemp("shared")) as found:
         yield found
@@ -131,7 +131,7 @@ def shared_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service
 @pytest.fixture(scope="session")
 def tinker_service(request: pytest.FixtureRequest) -> Service:
     """That service for clients of the `tinker` package: each makes models of its own."""
-    from tests.tinker_run import tinker_python
+    from tests.support.tinker_run import tinker_python
 
     tinker_python()
     found: Service = request.getfixturevalue("shared_service")

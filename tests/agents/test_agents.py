@@ -1,0 +1,631 @@
+"""Agents as environments: what went through their address is what is trained, whatever they do with their histories."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+import motet
+from motet.agents.episode import AgentCall, AgentEpisode, rewarded
+from motet.agents.gateway import Gateway
+from motet.agents.runner import AgentRunner
+from motet.chat.completer import CallLimits, call_of
+from motet.config import EnvironmentConfig
+from motet.errors import ChatRefusal, EngineError, EnvironmentFault
+from motet.jobfile import load_jobs
+from motet.running import run_config
+from motet.runtime.metrics import rollout_records
+from motet.runtime.steps import SampledStep
+from motet.tasks.chat import Chat
+from motet.tasks.episode import GroupContext
+from motet.tasks.tool_calls import tool_calls
+from motet.types import Group, Message, Problem, Rollout, ToolCall
+from tests.support.captured import check_captured, none_scored
+from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+PROBLEM = Problem(4, (Message("user", "Play."),), "7")
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+# Takes what stands in parentheses out of earlier turns.
+FORGETFUL = CHATML.replace("{{ m.content }}", "{{ m.content.split('(')[0] if not loop.last else m.content }}")
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def said(text: str, *calls: ToolCall) -> Message:
+    return Message("assistant", text, calls)
+
+
+def episode(says: Says, chat: Chat = CHAT, calls: int = 99, seconds: float = 60.0) -> tuple[AgentEpisode, Script]:
+    script = Script(says)
+    context = GroupContext(PROBLEM, chat, 1, script, none_scored, judged=False)
+    return AgentEpisode(context, 0, "job", calls, seconds), script
+
+
+Ask = Callable[..., Awaitable[AgentCall]]
+
+
+def played(says: Says, agent: Callable[[Ask], Coroutine[Any, Any, Any]], chat: Chat = CHAT) -> tuple[Rollout, Script]:
+    """The rollout of an agent that calls the episode itself."""
+    one, script = episode(says, chat)
+
+    async def ask(*messages: Message, tools: Any = (), **limits: Any) -> AgentCall:
+        return await one.complete(messages, tools, CallLimits(**limits))
+
+    asyncio.run(agent(ask))
+    return one.rollout({}), script
+
+
+# --- histories ------------------------------------------------------------------------------------------------------------
+
+
+def test_turns_that_go_on_are_one_sequence():
+    async def agent(ask: Ask) -> None:
+        await ask(user("a"))
+        await ask(user("a"), said("one"), user("b"))
+        await ask(user("a"), said(" one "), user("b"), said("two"), user("c"))
+
+    answers = iter(["one", "two", "three"])
+    rollout, script = played(lambda *_: next(answers), agent)
+    (branch,) = rollout.branches
+    check_captured(rollout, script)
+    assert TOKENIZER.decode(branch.token_ids[branch.loss_mask].tolist()) == "one<|im_end|>two<|im_end|>three<|im_end|>"
+    assert [turn.text for turn in rollout.turns] == ["one", "two", "three"]
+    assert [message.content for message in rollout.transcript] == ["a", "one", "b", "two", "c", "three"]
+
+
+def test_what_the_model_sampled_is_never_made_again_from_text():
+    """The client strips spaces and writes arguments anew; the tokens are those of the engine."""
+    text = '<tool_call>{"arguments": {"b": 1,   "a": 2}, "name": "add"}</tool_call>'
+
+    async def agent(ask: Ask) -> None:
+        first = await ask(user("a"), tools=[ADD])
+        assert first.calls == (ToolCall("add", {"a": 2, "b": 1}),)
+        assert first.text == ""
+        await ask(user("a"), said("", ToolCall("add", {"a": 2, "b": 1})), Message("user", "3"), tools=[ADD])
+
+    answers = iter([text, "3"])
+    rollout, script = played(lambda *_: next(answers), agent)
+    (branch,) = rollout.branches
+    check_captured(rollout, script)
+    assert text in TOKENIZER.decode(branch.token_ids.tolist())
+
+
+def test_a_rewritten_history_begins_a_branch_and_each_stretch_is_trained_once():
+    async def agent(ask: Ask) -> None:
+        await ask(user("a"))
+        await ask(user("a"), said("one, or so"), user("b"))  # it never said that
+        await ask(user("a"), said("one"), user("b"))
+
+    answers = iter(["one", "two", "three"])
+    rollout, script = played(lambda *_: next(answers), agent)
+    assert len(rollout.branches) == 2
+    check_captured(rollout, script)
+    assert rollout.sampled == len("onetwothree") + 3
+
+
+def test_a_template_that_takes_thoughts_out_begins_a_branch():
+    async def agent(ask: Ask) -> None:
+        await ask(user("a"))
+        await ask(user("a"), said("one (I think)"), user("b"))
+
+    answers = iter(["one (I think)", "two"])
+    chat = Chat(byte_tokenizer(FORGETFUL))
+    rollout, script = played(lambda *_: next(answers), agent, chat)
+    assert len(rollout.branches) == 2
+    check_captured(rollout, script)
+
+
+def test_calls_at_once_come_out_the_same_in_whatever_order_they_arrive():
+    """Two go on from one turn, one has a history of its own, and one is asked twice."""
+    histories = [
+        (user("a"), said("A"), user("left")),
+        (user("a"), said("A"), user("right")),
+        (user("other"),),
+        (user("other"),),
+        (user("a"), said("A"), user("left"), said("L"), user("on")),
+    ]
+
+    def says(index: int, turn: int, read: str) -> str:
+        last = re.findall("<.im_start.>user\n(.*?)<", read)[-1]
+        return {"a": "A", "left": "L"}.get(last, f"{turn % 97}")
+
+    def branches(order: Sequence[int]) -> tuple[list[list[int]], Any]:
+        async def agent(ask: Ask) -> None:
+            await ask(user("a"))
+            await asyncio.gather(*(ask(*histories[number]) for number in order))
+            await ask(*histories[4])
+
+        rollout, script = played(says, agent)
+        check_captured(rollout, script)
+        sampled = SampledStep(0, 0, [Group(PROBLEM, 0, 0, (rollout,))], 0.0, 0.0, rollout.sampled)
+        (record,) = rollout_records(sampled, "train", chr_texts)
+        return [branch.token_ids.tolist() for branch in rollout.branches], record
+
+    def chr_texts(ids: Sequence[int]) -> list[str]:
+        return [TOKENIZER.decode([one]) for one in ids]
+
+    (first, record), *others = (branches(order) for order in itertools.permutations(range(4)))
+    assert len(first) == 4
+    assert all(other == first for other, _ in others)
+    assert record["replies"] == [["left"], ["on"], ["right"], ["other"], ["other"], []]
+    assert [(one["turn"], one["after"]) for one in record["branches"]] == [(0, None), (3, 0), (4, None), (5, None)]
+    starts = [one["token"] for one in record["branches"]]
+    texts = ["".join(record["token_texts"][start:end]) for start, end in zip(starts, [*starts[1:], None], strict=True)]
+    assert texts[0].startswith(record["turns"][0])
+    assert [text.removesuffix("<|im_end|>") for text in texts[1:]] == record["turns"][3:]
+
+
+def test_an_episode_ends_its_calls_by_number_by_time_and_when_its_agent_has_returned():
+    one, _ = episode(lambda *_: "x", calls=1)
+    asyncio.run(one.complete([user("a")], (), CallLimits()))
+    with pytest.raises(ChatRefusal, match="all of its 1 calls"):
+        asyncio.run(one.complete([user("a")], (), CallLimits()))
+    late, _ = episode(lambda *_: "x", seconds=0.0)
+    with pytest.raises(ChatRefusal, match="over"):
+        asyncio.run(late.complete([user("a")], (), CallLimits()))
+    one.close()
+    with pytest.raises(ChatRefusal, match="over"):
+        asyncio.run(one.complete([user("a")], (), CallLimits()))
+
+
+def test_sampling_that_fails_is_the_rollouts_and_a_prompt_that_is_too_long_the_agents():
+    one, script = episode(lambda *_: "x")
+
+    def fails(*_: Any) -> str:
+        raise EngineError("9000 tokens, and the base has positions for 512")
+
+    script.says = fails
+    with pytest.raises(ChatRefusal, match="9000 tokens"):
+        asyncio.run(one.complete([user("a")], (), CallLimits()))
+    assert one.rollout({}).error == "the agent never called the model"
+    assert rewarded(one, 1.0, {}, "").error == "the agent never called the model"
+    assert rewarded(one, None, {}, "it raised").error == "it raised"
+    assert "return a number, or give the job a reward" in rewarded(one, None, {}, "").error
+
+
+# --- over HTTP ------------------------------------------------------------------------------------------------------------
+
+
+def served(
+    says: Says, client: Callable[[openai.AsyncOpenAI], Awaitable[Any]], key: str = "", chat: Chat = CHAT
+) -> tuple[Any, Rollout]:
+    """What a stock client makes of an episode."""
+
+    async def main() -> tuple[Any, Rollout]:
+        gateway = Gateway()
+        gateway.open()
+        one, _ = episode(says, chat)
+        try:
+            with gateway.serving(one) as (url, own):
+                async with openai.AsyncOpenAI(base_url=url, api_key=key or own, max_retries=0) as stock:
+                    result = await client(stock)
+            return result, one.rollout({})
+        finally:
+            await gateway.close()
+
+    return asyncio.run(main())
+
+
+CALL = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_completions_with_tools_as_the_stock_client_reads_them(stream):
+    async def client(stock: openai.AsyncOpenAI) -> Any:
+        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+        asked: dict[str, Any] = {"model": "m", "messages": messages, "tools": [ADD]}
+        if not stream:
+            return (await stock.chat.completions.create(**asked, logprobs=True)).choices[0]
+        async with stock.chat.completions.stream(**asked) as events:
+            return (await events.get_final_completion()).choices[0]
+
+    choice, rollout = served(lambda *_: CALL, client)
+    (call,) = choice.message.tool_calls
+    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    assert rollout.turns[0].text == CALL
+    if not stream:
+        assert len(choice.logprobs.content) == rollout.sampled
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tokens_that_were_read_and_sampled_are_given_where_they_are_asked_for(stream):
+    async def client(stock: openai.AsyncOpenAI) -> tuple[Any, Any]:
+        asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        plain = (await stock.chat.completions.create(**asked)).to_dict()
+        assert not [name for name in ("prompt_token_ids", "token_ids") if name in str(plain)]
+        asked["extra_body"] = {"return_token_ids": True}
+        if not stream:
+            whole = (await stock.chat.completions.create(**asked)).to_dict()
+            return whole["prompt_token_ids"], whole["choices"][0]["token_ids"]
+        read, sampled = [], []
+        async for event in await stock.chat.completions.create(**asked, stream=True):
+            piece: Any = event.to_dict()
+            read += piece.get("prompt_token_ids", [])
+            sampled += piece["choices"][0].get("token_ids", [])
+        return read, sampled
+
+    (read, sampled), rollout = served(lambda *_: "four", client)
+    branch = rollout.branches[-1]
+    assert branch.token_ids[~branch.loss_mask].tolist() == read
+    assert branch.token_ids[branch.loss_mask].tolist() == sampled
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_as_the_stock_client_reads_them(stream):
+    tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
+
+    async def create(stock: openai.AsyncOpenAI, given: Any) -> Any:
+        asked: Any = {"model": "m", "instructions": "Be brief.", "input": given, "tools": [tool]}
+        if not stream:
+            return await stock.responses.create(**asked)
+        async with stock.responses.stream(**asked) as events:
+            return await events.get_final_response()
+
+    async def client(stock: openai.AsyncOpenAI) -> Any:
+        first = await create(stock, "hi")
+        (call,) = [item for item in first.output if item.type == "function_call"]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+        items = [item.model_dump(exclude_none=True) for item in first.output]
+        return call, await create(stock, [{"role": "user", "content": "hi"}, *items, output])
+
+    answers = iter([CALL, "It is 2."])
+    (call, second), rollout = served(lambda *_: next(answers), client)
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1})
+    assert (second.output_text, second.status) == ("It is 2.", "completed")
+    assert len(rollout.branches) == 1
+    assert len(rollout.turns) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_as_the_stock_client_reads_them(stream):
+    tool: Any = {"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {}}}
+
+    async def create(stock: anthropic.AsyncAnthropic, messages: Any) -> Any:
+        asked: Any = {"model": "m", "max_tokens": 500, "system": "Be brief.", "messages": messages, "tools": [tool]}
+        if not stream:
+            return await stock.messages.create(**asked)
+        async with stock.messages.stream(**asked) as events:
+            return await events.get_final_message()
+
+    async def client(openais: openai.AsyncOpenAI) -> Any:
+        base_url = str(openais.base_url).rstrip("/").removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(base_url=base_url, api_key=openais.api_key, max_retries=0) as stock:
+            first = await create(stock, [{"role": "user", "content": "hi"}])
+            used = first.content[-1]
+            result = {"type": "tool_result", "tool_use_id": used.id, "content": [{"type": "text", "text": "2"}]}
+            said = [block.model_dump(include={"type", "text", "id", "name", "input"}) for block in first.content]
+            history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}]
+            second = await create(stock, [*history, {"role": "user", "content": [result]}])
+            with pytest.raises(anthropic.BadRequestError, match="send text only"):
+                await create(stock, [{"role": "user", "content": [{"type": "image", "source": {}}]}])
+            with pytest.raises(anthropic.BadRequestError, match=r"stop_sequences: .*65 are too many"):
+                await stock.messages.create(
+                    model="m", max_tokens=5, messages=[{"role": "user", "content": "hi"}], stop_sequences=["a"] * 65
+                )
+            return first, second
+
+    answers = iter([CALL, "It is 2."])
+    (first, second), rollout = served(lambda *_: next(answers), client)
+    text, used = first.content
+    assert (text.text, used.name, used.input, first.stop_reason) == ("Let me see.", "add", {"a": 1}, "tool_use")
+    assert (second.content[0].text, second.stop_reason) == ("It is 2.", "end_turn")
+    assert len(rollout.branches) == 1
+    assert len(rollout.turns) == 2
+
+
+def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
+    async def client(stock: openai.AsyncOpenAI) -> Any:
+        async def ask(retry: int) -> Any:
+            messages: list[Any] = [{"role": "user", "content": "hi"}]
+            headers = {"x-stainless-retry-count": str(retry)}
+            return (await stock.chat.completions.create(model="m", messages=messages, extra_headers=headers)).id
+
+        return await ask(0), await ask(1), await ask(0)
+
+    (first, again, another), rollout = served(lambda *_: "x", client)
+    assert first == again != another
+    assert len(rollout.turns) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {"5": 1}}, "logit_bias: is not supported"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}, "type: objekt"),
+        ({"stop": ["a"] * 65}, "stop: .*65 are too many"),
+        ({"stop": "a" * 501}, "stop: .*501 characters"),
+        ({"messages": []}, "400 - messages: List should have at least 1 item after validation, not 0"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "send text only",
+        ),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_the_reason(fields, message):
+    async def client(stock: openai.AsyncOpenAI) -> None:
+        asked: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+        with pytest.raises(openai.BadRequestError, match=message):
+            await stock.chat.completions.create(**asked)
+
+    served(lambda *_: "x", client)
+
+
+def claude(*blocks: Any, **more: Any) -> Any:
+    """A request of the Anthropic protocol."""
+    return "/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [*blocks]}], **more}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (claude({"type": "tool_use", "input": {}}), "'tool_use' needs `name`"),
+        (claude({"type": "tool_use", "name": "add", "input": [1]}), "'tool_use' needs `input`"),
+        (claude({"type": "text"}), "'text' needs `text`"),
+        (claude({"type": "tool_result", "content": 5}), "content: 5 is neither text nor"),
+        (claude({"type": "tool_result", "content": ["a"]}), "content: 'a' is no block"),
+        (claude({"type": "thinking", "thinking": "x"}), "has no message"),
+        (claude({"type": "text", "text": "a"}, tools=[{"input_schema": {}}]), "has no name"),
+        (("/responses", {"input": [{"content": "a"}]}), "needs a role"),
+        (("/responses", {"input": [{"role": "user", "content": 5}]}), "content: 5 is neither text nor"),
+        (("/responses", {"input": [{"role": "user", "content": ["a"]}]}), "content: 'a' is no part"),
+        (("/responses", {"input": [{"type": ["a"]}]}), "is not supported"),
+        (("/responses", {"input": [{"type": "reasoning"}]}), "has no message"),
+    ],
+)
+def test_a_block_that_lacks_a_field_is_refused_with_the_reason(request_, message):
+    async def client(stock: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match=re.escape(message)):
+            await stock.post(request_[0], body=request_[1], cast_to=object)
+
+    served(lambda *_: "x", client)
+
+
+@pytest.mark.parametrize("tools", [[], [ADD]])
+def test_a_conversation_that_the_template_refuses_is_asked_once_and_told_why(tools):
+    asked = list[str]()
+    picky = CHATML.replace(
+        "{% for", "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for", 1
+    )
+
+    async def client(stock: openai.AsyncOpenAI) -> None:
+        async def count(request: Any) -> None:
+            asked.append(request.url.path)
+
+        stock._client.event_hooks["request"] = [count]
+        patient = stock.with_options(max_retries=2)
+        messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+        with pytest.raises(openai.BadRequestError, match="no system"):
+            await patient.chat.completions.create(model="m", messages=messages, tools=tools)
+        said = await patient.chat.completions.create(model="m", messages=messages[1:])
+        assert said.choices[0].message.content == "x"
+
+    served(lambda *_: "x", client, chat=Chat(byte_tokenizer(picky)))
+    assert len(asked) == 2
+
+
+def test_arguments_without_end_are_text():
+    assert call_of("add", "[" * 100_000).arguments == {"arguments": "[" * 100_000}
+    (call,) = tool_calls("<tool_call>" + "[" * 100_000 + "</tool_call>")
+    assert (call.name, call.arguments) == ("[" * 40, {})
+
+
+def test_another_key_opens_nothing_and_an_episode_that_is_over_is_gone():
+    async def client(stock: openai.AsyncOpenAI) -> None:
+        with pytest.raises(openai.AuthenticationError):
+            await stock.models.list()
+        with pytest.raises(openai.NotFoundError):
+            await stock.with_options(base_url=str(stock.base_url).replace("/episodes/", "/episodes/x")).models.list()
+
+    served(lambda *_: "x", client, key="another")
+
+
+# --- the process ----------------------------------------------------------------------------------------------------------
+
+AGENTS = """
+import asyncio, os, time
+import openai
+
+def client(base_url, api_key):
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+def ask(base_url, api_key, text="hi"):
+    with client(base_url, api_key) as stock:
+        return stock.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+
+def plain(problem, base_url, api_key, worth=1.0):
+    assert problem.answer == "7" and problem.messages[0].content == "Play."
+    return worth * len(ask(base_url, api_key).choices[0].message.content)
+
+def by_call(base_url, api_key):
+    return {ask(base_url, api_key, text).id: worth for text, worth in (("a", 1.0), ("b", 0.5))}
+
+def unknown(base_url, api_key):
+    ask(base_url, api_key)
+    return {"nothing": 1.0}
+
+async def idle(base_url, api_key):
+    await asyncio.sleep(60)
+
+async def stuck(base_url, api_key):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as stock:
+        said = await stock.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    if "1" in said.choices[0].message.content:
+        time.sleep(60)
+    return 1.0
+
+def leaves(base_url, api_key):
+    if "1" in ask(base_url, api_key).choices[0].message.content:
+        os._exit(3)
+    time.sleep(0.3)
+    return 1.0
+
+def raises(base_url, api_key):
+    raise KeyError("no such luck")
+
+def text(base_url, api_key):
+    return "well done"
+
+def silent():
+    return 1.0
+"""
+
+
+def group(tmp_path: Path, name: str, n: int = 2, says: Says = lambda index, *_: f"say {index}", **fields: Any) -> Any:
+    """The rollouts of a group, and of another one by the same runner."""
+    (tmp_path / "agents.py").write_text(AGENTS)
+    config = EnvironmentConfig(name=f"{tmp_path}/agents.py:{name}", **fields)
+    released: list[int] = []
+
+    async def release(index: int) -> None:
+        released.append(index)
+
+    async def main() -> Any:
+        runner = AgentRunner("job", config, tmp_path / "log")
+        try:
+            await runner.open()
+            context = GroupContext(PROBLEM, CHAT, n, Script(says), none_scored, judged=False, release=release)
+            return await runner.run_group(context), await runner.run_group(context), runner.clock_limited
+        finally:
+            await runner.close()
+
+    found = asyncio.run(main())
+    assert sorted(released) == sorted([*range(n)] * 2), "each episode says when it has ended"
+    return found
+
+
+def test_an_agent_returns_a_number_or_rewards_of_its_calls(tmp_path):
+    rollouts, _, _ = group(tmp_path, "plain", args={"worth": 2.0})
+    assert [(one.reward, one.error) for one in rollouts] == [(10.0, ""), (10.0, "")]
+    rollouts, _, _ = group(tmp_path, "by_call")
+    assert [one.reward for one in rollouts] == [1.5, 1.5]
+    assert sorted(turn.reward for turn in rollouts[0].turns) == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("unknown", "rewards the call 'nothing', which it never made"),
+        ("raises", "KeyError: 'no such luck'"),
+        ("text", "returned 'well done': an agent returns a finite number"),
+        ("silent", "the agent never called the model"),
+        ("idle", "did not return in time"),
+    ],
+)
+def test_a_fault_of_an_agent_is_its_rollouts_reason(tmp_path, name, error):
+    rollouts, _, limited = group(tmp_path, name, n=1, wall_seconds=0.5 if name == "idle" else 60.0)
+    assert error in rollouts[0].error
+    assert limited is (name == "idle")
+
+
+@pytest.mark.parametrize(("name", "error"), [("stuck", "did not return in time"), ("leaves", "its process ended")])
+def test_an_agent_that_hangs_or_ends_its_process_costs_what_ran_there_and_the_next_group_goes_on(tmp_path, name, error):
+    turns = iter(["say 1", "say 0", "say 0", "say 0"])
+    first, second, _ = group(tmp_path, name, says=lambda *_: next(turns), wall_seconds=5.0 if name == "stuck" else 60.0)
+    assert error in "".join(one.error for one in first)
+    assert [one.error for one in second] == ["", ""]
+
+
+def test_an_agent_that_does_not_load_says_why(tmp_path):
+    with pytest.raises(EnvironmentFault, match="has no 'nobody'"):
+        group(tmp_path, "nobody")
+
+
+# --- whole jobs -----------------------------------------------------------------------------------------------------------
+
+LEARNER = """
+import asyncio, openai
+
+stock = openai.AsyncOpenAI(api_key="none")
+
+async def run(problem, base_url, api_key):
+    messages = [{"role": one.role, "content": one.content} for one in problem.messages]
+    client = stock.with_options(base_url=base_url, api_key=api_key)
+    async def turn(words, **more):
+        said = await client.chat.completions.create(model="any", messages=words, **more)
+        return said.choices[0].message.content
+    first, second = await asyncio.gather(turn(messages), turn([{"role": "system", "content": "Add."}, *messages]))
+    again = [*messages, {"role": "assistant", "content": first}, {"role": "user", "content": "Are you sure?"}]
+    last = await turn(again)
+    doubt = await turn([*again, {"role": "assistant", "content": last}, {"role": "user", "content": "?"}], response_format=
+        {"type": "json_schema", "json_schema": {"name": "doubt", "schema": {"enum": [True, False]}}})
+    assert doubt in ("true", "false"), doubt
+    await turn([*messages, {"role": "assistant", "content": first + "!"}, {"role": "user", "content": "Sure?"}])
+    return sum(len(set(text)) for text in (first, second, last))
+"""
+
+
+@pytest.mark.cell("agent local, structured output", "embedded")
+@pytest.mark.parametrize("share", [pytest.param(False, marks=pytest.mark.soak), True])
+def test_a_job_with_an_agent_has_the_same_bytes_in_company(tmp_path, share):
+    (tmp_path / "agent.py").write_text(LEARNER)
+    own = {
+        "name": "own", "data": {"source": "toy:add", "holdout": 8}, "environment": f"{tmp_path}/agent.py:run",
+        "sampling": {"max_tokens": 5}, "steps": 2,
+        "algorithm": {"group_size": 4, "groups_per_step": 2, "share_prefixes": share},
+    }  # fmt: skip
+    other = {**own, "name": "other", "environment": "single", "reward": "exact"}
+    runs = {"alone": [own], "company": [other, own]}
+    for name, jobs in runs.items():
+        motet.run(jobs, directory=tmp_path / name, engine={"samplers": 0}, quiet=True)
+    for file in ("versions/v2/adapter_model.safetensors", "metrics.jsonl"):
+        alone, company = ((tmp_path / name / "own" / file).read_bytes() for name in runs)
+        assert alone == company, file
+    lines = [json.loads(line) for line in (tmp_path / "alone/own/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert all(line["failed"] == 0 for line in steps)
+    assert {line["logprob_gap"] for line in steps if line["tokens"]} == {0.0}
+
+
+def test_sharing_prefixes_changes_rounding_alone(tmp_path):
+    """Rollouts and losses of the first step have the same bits, and its gradient's norm agrees."""
+    (tmp_path / "agent.py").write_text(LEARNER)
+    job = {
+        "data": {"source": "toy:add", "holdout": 8},
+        "environment": f"{tmp_path}/agent.py:run",
+        "sampling": {"max_tokens": 5},
+    }
+    algorithm = {"group_size": 4, "groups_per_step": 2}
+    jobs = [
+        {**job, "name": name, "seed": 5, "steps": 1, "algorithm": {**algorithm, "share_prefixes": name == "shared"}}
+        for name in ("shared", "whole")
+    ]
+    motet.run(jobs, directory=tmp_path / "run", engine={"samplers": 0}, quiet=True)
+    logs = [(tmp_path / "run" / each["name"] / "metrics.jsonl").read_text().splitlines() for each in jobs]
+    shared, whole = (json.loads(lines[0]) for lines in logs)
+    rollouts = [(tmp_path / "run" / each["name"] / "rollouts/0.jsonl").read_bytes() for each in jobs]
+    assert rollouts[0] == rollouts[1]
+    assert shared["branches"] > 1
+    norms = [figures.pop("grad_norm") for figures in (shared, whole)]
+    assert shared == whole
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+    assert norms[0] > 0
+    weights = [
+        (tmp_path / "run" / each["name"] / "versions/v1/adapter_model.safetensors").read_bytes() for each in jobs
+    ]
+    assert weights[0] != weights[1]
+
+
+def test_the_example_on_the_page_runs(tmp_path):
+    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    code, jobs = (re.search(f"```{language}\n(.*?)```", page, re.DOTALL) for language in ("python", "yaml"))
+    assert code is not None
+    assert jobs is not None
+    assert code[1] in (ROOT / "examples" / "agent.py").read_text(encoding="utf-8")
+    assert jobs[1] in (ROOT / "examples" / "agent.yaml").read_text(encoding="utf-8")
+    overrides = ["steps=1", "eval.every=0", "data.holdout=0", "algorithm.group_size=2", "algorithm.groups_per_step=1"]
+    config = load_jobs(ROOT / "examples" / "agent.yaml", [*overrides, f"run={tmp_path / 'run'}"])
+    (job,) = run_config(config).jobs.values()
+    assert (job.state, job.message) == ("succeeded", "")

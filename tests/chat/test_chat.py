@@ -1,0 +1,118 @@
+"""Prompts go through the template; a second turn equals the template's own rendering, token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from motet.config import DataConfig
+from motet.errors import BaseModelError, ConfigError
+from motet.tasks.chat import Chat, stop_token_ids
+from motet.types import Message, Problem
+from tests.support.scripted_model import CHATML, byte_tokenizer
+
+# Llama 2 writes a space before the end of the turn and trims the text.
+LLAMA = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]{% else %} {{ m.content | trim }} <|im_end|>"
+    "{% endif %}{% endfor %}"
+)
+PROBLEM = Problem(0, (Message("user", "What is 1 + 2?"),), "3")
+
+
+@pytest.fixture(params=["chatml", pytest.param("smollm2", marks=pytest.mark.smollm2)])
+def tokenizer(request):
+    if request.param == "chatml":
+        return byte_tokenizer(CHATML)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(request.getfixturevalue("smollm2_dir"))
+
+
+def ids_of(tokenizer, messages):
+    turns = [{"role": role, "content": content} for role, content in messages]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("message", ["No.\nTry again.", "<|im_start|>", "  spaces  "])
+def test_a_second_turn_equals_the_template(tokenizer, ended, message):
+    chat, end = Chat(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    sampled = np.asarray(tokenizer.encode("It is 4.", add_special_tokens=False), np.int32)
+    if ended:
+        sampled = np.append(sampled, np.int32(end))
+    follow_up = chat.follow_up_ids(PROBLEM.messages, sampled, [Message("user", message)])
+    whole = np.concatenate([chat.prompt_ids(PROBLEM), sampled, follow_up]).tolist()
+    assert whole == ids_of(tokenizer, [("user", "What is 1 + 2?"), ("assistant", "It is 4."), ("user", message)])
+    assert follow_up.dtype == np.int32
+    # A third turn goes on from there.
+    past = (Message("assistant", "It is 4."), Message("user", message))
+    third = chat.follow_up_ids((*PROBLEM.messages, *past), sampled, [Message("user", "Again.")])
+    said = ("assistant", "It is 4.")
+    assert [*whole, *sampled.tolist(), *third.tolist()] == ids_of(
+        tokenizer, [("user", "What is 1 + 2?"), said, ("user", message), said, ("user", "Again.")]
+    )
+
+
+def test_sampled_text_is_not_tokenised_again(tokenizer):
+    """The follow-up does not depend on what was sampled, only on whether the turn was ended."""
+    chat, end = Chat(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    one = chat.follow_up_ids(PROBLEM.messages, np.asarray([5, 6, end], np.int32), [Message("user", "No.")])
+    two = chat.follow_up_ids(PROBLEM.messages, np.asarray([end], np.int32), [Message("user", "No.")])
+    assert one.tolist() == two.tolist()
+    assert chat.follow_up_ids(PROBLEM.messages, np.asarray([], np.int32), [Message("user", "No.")])[0] == end
+
+
+def test_a_space_before_the_end_of_the_turn():
+    tokenizer = byte_tokenizer(LLAMA)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = Chat(tokenizer).follow_up_ids(PROBLEM.messages, np.asarray([5, end], np.int32), [Message("user", "No.")])
+    assert tokenizer.decode(ids) == "[INST] No. [/INST]"
+    assert stop_token_ids(tokenizer) == tuple(sorted({end, tokenizer.eos_token_id}))
+
+
+def test_prompts(tokenizer):
+    problem = Problem(0, (Message("system", "Be brief."), Message("user", "Hi")), "")
+    chat = Chat.of(tokenizer, DataConfig(source="x"))
+    assert chat.prompt_ids(problem).tolist() == ids_of(tokenizer, [("system", "Be brief."), ("user", "Hi")])
+    assert chat.prompt_text(problem).endswith("<|im_start|>assistant\n")
+    raw = Chat.of(tokenizer, DataConfig(source="x", chat_template=False))
+    assert raw.prompt_text(problem) == "Be brief.\n\nHi"
+    assert tokenizer.decode(raw.prompt_ids(problem)) == "Be brief.\n\nHi"
+
+
+def test_stop_tokens_hold_the_end_of_turn_that_is_not_eos():
+    tokenizer = byte_tokenizer(CHATML)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token_id != end
+    assert stop_token_ids(tokenizer) == tuple(sorted((tokenizer.eos_token_id, end)))
+
+    assert stop_token_ids(tokenizer, (7, 9))[:2] == (7, 9)
+    assert stop_token_ids(byte_tokenizer(None)) == (tokenizer.eos_token_id,)
+
+
+def test_templates_that_are_missing_or_refuse():
+    with pytest.raises(ConfigError, match=r"no chat template.*data\.chat_template: false"):
+        Chat(byte_tokenizer(None))
+    problem = Problem(0, (Message("system", "x"), Message("user", "y")), "")
+    with pytest.raises(BaseModelError, match=r"refuses a conversation of system, user: no system prompt.*data\.system"):
+        Chat(byte_tokenizer(LLAMA)).prompt_ids(problem)
+    only_users = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    silent = Chat(byte_tokenizer(only_users))
+    with pytest.raises(BaseModelError, match="leaves out the assistant's text"):
+        silent.follow_up_ids(PROBLEM.messages, np.asarray([1], np.int32), [Message("user", "No.")])
+
+
+def test_readable_shows_every_token():
+    tokenizer = byte_tokenizer(CHATML)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    lines = Chat(tokenizer).readable(np.asarray([end, 0], np.int32), np.asarray([False, True])).splitlines()
+    assert lines[0].split() == ["0", str(end), "'<|im_end|>'"]
+    assert lines[1].split()[:3] == ["1", "*", "0"]
+
+
+def test_the_longest_of_many_prompts_is_the_first_with_the_most_tokens(tokenizer) -> None:
+    chat, lengths = Chat(tokenizer), np.random.default_rng(0).integers(1, 40, 600)
+    problems = [Problem(index, (Message("user", "ä" * int(n)),), "") for index, n in enumerate(lengths)]
+    sizes = [len(chat.prompt_ids(one)) for one in problems]
+    assert chat.longest(problems) == (max(sizes), problems[sizes.index(max(sizes))])

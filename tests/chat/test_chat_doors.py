@@ -1,0 +1,371 @@
+"""Chats with a service by the stock clients: all three formats, with tools, streamed and not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from motet.chat.responses import ResponsesRequest
+from motet.tasks.tool_calls import SpokenText, tool_calls, without_calls
+from motet.types import Message
+from tests.support.house import House
+from tests.support.scripted_service import ROOM, Says, scripted_service
+from tests.support.service_run import Json
+
+CALL = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FUNCTION: Any = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+FLAT: Any = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": False}
+CLAUDES: Any = {"name": "add", "description": "", "input_schema": SCHEMA}
+HI: Any = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, Says]]:
+    """One for the whole file."""
+    with scripted_service(tmp_path_factory.mktemp("service")) as found:
+        yield found
+
+
+@pytest.fixture
+def model(scripted: tuple[House, Says]) -> Says:
+    _, engine = scripted
+    engine.texts, engine.read, engine.requests, engine.fails = [], [], [], ""
+    return engine
+
+
+@pytest.fixture(scope="module")
+def stock(scripted: tuple[House, Says]) -> Iterator[openai.OpenAI]:
+    house, _ = scripted
+    url = f"{house.http.base_url}/v1"
+    with openai.OpenAI(base_url=url, api_key=house.keys["ours"], max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(scripted: tuple[House, Says]) -> Iterator[anthropic.Anthropic]:
+    house, _ = scripted
+    with anthropic.Anthropic(base_url=str(house.http.base_url), api_key=house.keys["ours"], max_retries=0) as client:
+        yield client
+
+
+def chat(stock: openai.OpenAI, stream: bool, **asked: Any) -> Any:
+    """The answer of Chat Completions."""
+    if not stream:
+        return stock.chat.completions.create(model="small", **asked)
+    with stock.chat.completions.stream(model="small", stream_options={"include_usage": True}, **asked) as events:
+        for _ in events:
+            pass
+        return events.get_final_completion()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_completions_call_tools_and_read_what_they_answer(stock: openai.OpenAI, model: Says, stream: bool) -> None:
+    model.texts = [CALL, "It is 2."]
+    first = chat(stock, stream, messages=[HI], tools=[FUNCTION])
+    (choice,) = first.choices
+    (call,) = choice.message.tool_calls
+    assert (choice.message.content, choice.finish_reason) == ("Let me see.", "tool_calls")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    assert first.usage.completion_tokens == len(CALL) + 1
+    said = choice.message.model_dump(include={"role", "content", "tool_calls"})
+    for one in said["tool_calls"]:
+        one["function"] = {name: one["function"][name] for name in ("name", "arguments")}
+    result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+    second = chat(stock, stream, messages=[HI, said, result], tools=[FUNCTION])
+    assert second.choices[0].message.content == "It is 2."
+    assert second.choices[0].message.tool_calls is None
+    read = model.read[-1]
+    assert f"Let me see.\n{json_call()}<|im_end|>\n<|im_start|>tool\n2<|im_end|>" in read
+    assert read.count('"name": "add", "parameters"') == 1, "the template has no place for tools"
+
+
+def json_call() -> str:
+    """The call as a model writes it."""
+    return '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_tools_that_are_not_to_be_called_are_not_offered(stock: openai.OpenAI, model: Says) -> None:
+    model.texts = [CALL]
+    (choice,) = chat(stock, False, messages=[HI], tools=[FUNCTION], tool_choice="none").choices
+    assert choice.message.content == CALL
+    assert "add" not in model.read[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_chat_answers_come_with_their_tokens(stock: openai.OpenAI, model: Says, stream: bool) -> None:
+    model.texts = [CALL]
+    asked: Json = {"model": "small", "messages": [HI], "tools": [FUNCTION], "n": 2, "logprobs": True}
+    asked["extra_body"] = {"return_token_ids": True}
+    read: list[int] = []
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    logprobs: dict[int, list[float]] = {0: [], 1: []}
+    calls: list[str] = []
+    pieces: Any = stock.chat.completions.create(**asked, stream=stream)
+    for piece in pieces if stream else [pieces]:
+        read += piece.to_dict().get("prompt_token_ids", [])
+        for choice in piece.choices:
+            ids[choice.index] += choice.to_dict().get("token_ids", [])
+            logprobs[choice.index] += [one.logprob for one in choice.logprobs.content] if choice.logprobs else []
+            calls += [one.id for one in (choice.delta if stream else choice.message).tool_calls or ()]
+    assert read == model.requests[0].prompt_ids.tolist()
+    assert len(ids[0]) == len(logprobs[0]) == len(CALL) + 1
+    assert (ids[0], logprobs[0]) == (ids[1], logprobs[1])
+    assert len(calls) == len(set(calls)) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_call_tools_and_read_what_they_answer(stock: openai.OpenAI, model: Says, stream: bool) -> None:
+    def create(given: Any) -> Any:
+        asked: Any = {"model": "small", "instructions": "Be brief.", "input": given, "tools": [FLAT]}
+        if not stream:
+            return stock.responses.create(**asked, store=False, parallel_tool_calls=False)
+        with stock.responses.stream(**asked) as events:
+            deltas = [one.delta for one in events if one.type == "response.output_text.delta"]
+            final = events.get_final_response()
+        assert "".join(deltas) == final.output_text
+        return final
+
+    model.texts = [CALL, "It is 2."]
+    first = create("hi")
+    text, call = first.output
+    assert (text.content[0].text, call.name, json.loads(call.arguments)) == ("Let me see.", "add", {"a": 1})
+    assert first.usage.output_tokens == len(CALL) + 1
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+    items = [item.model_dump(exclude_none=True) for item in first.output]
+    second = create([HI, *items, output])
+    assert (second.output_text, second.status) == ("It is 2.", "completed")
+    assert "Be brief." in model.read[-1]
+    assert f"Let me see.\n{json_call()}<|im_end|>\n<|im_start|>tool\n2<|im_end|>" in model.read[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_call_tools_and_read_what_they_answer(claude: anthropic.Anthropic, model: Says, stream: bool) -> None:
+    def create(messages: Any) -> Any:
+        asked: Any = {
+            "model": "small",
+            "max_tokens": 99,
+            "system": "Be brief.",
+            "messages": messages,
+            "tools": [CLAUDES],
+        }
+        if not stream:
+            return claude.messages.create(**asked)
+        with claude.messages.stream(**asked) as events:
+            return events.get_final_message()
+
+    model.texts = [CALL, "It is 2."]
+    first = create([HI])
+    text, used = first.content
+    assert (text.text, used.name, used.input, first.stop_reason) == ("Let me see.", "add", {"a": 1}, "tool_use")
+    assert first.usage.output_tokens == len(CALL) + 1
+    result = {"type": "tool_result", "tool_use_id": used.id, "content": [{"type": "text", "text": "2"}]}
+    said = [block.model_dump(include={"type", "text", "id", "name", "input"}) for block in first.content]
+    second = create([HI, {"role": "assistant", "content": said}, {"role": "user", "content": [result]}])
+    assert (second.content[0].text, second.stop_reason) == ("It is 2.", "end_turn")
+    assert "Be brief." in model.read[-1]
+    assert f"Let me see.\n{json_call()}<|im_end|>\n<|im_start|>tool\n2<|im_end|>" in model.read[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_off_calls_nothing(
+    stock: openai.OpenAI, claude: anthropic.Anthropic, model: Says, stream: bool
+) -> None:
+    cut = CALL[:-15]
+    model.texts = [cut] * 3
+    pieces: Any = stock.chat.completions.create(
+        model="small", messages=[HI], tools=[FUNCTION], max_tokens=len(cut), stream=stream
+    )
+    choices = [piece.choices[0] for piece in (pieces if stream else [pieces])]
+    text = "".join((one.delta if stream else one.message).content or "" for one in choices)
+    assert (text, choices[-1].finish_reason) == (cut, "length")
+    response: Any = stock.responses.create(
+        model="small", input="hi", tools=[FLAT], max_output_tokens=len(cut), stream=stream
+    )
+    if stream:
+        response = list(response)[-1].response
+    assert (response.output_text, response.status) == (cut, "incomplete")
+    asked: Any = {"model": "small", "max_tokens": len(cut), "messages": [HI], "tools": [CLAUDES]}
+    if stream:
+        with claude.messages.stream(**asked) as events:
+            message: Any = events.get_final_message()
+    else:
+        message = claude.messages.create(**asked)
+    assert (message.content[0].text, message.stop_reason) == (cut, "max_tokens")
+
+
+ASKED: list[tuple[str, Json]] = [
+    ("chat/completions", {"messages": [HI]}),
+    ("responses", {"input": "hi"}),
+    ("messages", {"messages": [HI], "max_tokens": 9}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
+def test_an_error_inside_a_stream_is_an_error_of_the_client_and_names_no_place(
+    scripted: tuple[House, Says], stock: openai.OpenAI, claude: anthropic.Anthropic, model: Says, path: str, body: Json
+) -> None:
+    house, _ = scripted
+    model.texts, model.fails = ["It is 2."], f"{house.storage.directory}/run/x is not there"
+    made: Any = {"chat/completions": stock.chat.completions, "responses": stock.responses, "messages": claude.messages}
+    with pytest.raises((openai.APIError, anthropic.APIError), match="is not there") as error:
+        list(made[path].create(model="small", **body, stream=True))
+    assert str(house.storage.directory) not in str(error.value)
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"model": "nobody"}, 404, "there is no model 'nobody'"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias: is not supported"),
+        ({"repetition_penalty": 1.5}, 400, "repetition_penalty: is not supported"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty: "),
+        ({"temperature": 3}, 400, "temperature: "),
+        ({"tools": [1] * 2000}, 400, "tools"),
+        ({"tools": [{"type": "function", "name": "x", "function": {"parameters": "deep"}}]}, 400, "nested more than"),
+        ({f"x{number}": 1 for number in range(200)}, 400, "fields, and this takes at most"),
+    ],
+)  # fmt: skip
+def test_what_a_chat_cannot_ask_is_refused_with_the_reason(
+    scripted: tuple[House, Says], path: str, body: Json, change: Json, status: int, message: str
+) -> None:
+    deep: Any = {}
+    for _ in range(40):
+        deep = {"properties": deep}
+    if "nested" in message:
+        change = {"tools": [{**change["tools"][0], "input_schema": deep, "parameters": deep}]}
+    error = scripted[0].refused(status, "POST", f"/v1/{path}", json={"model": "small", **body, **change})
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("responses", {"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ("responses", {"input": [{"type": "web_search_call"}]}, "input"),
+        ("responses", {"input": []}, "input"),
+        ("responses", {"input": "hi", "text": {"format": {"type": "grammar"}}}, "response_format"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 1}, "content"),
+        ("messages", {"messages": [HI]}, "max_tokens"),
+        ("messages", {"messages": [HI], "max_tokens": 1, "stop_sequences": ["a"] * 9}, "stop_sequences"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+        ("chat/completions", {"messages": [HI] * 5000}, "messages"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_field(scripted: tuple[House, Says], path: str, body: Json, param: str) -> None:
+    error = scripted[0].refused(400, "POST", f"/v1/{path}", json={"model": "small", **body})
+    assert str(error["param"]).startswith(param), error
+
+
+@pytest.mark.parametrize("odd", ["\ud800", float("nan"), 10**400])
+def test_odd_values_come_back_or_are_refused(scripted: tuple[House, Says], model: Says, odd: Any) -> None:
+    house, _ = scripted
+    function = {**FLAT, "parameters": {"x": odd}}
+    for body in (
+        {"input": "hi", "tools": [function]},
+        {"input": "hi", "tools": [function], "stream": True},
+        {"input": "hi", "instructions": str(odd)},
+        {"input": [{"type": "function_call", "name": str(odd), "arguments": json.dumps({"x": odd})}, HI]},
+    ):
+        model.texts = ["x"]
+        content = json.dumps({"model": "small", **body})
+        headers = {"content-type": "application/json"}
+        answer = house.ask("POST", "/v1/responses", content=content, headers=headers)
+        assert answer.status_code in (200, 400), answer.text
+        assert "fault of Motet" not in answer.text
+
+
+def test_an_answer_ends_with_the_room_of_the_base(claude: anthropic.Anthropic, model: Says) -> None:
+    model.texts = ["x"]
+    claude.messages.create(model="small", max_tokens=21_000, messages=[HI])
+    (request,) = model.requests
+    assert len(request.prompt_ids) + request.sampling.max_tokens == ROOM
+
+
+def test_tool_calls_that_follow_each_other_become_one_message_at_once() -> None:
+    """Thousands of them, one by one, would take time that grows with their square."""
+    calls = [{"type": "function_call", "name": f"f{number}", "arguments": "{}"} for number in range(50)]
+    items = [HI, *calls[:25], {"type": "reasoning"}, *calls[25:]]
+    request = ResponsesRequest.model_validate({"model": "small", "input": items})
+    made: list[Message] = []
+
+    def watch(frame: Any, event: str, _: object) -> None:
+        if (
+            event == "call"
+            and frame.f_code.co_name == "__init__"
+            and isinstance(one := frame.f_locals.get("self"), Message)
+        ):
+            made.append(one)
+
+    sys.setprofile(watch)
+    try:
+        messages = request.conversation().messages
+    finally:
+        sys.setprofile(None)
+    assert [(one.role, len(one.tool_calls)) for one in messages] == [("user", 0), ("assistant", 50)]
+    assert len(made) == 3, "a message for each call"
+
+
+@pytest.mark.parametrize(
+    "text", [CALL, "a <b> c", "  x  ", f"a\n\n{CALL} b {CALL}\n", "<tool_call>no", "a <tool_cal", "<<tool_call>{}", ""]
+)
+@pytest.mark.parametrize("step", [1, 2, 7, 100])
+def test_text_that_comes_in_pieces_is_shown_without_its_calls(text: str, step: int) -> None:
+    spoken = SpokenText()
+    shown = [spoken.take(text[at : at + step]) for at in range(0, len(text), step)]
+    rest, calls = spoken.end(cut_off=False)
+    whole = "".join([*shown, rest])
+    assert calls == tool_calls(text)
+    assert whole.strip() == (without_calls(text) if calls else text).strip()
+    assert calls or whole == text
+    assert not any("<tool_call" in one for one in shown)
+
+
+def test_arguments_of_tool_calls_are_bounded_like_the_request_that_has_them(scripted: tuple[House, Says]) -> None:
+    """They are JSON in a text, which is read a second time."""
+    service, _ = scripted
+    many = {"name": "add", "arguments": json.dumps({"x": [[]] * 9000})}
+    call: dict[str, Any] = {"id": "a", "type": "function", "function": many}
+    body = {
+        "model": "small",
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}],
+    }
+    assert "arguments of tool calls" in service.refused(400, "POST", "/v1/chat/completions", json=body)["message"]
+    body = {
+        "model": "small",
+        "input": [{"type": "function_call", "name": "add", "arguments": "[" + "1," * 9000 + "1]"}],
+    }
+    assert "arguments of tool calls" in service.refused(400, "POST", "/v1/responses", json=body)["message"]
+    quoted = {"a": "[{," * 9000}
+    call["function"] = {"name": "add", "arguments": json.dumps(quoted)}
+    body = {
+        "model": "small",
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}],
+    }
+    said = service.refused(400, "POST", "/v1/chat/completions", json=body)["message"]
+    assert "a prompt of" in said, "what a text of the arguments holds does not count"
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("chat/completions", "guided_json"),
+        ("messages", "response_format"),
+        ("messages", "n"),
+        ("responses", "max_tokens"),
+    ],
+)
+def test_a_field_of_another_format_that_changes_what_is_sampled_is_refused(
+    scripted: tuple[House, Says], path: str, field: str
+) -> None:
+    said = {"input": [HI]} if path == "responses" else {"messages": [HI], "max_tokens": 1}
+    assert (
+        field in scripted[0].refused(400, "POST", f"/v1/{path}", json={"model": "small", **said, field: 3})["message"]
+    )

@@ -1,0 +1,237 @@
+"""The engine's process goes on while somebody's prompt is tokenised and somebody's adapter is read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from motet.cluster.messages import (
+    AdapterExamined,
+    Answered,
+    Complete,
+    ExamineAdapter,
+    FromHost,
+    QuestionRefused,
+)
+from motet.config import EngineConfig
+from motet.device import Device
+from motet.errors import AdapterError
+from motet.hosting.answers import Answers
+from motet.launch import load
+from motet.model.lora import AdapterWeights
+from motet.rollout.embedded import EmbeddedEngine
+from motet.runtime.meter import COMPLETIONS
+from motet.runtime.scheduler import FairScheduler
+from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, Message, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return load("small", EngineConfig(threads=1))
+
+
+class SlowDisk(EmbeddedEngine):
+    """Its files come when they may."""
+
+    begun, may = threading.Event(), threading.Event()
+
+    def read(self, source: Path) -> AdapterWeights:
+        """Wait, then read."""
+        self.begun.set()
+        assert self.may.wait(5), "nothing else went on meanwhile"
+        return super().read(source)
+
+
+def test_an_adapter_is_read_beside_everything_else(base: Any, tmp_path: Path) -> None:
+    device = Device()
+    engine = SlowDisk(base, device, max_rows=2, kv_tokens=1024, prefill_tokens=64)
+
+    async def scenario() -> None:
+        loading = asyncio.create_task(engine.load_adapter(AdapterRef("a", 0), tmp_path))
+        while not engine.begun.is_set():
+            await asyncio.sleep(0.01)
+        engine.may.set()
+        with pytest.raises(AdapterError, match="adapter_config"):
+            await loading
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        device.close()
+
+
+class Crowded:
+    """A base that counts who looks at it at the same time."""
+
+    def __init__(self, base: Any) -> None:
+        self._base, self.here, self.most = base, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+    def adapter_layout(self, *given: Any) -> Any:
+        """Slowly."""
+        self.here += 1
+        self.most = max(self.most, self.here)
+        time.sleep(0.05)
+        self.here -= 1
+        return self._base.adapter_layout(*given)
+
+
+def answers(base: Any, sent: list[FromHost]) -> Answers:
+    """Without an engine."""
+    shared: Any = SimpleNamespace(engine=None, scheduler=None, engine_suffix="x")
+    return Answers(base, shared, 64, sent.append)
+
+
+def test_adapters_are_looked_at_one_at_a_time(base: Any, trained_adapter: Path) -> None:
+    crowded, sent = Crowded(base), list[FromHost]()
+    examiner = answers(crowded, sent)
+
+    async def scenario() -> None:
+        await asyncio.gather(*(examiner.examine(ExamineAdapter(str(trained_adapter), key)) for key in range(4)))
+
+    asyncio.run(scenario())
+    assert [message.key for message in sent if isinstance(message, AdapterExamined)] == [0, 1, 2, 3]
+    assert crowded.most == 1
+
+
+def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base: Any) -> None:
+    sent: list[FromHost] = []
+    asked = answers(base, sent)
+    text = "a" * (2 * base.info.max_positions * max(map(len, base.info.tokenizer.get_vocab())))
+    question = Complete("", None, 1, 0, False, False, SamplingParams())
+
+    async def scenario() -> None:
+        await asked.answer(replace(question, prompt=text, key=0))
+        await asked.answer(replace(question, messages=[Message("user", text[::2])] * 2, key=1))
+
+    asyncio.run(scenario())
+    refused = [message for message in sent if isinstance(message, QuestionRefused)]
+    assert [message.key for message in refused] == [0, 1]
+    assert all(f"{len(text)} characters" in message.reason and message.never for message in refused)
+
+
+def test_what_is_answered_to_a_service_that_is_gone_ends(base: Any) -> None:
+    ended = list[int]()
+
+    class Engine:
+        """Answers without an end."""
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            """One token, and then nothing."""
+            try:
+                yield Chunk(0, np.array([5]), np.array([-1.0]), np.array([-1]), "x", FinishReason.STOP)
+                await asyncio.Event().wait()
+            finally:
+                ended.append(len(request.prompt_ids))
+
+    scheduler, sent = FairScheduler(1), list[FromHost]()
+    shared: Any = SimpleNamespace(engine=Engine(), scheduler=scheduler, engine_suffix="x")
+    asked = Answers(base, shared, 64, sent.append)
+    question = Complete("us", None, 1, 0, False, False, SamplingParams(max_tokens=1), prompt=[1], key=7)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(asked.answer(question))
+        asked.hold(7, task)
+        while len(sent) < 2:
+            await asyncio.sleep(0.01)
+        asked.abandon_all()
+        await asyncio.gather(task, return_exceptions=True)
+        assert scheduler.idle(f"{COMPLETIONS}us")
+
+    asyncio.run(scenario())
+    assert ended == [1]
+    assert not [message for message in sent if isinstance(message, Answered | QuestionRefused)]
+
+
+def test_a_prompt_without_room_is_refused_before_it_is_scored(base: Any) -> None:
+    scored = list[int]()
+
+    class Engine:
+        """Counts what it is asked for."""
+
+        async def score(self, token_ids: Any, adapter: AdapterRef | None) -> Any:
+            """How much each token would take is no matter here."""
+            scored.append(len(token_ids))
+            return np.zeros(len(token_ids), np.float32)
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            """One token."""
+            yield Chunk(0, np.array([5]), np.array([-1.0]), np.array([-1]), "x", FinishReason.STOP)
+
+    scheduler, sent = FairScheduler(1), list[FromHost]()
+    shared: Any = SimpleNamespace(engine=Engine(), scheduler=scheduler, engine_suffix="x")
+    asked = Answers(base, shared, 64, sent.append)
+    question = Complete("", None, 1, 0, False, False, SamplingParams(max_tokens=1), prompt_logprobs=True)
+
+    async def scenario() -> None:
+        for key, (length, within_room) in enumerate(((65, True), (65, False), (64, True), (64, False), (63, True))):
+            await asked.answer(replace(question, prompt=[1] * length, within_room=within_room, key=key))
+
+    asyncio.run(scenario())
+    refused = [message for message in sent if isinstance(message, QuestionRefused)]
+    assert ([message.key for message in refused], scored) == ([0, 1, 2, 3], [63])
+    assert all("exceed 64" in message.reason and message.never for message in refused)
+
+
+def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -> None:
+    """One row at a time: whoever has read a long prompt comes after the neighbour who has had nothing."""
+    scheduler, order = FairScheduler(1), list[str]()
+
+    class Engine:
+        """Answers with a token when it may."""
+
+        may = asyncio.Event()
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            """One token."""
+            order.append(request.job)
+            await self.may.wait()
+            yield Chunk(0, np.array([5]), np.array([-1.0]), np.array([-1]), "x", FinishReason.STOP)
+
+    shared: Any = SimpleNamespace(engine=Engine(), scheduler=scheduler, engine_suffix="x")
+    sent: list[FromHost] = []
+    asked = Answers(base, shared, 1024, sent.append)
+    question = Complete("greedy", None, 1, 0, False, False, SamplingParams(max_tokens=1), prompt="abc" * 40)
+
+    async def neighbour() -> None:
+        async with scheduler.permit("neighbour", 1):
+            order.append("neighbour")
+            scheduler.spend("neighbour", 2)
+
+    async def scenario() -> None:
+        scheduler.join("neighbour", 1.0, "other")
+        await neighbour()
+        answers = [asyncio.create_task(asked.answer(replace(question, key=key))) for key in range(3)]
+        while len(order) < 2:
+            await asyncio.sleep(0.01)
+        steps = [asyncio.create_task(neighbour()) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert len(order) == 2, "there is room for one"
+        Engine.may.set()
+        await asyncio.gather(*answers, *steps)
+
+    asyncio.run(scenario())
+    assert sum(isinstance(message, Answered) for message in sent) == 3, sent
+    greedy = f"{COMPLETIONS}greedy"
+    assert order == ["neighbour", greedy, *["neighbour"] * 3, greedy, greedy]
+
+
+@pytest.fixture(scope="module")
+def trained_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PEFT directory that fits the small base."""
+    from tests.support.adapter_files import run_alone
+    from tests.support.service_run import tiny
+
+    result = run_alone(tmp_path_factory.mktemp("run"), tiny("sort", 1))
+    return result.jobs["sort"].adapter

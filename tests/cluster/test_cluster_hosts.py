@@ -1,0 +1,214 @@
+"""The client of hosts' processes, message by message; the processes themselves are in test_service_engine.py."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+
+from motet.channel import ChannelMessage
+from motet.cluster.host import Engine, Host, HostHandlers
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import (
+    AddJob,
+    EventKept,
+    FromHost,
+    Held,
+    HostReady,
+    JobChanged,
+    JobStepped,
+    Released,
+    ReleaseJob,
+    StartHost,
+    SteerJob,
+    Stop,
+    Stopped,
+    ToHost,
+)
+from motet.config.service import ANY_SIZE
+from motet.runtime.slots import Rule
+from motet.types import JobState
+from tests.support.waiting import until
+
+START = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
+
+
+async def _no_machine(start: StartHost, log: Path) -> Engine:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def handlers(open_jobs: Callable[[], list[AddJob]]) -> HostHandlers:
+    """They do nothing else."""
+    return HostHandlers(open_jobs, lambda _: None)
+
+
+def test_whoever_runs_a_service_reads_what_the_engine_notes_of_its_base(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    note = "sums of this base depend on the batch"
+
+    async def started() -> Host:
+        host = Host(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1))
+        host._handlers = handlers(list)
+        await host._handle(HostReady([note]))
+        return host
+
+    with caplog.at_level(logging.WARNING):
+        host = asyncio.run(started())
+    assert host.ready
+    assert [one.getMessage() for one in caplog.records] == [note]
+
+
+def test_a_job_that_was_kept_and_not_handed_over_is_found_though_nothing_changes(tmp_path: Path) -> None:
+    """The database went away between the two."""
+    kept: list[AddJob] = []
+
+    async def go() -> None:
+        client = Hosts([START], tmp_path, _no_machine, look=0.05)
+        client.start(handlers(lambda: list(kept)))
+        (host,) = client.hosts
+        host.ready = True
+        client._hear(host, HostReady([]))
+        await until(lambda: not client._unplaced)  # all that there was has been read
+        kept.append(AddJob({"name": "late"}, "run", 0, "us", Rule(), 1, ""))
+        await until(lambda: client.jobs.on(host) == 1, 5.0)
+        await client.kill()
+
+    asyncio.run(go())
+
+
+class Played:
+    """A host's process that a test plays."""
+
+    def __init__(self) -> None:
+        self.sent, self.says = list[ChannelMessage](), asyncio.Queue[FromHost | None]()
+
+    def send(self, message: ChannelMessage) -> None:
+        """Remember it."""
+        self.sent.append(message)
+
+    async def messages(self) -> AsyncIterator[FromHost]:
+        """What the test has it say."""
+        while (message := await self.says.get()) is not None:
+            yield message
+
+    def close_input(self) -> None:
+        """End."""
+        self.says.put_nowait(None)
+
+    async def kill(self) -> None:
+        """End."""
+        self.close_input()
+
+
+def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_meanwhile(tmp_path: Path) -> None:
+    open_jobs = [AddJob({"name": name}, "run", 0, "us", Rule(), 1, "") for name in ("kept", "new")]
+    meanwhile: dict[str, list[ToHost]] = {"kept": [SteerJob("kept", "pause")], "unknown": [ReleaseJob("unknown")]}
+
+    async def go() -> None:
+        played: Any = Played()
+
+        async def launch(start: StartHost, log: Path) -> Engine:
+            return cast(Engine, played)
+
+        client = Hosts([replace(START, takeover_seconds=60.0)], tmp_path, launch)
+        client.start(
+            dataclasses.replace(
+                handlers(lambda: [job for job in open_jobs if not client.has(str(job.job["name"]))]),
+                reconcile=lambda held: {one.job: meanwhile[one.job] for one in held},
+            )
+        )
+        (host,) = client.hosts
+        for number, name in enumerate(("kept", "unknown")):
+            played.says.put_nowait(JobStepped(name, {"step": number}))
+        jobs = [Held(name, "us", 1, JobState.RUNNING, "run") for name in ("kept", "unknown")]
+        played.says.put_nowait(HostReady([], jobs=jobs))
+        await until(lambda: client.jobs.on(host) == 3)
+        await until(lambda: any(isinstance(one, AddJob) for one in played.sent))
+        assert played.sent[:3] == [replace(START, takeover_seconds=60.0), EventKept(), EventKept()]
+        assert {*meanwhile["kept"], *meanwhile["unknown"]} <= {
+            one for one in played.sent if not isinstance(one, AddJob | StartHost)
+        }
+        assert [one for one in played.sent if isinstance(one, AddJob)] == open_jobs[1:]
+        played.says.put_nowait(Released("unknown"))
+        played.says.put_nowait(JobChanged("kept", JobState.SUCCEEDED, ""))
+        await until(lambda: client.jobs.on(host) == 1)
+        await client.kill()
+
+    asyncio.run(go())
+
+
+def _two(tmp_path: Path, gather: float) -> tuple[Hosts, list[Any]]:
+    """Two hosts of one base that a service takes over, and a job that neither has named yet."""
+    played: list[Any] = [Played(), Played()]
+
+    async def launch(start: StartHost, log: Path) -> Engine:
+        return cast(Engine, played[start.host or 0])
+
+    starts = [replace(START, host=number, takeover_seconds=60.0) for number in range(2)]
+    client = Hosts(starts, tmp_path, launch)
+    client.gather_seconds = gather
+    job = AddJob({"name": "kept"}, "run", 0, "us", Rule(), 1, "")
+    client.start(
+        dataclasses.replace(
+            handlers(lambda: [] if client.has("kept") else [job]), reconcile=lambda held: {one.job: [] for one in held}
+        )
+    )
+    return client, played
+
+
+def test_a_host_with_much_to_tell_keeps_its_jobs_though_another_is_ready_long_before(tmp_path: Path) -> None:
+    async def go() -> None:
+        client, (quick, slow) = _two(tmp_path, gather=0.05)
+        host = client.hosts[1]
+        slow.says.put_nowait(JobStepped("kept", {"step": 1}))
+        await until(lambda: host.heard_at > 0)
+        host.heard_at += 3600  # as if it went on, however busy this machine is
+        quick.says.put_nowait(HostReady([]))
+        await asyncio.sleep(0.3)
+        slow.says.put_nowait(HostReady([], jobs=[Held("kept", "us", 1, JobState.RUNNING, "run")]))
+        await until(lambda: client.jobs.on(host) == 1)
+        assert not [one for one in quick.sent if isinstance(one, AddJob)]
+        await client.kill()
+
+    asyncio.run(go())
+
+
+def test_a_host_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    async def go() -> None:
+        client, (quick, _) = _two(tmp_path, gather=0.2)
+        quick.says.put_nowait(HostReady([]))
+        await until(lambda: any(isinstance(one, AddJob) for one in quick.sent))
+        await client.kill()
+
+    asyncio.run(go())
+
+
+def test_a_host_that_is_stopped_while_it_tells_what_it_did_saves_before_it_ends(tmp_path: Path) -> None:
+    async def go() -> None:
+        played: Any = Played()
+
+        async def launch(start: StartHost, log: Path) -> Engine:
+            return cast(Engine, played)
+
+        client = Hosts([replace(START, takeover_seconds=60.0)], tmp_path, launch)
+        client.start(handlers(list))
+        played.says.put_nowait(JobStepped("kept", {"step": 1}))
+        await until(lambda: EventKept() in played.sent)
+        stopping = asyncio.create_task(client.stop())
+        await until(lambda: Stop() in played.sent)
+        await asyncio.sleep(0.1)
+        assert not stopping.done()
+        assert played.says.empty(), "its input was closed before it had saved"
+        played.says.put_nowait(Stopped())
+        await stopping
+
+    asyncio.run(go())

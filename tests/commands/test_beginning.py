@@ -1,0 +1,151 @@
+"""`motet init` writes job files that run; `motet data` shows and selects rows; `data.order` is a curriculum."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.before_loading import check_before_loading
+from motet.commands.data import Comparison, Wanted, far_apart, look_at, selected
+from motet.commands.init import TASKS, write_job_file
+from motet.config import DataConfig
+from motet.errors import ConfigError, DataError, MotetError
+from motet.jobfile import load_jobs
+from motet.tasks.dataset import data_window, load_dataset
+from tests.support.commands import Motet
+
+ROWS: list[dict[str, Any]] = [
+    {"question": f"What is {n % 20} + 1?", "answer": str(n % 20 + 1), "level": (7 * n) % 5, "kind": "ab"[n % 2]}
+    for n in range(40)
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_each_kind_of_task_becomes_a_job_file_that_is_right(here: Path, task: str) -> None:
+    write_job_file(here / "jobs.yaml", task, "rows.jsonl", "small", ask=False)
+    (job,) = load_jobs(here / "jobs.yaml").jobs
+    assert (job.name, Path(job.data.source)) == ("rows", here / "rows.jsonl")
+    check_before_loading(load_jobs(here / "jobs.yaml"))
+
+
+def test_what_init_wrote_passes_check(here: Path, says: Motet) -> None:
+    assert says("init", "--yes", "--task", "own")[0] == 0
+    code, out, err = says("check", "jobs.yaml", "--rollouts", "2", "--set", "sampling.max_tokens=8")
+    assert (code, err) == (0, ""), out
+    assert "nothing was trained" in out
+    assert "job add: forecast: " in out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("exact", "rows.jsonl", "smal"), "did you mean 'small'"),
+        (("numbr", "rows.jsonl", "small"), "did you mean number?"),
+        (("exact", "none.jsonl", "small"), "none.jsonl"),
+        (("exact", "bare.jsonl", "small"), "compares with a reference answer, and no row"),
+        ((None, "rows.jsonl", "small"), "--task, --data and --base"),
+    ],
+)
+def test_init_leaves_no_file_that_does_not_run(here: Path, args: Any, words: str) -> None:
+    (here / "bare.jsonl").write_text("".join(f'{{"prompt": "Say {n}"}}\n' for n in range(9)))
+    before = sorted(here.iterdir())
+    with pytest.raises(MotetError) as error:
+        write_job_file(here / "jobs.yaml", *args, ask=None in args)
+    assert words in str(error.value)
+    assert sorted(here.iterdir()) == before
+    (here / "jobs.yaml").write_text("mine")
+    with pytest.raises(ConfigError, match="is there already"):
+        write_job_file(here / "jobs.yaml", "exact", "rows.jsonl", "small", ask=False)
+
+
+def test_rows_are_filtered_deduplicated_and_split(here: Path, says: Motet) -> None:
+    asked = ("data", "rows.jsonl", "--filter", "level >= 1", "--filter", "kind == a")
+    code, out, err = says(*asked, "--dedupe", "--split", "2", "--to", "out.jsonl")
+    assert (code, err) == (0, ""), out
+    fits = [row for row in ROWS if row["level"] >= 1 and row["kind"] == "a"]
+    want = list({row["question"]: row for row in reversed(fits)}.values())
+    train, held_out = read(here / "out.jsonl"), read(here / "out-held-out.jsonl")
+    assert len(held_out) == 2
+    assert sorted(map(str, [*train, *held_out])) == sorted(map(str, want))
+    assert train == [row for row in fits if row in train][: len(train)]  # in their order
+    for text in ("level", "prompt", "<|im_start|>user", "reference answer: "):
+        assert text in out
+    look_at("rows.jsonl", "small", None, None, Wanted(held_out=2), here / "again.jsonl")
+    look_at("rows.jsonl", "small", None, None, Wanted(held_out=2, seed=1), here / "other.jsonl")
+    first = read(here / "again-held-out.jsonl")
+    look_at("rows.jsonl", "small", None, None, Wanted(held_out=2), here / "again.jsonl")
+    assert read(here / "again-held-out.jsonl") == first != read(here / "other-held-out.jsonl")
+
+
+def test_prompts_that_are_nearly_the_same_are_left_out(here: Path, says: Motet) -> None:
+    long = "Ann has three red apples and gives two of them to her brother; how many red apples are left with Ann"
+    said = [f"{long}?", f"So: {long.upper()} ...", "What is 2 + 3?", "What is 2 + 4?", "Hi", "hi!", "Ho"]
+    (here / "near.jsonl").write_text("".join(json.dumps({"prompt": one, "answer": "1"}) + "\n" for one in said))
+    code, out, _ = says("data", "near.jsonl", "--near", "0.8", "--to", "far.jsonl")
+    assert code == 0, out
+    assert [row["prompt"] for row in read(here / "far.jsonl")] == [said[at] for at in (0, 2, 3, 4, 6)]
+    assert "2 of 7 rows are near an earlier prompt" in out
+    assert f"95% alike: {said[1][:40]!r} and the earlier {said[0][:40]!r}" in out
+    places, pairs = far_apart(["a b c d", "a b c e", "a b c d"], 1.0)
+    assert (places, pairs) == ([0, 1], [(1.0, 2, 0)])
+    with pytest.raises(DataError, match="at most 20,000 rows"):
+        far_apart(["x"] * 20_001, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("text", "row", "holds"),
+    [
+        ("n >= 3", {"n": 3}, True), ("n>=3", {"n": 2.9}, False), ("n < 3", {"n": "2"}, True), ("n == 3", {"n": "3"}, True),
+        ("n != 3", {"n": 4}, True), ("n < 3", {"n": "many"}, False), ("n < 3", {"m": 1}, False), ("n < 3", {"n": None}, False),
+        ("t ~ a b", {"t": "xa by"}, True), ("t == x y", {"t": "x y"}, True), ('t == "3"', {"t": "3"}, True),
+        ("ok == true", {"ok": True}, True), ("t < b", {"t": "a"}, True),
+    ],
+)  # fmt: skip
+def test_a_comparison_holds(text: str, row: dict[str, Any], holds: bool) -> None:
+    assert Comparison.of(text).holds(row) is holds
+
+
+@pytest.mark.parametrize("text", ["", "n", "n 3", "n =", "n >= ", "__import__('os')", "n = 3"])
+def test_what_is_no_comparison_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="COLUMN SIGN VALUE"):
+        Comparison.of(text)
+
+
+def test_filters_that_leave_nothing_are_told() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'level'"):
+        selected(ROWS, Wanted(("levl > 1",)))
+    with pytest.raises(DataError, match="none of the 40 rows"):
+        selected(ROWS, Wanted(("level > 9",)))
+    with pytest.raises(ConfigError, match="--to"):
+        look_at("toy:add", "small", None, None, Wanted(held_out=1), None)
+
+
+def test_a_curriculum_goes_through_the_rows_by_a_column(here: Path) -> None:
+    config = DataConfig.model_validate({"source": "rows.jsonl", "order": "level", "holdout": 4})
+    train = load_dataset(config).train
+    levels = [problem.metadata["level"] for problem in train]
+    assert levels == sorted(levels)
+    assert {0, 4} <= set(levels)
+    width = len(train) // 2 + 1
+    steps = [data_window(train, step, width, 0, config.shuffle) for step in range(2)]
+    assert [one.metadata["level"] for step in steps for one in step][: len(train)] == levels
+    plain = DataConfig.model_validate({"source": "rows.jsonl", "holdout": 4})
+    assert load_dataset(plain).holdout == load_dataset(config).holdout
+    with pytest.raises(DataError, match=r"data.order 'none': rows.jsonl row \d+ has 'None' there"):
+        load_dataset(config.model_copy(update={"order": "none"}))
+    with pytest.raises(ValueError, match="do not go together"):
+        DataConfig.model_validate({"source": "rows.jsonl", "order": "level", "shuffle": True})

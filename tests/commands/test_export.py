@@ -1,0 +1,104 @@
+"""An adapter and its base as one model: loads in `transformers` and says what the adapter said."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from motet.commands.export import drafted, write
+from motet.errors import AdapterError, BaseModelError
+from motet.model.find import SMALL_BASE
+from motet.types import ADAPTER_CONFIG
+from tests.support import tiny_models as tiny
+from tests.support.peft_files import close, peft_logits, save_random
+from tests.support.peft_files import export as save
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("adapter")
+    save_random(directory)
+    return directory
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.25)])
+def test_a_merged_model_says_what_base_and_adapter_say(
+    adapter: Path, dtype: str, tolerance: float, tmp_path: Path
+) -> None:
+    write(adapter, None, tmp_path / "merged", "merged", dtype, checked=False)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert str(merged.dtype) == f"torch.{dtype}"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    ids = torch.tensor(tokenizer.encode("A motet has several voices, each with a text of its own."))
+    stock = AutoModelForCausalLM.from_pretrained(SMALL_BASE, dtype=torch.float32)
+    plain = peft_logits(stock, ids)
+    expected = peft_logits(PeftModel.from_pretrained(stock, adapter), ids)
+    gap = (peft_logits(merged, ids) - expected).abs().max()
+    assert gap < tolerance
+    assert (plain - expected).abs().max() > 4 * tolerance, "the adapter has an effect"
+
+
+def test_nothing_stays_of_what_is_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for target in (tmp_path / "new", tmp_path / "empty"):
+        with contextlib.suppress(KeyboardInterrupt), drafted(target) as draft:
+            (draft / "config.json").touch()
+            assert [file.name for file in target.iterdir()] == [draft.name]
+            raise KeyboardInterrupt
+    assert [(item.name, list(item.iterdir())) for item in tmp_path.iterdir()] == [("empty", [])]
+
+
+def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    with pytest.raises(BaseModelError, match="is not empty; give a directory that is not there yet"):
+        write(adapter, None, tmp_path / "taken", "merged", "auto", checked=False)
+    with pytest.raises(BaseModelError, match="Not a directory; give another directory as --to"):
+        write(adapter, None, adapter / ADAPTER_CONFIG / "merged", "merged", "auto", checked=False)
+    with pytest.raises(BaseModelError, match="there is no directory"):
+        write(adapter, "/not/there", tmp_path / "merged", "merged", "auto", checked=False)
+    nameless = tmp_path / "nameless"
+    nameless.mkdir()
+    for file in adapter.iterdir():
+        (nameless / file.name).write_bytes(file.read_bytes())
+    config = json.loads((nameless / ADAPTER_CONFIG).read_text())
+    (nameless / ADAPTER_CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": ""}))
+    with pytest.raises(AdapterError, match="give --base"):
+        write(nameless, None, tmp_path / "merged", "merged", "auto", checked=False)
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_products_of_experts_are_merged(name: str, tmp_path: Path) -> None:
+    base, ids, targets = tiny.base(name), tiny.tokens(12), ["q_proj", "experts"]
+    weights = tiny.adapter(base, rank=3, targets=targets)
+    save(tmp_path / "adapter", base, weights, targets)
+    write(tmp_path / "adapter", str(tiny.directory(name)), tmp_path / "merged", "merged", checked=False)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    assert close(peft_logits(merged, ids), tiny.packed_logits(base, [(weights, ids)])[0], 1e-4)
+
+
+@pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])
+def test_a_base_that_sees_images_keeps_what_it_sees_with(name: str, tmp_path: Path) -> None:
+    base, ids = tiny.base(name), tiny.tokens(12)
+    weights, source = tiny.adapter(base, rank=3), tmp_path / "base"
+    shutil.copytree(tiny.directory(name), source)
+    (source / "preprocessor_config.json").write_text('{"size": 28}')
+    save(tmp_path / "adapter", base, weights, "all-linear")
+    write(tmp_path / "adapter", str(source), tmp_path / "merged", "merged", checked=False)
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    assert close(peft_logits(merged, ids), tiny.packed_logits(base, [(weights, ids)])[0], 1e-4)
+    stock, seen = tiny.stock(name).state_dict(), merged.state_dict()
+    towers = [key for key in stock if "vision" in key or "visual" in key]
+    assert towers
+    assert all(torch.equal(stock[key], seen[key]) for key in towers)
+    assert (tmp_path / "merged" / "preprocessor_config.json").read_text() == '{"size": 28}'

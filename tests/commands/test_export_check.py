@@ -1,0 +1,298 @@
+"""Each export is loaded by its consumer, and one that computes something else is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from bench.speed import envs
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+import motet
+from motet.commands import export
+from motet.commands.export_apart import pre_tokenizer, read_model
+from motet.commands.export_check import Loaded, check, compare
+from motet.commands.export_gguf import converter, modelfile_template
+from motet.commands.merging import ExportSource
+from motet.commands.probe import TEXTS, logprobs_here
+from motet.config import JobConfig
+from motet.errors import AdapterError, ConfigError
+from motet.model.find import SMALL_BASE
+from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tests.support.peft_files import save_random
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+Tensors = dict[str, torch.Tensor]
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("adapters") / "adapter"
+    save_random(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ours(adapter: Path):
+    """Tokens of the built-in texts, and logprobs of base and adapter."""
+    return asyncio.run(logprobs_here(str(SMALL_BASE), [adapter], lambda _: TEXTS, "float32", 32))
+
+
+def compared(ours, place: Path, base: Path = SMALL_BASE) -> str:
+    token_ids, here = ours
+    texts, ids = list(token_ids), [one.tolist() for one in token_ids.values()]
+    answer = read_model(texts, ids, str(base), str(place))
+    return compare(Loaded("peft", base, place), token_ids, tuple(here.values()), answer)
+
+
+def without_scaling(tensors: Tensors, config: Json) -> None:
+    config["lora_alpha"] = config["r"]
+
+
+def with_cut_rank(tensors: Tensors, config: Json) -> None:
+    config["lora_alpha"] *= (config["r"] - 1) / config["r"]
+    config["r"] -= 1
+    for name, tensor in tensors.items():
+        tensors[name] = (tensor[:-1] if "lora_A" in name else tensor[:, :-1]).contiguous()
+
+
+def with_transposed_b(tensors: Tensors, config: Json) -> None:
+    for name, tensor in tensors.items():
+        if "lora_B" in name:
+            tensors[name] = tensor.t().contiguous().reshape(tensor.shape)
+
+
+def without_a_layer(tensors: Tensors, config: Json) -> None:
+    tensors[next(name for name in tensors if "lora_B" in name)].zero_()
+
+
+def silent(tensors: Tensors, config: Json) -> None:
+    for name in tensors:
+        tensors[name].zero_()
+
+
+FAULTS: dict[Callable[[Tensors, Json], None], str] = {
+    without_scaling: "is not what was trained",
+    with_cut_rank: "is not what was trained",
+    with_transposed_b: "is not what was trained",
+    without_a_layer: "is not what was trained",
+    silent: "it answers as the base does",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_export_is_refused(ours, adapter: Path, fault, tmp_path: Path) -> None:
+    tensors, config = load_file(adapter / ADAPTER_WEIGHTS), json.loads((adapter / ADAPTER_CONFIG).read_text())
+    fault(tensors, config)
+    save_file(tensors, tmp_path / ADAPTER_WEIGHTS)
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match=FAULTS[fault]):
+        compared(ours, tmp_path)
+
+
+def test_a_tensor_that_is_left_out_is_refused(ours, adapter: Path, tmp_path: Path) -> None:
+    tensors = load_file(adapter / ADAPTER_WEIGHTS)
+    del tensors[next(name for name in tensors if "lora_B" in name)]
+    save_file(tensors, tmp_path / ADAPTER_WEIGHTS)
+    shutil.copyfile(adapter / ADAPTER_CONFIG, tmp_path / ADAPTER_CONFIG)
+    with pytest.warns(UserWarning, match="missing adapter keys"), pytest.raises(AdapterError, match="is not what was"):
+        compared(ours, tmp_path)
+
+
+def test_another_base_or_adapter_is_refused(ours, adapter: Path, tmp_path: Path) -> None:
+    assert compared(ours, adapter).startswith("checked with peft")
+    save_random(tmp_path / "other", seed=1)
+    with pytest.raises(AdapterError, match="is not what was trained"):
+        compared(ours, tmp_path / "other")
+    base = shutil.copytree(SMALL_BASE, tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.1
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(AdapterError, match="is not what was trained"):
+        compared(ours, adapter, base)
+
+
+def test_other_tokens_are_refused(ours) -> None:
+    token_ids, here = ours
+    ids = [one.tolist() for one in token_ids.values()]
+    ids[1][3] += 1
+    with pytest.raises(AdapterError, match="makes other tokens of 'Sort these letters"):
+        compare(Loaded("llama.cpp", SMALL_BASE), token_ids, tuple(here.values()), {"tokens": ids, "logprobs": []})
+
+
+def test_an_adapter_that_changes_nothing_is_not_told_from_its_base(ours) -> None:
+    token_ids, here = ours
+    base = here[""]
+    logprobs, first = [], 0
+    for ids in token_ids.values():
+        logprobs.append(base[first : first + len(ids) - 1])
+        first += len(ids) - 1
+    answer = {"tokens": [one.tolist() for one in token_ids.values()], "logprobs": logprobs}
+    said = compare(Loaded("peft", SMALL_BASE), token_ids, (base, base), answer)
+    assert said.endswith("the adapter changes too little here to tell it from its base")
+
+
+def test_what_is_refused_leaves_nothing(adapter: Path, tmp_path: Path, capsys) -> None:
+    def forgets(source: ExportSource, target: Path) -> Loaded:
+        loaded = export.peft(source, target)
+        config = json.loads((target / ADAPTER_CONFIG).read_text())
+        (target / ADAPTER_CONFIG).write_text(json.dumps({**config, "lora_alpha": config["r"]}))
+        return loaded
+
+    with pytest.raises(AdapterError, match="the export is not what was trained, so nothing is written"):
+        export.write_as(export.Format(forgets, "peft"), ExportSource(adapter), tmp_path / "wrong")
+    assert not list(tmp_path.iterdir())
+    export.write(adapter, None, tmp_path / "right", "peft", checked=False)
+    assert "not checked: because of --unchecked" in capsys.readouterr().err
+    assert {file.name for file in (tmp_path / "right").iterdir()} == {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+
+
+@pytest.fixture(scope="module")
+def version(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A version of a short run on the small base."""
+    run = tmp_path_factory.mktemp("run")
+    algorithm = {"type": "grpo", "group_size": 4, "groups_per_step": 2}
+    (run / "rewards.py").write_text("def own(problem, completion, *, key):\n    return len(key) / 9\n")
+    own = {"name": f"{run / 'rewards.py'}:own", "args": {"key": "hush"}}
+    rewards = ["exact", {"name": "length", "weight": 0.2, "args": {"target": 3}}, own]
+    job = {"name": "sort", "data": {"source": "toy:sort_letters", "size": 64}, "reward": rewards, "steps": 1}
+    fixed = {"algorithm": algorithm, "eval": {"every": 1}, "optimizer": {"lr": 0.002}}
+    motet.run([{**job, **fixed}], base="small", directory=run)
+    return run / "sort" / "versions" / "v1"
+
+
+def test_a_base_that_the_receipt_does_not_name_is_refused(version: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(SMALL_BASE, tmp_path / "base")
+    (base / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(
+        AdapterError, match=r"tokenizer_config.json of .* is not the file .* give its own base as --base"
+    ):
+        check(Loaded("peft", base, version), version, str(base))
+
+
+def test_a_card_says_how_an_adapter_was_made_and_how_good_it_is(version: Path, tmp_path: Path) -> None:
+    export.write(version, None, tmp_path / "card", "card", checked=False)
+    files = {file.name for file in (tmp_path / "card").iterdir()}
+    assert files == {"README.md", "curves.svg", "receipt.json", ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+    text = (tmp_path / "card" / "README.md").read_text()
+    _, head, body = text.split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "license": "apache-2.0",
+        "tags": ["lora", "reinforcement-learning", "motet"],
+    }
+    settings = yaml.safe_load(body.split("```yaml\n")[1].split("```")[0])
+    job = JobConfig.model_validate(settings["jobs"][0])
+    assert (settings["base"], job.name, job.steps) == ("small", "sort", 1)
+    assert job.seed is not None
+    assert job.rewards[1].args == {"target": 3}  # as the record of the run says; the receipt has its sum only
+    facts = (
+        "| steps | 1 |",
+        "| learning rate | 0.002 |",
+        "| batch | 2 problems, 4 answers to each |",
+        "| rank, alpha | 32, 32 |",
+    )
+    for fact in (*facts, "| rewards | `exact`, 0.2 × `length` (target 3), `rewards.py:own` (key sha256:"):
+        assert fact in body, fact
+    assert "hush" not in text
+    (version.parent.parent / "job.yaml").rename(version.parent.parent / "away.yaml")
+    export.write(version, None, tmp_path / "without", "card", checked=False)
+    (version.parent.parent / "away.yaml").rename(version.parent.parent / "job.yaml")
+    assert "`length` (target sha256:" in (tmp_path / "without" / "README.md").read_text()
+    for part in ("![Curves](curves.svg)", "| v0 | 0.", "| v1 | 0.", "| base/model.safetensors | `", "| data/train | `"):
+        assert part in body, part
+
+
+def test_peft_finds_the_base_of_an_export(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a name of Motet's own, nor by a path that only the directory of the export knows."""
+    snapshot = shutil.copytree(SMALL_BASE, tmp_path / "hub/models--team--tiny-base/snapshots/0123")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(SMALL_BASE, "near")
+    named = {}
+    for place, base in enumerate(("small", "near", str(snapshot))):
+        export.write(adapter, base, tmp_path / f"{place}", "peft", checked=False)
+        named[base] = json.loads((tmp_path / f"{place}" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    assert named == {"small": str(SMALL_BASE), "near": str(tmp_path / "near"), str(snapshot): "team/tiny-base"}
+    monkeypatch.chdir("/")
+    assert type(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "0")).__name__ == "PeftModelForCausalLM"
+
+
+def test_a_chat_template_becomes_one_of_ollama() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(SMALL_BASE)
+    ours = (
+        'TEMPLATE """{{ range .Messages }}{{ if eq .Role "system" }}<|im_start|>system\n{{ .Content }}<|im_end|>\n'
+        '{{ else if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n<|im_start|>assistant\n'
+        '{{ else if eq .Role "assistant" }}{{ .Content }}<|im_end|>\n{{ end }}{{ end }}"""'
+    )
+    assert modelfile_template(tokenizer) == [ours]
+    template = tokenizer.chat_template
+    preset = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
+    tokenizer.chat_template = preset + template
+    assert modelfile_template(tokenizer)[1] == 'SYSTEM """Be brief."""'
+    for other in (
+        "{{ raise_exception('no system prompt') if messages[0]['role'] == 'system' }}" + template,
+        template.replace("message['content']", "message['content'][::-1]"),
+        template.replace("<|im_end|>", '"""'),
+        "{{ messages|length }}" + template,
+    ):
+        tokenizer.chat_template = other
+        assert [line[0] for line in modelfile_template(tokenizer)] == ["#"], other
+    tokenizer.chat_template = None
+    assert modelfile_template(tokenizer)[1] == 'TEMPLATE """{{ .Prompt }}"""'
+
+
+def test_a_tokenizer_is_named_by_how_it_splits() -> None:
+    own = json.loads((SMALL_BASE / "tokenizer.json").read_text())
+    assert pre_tokenizer(own) == "smollm"
+    last = own["pre_tokenizer"]["pretokenizers"][-1]
+    assert pre_tokenizer({"pre_tokenizer": last}) == "gpt-2"
+    for other in ({**last, "use_regex": False}, {"type": "Metaspace"}, None):
+        assert pre_tokenizer({"pre_tokenizer": other}) is None
+    assert pre_tokenizer({"pre_tokenizer": last, "normalizer": {"type": "NFC"}}) is None
+
+
+def test_a_converter_is_looked_for_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"no-such\.py is not here: pip install 'motet\[export\]', or put a checkout"):
+        converter("no-such.py")
+    (tmp_path / "convert.py").write_text("")
+    (tmp_path / "convert.py").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert converter("convert.py") == tmp_path / "convert.py"
+
+
+@pytest.mark.soak
+def test_llama_cpp_computes_what_was_trained(adapter: Path, version: Path, tmp_path: Path) -> None:
+    """Its own converters and its own server; a file of another adapter is refused."""
+    packages = envs.packages("gguf")
+    env = {**os.environ, "PYTHONPATH": f"{packages}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+    def exported(form: str, source: Path, *options: str) -> str:
+        command = [sys.executable, "-m", "motet", "export", str(source), "--format", form, "--to", str(tmp_path / form)]
+        done = subprocess.run([*command, *options], env=env, capture_output=True, text=True, check=True)
+        return done.stderr
+
+    for form, source in (("gguf", version), ("gguf-adapter", adapter), ("ollama", adapter)):
+        assert "checked with llama.cpp" in exported(form, source), form
+    assert sorted(file.name for file in (tmp_path / "ollama").iterdir()) == ["Modelfile", "model.gguf"]
+    assert [file.name for file in (tmp_path / "gguf-adapter").iterdir()] == ["adapter.gguf"]
+    wrong = f"""
+from pathlib import Path
+from motet.commands.export_check import Loaded, check
+check(Loaded("llama.cpp", Path({str(tmp_path / "gguf" / "model.gguf")!r}), dtype="float16"), Path({str(adapter)!r}), "small")
+"""
+    done = subprocess.run([sys.executable, "-c", wrong], env=env, capture_output=True, text=True, check=False)
+    assert "the export is not what was trained" in done.stderr

@@ -1,0 +1,101 @@
+"""`motet serve` says what is in its way before it loads anything."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import socket
+from pathlib import Path
+
+import pytest
+
+from motet.commands.listening import bound, url_of
+from motet.commands.serve import application
+from motet.errors import ConfigError
+from motet.service.settings import Settings
+from tests.support.commands import NOBODY, Motet, says
+
+__all__ = ["says"]
+
+
+def test_a_port_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=f"cannot listen on 127.0.0.1, port {port}: Address already in use; end what"
+        ):
+            bound("127.0.0.1", port)
+    (free,) = bound("127.0.0.1", 0)
+    with free, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(free.getsockname())
+
+
+def test_what_a_service_is_made_of_is_not_looked_through_for_garbage(tmp_path: Path) -> None:
+    before = gc.get_freeze_count()
+    app = application(Settings("small", tmp_path / "served", open_to_all=True))
+    try:
+        assert gc.get_freeze_count() > before + 10_000
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+        app.state.service.store.close()
+
+
+def test_a_directory_in_use_is_refused(says: Motet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        held.write("12345")
+        held.flush()
+        code, _, err = says("serve", "--base", "small", "--no-keys", "--directory", tmp_path)
+    assert (code, err) == (
+        2,
+        f"motet: {tmp_path} is served by another process (pid 12345); stop it, or give another one with --directory\n",
+    )
+    (tmp_path / "file").touch()
+    code, _, err = says("serve", "--base", "small", "--no-keys", "--directory", tmp_path / "file")
+    assert (code, err.startswith(f"motet: {tmp_path / 'file'} cannot be written: ")) == (2, True)
+    monkeypatch.chdir(tmp_path)
+    NOBODY.touch()
+    code, _, err = says("serve", "--base", "small", "--no-keys", "--directory", NOBODY)
+    assert (code, err.startswith(f"motet: {tmp_path / NOBODY} cannot be written: ")) == (2, True)
+
+
+def test_an_address_for_sign_in_that_cannot_be_used_is_refused(says: Motet, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("oidc: {issuer: https://idp.example.org, client_id: m, tenant: t, roles: {a: member}}\n")
+    command = ("serve", "--base", "small", "--directory", tmp_path / "served", "--config", file)
+    for words, told in (
+        ((), "`oidc` needs --public-url"),
+        (("--no-keys", "--public-url", "https://motet.example.org"), "leave one of the two out"),
+        (("--public-url", "http://motet.example.org"), "must begin with https://"),
+        (("--public-url", "https://motet.example.org/motet"), "a scheme and a host alone"),
+        (("--public-url", "motet.example.org"), "must begin with http"),
+    ):
+        code, _, err = says(*command, *words)
+        assert (code, told in err) == (2, True), err
+    assert not (tmp_path / "served").exists()
+    code, _, err = says("serve", "--base", "small", "--public-url", "https://motet.example.org")
+    assert (code, "--public-url is for sign-in" in err) == (2, True), err
+
+
+def test_an_address_that_the_kernel_has_no_protocol_for_is_passed_over() -> None:
+    """`localhost` has ::1 in /etc/hosts also where the kernel has no IPv6."""
+    here = (socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 0))
+    lacking = (4711, socket.SOCK_STREAM, 0, "", ("::1", 0, 0, 0))  # a family that no kernel has
+    (one,) = bound("localhost", 0, lambda *_, **__: [lacking, here])
+    with one:
+        assert url_of([one]) == f"http://127.0.0.1:{one.getsockname()[1]}"
+    with pytest.raises(ConfigError, match="cannot listen on localhost"):
+        bound("localhost", 0, lambda *_, **__: [lacking])
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="IPv6 is not there")
+def test_a_url_is_of_ipv4_where_there_is_one() -> None:
+    with socket.socket(socket.AF_INET6) as six, socket.socket() as four:
+        try:
+            six.bind(("::1", 0))
+        except OSError:
+            pytest.skip("::1 is not there")
+        four.bind(("127.0.0.1", 0))
+        assert url_of([six]) == f"http://[::1]:{six.getsockname()[1]}"
+        assert url_of([six, four]) == f"http://127.0.0.1:{four.getsockname()[1]}"

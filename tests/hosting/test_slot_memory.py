@@ -1,0 +1,123 @@
+"""Whether all slots have room: what an adapter takes is what trainer and engine hold, and what is said where there is less."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from motet.batch import AdamW, Batch
+from motet.budgets import Need
+from motet.config import AdapterConfig, EngineConfig, HostConfig, RunConfig
+from motet.config.service import Largest, ServiceConfig
+from motet.errors import ConfigError
+from motet.jobfile import validate
+from motet.launch import assemble, load
+from motet.runtime.rundir import RunDirectory
+from motet.slot_memory import SlotMemory, check_slots
+from motet.types import AdapterRef
+from motet.workshop import FreeMemory, Workshop
+from tests.support.segments import make_segment
+
+
+@pytest.fixture(scope="module", params=["auto", "torch"])
+def base(request: pytest.FixtureRequest) -> Any:
+    return load("small", EngineConfig(threads=1, kernels=request.param))
+
+
+def config_of(*ranks: int, lag: int = 0, critic: Any = None, **engine: Any) -> RunConfig:
+    jobs = [
+        {
+            "name": f"job{number}", "data": "toy:add", "reward": "exact", "steps": 1, "adapter": {"rank": rank},
+            "algorithm": {"max_off_policy_steps": lag, **({} if critic is None else {"type": "ppo", "critic": critic})},
+        }
+        for number, rank in enumerate(ranks)
+    ]  # fmt: skip
+    return validate({"base": "small", "engine": {"samplers": 0, **engine}, "jobs": jobs}, "test")
+
+
+@contextlib.contextmanager
+def workshop_of(base: Any, config: RunConfig, directory: Path, largest: Largest | None = None) -> Iterator[Workshop]:
+    with contextlib.closing(RunDirectory(directory)) as run:
+        workshop = assemble(base, config, [Need(64, 16)], run, largest or config.jobs)
+        try:
+            yield workshop
+        finally:
+            workshop.close()
+
+
+def held() -> int:
+    """Bytes of all tensors that are there."""
+    gc.collect()
+    tensors = [
+        each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.layout == torch.strided
+    ]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_an_adapter_takes_what_is_said(base: Any, tmp_path: Path, kernels: str) -> None:
+    """In two versions, as for a job that may lag by one."""
+    if kernels == "native":
+        base = load("small", EngineConfig(threads=1, kernels="native"))
+    expected = SlotMemory.of(base, "all-linear", 64, versions=2)
+    with workshop_of(base, config_of(64, lag=1), tmp_path) as workshop:
+        before = held()
+        for name in "abc":
+            workshop.trainer.add_adapter(name, AdapterConfig(rank=64), 1)
+            asyncio.run(workshop.sync.publish(name, AdapterRef(name, 0)))
+            workshop.trainer.forward_backward(Batch((make_segment(name),)))
+            workshop.trainer.optim_step(name, AdamW(1e-3))
+            asyncio.run(workshop.sync.publish(name, AdapterRef(name, 1)))
+            workshop.trainer.forward_backward(Batch((make_segment(name),)))
+        taken = (held() - before) / 3
+        assert workshop.notes == list(base.info.notes)
+    said = expected.trained + expected.versions
+    print(f"rank 64: {taken:,.0f} bytes an adapter, {said:,} said ({said / taken - 1:+.1%})")
+    assert 0.85 < said / taken < 1.15
+
+
+def test_those_fit_that_memory_has_room_for() -> None:
+    each = SlotMemory(trained=16, versions=4)
+    assert [each.fitting(8, 0, device, None) for device in (0, 19, 20, 59, 60, 1000)] == [0, 0, 1, 2, 3, 8]
+    assert [each.fitting(8, 2, device, None) for device in (39, 40, 43, 44, 63, 64)] == [1, 2, 2, 3, 7, 8]
+    assert [each.fitting(8, 2, 1000, host) for host in (0, 15, 16, 95, 96)] == [2, 2, 3, 7, 8]
+
+
+def test_slots_without_room_are_a_note_and_a_job_that_never_fits_is_refused(base: Any, tmp_path: Path) -> None:
+    with workshop_of(base, config_of(8, slots=10**5), tmp_path, largest=Largest(usual_rank=512)) as workshop:
+        (note,) = workshop.notes[len(base.info.notes) :]
+    assert note.startswith("100000 slots are wanted, and there is memory for ")
+    assert "an adapter of rank 512 takes " in note
+    each = SlotMemory.of(base, "all-linear", 32)
+    size = each.trained + each.versions
+    memory = FreeMemory(of_device=10 * size, sampling=2 * size)
+
+    def said(config: RunConfig, largest: Largest | None = None) -> str:
+        return "".join(check_slots(base, config, memory, largest or config.jobs))
+
+    assert not said(config_of(*[32] * 8, slots=20))
+    assert "9 slots are wanted, and there is memory for 8: an adapter of rank 32" in said(
+        config_of(*[32] * 9, slots=20)
+    )
+    assert not said(config_of(*[32] * 9, slots=8))
+    assert "10 slots are wanted, and there is memory for 8" in said(config_of(*[32] * 5, critic={})), "each has two"
+    assert not said(config_of(*[32] * 9, slots=20, resident=2, parking="/disk"))
+    assert "memory for 8: " in said(config_of(*[32] * 9, resident=2)), "host memory is the device's"
+    fewer = 7 if base.kernels is None else 6  # own kernels pack each version
+    assert f"memory for {fewer}: " in said(config_of(*[32] * 9, lag=1)), "each in two versions"
+    for largest in (ServiceConfig().largest(HostConfig(base="small")), Largest(32)):
+        assert "20 slots are wanted, and there is memory for 8" in said(config_of(1, slots=20), largest)
+    assert "as limits.rank is not set" in said(config_of(1, slots=20), Largest())
+    limited = ServiceConfig.model_validate({"limits": {"rank": 64}})
+    assert "memory for 4: " in said(config_of(1, slots=20), limited.largest(HostConfig(base="small")))
+    with pytest.raises(ConfigError, match=r"^job job1: an adapter of rank 512 takes .* the base; lower adapter\.rank$"):
+        said(config_of(8, 512))
+    assert said(config_of(1), Largest(usual_rank=64))

@@ -1,0 +1,33 @@
+"""Devices: one file commands them, and what it does not know is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from motet.errors import BaseModelError
+from motet.model.accelerator import Recorder, place_of, take
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "motet"
+CALLS = re.compile(r"torch\.(cuda|xpu|npu|mps|accelerator)\b|backends\.(cuda|mps)\b|_C\._cuda|\bnccl\b")
+
+
+def test_one_file_asks_about_devices_and_commands_them() -> None:
+    found = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if CALLS.search(path.read_text())}
+    assert found == {"model/accelerator.py"}
+
+
+@pytest.mark.parametrize("device", ["xpu", "npu:1", "mps", "hpu"])
+def test_devices_on_which_nothing_is_proved_are_refused(device: str) -> None:
+    with pytest.raises(BaseModelError, match=rf"engine\.device is {device}, .* use `cpu` or `cuda`"):
+        place_of(device)
+
+
+def test_a_cpu_takes_part_by_gloo_and_records_nothing() -> None:
+    place = place_of("cpu", 3)
+    assert (place.type, take(place)) == ("cpu", "gloo")
+    run = lambda: torch.zeros(1)  # noqa: E731
+    assert Recorder(place).capture(run, first=True) is run

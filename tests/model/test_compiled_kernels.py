@@ -1,0 +1,102 @@
+"""What the compiler makes of the kernels for cards that are not here, and what a card would do with it.
+
+`tests/support/launched_kernels.py` compiles what launches ask for: addresses that 16 divides, the constants and options
+of a launch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.speed import envs
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
+"""KiB of shared memory that a program may have: CUDA's table of compute capabilities, AMD's of its instruction sets."""
+PRODUCTS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTC", "gfx942": "v_mfma", "gfx950": "v_mfma"}
+SPILLS = {"sm_80": 32, "sm_90": 32, "sm_100": 32, "gfx942": 300, "gfx950": 300}
+"""Instructions that spill, at most; of AMD's cards a bound against worse."""
+ATTENTION = ("forward", "query_gradients", "key_gradients")
+
+
+def compiled(
+    cache: Path, *words: str, module: str = "tests.support.launched_kernels", packages: Path | None = None
+) -> list[Any]:
+    """The lines of JSON that the module prints, in a process without the interpreter."""
+    command = ["-m", module, *words]
+    places = [str(place) for place in (packages, ROOT) if place]
+    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    given |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
+    done = subprocess.run([sys.executable, *command], env=given, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def wrong(made: list[dict[str, Any]]) -> list[str]:
+    """A line for each promise that a compiled kernel breaks."""
+    found, codes = [], dict[tuple[Any, ...], set[str]]()
+    for one in made:
+        target, name = one["target"], f"{one['kernel']} {one['width']} {one['dtype']} {one['target']}"
+        codes.setdefault((name, one["model"]), set()).add(one["code"])
+        if one["atomics"]:
+            found.append(f"{name}: {one['atomics']} atomic instructions")
+        if one["fused"]:
+            found.append(f"{name}: products and sums are fused")
+        if one["spills"] > SPILLS[target]:
+            found.append(f"{name}: {one['spills']} instructions spill")
+        if one["shared"] > SHARED[target] * 1024:
+            found.append(f"{name}: {one['shared']} bytes of shared memory")
+        if one["kernel"] in ATTENTION and one["dtype"] != "fp32" and PRODUCTS[target] not in "".join(one["products"]):
+            found.append(f"{name}: no tensor cores")
+    return found + [f"{key[0]}: {len(each)} machine codes" for key, each in codes.items() if len(each) > 1]
+
+
+def test_kernels_compile_for_a_hopper_card_as_launches_make_them(tmp_path: Path) -> None:
+    """The widest heads, where registers are fewest, and the recurrence."""
+    made = compiled(tmp_path, "--targets", "sm_90", "--widths", "256", "--dtypes", "bf16", "--models", "plain", "delta")
+    assert Counter(one["kernel"] for one in made) == Counter([*ATTENTION, "collect", "forward", "backward"])
+    assert not wrong(made)
+
+
+def test_a_bad_kernel_is_found(tmp_path: Path) -> None:
+    """Atomic sums, a machine code for each number, registers and shared memory that do not suffice, fused sums."""
+    found = "\n".join(wrong(compiled(tmp_path, module="tests.support.bad_kernels")))
+    for line in (
+        ": 2 machine codes",
+        "1 atomic instructions",
+        "are fused",
+        "no tensor cores",
+        "instructions spill",
+        "shared memory",
+    ):
+        assert line in found, found
+
+
+def test_passes_ask_for_no_value_and_leave_no_tensor_on_the_host(tmp_path: Path) -> None:
+    """Decoding, and training to the gradients; attention by torch's products waits for the device, and is found."""
+    kernels = ["collect", "forward", "key_gradients", "query_gradients"]
+    found = compiled(tmp_path, module="tests.support.passes_without_values")
+    assert found[:2] == [["triton", "decode", ["forward"]], ["triton", "train", kernels]]
+    assert [(one[0], "torch.nonzero()" in one[2][0]) for one in found[2:]] == [("torch", True)] * 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("target", SHARED)
+def test_kernels_compile_for_every_card(tmp_path: Path, target: str) -> None:
+    made = compiled(tmp_path, "--targets", target)
+    assert len(made) == 2 * 6 * 2 * 4 + 4
+    assert not wrong(made)
+
+
+@pytest.mark.soak
+def test_kernels_compile_with_the_triton_of_torch_2_11(tmp_path: Path) -> None:
+    packages = envs.packages("triton-3.6.0")
+    for target in ("sm_90", "sm_100"):
+        assert not wrong(compiled(tmp_path, "--targets", target, "--dtypes", "bf16", packages=packages))

@@ -1,0 +1,271 @@
+"""The page says where things are added: one of each is added so, in a copy of the package, and used.
+
+An addition is new files and lines that are put into existing ones; it replaces no line. `FILES` says how many files each takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ADDED: Mapping[str, tuple[Mapping[str, str], str, str, str]] = {
+    # what is added: new files, and where a line goes: file, what stands there, what stands there then
+    "An algorithm": (
+        {
+            "algorithms/halved.py": """
+from typing import Literal
+from motet.algorithms.presets import Grpo
+
+class Halved(Grpo):
+    type: Literal["halved"] = "halved"
+
+    def token_losses(self, inputs):
+        loss_N, clipped_N = super().token_losses(inputs)
+        return 0.5 * loss_N, clipped_N
+"""
+        },
+        "algorithms/registry.py",
+        '    "grpo": Grpo,\n',
+        '    "grpo": Grpo,\n    "halved": __import__("motet.algorithms.halved", fromlist=["Halved"]).Halved,\n',
+    ),
+    "A loop": (
+        {
+            "runtime/twice.py": """
+from motet.runtime.rollout_loop import RolloutLoop
+
+class Noted(RolloutLoop):
+    async def step(self, step):
+        await super().step(step)
+        (self.job.directory.path / "noted").write_text(str(step))
+"""
+        },
+        "runtime/pipeline.py",
+        "    match job.config.algorithm:\n",
+        '    if job.config.algorithm.type == "halved":\n'
+        '        return __import__("motet.runtime.twice", fromlist=["Noted"]).Noted\n'
+        "    match job.config.algorithm:\n",
+    ),
+    "A trainer": (
+        {
+            "training/counting.py": """
+from motet.training.torch_trainer import TorchTrainer
+
+class Counting(TorchTrainer):
+    def optim_step(self, name, adamw):
+        print(f"counted a step of {name}")
+        return super().optim_step(name, adamw)
+"""
+        },
+        "launch.py",
+        "    check_directories(config)\n    return TorchTrainer.of(base, config)",
+        "    if config.slots == 6:\n"
+        '        return __import__("motet.training.counting", fromlist=["Counting"]).Counting(base, slots=6)\n'
+        "    check_directories(config)\n    return TorchTrainer.of(base, config)",
+    ),
+    "A scheduler policy": (
+        {
+            "runtime/newest_first.py": """
+from motet.runtime.scheduler import FairScheduler
+
+class NewestFirst(FairScheduler):
+    def spend(self, job, tokens):
+        print(f"charged {job}")
+        super().spend(job, tokens)
+"""
+        },
+        "launch.py",
+        "    scheduler = FairScheduler(workshop.engine.capacity + workshop.engine.capacity // 2)\n",
+        "    scheduler = FairScheduler(workshop.engine.capacity + workshop.engine.capacity // 2)\n"
+        "    if config.slots == 6:\n"
+        '        made = __import__("motet.runtime.newest_first", fromlist=["NewestFirst"]).NewestFirst\n'
+        "        scheduler = made(scheduler.capacity)\n",
+    ),
+    "A tracker": (
+        {},
+        "tracking/trackers.py",
+        "TRACKERS: Mapping[str, Tracker] = {\n",
+        """class Printed:
+    package: ClassVar[str] = "json"
+
+    def __init__(self, job: ObservedJob) -> None:
+        self._job = job
+
+    def step(self, step: ObservedStep) -> None:
+        print(f"tracked step {step.number} of {self._job.name}")
+
+    def end(self, state: str) -> None:
+        print(f"tracked {state} of {self._job.name}")
+
+
+TRACKERS: Mapping[str, Tracker] = {
+    "printed": Printed,
+""",
+    ),
+    "A server dialect": (
+        {},
+        "dialects.py",
+        '"""The values of `rollout.engine` that name a server."""\n',
+        '"""The values of `rollout.engine` that name a server."""\n'
+        "from dataclasses import replace\n"
+        'DIALECTS = {**DIALECTS, "third": replace(DIALECTS["vllm"], name="Third", health_seconds=1.0)}\n',
+    ),
+    "An export format": (
+        {},
+        "commands/export.py",
+        "FORMATS: Mapping[str, Format] = {",
+        """def names(source: ExportSource, target: Path) -> None:
+    (target / "name").write_text(source.adapter.name)
+
+
+FORMATS: Mapping[str, Format] = {"names": Format(names), """,
+    ),
+    "A LoRA kernel": (
+        {},
+        "model/lora_products.py",
+        "PRODUCTS: Mapping[str, Callable[[Arithmetic, torch.device, torch.dtype], LoraProducts]] = {\n",
+        """class CountedProducts(PaddedProducts):
+    def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
+        print("planned by the new kernel")
+        return super().plan(layout, lengths)
+
+
+PRODUCTS: Mapping[str, Callable[[Arithmetic, torch.device, torch.dtype], LoraProducts]] = {
+    "counted": lambda arithmetic, device, dtype: CountedProducts(dtype, arithmetic),
+""",
+    ),
+    "A wire protocol": (
+        {
+            "service/routes/greeting.py": """
+from fastapi import APIRouter
+
+router = APIRouter()
+
+@router.get("/v1/greeting")
+def greeting() -> dict[str, str]:
+    return {"hello": "world"}
+"""
+        },
+        "service/app.py",
+        "ROUTES = (\n",
+        'ROUTES = (\n    __import__("motet.service.routes.greeting", fromlist=["router"]),\n',
+    ),
+}
+FILES = {
+    "An algorithm": 2,
+    "A loop": 2,
+    "A trainer": 2,
+    "A scheduler policy": 2,
+    "A tracker": 1,
+    "A server dialect": 1,
+    "An export format": 1,
+    "A LoRA kernel": 1,
+    "A wire protocol": 2,
+    "An environment": 2,
+}
+ENVIRONMENT = (
+    (
+        "tasks/episode.py",
+        "ENVIRONMENTS: Mapping[str, Environment] = {",
+        """
+async def halved(context):
+    rollouts = await single_turn(context)
+    return tuple(replace(one, reward=0.5 * one.reward, reward_parts={"halved": one.reward}) for one in rollouts)
+
+
+ENVIRONMENTS: Mapping[str, Environment] = {"halved": halved, """,
+    ),
+    ("config/job.py", '{"single": 1,', '{"halved": 1, "single": 1,'),
+)
+USE = """
+import sys
+from pathlib import Path
+import motet
+from motet.commands.export import write
+from motet.config import RolloutConfig
+from motet.model.arithmetic import Arithmetic
+from motet.model.load import load_base
+from motet.running import config_of, run_config
+from motet.service.app import ROUTES
+
+assert Path(motet.__file__).is_relative_to(sys.argv[1]), motet.__file__
+assert any(route.path == "/v1/greeting" for module in ROUTES for route in module.router.routes)
+assert RolloutConfig(engine="third", urls=["http://127.0.0.1:1"]).engine == "third"
+home = Path(sys.argv[1])
+assert (write(home / "an-adapter", None, home / "names", "names") / "name").read_text() == "an-adapter"
+job = {
+    "data": {"source": "toy:add", "size": 16, "holdout": 0}, "reward": {"name": "length", "args": {"target": 3}}, "steps": 1,
+    "sampling": {"max_tokens": 6}, "seed": 5, "environment": "halved",
+}
+jobs = [
+    {**job, "name": kind, "algorithm": {"type": kind, "group_size": 4, "groups_per_step": 2}} for kind in ("grpo", "halved")
+]
+base = load_base("small", device="cpu", arithmetic=Arithmetic(products="counted"))
+config = config_of(jobs, "small", {"samplers": 0, "slots": 6, "kernels": "torch"}, "x", home / "run", ["printed"])
+run = run_config(config, base=base)
+assert all(one.state == "succeeded" for one in run.jobs.values()), run
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "src" / "motet", tmp_path / "motet", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "motet"
+
+
+def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
+    lines = [(file, old, new) for _, file, old, new in ADDED.values()] + list(ENVIRONMENT)
+    for files, *_ in ADDED.values():
+        for name, text in files.items():
+            (package / name).write_text(text)
+    for file, old, new in lines:
+        text = (package / file).read_text()
+        assert text.count(old) == 1, (file, old)
+        assert _only_adds(text, text.replace(old, new)), (file, new)
+        (package / file).write_text(text.replace(old, new))
+    place = str(package.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", USE, place],
+        env={**os.environ, "PYTHONPATH": place}, capture_output=True, text=True, check=False, cwd=place,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = ("counted a step of halved", "charged halved", "tracked step 0 of halved", "planned by the new kernel")
+    assert all(one in done.stdout for one in said), done.stdout
+    run = package.parent / "run"
+    assert (run / "halved" / "noted").read_text() == "0"
+    norms = [
+        json.loads((run / kind / "metrics.jsonl").read_text().splitlines()[0])["grad_norm"]
+        for kind in ("grpo", "halved")
+    ]
+    assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
+    rollouts = [json.loads(line) for line in (run / "grpo" / "rollouts" / "0.jsonl").read_text().splitlines()]
+    assert all(one["reward"] == one["reward_parts"]["halved"] / 2 > 0 for one in rollouts)
+
+
+def _only_adds(before: str, after: str) -> bool:
+    """Whether every word of a file is still there, in its order."""
+    words = iter(re.findall(r"\w+|\S", after))
+    return all(any(word == other for other in words) for word in re.findall(r"\w+|\S", before))
+
+
+def test_the_page_names_these_files_and_no_more() -> None:
+    page = (ROOT / "docs" / "extend.md").read_text().split("## How to add")[1]
+    parts = {part.split("**")[1].rstrip("."): " ".join(part.split()) for part in re.split(r"\n\n(?=\*\*)", page)[1:]}
+    touched = {what: {*files, file} for what, (files, file, *_) in ADDED.items()}
+    touched["An environment"] = {file for file, *_ in ENVIRONMENT}
+    assert {what: len(files) for what, files in touched.items()} == FILES
+    for what, (files, file, *_) in ADDED.items():
+        assert f"`{file}" in parts[what], what
+        for new in files:
+            assert f"`{Path(new).parent}/`" in parts[what], what
+    for file, *_ in ENVIRONMENT:
+        assert f"`{file}" in parts["An environment"], file

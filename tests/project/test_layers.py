@@ -1,0 +1,489 @@
+"""The house's laws about imports, sizes and words, checked on the source text.
+
+`faults(root)` reads a package and lists what breaks a law; the tests run it on Motet and on packages with a planted
+fault for each law.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections.abc
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "motet"
+
+PEERS = frozenset({"commands", "cli", "__init__", "__main__"})
+# A room imports rooms of earlier lines. Rooms of one line do not know each other, except those of PEERS.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"types", "section", "errors", "seeds", "near", "tenant_turns"}),
+    frozenset({"batch", "model_info", "wall", "checksums", "plain_yaml", "own_code", "dialects"}),
+    frozenset({"algorithms"}),
+    frozenset({"config"}),
+    frozenset({"protocols", "channel", "apart", "jobfile", "device", "budgets", "allocator", "mkl", "stops"}),
+    frozenset({"tasks", "model", "tracking"}),
+    frozenset({"chat"}),
+    frozenset({"native"}),
+    frozenset({"rollout", "training", "agents"}),
+    frozenset({"runtime"}),
+    frozenset({"cluster"}),
+    frozenset({"service"}),
+    frozenset({"workshop", "preparing", "servers", "simulation", "client", "view"}),
+    frozenset({"slot_memory", "results", "report"}),
+    frozenset({"launch"}),
+    frozenset({"verbs", "before_loading", "hosting"}),
+    frozenset({"running"}),
+    PEERS,
+)
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+# The folders and modules of `service`, in the same way.
+SERVICE: tuple[frozenset[str], ...] = (
+    frozenset({"bases", "schemas"}),
+    frozenset({"request_log", "settings"}),
+    frozenset({"database"}),
+    frozenset({"backup", "errors", "storage", "answers", "events"}),
+    frozenset({"adapters", "tenants", "secrets"}),
+    frozenset({"workers"}),
+    frozenset({"rewards"}),
+    frozenset({"jobs"}),
+    frozenset({"http"}),
+    frozenset({"composition"}),
+    frozenset({"depends"}),
+    frozenset({"routes", "tinker"}),
+    frozenset({"app"}),
+)
+SERVICE_LEVEL = {part: level for level, parts in enumerate(SERVICE) for part in parts}
+TOP = LEVEL["workshop"]
+"""From this line on rooms put parts together, and may import torch in functions."""
+
+# Modules whose classes are named as a protocol, a table or an answer calls them; elsewhere a class has its name to itself.
+NAMESPACES = ("service.schemas", "service.database.tables", "service.tinker.requests", "service.tinker.checkpoints")
+SHARED = frozenset({"Adapters", "Asked", "Models", "Tenants"})
+"""What a service keeps, and its answers about it."""
+
+HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
+HEAVY_HOMES = ("model", "native", "training", "rollout", "algorithms.losses")
+SERVERS = (
+    "server",
+    "replica",
+    "fleet",
+    "completion",
+    "version_files",
+    "server_process",
+    "server_guard",
+    "served_versions",
+    "connection",
+    "shipping",
+    "node_agent",
+    "version_server",
+    "in_vllm",
+    "in_vllm.motet_vllm",
+)
+LIGHT = frozenset(  # no torch here
+    {"rollout", "rollout.fake", "algorithms", "native", "native.building", "native.library", "native.choice"}
+    | {f"rollout.{name}" for name in SERVERS}
+)
+OVER_HTTP = frozenset({"vllm", "sglang"})
+IN_VLLM = "rollout.in_vllm.motet_vllm"  # loaded by vLLM, in an environment that has no Motet
+BANNED_NAMES = frozenset({"utils", "common", "helpers", "misc", "manager", "v2", "experimental"})
+MAX_FILE, MAX_FUNCTION, MAX_CLASS = 400, 60, 250  # lines; a file and a class stay under
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module."""
+
+    target: str
+    """Dotted name, relative imports resolved."""
+    line: int
+    at_load: bool
+    """Runs when the importing module is loaded: neither in a function nor under `if TYPE_CHECKING`."""
+    for_types: bool
+    """Stands under `if TYPE_CHECKING`."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file."""
+
+    name: str
+    """Dotted name without the package: `rollout.embedded`; the package itself is `__init__`."""
+    path: Path
+    tree: ast.Module
+    n_lines: int
+    imports: tuple[Import, ...]
+
+    @property
+    def room(self) -> str:
+        """The first part of the name."""
+        return self.name.split(".")[0]
+
+    @property
+    def heavy(self) -> bool:
+        """Whether torch may be imported here."""
+        return self.name not in LIGHT and any(f"{self.name}.".startswith(f"{home}.") for home in HEAVY_HOMES)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def _imports(tree: ast.Module, package: list[str], known: set[str]) -> Iterator[Import]:
+    """Every import of a module. `package` is its package's dotted name, `known` names all modules of the house."""
+
+    def targets(node: ast.Import | ast.ImportFrom) -> list[str]:
+        if isinstance(node, ast.Import):
+            return [alias.name for alias in node.names]
+        base = package[: len(package) - node.level + 1] if node.level else []
+        prefix = ".".join([*base, *([node.module] if node.module else [])])
+        # `from motet.tasks import chat` imports a module; `from motet.types import Job` imports a name of one
+        return [full if (full := f"{prefix}.{alias.name}") in known else prefix for alias in node.names]
+
+    def walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for target in targets(node):
+                yield Import(target, node.lineno, not in_function and not for_types, for_types)
+        if isinstance(node, ast.If) and _is_type_checking(node.test):
+            for statement in node.body:
+                yield from walk(statement, in_function, True)
+            for statement in node.orelse:
+                yield from walk(statement, in_function, for_types)
+            return
+        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, inside, for_types)
+
+    yield from walk(tree, False, False)
+
+
+def read_package(root: Path) -> dict[str, Module]:
+    """All modules below `root`, by name without the package; a package is its `__init__`."""
+    names: dict[Path, list[str]] = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = list(path.relative_to(root).with_suffix("").parts)
+        names[path] = parts[:-1] if parts[-1] == "__init__" else parts
+    known = {".".join([root.name, *parts]) for parts in names.values()}
+    modules = {}
+    for path, parts in names.items():
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text, str(path))
+        package = [root.name, *(parts if path.name == "__init__.py" else parts[:-1])]
+        name = ".".join(parts) or "__init__"
+        modules[name] = Module(name, path, tree, len(text.splitlines()), tuple(_imports(tree, package, known)))
+    return modules
+
+
+def _inside(target: str, package: str) -> str | None:
+    """The name within the house of an imported module; None for libraries."""
+    if target == package:
+        return "__init__"
+    return target.removeprefix(package + ".") if target.startswith(package + ".") else None
+
+
+def direction_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
+    """Imports that run against the order of the rooms."""
+    for module in modules.values():
+        level = LEVEL.get(module.room)
+        if level is None:
+            yield f"{module.name}: {module.room!r} has no place in the order of rooms; give it one in LAYERS"
+            continue
+        for imported in module.imports:
+            name = _inside(imported.target, package)
+            if name is None or (room := name.split(".")[0]) == module.room or room not in LEVEL:
+                continue
+            if LEVEL[room] >= level and not {room, module.room} <= PEERS:
+                yield f"{module.name}:{imported.line} imports {name}, which comes at or after its own line of rooms"
+            if module.room == "runtime" and room in ("rollout", "training"):
+                yield f"{module.name}:{imported.line} imports {name}: engines are handed in by launch"
+
+
+def service_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
+    """Imports inside `service` that run against the order of its parts; imports for types count."""
+    for module in modules.values():
+        if module.room != "service" or module.name == "service":
+            continue
+        part = module.name.split(".")[1]
+        if part not in SERVICE_LEVEL:
+            yield f"{module.name}: {part!r} has no place in the order of the service; give it one in SERVICE"
+            continue
+        for imported in module.imports:
+            name = _inside(imported.target, package)
+            if name is None or not name.startswith("service.") or (other := name.split(".")[1]) == part:
+                continue
+            if SERVICE_LEVEL.get(other, 0) >= SERVICE_LEVEL[part]:
+                yield f"{module.name}:{imported.line} imports {name}, which comes at or after its own line of the service"
+
+
+def heavy_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
+    """Direct imports of heavy libraries in the wrong place, and of engines that are reached over HTTP."""
+    ray_users = set()
+    for module in modules.values():
+        for imported in module.imports:
+            library = imported.target.split(".")[0]
+            if module.name == IN_VLLM and library == package:
+                yield f"{module.name}:{imported.line} imports {imported.target}, and vLLM's environment has no {package}"
+            if library in OVER_HTTP and module.name != IN_VLLM:
+                yield f"{module.name}:{imported.line} imports {library}, which is reached over HTTP only"
+            if library == "ray":
+                ray_users.add(module.name)
+            if library not in HEAVY or module.heavy or imported.for_types:
+                continue
+            if imported.at_load:
+                yield f"{module.name}:{imported.line} imports {library} when it is loaded"
+            elif library == "torch" and LEVEL.get(module.room, 0) < TOP:
+                yield f"{module.name}:{imported.line} imports torch; it lives in {', '.join(HEAVY_HOMES)}"
+    if len(ray_users) > 1:
+        yield f"ray is imported in more than one file: {', '.join(sorted(ray_users))}"
+
+
+def _loaded_with(module: Module, modules: dict[str, Module], package: str) -> Iterator[str]:
+    """Modules of the house that loading this one loads, packages on the way included."""
+    for imported in module.imports:
+        name = _inside(imported.target, package) if imported.at_load else None
+        if name is None:
+            continue
+        parts = name.split(".")
+        yield from (part for end in range(1, len(parts) + 1) if (part := ".".join(parts[:end])) in modules)
+
+
+def hidden_weight_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
+    """Light modules that load a heavy library through other modules; the shortest way of each.
+
+    `launch` and the commands put everything together and may; that the command line loads them late is seen on `cli`.
+    """
+    for start in modules.values():
+        if start.heavy or start.room in ("launch", "commands"):
+            continue
+        reached, queue = {start.name: start.name}, [start.name]
+        while queue:
+            for name in _loaded_with(modules[current := queue.pop(0)], modules, package):
+                if name not in reached:
+                    reached[name] = f"{reached[current]} → {name}"
+                    queue.append(name)
+        for name, way in reached.items():
+            loads = {imported.target.split(".")[0] for imported in modules[name].imports if imported.at_load} & HEAVY
+            if loads and name != start.name:
+                yield f"{way} loads {', '.join(sorted(loads))}"
+                break
+
+
+def cycle_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
+    """Modules that import each other in a ring; imports in functions and for types count."""
+    edges: dict[str, set[str]] = {}
+    for module in modules.values():
+        names = (_inside(imported.target, package) for imported in module.imports)
+        edges[module.name] = {name for name in names if name in modules and name != module.name}
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> Iterator[str]:
+        if name in path:
+            yield "import cycle: " + " → ".join([*path[path.index(name) :], name])
+        elif name not in done:
+            for other in sorted(edges[name]):
+                yield from visit(other, [*path, name])
+            done.add(name)
+
+    for name in sorted(edges):
+        yield from visit(name, [])
+
+
+def size_faults(modules: dict[str, Module], root: Path) -> Iterator[str]:
+    """Names that say nothing, and files, functions and classes that are too long."""
+    for module in modules.values():
+        for part in module.path.relative_to(root).with_suffix("").parts:
+            if part in BANNED_NAMES:
+                yield f"{module.name}: {part!r} names no thing of the domain"
+        if module.n_lines >= MAX_FILE:
+            yield f"{module.name} has {module.n_lines} lines; a file stays under {MAX_FILE}"
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                kind, limit = "function", MAX_FUNCTION
+            elif isinstance(node, ast.ClassDef):
+                kind, limit = "class", MAX_CLASS
+            else:
+                continue
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length >= limit:
+                yield f"{module.name}:{node.lineno} {kind} {node.name} has {length} lines; it stays under {limit}"
+
+
+def name_faults(modules: dict[str, Module]) -> Iterator[str]:
+    """Classes with the name of another; those inside a class or a function, and private ones, are free."""
+    homes = dict.fromkeys(collections.abc.__all__, "collections.abc")
+    for module in modules.values():
+        for node in module.tree.body:
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or node.name in SHARED:
+                continue
+            if module.name.startswith(NAMESPACES):
+                continue
+            if node.name in homes:
+                yield f"{module.name}:{node.lineno} class {node.name} has the name of another, in {homes[node.name]}"
+            homes[node.name] = module.name
+
+
+def fork_faults(modules: dict[str, Module]) -> Iterator[str]:
+    """Processes that are forked: a child of a process with torch's threads may hang. A new program is started instead.
+
+    `wall` tries to fork behind itself, which must fail.
+    """
+    for module in modules.values():
+        for imported in module.imports:
+            if imported.target.split(".")[0] == "multiprocessing" or imported.target.endswith(".ProcessPoolExecutor"):
+                yield f"{module.name}:{imported.line} imports {imported.target}: start a new program"
+        for node in ast.walk(module.tree):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            name = str(node.arg) if isinstance(node, ast.keyword) else name
+            if name in ("os.fork", "os.forkpty", "preexec_fn") and module.name != "wall":
+                assert isinstance(node, ast.expr | ast.keyword)
+                yield f"{module.name}:{node.lineno} {name}: start a new program"
+
+
+def faults(root: Path) -> list[str]:
+    """Everything in the package at `root` that breaks a law."""
+    modules = read_package(root)
+    return [
+        *direction_faults(modules, root.name),
+        *service_faults(modules, root.name),
+        *heavy_faults(modules, root.name),
+        *hidden_weight_faults(modules, root.name),
+        *cycle_faults(modules, root.name),
+        *size_faults(modules, root),
+        *name_faults(modules),
+        *fork_faults(modules),
+    ]
+
+
+def test_the_house_keeps_its_laws() -> None:
+    found = faults(SOURCE)
+    assert not found, "\n".join(found)
+
+
+def test_no_test_module_is_imported_by_another() -> None:
+    """What several of them need has a home of its own."""
+    for path in Path(__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{one.name}" for one in node.names)]
+                assert not [name for name in names if re.match(r"tests\.(\w+\.)?test_", name)], path.name
+
+
+def test_each_test_is_in_the_folder_of_a_room() -> None:
+    """`tinker` is a part of the service, `project` has what no room has: pages, benches, these laws."""
+    rooms = {path.stem for path in SOURCE.iterdir()} | {"tinker", "project"}
+    files = (SOURCE.parents[1] / "tests").rglob("test_*.py")
+    assert [path.name for path in files if path.parent.name not in rooms or path.parents[1].name != "tests"] == []
+
+
+def _house(root: Path, **files: str) -> Path:
+    """A small package that keeps all laws, plus the given files (`rollout__embedded` is rollout/embedded.py)."""
+    sound = {
+        "types": "",
+        "protocols": "from motet.types import x",
+        "model__base": "import torch",
+        "tasks__chat": "from motet.types import x",
+        "runtime__pipeline": "from motet.tasks import chat\nfrom motet.protocols import y",
+        "cli": "def run():\n    from motet.launch import main\n    import torch",
+        "launch": "from motet.rollout.embedded import Engine\nfrom motet.runtime import pipeline",
+        "rollout__embedded": "import torch\nfrom ..model.base import z",
+    }
+    for name, text in {**sound, **files}.items():
+        path = root / "motet" / (name.removesuffix("____init__").replace("__", "/") + ".py")
+        if name.endswith("____init__"):
+            path = path.with_suffix("") / "__init__.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
+        for package in path.relative_to(root).parents[:-1]:
+            (root / package / "__init__.py").touch()  # keeps one that is planted
+    return root / "motet"
+
+
+def test_a_sound_house_passes(tmp_path: Path) -> None:
+    assert faults(_house(tmp_path)) == []
+
+
+PLANTED = {
+    "upward": ({"types": "from motet.protocols import y"}, "types:1 imports protocols"),
+    "upward, in a function": ({"types": "def f():\n    import motet.runtime.pipeline"}, "imports runtime.pipeline"),
+    "upward, relative": ({"tasks__chat": "from ..runtime import pipeline"}, "tasks.chat:1 imports runtime.pipeline"),
+    "sideways": ({"tasks__chat": "def f():\n    from motet.model.base import z"}, "tasks.chat:2 imports model.base"),
+    "engine in the runtime": ({"runtime__loop": "from motet.rollout import embedded"}, "engines are handed in"),
+    "room without a place": ({"plugins": ""}, "'plugins' has no place"),
+    "torch at load": ({"tasks__chat": "import torch.nn as nn"}, "tasks.chat:1 imports torch when it is loaded"),
+    "torch in a function": ({"runtime__loop": "def f():\n    import torch"}, "runtime.loop:2 imports torch;"),
+    "transformers at load": ({"cli": "from transformers import AutoModel"}, "cli:1 imports transformers"),
+    "torch through others": ({"cli": "from motet import launch"}, "cli → launch → rollout.embedded loads torch"),
+    "torch in the fake": ({"rollout__fake": "import torch"}, "rollout.fake:1 imports torch when it is loaded"),
+    "torch in a package": ({"rollout____init__": "import torch"}, "rollout:1 imports torch when"),
+    "server engine": ({"rollout__server": "def f():\n    import vllm"}, "imports vllm, which is reached over HTTP"),
+    "Motet in a server": (
+        {"rollout__in_vllm__motet_vllm": "def f():\n    import vllm\n    from motet import types"},
+        "rollout.in_vllm.motet_vllm:3 imports motet.types, and vLLM's environment has no motet",
+    ),
+    "ray twice": ({"launch": "import ray", "client": "import ray"}, "ray is imported in more than one file"),
+    "cycle": (
+        {"tasks__rows": "from motet.tasks import chat", "tasks__chat": "def f():\n    from motet.tasks.rows import g"},
+        "import cycle: tasks.chat → tasks.rows → tasks.chat",
+    ),
+    "cycle, for types": (
+        {
+            "tasks__rows": "from motet.tasks import chat",
+            "tasks__chat": "import typing\nif typing.TYPE_CHECKING:\n    from motet.tasks.rows import g",
+        },
+        "import cycle: tasks.chat → tasks.rows → tasks.chat",
+    ),
+    "sideways on the first line": ({"types": "from motet.errors import x", "errors": ""}, "types:1 imports errors"),
+    "upward on the last lines": (
+        {"launch": "def f():\n    from motet.running import x", "running": ""},
+        "launch:2 imports",
+    ),
+    "upward in the service": (
+        {"service__tenants__quotas": "def f():\n    from motet.service.jobs import queue", "service__jobs__queue": ""},
+        "service.tenants.quotas:2 imports service.jobs.queue, which comes at or after",
+    ),
+    "upward in the service, for types": (
+        {
+            "service__events": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from motet.service.app import x",
+            "service__app": "",
+        },
+        "service.events:3 imports service.app, which comes at or after",
+    ),
+    "sideways in the service": (
+        {"service__tenants__ledger": "from ..adapters import archive", "service__adapters__archive": ""},
+        "service.tenants.ledger:1 imports service.adapters.archive",
+    ),
+    "part without a place": ({"service__desk": ""}, "'desk' has no place in the order of the service"),
+    "empty name": ({"tasks__utils": ""}, "'utils' names no thing"),
+    "long file": ({"types": "x = 1\n" * 400}, "types has 401 lines"),
+    "long function": ({"types": "def f():\n" + "    x = 1\n" * 59}, "types:1 function f has 60 lines"),
+    "name of another": (
+        {"types": "class Group:\n    x: int", "tasks__chat": "class Group:\n    y: int"},
+        "class Group has the name of another, in ",
+    ),
+    "name of Python's": ({"tasks__chat": "class Sequence:\n    x: int"}, "in collections.abc"),
+    "fork": ({"types": "import os\nos.fork()"}, "types:2 os.fork: start a new program"),
+    "fork by a library": (
+        {"types": "import multiprocessing.pool"},
+        "types:1 imports multiprocessing.pool: start a new",
+    ),
+    "fork before a program": ({"types": "f(preexec_fn=g)"}, "types:1 preexec_fn: start a new program"),
+    "long class": ({"types": "class C:\n" + "    x = 1\n" * 249}, "types:1 class C has 250 lines"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+    files, message = PLANTED[name]
+    found = faults(_house(tmp_path, **files))
+    assert any(message in fault for fault in found), found
+
+
+def test_types_may_be_imported_for_annotations_only(tmp_path: Path) -> None:
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"
+    assert faults(_house(tmp_path, tasks__chat=text)) == []

@@ -1,0 +1,190 @@
+"""Runs that are ill, each with its diagnosis, and healthy ones that have none."""
+
+from __future__ import annotations
+
+import json
+import string
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.config import EngineConfig
+from motet.launch import load
+from motet.report.read import read_run
+from motet.runtime.progress import JobProgress
+from motet.runtime.signs import LEAST, LONGER, NORM, RECENT, Diagnosis, Signs
+from motet.types import Problem
+from tests.support.fake_run import Setting, job, run_jobs
+from tests.support.small_runs import REWARDS
+from tests.support.small_runs import job as small_job
+from tests.support.small_runs import run as small_run
+
+PAGE = (Path(__file__).parents[2] / "docs" / "not-learning.md").read_text()
+DEMO = Path(__file__).resolve().parents[2] / "tests" / "support" / "demo_metrics.jsonl"
+"""Figures of the four jobs of `motet demo`, as a run left them."""
+
+
+def kinds(found: Iterable[Diagnosis]) -> dict[str, bool]:
+    """Whether each is an alarm; all have their place on the page."""
+    alarms = {one.kind: one.alarm for one in found}
+    assert all(f'id="{kind}"' in PAGE for kind in alarms)
+    return alarms
+
+
+def trained(path: Path, steps: int = 20, setting: Setting | None = None, **fields: Any) -> dict[str, str]:
+    """What a real loop on the fakes is told; the report must say the same."""
+    run = run_jobs(path, [job("a", steps=steps, **fields)], setting or Setting(holdout=12))
+    signs = run.jobs["a"].progress.signs
+    kinds(signs.diagnoses)
+    return signs.warnings
+
+
+@pytest.mark.parametrize("name", ["sort", "reverse", "count", "shift"])
+def test_healthy_runs_are_silent_at_every_step(name: str) -> None:
+    lines = [line for line in map(json.loads, DEMO.read_text().splitlines()) if line.pop("job") == name]
+    assert len(lines) == 26
+    told = JobProgress(name, 25)
+    for line in lines:
+        norm = {} if line["step"] == 25 else {"adapter_norm": 12.5 + 0.12 * line["step"]}
+        told.take_up([{**line, **norm}])
+        assert told.signs.warnings == {}, line["step"]
+    assert told.evaluations[-1][1] > told.evaluations[0][1] + 0.5
+
+
+def lowercase(problem: Problem, completion: str) -> float:
+    return sum(letter in string.ascii_lowercase for letter in completion) / (1 + len(completion))
+
+
+def upside_down(problem: Problem, completion: str) -> float:
+    """Held-out problems want the opposite of what is trained."""
+    return lowercase(problem, completion) * (-1 if problem.id >= 100 else 1)
+
+
+def test_a_reward_that_rises_while_held_out_falls_is_an_alarm(tmp_path: Path) -> None:
+    told = trained(tmp_path, reward=upside_down, eval={"n": 4})
+    assert told["gamed"].startswith("alarm: the reward rises while held-out reward falls (-")
+    assert told["worse"].startswith("alarm: v20 is worse on held-out problems than v")
+
+
+def longer(problem: Problem, completion: str) -> float:
+    return len(completion) * (-1 if problem.id >= 100 else 1)
+
+
+def test_answers_that_only_grow_longer_are_an_alarm(tmp_path: Path) -> None:
+    told = trained(tmp_path, reward=longer, sampling={"max_tokens": 40}, eval={"n": 4})
+    assert told["length"].startswith("alarm: the length of answers drifts (")
+    assert "end at max_tokens" in told["length"]
+
+
+def capitals(problem: Problem, completion: str) -> float:
+    return sum(letter in string.ascii_uppercase for letter in completion) / (1 + len(completion))
+
+
+def much_lowercase(problem: Problem, completion: str) -> float:
+    return 3 * lowercase(problem, completion)
+
+
+def test_one_part_of_the_reward_that_outweighs_another_is_a_hint(tmp_path: Path) -> None:
+    told = trained(tmp_path, reward=[much_lowercase, capitals], algorithm={"groups_per_step": 6}, optimizer={"lr": 0.2})
+    assert told["one-part"].startswith("hint: the reward rises by much_lowercase alone (")
+    assert " while capitals falls (" in told["one-part"]
+    assert trained(tmp_path / "fair", reward=[lowercase]) == {}
+
+
+def noise(problem: Problem, completion: str) -> float:
+    """Nothing can be learned from it: each problem likes other answers."""
+    return zlib.crc32(f"{problem.id} {completion}".encode()) % 1000 / 1000
+
+
+@pytest.mark.parametrize(("steps", "kind"), [(20, "entropy"), (24, "lost")])
+def test_a_policy_that_collapses_is_told_by_its_entropy_and_then_by_its_signal(
+    tmp_path: Path, steps: int, kind: str
+) -> None:
+    told = trained(tmp_path, steps, reward=noise, optimizer={"lr": 0.9}, algorithm={"groups_per_step": 6})
+    assert told.keys() == {kind, "far", "length"}
+    assert told["far"].startswith("hint: far from the base: KL ")
+
+
+def test_identical_completions_are_a_hint(tmp_path: Path) -> None:
+    told = trained(tmp_path, LEAST, reward=noise, sampling={"temperature": 0.01})
+    assert told.keys() == {"identical"}, "one cause is told once"
+    assert told["identical"].startswith("hint: all answers of a group are the same in nearly every group")
+
+
+def test_groups_without_signal_are_a_hint(tmp_path: Path) -> None:
+    told = trained(tmp_path, steps=LEAST, reward=lambda problem, completion: 1.0)
+    assert told.keys() == {"no-signal"}
+    assert told["no-signal"].startswith("hint: no signal in 100% of the groups (mean reward 1)")
+
+
+def test_an_adapter_whose_norm_runs_away_is_a_hint(tmp_path: Path) -> None:
+    """A real run with a learning rate that is far too high: the same in live views and in the report."""
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(REWARDS)
+    jobs = [small_job(name, rewards, steps=6, optimizer={"lr": lr}) for name, lr in (("wild", 0.5), ("calm", 0.003))]
+    small_run(load("small", EngineConfig(threads=1)), tmp_path / "run", jobs)
+    calm, wild = read_run(tmp_path / "run").jobs
+    assert any("the adapter's norm runs away (" in one for one in wild.warnings), wild.warnings
+    assert not any("norm" in one for one in calm.warnings)
+
+
+LINE = {
+    "reward": 0.3,
+    "reward_std": 0.4,
+    "no_signal": 0.2,
+    "distinct": 0.8,
+    "rollouts": 64,
+    "groups": 8,
+    "entropy": 1.0,
+}
+
+
+def after(now: dict[str, Any], before: dict[str, Any] | None = None, held_out: float = 0.5) -> dict[str, bool]:
+    """Of a job whose lines were as usual, or `before`, and are `now`; held-out reward was 0.5."""
+    signs = Signs()
+    for step in range(2 * RECENT):
+        signs.see({**LINE, "step": step, **(now if step > RECENT else before or {})})
+    for version, reward in ((0, 0.5), (2 * RECENT, held_out)):
+        signs.see_evaluation(version, {"reward": reward, "reward_stderr": 0.05})
+    return kinds(signs.diagnoses)
+
+
+@pytest.mark.parametrize(
+    ("kind", "now", "before"),
+    [
+        ("length", {"length": 20 * LONGER}, {"length": 20}),
+        ("length", {"length": 20 / LONGER}, {"length": 20}),
+        ("length", {"length": 30, "truncated": 0.6}, {"length": 20, "truncated": 0.3}),
+        ("norm", {"adapter_norm": 5 * NORM}, {"adapter_norm": 5}),
+        ("entropy", {"entropy": 0.09}, {}),
+        ("identical", {"distinct": 0.13}, {}),
+        ("far", {"kl_base": 1.1}, {}),
+        ("alike", {"distinct": 0.3}, {}),
+    ],
+)
+def test_a_hint_becomes_an_alarm_where_held_out_falls(kind: str, now: dict[str, Any], before: dict[str, Any]) -> None:
+    assert after(now, before) == {kind: False}
+    assert after(now, before, 0.3) == {kind: True, "worse": True}
+
+
+@pytest.mark.parametrize(
+    ("now", "before"),
+    [
+        ({"length": 19 * LONGER}, {"length": 20}),
+        ({"length": 30, "truncated": 0.6}, {"length": 20, "truncated": 0.6}),
+        ({"adapter_norm": 4.9 * NORM}, {"adapter_norm": 5}),
+        ({"entropy": 0.11}, {}),
+        ({"distinct": 0.15}, {"distinct": 0.15}),
+        ({"entropy": None, "length": None, "adapter_norm": None, "distinct": None}, {}),
+        ({"reward": 0.7, "length": 90, "adapter_norm": 20, "entropy": 0.01, "kl_base": 2.0}, {"length": 20}),
+    ],
+)
+def test_what_is_within_bounds_or_improves_is_silent(now: dict[str, Any], before: dict[str, Any]) -> None:
+    assert after(now, before) == {}
+
+
+def test_missing_rewards_and_groups_without_signal_never_alarm() -> None:
+    assert after({"no_signal": 0.9, "failed": 3}, None, 0.3) == {"failed": False, "no-signal": False, "worse": True}

@@ -1,0 +1,215 @@
+"""What is refused before a base is loaded: exit code 2, a message that says what to do, the mistakes of all jobs at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import motet
+from motet.before_loading import check_before_loading
+from motet.checksums import hash_of
+from motet.errors import BaseModelError, ConfigError, MotetError, RunError
+from motet.jobfile import parse_jobs, validate
+from motet.running import run_config
+from motet.types import ADAPTER_CONFIG
+from tests.support.commands import Motet, job_file
+
+TINY: dict[str, Any] = {"data": {"source": "toy:add", "size": 16, "holdout": 2}, "reward": "exact", "steps": 1}
+FILES = {
+    "rewards.py": "def reward(problem, completion):\n    return 1.0\n",
+    "broken.py": "def reward(problem, completion):\n    return (1.0\n",
+    "absent.py": "import nobody_has_this\n",
+    "needs.py": "def reward(problem, completion, *, level):\n    return 1.0\n",
+    "hello.py": "class Hello:\n    def step(self, text):\n        return ''\n",
+    "odd.py": "class Odd:\n    pass\n",
+    "plain.jsonl": '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n',
+    "pairs.jsonl": '{"prompt": "a", "chosen": "x", "rejected": "x"}\n',
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(**job: Any) -> str:
+    """Why a job cannot run, which no base was asked about."""
+    changed = {**TINY, "name": "a", **job}
+    if "rows_per_step" in str(changed.get("algorithm")):
+        del changed["reward"]
+    with pytest.raises(MotetError) as caught:
+        check_before_loading(validate({"base": "small", "run": "runs/x", "jobs": [changed]}, "test"))
+    return str(caught.value)
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "reward": ({"reward": "exct"}, ("job a: there is no reward 'exct': did you mean 'exact'?",)),
+    "function": ({"reward": "rewards.py:rewrd"}, ("rewards.py has no 'rewrd'; did you mean 'reward'?",)),
+    "syntax": ({"reward": "broken.py:reward"}, ("'broken.py' does not load: SyntaxError", "(broken.py, line 2)")),
+    "import": ({"reward": "absent.py:reward"}, ("No module named 'nobody_has_this'; install what has it",)),
+    "file": ({"reward": "reward.py:reward"}, ("'reward.py' does not exist; did you mean 'rewards.py'?",)),
+    "module": ({"reward": "nobody_has_this:reward"}, ("reward module 'nobody_has_this' does not load",)),
+    "argument": ({"reward": "needs.py:reward"}, ("needs args that the job does not give", "{level: …}")),
+    "pattern": ({"reward": {"name": "regex", "args": {"pattern": "("}}}, ("reward 'regex': args",)),
+    "judge": ({"reward": "judge"}, ("reward judge: args.url is missing",)),
+    "address": ({"reward": {"name": "http", "args": {}}}, ("reward http: args.url: is missing",)),
+    "lambda": ({"reward": lambda problem: 1.0}, ("takes problem; write def reward(problem, completion)",)),
+    "scorer": ({"reward": "scorer"}, ("only reasoning-gym:NAME data has a scorer",)),
+    "answers": (
+        {"data": {"source": "plain.jsonl", "holdout": 1}},
+        ("no row of plain.jsonl has one; name its column in data.answer",),
+    ),
+    "environment": ({"environment": "hello.py:Helo"}, ("hello.py has no 'Helo'; did you mean 'Hello'?",)),
+    "no environment": ({"environment": "odd.py:Odd"}, ("Odd",)),
+    "agent": ({"environment": "agent"}, ("environment 'agent' runs beside a service",)),
+    "data": ({"data": "plan.jsonl"}, ("'plan.jsonl' is not a file; did you mean 'plain.jsonl'",)),
+    "column": ({"data": {"source": "plain.jsonl", "prompt": "text"}}, ("row 1 has no column 'text'",)),
+    "preference": (
+        {"data": {"source": "pairs.jsonl", "holdout": 0}, "algorithm": {"type": "dpo", "rows_per_step": 1}},
+        ("pairs.jsonl row 1: chosen and rejected are the same",),
+    ),
+    "init": ({"adapter": {"init": "b"}}, ("adapter.init: there is no directory b, and no job above has this name",)),
+    "teacher": (
+        {"algorithm": {"type": "distill", "teacher": "b"}, "reward": None},
+        ("algorithm.teacher: there is no directory b",),
+    ),
+    "client": ({"algorithm": "client"}, ("clients reach a service alone",)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.usefixtures("here")
+def test_a_job_that_cannot_run_is_refused_without_its_base(case: str) -> None:
+    job, said = REFUSALS[case]
+    message = refused(**{key: value for key, value in job.items() if value is not None})
+    for text in said:
+        assert text in message
+
+
+def test_a_directory_of_a_job_is_no_adapter_and_its_versions_are_named(here: Path) -> None:
+    for version in (2, 10):
+        (here / "runs" / "demo" / "sort" / "versions" / f"v{version}").mkdir(parents=True)
+    newest = "give a version of its adapter, such as runs/demo/sort/versions/v10"
+    assert f"runs/demo/sort is the directory of a job; {newest}" in refused(adapter={"init": "runs/demo/sort"})
+    assert f"runs/demo is a run directory; {newest}" in refused(adapter={"init": "runs/demo"})
+    (here / "other").mkdir()
+    assert f"other has no {ADAPTER_CONFIG}; give a directory" in refused(adapter={"init": "other"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"base": "smal"}, "there is no base 'smal'; did you mean 'small'?"),
+        ({"base": "./nowhere"}, "there is no directory nowhere"),
+        ({"engine": {"device": "cuda:77"}}, "engine.device is cuda:77, but torch sees"),
+        ({"engine": {"resident": 1, "parking": "nowhere"}}, "engine.parking: nowhere is no directory; make it"),
+    ],
+)
+def test_a_base_or_a_card_that_is_not_there(here: Path, fields: dict[str, Any], said: str) -> None:
+    config = validate({"base": "small", "run": str(here / "run"), "jobs": [{"name": "a", **TINY}], **fields}, "test")
+    with pytest.raises((BaseModelError, ConfigError), match=said):
+        check_before_loading(config)
+
+
+def test_mistakes_of_all_jobs_come_together_and_those_that_are_alike_once(here: Path) -> None:
+    jobs = [
+        {**TINY, "name": "a", "reward": "exct"},
+        {**TINY, "name": "b", "reward": "broken.py:reward", "data": "plan.jsonl"},
+        {**TINY, "name": "c", "reward": "broken.py:reward"},
+        {**TINY, "name": "d", "reward": "rewards.py:reward"},
+    ]
+    config = validate({"base": "smal", "run": str(here / "run"), "jobs": jobs}, "test")
+    with pytest.raises(ConfigError) as caught:
+        check_before_loading(config)
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "there is no base 'smal'; did you mean 'small'?",
+        "job a",
+        "job b",
+        "jobs b, c",
+    ]
+
+
+def test_a_changed_job_is_refused_and_one_that_has_ended_need_not_load_its_code_again(here: Path) -> None:
+    def config(**job: Any) -> Any:
+        return validate({"base": "small", "run": "runs/x", "jobs": [{**TINY, "name": "a", **job}]}, "test")
+
+    done = here / "runs" / "x" / "a"
+    (done / "state" / "1").mkdir(parents=True)
+    (done / "job.yaml").write_text(json.dumps({"job": {"steps": 1}}))
+    with pytest.raises(RunError, match="was made by a different job, and has done 1 steps"):
+        check_before_loading(config())
+    (done / "status.json").write_text('{"state": "succeeded"}')
+    assert check_before_loading(config(reward="broken.py:reward"), accept_changes=True)
+    with pytest.raises(ConfigError, match="does not load"):
+        check_before_loading(config(reward="broken.py:reward", steps=2), accept_changes=True)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_run_that_is_refused_leaves_nothing(here: Path, hosts: int) -> None:
+    for job in ({"reward": "exct"}, {"adapter": {"target_modules": "q_prj"}})[: 3 - hosts]:
+        with pytest.raises(ConfigError):
+            motet.run([{**TINY, "name": "a", **job}], directory="new/run", engine={"hosts": hosts}, quiet=True)
+        assert sorted(path.name for path in here.iterdir()) == sorted(FILES)
+
+
+def test_what_a_job_is_said_to_be_made_of_is_what_was_read(here: Path) -> None:
+    rows = here / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(8)))
+    config = validate(
+        {"base": "small", "run": "runs/x", "jobs": [{**TINY, "name": "a", "data": {"source": "rows.jsonl"}}]}, "test"
+    )
+    read = hash_of(rows).hexdigest()
+
+    def change() -> None:
+        rows.write_text('{"prompt": "no", "answer": "no"}\n' * 9)
+
+    assert run_config(config, loading=change).ok
+    (said,) = yaml.safe_load((here / "runs" / "x" / "a" / "job.yaml").read_text())["contents"].values()
+    assert read.startswith(said)
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_commands_refuse_before_they_load(here: Path, says: Motet, command: str) -> None:
+    code, out, err = says(command, job_file(here, {**TINY, "name": "a", "reward": "exct"}))
+    assert (code, out) == (2, "")
+    assert err.startswith("motet: job a: there is no reward 'exct': did you mean 'exact'?")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("call", [motet.run, motet.check])
+def test_python_refuses_before_it_loads(
+    call: Callable[..., Any], hosts: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="job a: there is no reward 'exct'"):
+        call([{**TINY, "name": "a", "reward": "exct"}], engine={"hosts": hosts})
+    assert "loading" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("here")
+def test_a_service_and_a_chat_refuse_before_they_load(here: Path, says: Motet) -> None:
+    (here / "served.yaml").write_text("bases: {a: smal, b: {base: ./nowhere, resident: 1, parking: gone}}\n")
+    assert says("serve", "--config", "served.yaml", "--no-keys") == (
+        2, "", "motet: there is no base 'smal'; did you mean 'small'?\nthere is no directory nowhere; give a model directory, "
+        "a hub id, `small` or `smollm2`\nengine.parking: gone is no directory; make it, on a disk with room\n",
+    )  # fmt: skip
+    assert not (here / "served").exists()
+    (here / "runs" / "a" / "versions" / "v3").mkdir(parents=True)
+    told = "motet: runs/a is the directory of a job; give a version of its adapter, such as runs/a/versions/v3\n"
+    assert says("chat", "small", "--adapter", "runs/a") == (2, "", told)
+
+
+def test_the_jobs_of_the_examples_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    monkeypatch.chdir(examples)
+    config = parse_jobs((examples / "demo.yaml").read_text(), "demo.yaml", directory=examples)
+    assert check_before_loading(config)

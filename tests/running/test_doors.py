@@ -1,0 +1,288 @@
+"""Every door of training on every engine: one run has a job for each, and each learns."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+from motet.config import EngineConfig, RolloutConfig
+from motet.config.rollout import check_effect
+from motet.launch import load
+from motet.results import RunResult
+from motet.running import run_config
+from tests.support.base_servers import BaseServer, base_servers
+from tests.support.doors_run import FLOAT32_GAP, Json, doors, figures, run_of, teacher
+from tests.support.fake_run import records
+from tests.support.service_run import FINAL, serving
+from tests.support.tinker_run import run_script
+from tests.support.vllm_server import vllm_python
+
+GAIN = 0.02
+"""The least by which the held-out reward of the best version is above that of the start."""
+STEPS = 12
+"""Of a service's jobs."""
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return load("small", EngineConfig(dtype="float32", threads=1))
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher that knows its rows."""
+    return teacher(tmp_path_factory.mktemp("taught"), 16)
+
+
+def served(servers: list[BaseServer], place: Path, **fields: Any) -> Json:
+    settings = {"health_seconds": 0.5, "patience_seconds": 60.0, "directory": str(place / "served")}
+    return {"engine": "vllm", "urls": [server.url for server in servers], **settings, **fields}
+
+
+@pytest.fixture(scope="module")
+def servers(request: pytest.FixtureRequest, small: Any) -> Iterator[tuple[str, list[BaseServer]]]:
+    with base_servers(small, 2, request.param) as found:
+        yield request.param, found
+
+
+@pytest.mark.parametrize(
+    "servers",
+    ["vllm", pytest.param("sglang", marks=[
+        pytest.mark.soak,
+        pytest.mark.cell("single turn, retry, environment, agent local, critic, distillation, preferences", "SGLang (fake)"),
+        pytest.mark.cell("structured output, publish by files", "SGLang (fake)"),
+    ])],
+    indirect=True,
+)  # fmt: skip
+def test_every_door_trains_on_servers_that_speak_either_protocol(
+    servers: tuple[str, list[BaseServer]], small: Any, tmp_path: Path
+) -> None:
+    """Two short steps of each; jobs are spread over both servers, each version is loaded once, and none stays."""
+    engine, both = servers
+    config = run_of(tmp_path, "base", 2, served(both, tmp_path, engine=engine), (2, 2), holdout=2)
+    figures(run_config(config, base=small), tmp_path / "run")
+    for server in both:
+        assert server.completions
+        assert len(set(server.loads)) == len(server.loads)
+        assert server.loaded == []
+
+
+@pytest.mark.soak
+def test_every_door_learns_here(small: Any, taught: Path, tmp_path: Path) -> None:
+    """What servers have to come up to."""
+    learned(run_config(run_of(tmp_path, taught, 8, {"engine": "embedded"}, samplers=0), base=small), tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param({"hosts": 2}, id="hosts", marks=pytest.mark.cell(
+            "retry, environment, agent local, structured output, critic, distillation, preferences", "hosts 2", untried=True
+        )),
+        pytest.param({"shard": 2}, id="shards", marks=pytest.mark.cell(
+            "single turn, retry, environment, agent local, structured output, distillation, preferences", "shards 2"
+        )),
+    ],
+)  # fmt: skip
+def test_every_door_learns_on_several_processes(engine: Json, taught: Path, tmp_path: Path) -> None:
+    leave = "critic" if "shard" in engine else ""
+    learned(
+        run_config(run_of(tmp_path, taught, 8, {"engine": "embedded"}, leave=leave, samplers=0, **engine)), tmp_path
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicas", "publish_by"),
+    [
+        pytest.param(1, "files", id="one", marks=[
+            pytest.mark.cell("retry, environment, agent local, structured output", "vLLM"),
+            pytest.mark.cell("critic, distillation, preferences", "vLLM"),
+        ]),
+        pytest.param(2, "tensors", id="two", marks=[
+            pytest.mark.cell("single turn, retry, environment, agent local, structured output", "two vLLMs"),
+            pytest.mark.cell("critic, distillation, preferences, publish by tensors", "two vLLMs"),
+        ]),
+    ],
+)  # fmt: skip
+def test_every_door_learns_on_a_vllm_that_is_killed(
+    replicas: int, publish_by: str, small: Any, taught: Path, tmp_path: Path
+) -> None:
+    """With two, one is killed: its jobs continue on the other, and it is started again."""
+    launch = {
+        "python": vllm_python(),
+        "replicas": replicas,
+        "max_positions": 512,
+        "preload": str(tmp_path / "memory"),
+        "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+    }
+    rollout = {"engine": "vllm", "launch": launch, "publish_by": publish_by, "directory": str(tmp_path / "served")}
+    killed = list[int]()
+
+    def kill_one(jobs: Any) -> None:
+        if not killed and any(job.name == "agent-local" and job.step >= 2 for job in jobs):
+            killed.append(kill_server())
+
+    result = run_config(run_of(tmp_path, taught, 8, rollout), base=small, observe=kill_one)
+    learned(result, tmp_path)
+    assert list((tmp_path / "memory").iterdir()) == [], "the copy of the base stayed"
+    assert killed, "no server was killed"
+    assert not any("from files" in note for note in result.notes)
+
+
+def kill_server(parent: Any = None) -> int:
+    """The first server below a process, under its guard."""
+    below = psutil.Process(None if parent is None else parent.pid).children(recursive=True)
+    guards = [one for one in below if any("server_guard" in word for word in one.cmdline())]
+    (server,) = guards[0].children()
+    server.kill()
+    return int(server.pid)
+
+
+def learned(result: RunResult, place: Path) -> None:
+    found = figures(result, place / "run")
+    print("\n".join(f"{name}: {before:.2f} to {after:.2f}" for name, (before, after) in found.items()))
+    for name, (before, after) in found.items():
+        assert after > before + GAIN, f"{name} went from {before} to {after}"
+
+
+@pytest.mark.cell("kept turns", "vLLM", refused="a server keeps prefixes by itself, so engine.kept_kv has no effect")
+@pytest.mark.cell("kept turns", "two vLLMs", refused="as with one vLLM")
+@pytest.mark.cell("kept turns", "SGLang (fake)", refused="as with vLLM")
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_turns_are_kept_by_servers_themselves(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"engine\.kept_kv has no effect here"):
+        check_effect(EngineConfig(kept_kv=0.25), RolloutConfig(engine=kind, urls=["http://one:1"]))
+
+
+# --- a service -------------------------------------------------------------------------------------------------------------
+
+
+def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer]) -> Path:
+    """What `motet serve --config` reads: two bases with a server each, or one base with two."""
+    if where == "fakes":
+        rollout = served(fakes, place)
+    else:
+        replicas = 2 if where == "two servers" else 1
+        launch = {
+            "python": vllm_python(),
+            "replicas": replicas,
+            "max_positions": 512,
+            "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+        }
+        rollout = {"engine": "vllm", "launch": launch, "directory": str(place / "served")}
+    tree: Json = {"engine": {"dtype": "float32", "threads": 1}, "lease_seconds": 60}
+    if where == "two bases":
+        tree["bases"] = {
+            name: {"base": base, "rollout": rollout} for name, base in (("small", "small"), ("twin", str(twin)))
+        }
+    else:
+        tree |= {"rollout": rollout}
+    (place / "serve.yaml").write_text(yaml.safe_dump(tree))
+    return place / "serve.yaml"
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where",
+    [
+        "fakes",
+        pytest.param("two bases", marks=pytest.mark.cell(
+            "agent worker, agent gateway, Tinker client, several bases", "vLLM"
+        )),
+        pytest.param("two servers", marks=pytest.mark.cell(
+            "agent worker, agent gateway, Tinker client", "two vLLMs"
+        )),
+    ],
+)  # fmt: skip
+def test_the_doors_of_a_service_learn_on_servers_of_which_one_is_killed(
+    where: str, small: Any, twin: Path, tmp_path: Path
+) -> None:
+    job = {
+        name: one
+        for name, one in doors(tmp_path, STEPS, "base", (8, 4), 32).items()
+        if name in ("agent local", "single turn")
+    }
+    worked = {**job["agent local"], "name": "worked"}
+    by_hand = {**job["agent local"], "name": "by-hand", "environment": {"name": "agent", "max_turns": 4}}
+    (tmp_path / "jobs.yaml").write_text(json.dumps({"base": "small", "jobs": [worked]}))
+    with contextlib.ExitStack() as stack:
+        fakes = stack.enter_context(base_servers(small, 2)) if where == "fakes" else []
+        config = service_file(tmp_path, where, twin, fakes)
+        base = None if where == "two bases" else "small"
+        service = stack.enter_context(serving(tmp_path / "service", "--config", str(config), base=base))
+        worker = service.motet("agent", tmp_path / "jobs.yaml", cwd=tmp_path)
+        service.submit(by_hand)
+        if where == "two bases":
+            service.submit({**job["single turn"], "name": "twins", "base": "twin"})
+        killed = False
+        while service.job("by-hand")["state"] not in FINAL:
+            episodes = service.ask("POST", "/v1/jobs/by-hand/episodes/lease", json={"worker": "me", "most": 16})[
+                "episodes"
+            ]
+            with ThreadPoolExecutor(16) as pool:
+                results = list(pool.map(lambda one: played(service.url, one), episodes))
+            if results:
+                service.ask("POST", "/v1/jobs/by-hand/episodes/results", json={"results": results})
+            if not killed and service.job("by-hand")["step"] >= 2:
+                killed = True
+                fakes[0].go() if fakes else kill_server(service.process)
+        out, _ = worker.communicate(timeout=600)
+        assert worker.returncode == 0, out
+        names = ("worked", "by-hand", *(["twins"] if where == "two bases" else []))
+        for name in names:
+            assert service.ended(name) == "succeeded", service.job(name)["message"]
+            lines = records(service.directory / "run", service.job(name)["id"])
+            before, *later = [line["eval"]["reward"] for line in lines if "eval" in line]
+            after = max(later)
+            print(f"{name}: {before:.2f} to {after:.2f}")
+            assert after > before + GAIN, f"{name} went from {before} to {after}"
+            steps = [line for line in lines if "logprob_gap" in line]
+            assert [line["version"] for line in steps] == list(range(STEPS))
+            assert max(line["logprob_gap"] for line in steps if line["tokens"]) < FLOAT32_GAP
+        looped = run_script(service, "first_loop")
+        print(f"Tinker: loss {looped['losses'][0]:.2f} to {looped['losses'][-1]:.2f}")
+        assert looped["losses"][-1] < looped["losses"][0]
+        for (tokens, logprobs, _), trained in zip(looped["sampled"], looped["trained"], strict=True):
+            assert logprobs == pytest.approx(trained[-len(tokens) :], abs=FLOAT32_GAP)
+
+
+def played(url: str, episode: Json) -> Json:
+    """An episode by hand: one answer, which is right or not."""
+    client = openai.OpenAI(base_url=f"{url}{episode['path']}", api_key=episode["key"], timeout=600)
+    with client:
+        said = client.chat.completions.create(model="any", messages=episode["problem"]["messages"])
+    right = episode["problem"]["answer"] in re.findall(r"\d+", said.choices[0].message.content or "")
+    return {"id": episode["id"], "reward": float(right)}
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.cell("hosts", "two vLLMs", untried=True)
+def test_hosts_have_a_vllm_each_and_one_that_is_killed_costs_only_time(taught: Path, tmp_path: Path) -> None:
+    launch = {"python": vllm_python(), "max_positions": 512, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+    rollout = {"engine": "vllm", "launch": launch, "directory": str(tmp_path / "served")}
+    killed = list[int]()
+
+    def kill_one(jobs: Any) -> None:
+        if not killed and any(job.name == "agent-local" and job.step >= 2 for job in jobs):
+            killed.append(kill_server())
+
+    only = "retry structured-output critic distillation preferences"
+    learned(run_config(run_of(tmp_path, taught, 6, rollout, leave=only, hosts=2), observe=kill_one), tmp_path)
+    assert killed
+    assert {path.name for path in (tmp_path / "run").glob("*server*")} == {"host-0-server-0.log", "host-1-server-0.log"}

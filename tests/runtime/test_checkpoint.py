@@ -1,0 +1,347 @@
+"""A job's directory: commits, what is cut back on resume, what is refused, what is pruned, and a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from motet.checksums import SUMS, disk_error
+from motet.config import AdapterConfig
+from motet.errors import RunError
+from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
+from motet.runtime.opening import open_job
+from motet.runtime.ownership import Ownership
+from motet.runtime.receipts import differences
+from motet.training.fake import FakeTrainer
+from motet.types import ADAPTER_FILES, JobState
+from tests.support.fake_run import job, run_jobs
+from tests.support.small_disk import small_disk
+
+IDENTITY = {"base": "small", "job": {"steps": 5, "optimizer": {"lr": 0.1}}}
+Save = Callable[[Path], None]
+
+
+@pytest.fixture
+def save() -> Save:
+    """What a trainer writes at a commit."""
+    trainer = FakeTrainer()
+    trainer.add_adapter("a", AdapterConfig(rank=2), seed=0)
+    return lambda path: trainer.save_adapter("a", path, optimizer=True)
+
+
+def opened(path: Path) -> JobDirectory:
+    directory = JobDirectory(path / "a")
+    open_job(directory, IDENTITY)
+    return directory
+
+
+def step(directory: JobDirectory, number: int, save: Save, **fields: object) -> Committed:
+    """One step: a line, a timing, a rollout log, a commit."""
+    directory.append(directory.metrics, {"step": number})
+    directory.append(directory.timings, {"step": number, "seconds": 0.5})
+    directory.write_rollouts(str(number), [{"problem": number}])
+    return directory.commit(replace(Committed(step=number + 1), **fields), save)  # type: ignore[arg-type]
+
+
+def names(path: Path) -> set[str]:
+    return {item.name for item in path.iterdir()}
+
+
+def test_a_fresh_directory_has_no_commit(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    assert directory.restore() is None
+    assert directory.steps() == []
+    assert directory.read_status() == {}
+
+
+def test_commit_and_restore(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.restore()
+    known = {"tokens_sampled": 7, "best_version": 0, "best_reward": 0.25, "evaluated": 0, "inexact": ("a clock",)}
+    directory.commit(Committed(), save)
+    committed = step(directory, 0, save, **known)
+    assert committed.metrics_bytes == directory.metrics.stat().st_size > 0
+    again = JobDirectory(tmp_path / "a")
+    open_job(again, IDENTITY)
+    assert again.restore() == committed
+    assert again.steps() == [0, 1]
+    for name in ADAPTER_FILES:
+        version, state = again.path / "versions" / "v1" / name, again.path / "state" / "1" / name
+        assert version.read_bytes() == state.read_bytes()
+    assert not names(again.path / "versions" / "v1") - {*ADAPTER_FILES, SUMS}
+
+
+def test_what_was_written_after_the_commit_is_cut_back(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    committed = step(directory, 0, save, evaluated=0)
+    for name in ("eval-0", "eval-1", "1", "2"):
+        directory.write_rollouts(name, [{"late": True}])
+    directory.append(directory.metrics, {"step": 1})
+    with directory.metrics.open("ab") as file:
+        file.write(b'{"step": 2, "rew')  # torn in the middle
+    directory.append(directory.timings, {"step": 1})
+    (directory.path / "versions" / "v2").mkdir()
+    (directory.path / "versions" / ".tmp-v3").mkdir()
+    (directory.path / "state" / ".tmp-2").mkdir()
+    (directory.path / "state" / ".tmp-2" / "state.json").write_text("{")
+    (directory.path / ".tmp-status.json").write_text("{")
+    assert directory.restore() == committed
+    assert directory.metrics.read_bytes() == dump_line({"step": 0})
+    assert len(directory.timings.read_text().splitlines()) == 1
+    assert names(directory.path / "rollouts") == {"0.jsonl", "eval-0.jsonl"}
+    assert names(directory.path / "versions") == {"v0", "v1"}
+    assert names(directory.path / "state") == {"0", "1"}
+    assert not list(directory.path.rglob(".tmp-*"))
+
+
+def test_drafts_of_a_host_that_was_cut_off_do_not_disturb_the_next_owner(tmp_path: Path, save: Save) -> None:
+    cut_off = Ownership(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    cut_off.take()
+    directory = opened(tmp_path)
+    directory.restore()
+    for final in (directory.path / "state" / "1", directory.path / "versions" / "v1"):
+        cut_off.draft(final).mkdir(parents=True, exist_ok=True)  # it passed its last check just before
+    step(directory, 0, save)
+    assert (directory.path / "versions" / "v1" / "adapter_model.safetensors").is_file()
+    assert directory.restore() == directory.newest()
+    assert not list(directory.path.rglob(".tmp-*"))
+
+
+def test_without_a_commit_everything_begins_anew(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    directory.append(directory.metrics, {"step": 0})
+    directory.write_rollouts("0", [{}])
+    directory.write_rollouts("eval-0", [{}])
+    assert directory.restore() is None
+    assert directory.metrics.read_bytes() == b""
+    assert names(directory.path / "rollouts") == set()
+
+
+def test_names_that_are_no_steps_are_left_alone(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    for name in ("step_latest", "latest", "1.bak", "-3"):
+        (directory.path / "state" / name).mkdir()
+    (directory.path / "rollouts" / "notes.txt").write_text("mine")
+    assert directory.steps() == [0]
+    assert directory.restore() is not None
+    directory.prune(1, 1e9)
+    assert {"step_latest", "latest", "1.bak", "-3"} < names(directory.path / "state")
+    assert "notes.txt" in names(directory.path / "rollouts")
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"step": 1}', '{"surprise": 1, "inexact": []}', None])
+def test_a_damaged_commit_is_an_error_that_says_what_to_do(damage: str | None, tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    step(directory, 0, save)
+    file = directory.path / "state" / "1" / "state.json"
+    file.unlink()
+    if damage is not None:
+        file.write_text(damage)
+    with pytest.raises(
+        RunError,
+        match=r"state/1/state\.json is damaged .*: remove .*/state/1 and use --accept-changes to continue from step 0",
+    ):
+        directory.restore()
+    for item in file.parent.iterdir():
+        item.unlink()
+    file.parent.rmdir()
+    restored = directory.restore()
+    assert restored is not None
+    assert restored.step == 0
+    assert directory.metrics.read_bytes() == b""
+
+
+def test_a_second_commit_of_a_step_keeps_its_newer_record(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    step(directory, 0, save)
+    directory.append(directory.metrics, {"step": 1, "eval": {}})
+    directory.commit(Committed(step=1, evaluated=1), save)
+    restored = directory.restore()
+    assert restored is not None
+    assert restored.evaluated == 1
+    assert len(directory.metrics.read_bytes().splitlines()) == 2
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_job_is_refused_with_the_difference(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    changed = {"base": "small", "job": {"steps": 9, "optimizer": {"lr": 0.1, "eps": 1e-6}}, "seed": 4}
+    with pytest.raises(RunError) as caught:
+        open_job(directory, changed)
+    told = str(caught.value)
+    assert "job.steps: was 5, is 9" in told
+    assert "job.optimizer.eps: was None, is 1e-06" in told
+    assert "seed: was None, is 4" in told
+    assert "base" not in told
+    assert "--accept-changes" in told
+    open_job(directory, IDENTITY)
+    open_job(directory, changed, accept_changes=True)
+    open_job(directory, IDENTITY)  # nothing has changed before the job goes on
+    open_job(directory, changed, accept_changes=True)
+    directory.restore()
+    open_job(directory, changed)
+
+
+def test_a_job_that_has_not_begun_may_change(tmp_path: Path) -> None:
+    opened(tmp_path)
+    open_job(JobDirectory(tmp_path / "a"), {"base": "other"})
+
+
+def test_differences_of_trees() -> None:
+    before = {"a": 1, "b": {"c": [1, 2], "d": None}, "gone": 2}
+    after = {"a": 1, "b": {"c": [1, 3], "d": None}, "new": 3}
+    assert list(differences(before, after)) == [
+        "b.c: was [1, 2], is [1, 3]",
+        "gone: was 2, is None",
+        "new: was None, is 3",
+    ]
+    assert list(differences(before, before)) == []
+
+
+# --- pruning ---------------------------------------------------------------------------------------------------------
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, save: Save) -> None:
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    for number in range(6):
+        step(directory, number, save, best_version=1 if number else None)
+        directory.prune(2, 1e9)
+    assert directory.steps() == [5, 6]
+    assert names(directory.path / "versions") == {"v1", "v5", "v6"}
+    for name in ADAPTER_FILES:
+        assert (directory.path / "versions" / "v1" / name).is_file(), "a version outlives the commit it was linked from"
+
+
+def test_rollout_logs_stay_below_their_limit(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    for name in ("eval-0", *map(str, range(5))):
+        directory.write_rollouts(name, [{"text": "x" * 1000}])
+        os.utime(directory.path / "rollouts" / f"{name}.jsonl", ns=(0, len(names(directory.path / "rollouts"))))
+    directory.prune(1, 2500)
+    assert names(directory.path / "rollouts") == {"eval-0.jsonl", "3.jsonl", "4.jsonl"}
+    directory.prune(1, 0)
+    assert names(directory.path / "rollouts") == {"eval-0.jsonl", "4.jsonl"}, "the newest stays, whatever the limit"
+
+
+def test_a_job_keeps_no_more_rollout_logs_than_it_may(tmp_path: Path) -> None:
+    for name, checkpoint in (("few", {"rollouts_mb": 0}), ("all", {})):
+        assert run_jobs(tmp_path / name, [job("a", checkpoint=checkpoint)]).state("a") is JobState.SUCCEEDED
+    few, every = (names(tmp_path / name / "a" / "rollouts") for name in ("few", "all"))
+    assert every == {*(f"{step}.jsonl" for step in range(4)), *(f"eval-{step}.jsonl" for step in (0, 2, 4))}
+    assert few == {"eval-0.jsonl", "eval-4.jsonl"}
+
+
+def test_what_json_has_no_word_for_is_null() -> None:
+    assert (
+        dump_line({"a": float("nan"), "b": [1.5, float("-inf")], "c": "ä"})
+        == '{"a": null, "b": [1.5, null], "c": "ä"}\n'.encode()
+    )
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_fails_the_job_and_loses_nothing(tmp_path: Path) -> None:
+    whole = run_jobs(tmp_path / "whole", [job("a", steps=6)])
+    with small_disk(tmp_path / "disk", "400k") as disk:
+        filler = disk / "filler"
+        filler.write_bytes(b"x" * 310_000)
+        run = run_jobs(disk, [job("a", steps=6)])
+        message = run.jobs["a"].progress.message
+        assert run.state("a") is JobState.FAILED
+        assert "the disk is full" in message
+        assert "Nothing committed is lost; free some space and run the same command again" in message
+        committed = run.jobs["a"].directory.newest()
+        assert committed is not None
+        assert 0 < committed.step < 6, "change the size: the disk must be full in the middle of the run"
+        filler.unlink()
+        run = run_jobs(disk, [job("a", steps=6)])
+        assert run.state("a") is JobState.SUCCEEDED
+        found, expected = ((one.jobs["a"].directory.metrics).read_bytes() for one in (run, whole))
+        assert found == expected
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file may grow beyond a size: a full disk for which no privileges are needed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    directory.write_status({"state": "running"})
+    with largest_file(2000), pytest.raises(OSError, match="File too large"):
+        directory.write_status({"state": "x" * 4000})
+    assert directory.read_status() == {"state": "running"}
+
+
+def test_only_a_full_disk_is_called_one(tmp_path: Path) -> None:
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        error = disk_error(OSError(number, "full"), tmp_path)
+        assert isinstance(error, RunError)
+        assert str(tmp_path) in str(error)
+    other = OSError(errno.EACCES, "denied")
+    assert disk_error(other, tmp_path) is other
+
+
+def test_a_status_that_is_damaged_is_none(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    (directory.path / "status.json").write_text("{")
+    assert directory.read_status() == {}
+    directory.write_status({"state": "paused", "message": "ä"})
+    assert json.loads((directory.path / "status.json").read_text())["message"] == "ä"
+
+
+def test_who_was_cut_off_writes_nothing_more(tmp_path: Path, save: Save) -> None:
+    first = opened(tmp_path)
+    first.restore()
+    first.commit(Committed(), save)
+    step(first, 0, save)
+
+    def steals(path: Path) -> None:
+        """Another process takes the job up while the first one writes its commit."""
+        save(path)
+        second.restore()
+
+    second = JobDirectory(tmp_path / "a")
+    first.append(first.metrics, {"step": 1})
+    with pytest.raises(RunError, match="was taken over by another process"):
+        first.commit(Committed(step=2), steals)
+    before = second.metrics.read_bytes()
+    for write in (
+        lambda: first.append(first.metrics, {"step": 1}),
+        lambda: first.write_rollouts("1", [{"late": True}]),
+        lambda: first.write_status({"state": "failed"}),
+        lambda: first.commit(Committed(step=1), save),
+    ):
+        with pytest.raises(RunError, match="writes nothing more"):
+            write()
+    assert second.metrics.read_bytes() == before == dump_line({"step": 0})
+    assert second.steps() == [0, 1]
+    assert step(second, 1, save).step == 2
+    first.restore()  # it takes the job up again
+    step(first, 2, save)

@@ -1,0 +1,188 @@
+"""Passes of several jobs take turns on one device: a wide one pauses, is charged as it goes, and can be given up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from motet.algorithms.supervised import Supervised
+from motet.batch import Batch, Sample, Segment
+from motet.config import AdapterConfig
+from motet.device import Device
+from motet.model.lora_model import LoraModel
+from motet.protocols import Pieces
+from motet.runtime.learner import Learner
+from motet.runtime.scheduler import FairScheduler
+from motet.tenant_turns import Payer
+from motet.training.head import HEAD_ROWS
+from motet.training.torch_trainer import TorchTrainer
+from tests.support import tiny_models as tiny
+from tests.support.segments import make_samples
+
+WIDE = 300
+"""Targets of a token: 9 tokens of so many are eleven chunks of the head."""
+
+
+def wide(base: LoraModel, seed: int) -> tuple[Sample, ...]:
+    """One sample of many targets."""
+    (sample,) = make_samples(((4, 9),), seed=seed)
+    numbers = np.random.default_rng(seed)
+    targets = numbers.integers(0, base.info.vocab_size, (13, WIDE)).astype(np.int32)
+    weights = numbers.random((13, WIDE)).astype(np.float32)
+    return (replace(sample, targets=targets, weights=weights),)
+
+
+def segments(name: str, samples: Sequence[Sample]) -> tuple[Segment, ...]:
+    """One for each sample."""
+    return tuple(Segment(name, (sample,), Supervised(), 10.0) for sample in samples)
+
+
+class Watched(TorchTrainer):
+    """Says whose piece began, in order."""
+
+    def __init__(self, base: LoraModel) -> None:
+        super().__init__(base, slots=4)
+        self.pieces: list[str] = []
+
+    def train_in_pieces(self, batch: Batch) -> Pieces[Any]:
+        pieces = super().train_in_pieces(batch)
+        while True:
+            self.pieces.append("+".join(segment.adapter for segment in batch.segments))
+            try:
+                done = next(pieces)
+            except StopIteration as end:
+                return end.value
+            yield done
+
+
+def gradient(trainer: TorchTrainer, name: str) -> torch.Tensor:
+    """What waits for its step."""
+    return trainer._arena(name).gradient.clone()
+
+
+def company(
+    base: LoraModel, script: Callable[[Learner, FairScheduler], Coroutine[Any, Any, None]], *names: str
+) -> Watched:
+    """Jobs of as many tenants on one device; a turn is one chunk of the head."""
+    trainer, device = Watched(base), Device()
+    scheduler = FairScheduler(8)
+    for name in names:
+        trainer.add_adapter(name, AdapterConfig(rank=4), seed=1)
+        scheduler.join(name, 1.0, tenant=name)
+
+    async def run() -> None:
+        await script(Learner(trainer, device, HEAD_ROWS, scheduler), scheduler)
+
+    try:
+        asyncio.run(run())
+    finally:
+        device.close()
+    return trainer
+
+
+def test_a_wide_pass_pauses_for_others_and_changes_no_bit() -> None:
+    base = tiny.base("llama")
+    big, small = wide(base, 3), make_samples(((3, 5),) * 3, seed=5)
+    found: dict[str, Any] = {}
+    work: Counter[str] = Counter()
+
+    async def script(learner: Learner, scheduler: FairScheduler) -> None:
+        def heard(name: str) -> Callable[[int], None]:
+            return lambda n: work.update({name: n})
+
+        async def steps() -> None:
+            for one in segments("small", small):
+                await learner.train("small", (one,), heard("small"))
+
+        found["big"], _ = await asyncio.gather(learner.train("big", segments("big", big), heard("big")), steps())
+        found["had"] = scheduler.standing("big").consumed
+
+    trainer = company(base, script, "big", "small")
+    places = [place for place, name in enumerate(trainer.pieces) if name == "small"]
+    assert len(places) == 3
+    assert places[-1] < len(trainer.pieces) - 3, "the small steps waited for all of the wide pass"
+    assert work == {"big": 13 * WIDE, "small": 3 * 8}, "each is charged its tokens times its targets, once"
+    assert found["had"] == 13 * WIDE
+
+    alone = TorchTrainer(base, slots=4)
+    for name, samples in (("big", big), ("small", small)):
+        alone.add_adapter(name, AdapterConfig(rank=4), seed=1)
+        trained = [alone.forward_backward(Batch((one,)))[0] for one in segments(name, samples)]
+        assert torch.equal(gradient(alone, name), gradient(trainer, name))
+        if name == "big":
+            np.testing.assert_array_equal(trained[0].logprobs[0], found["big"][0].logprobs[0])
+            assert trained[0].stats == found["big"][0].stats
+
+
+def test_what_is_given_up_ends_with_the_piece_under_way_and_is_charged_so_far() -> None:
+    base = tiny.base("llama")
+    charged: list[int] = []
+
+    async def script(learner: Learner, scheduler: FairScheduler) -> None:
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def heard(work: int) -> None:
+            charged.append(work)
+            loop.call_soon_threadsafe(begun.set)
+
+        task = asyncio.create_task(learner.train("big", segments("big", wide(base, 3) * 3), heard))
+        await begun.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        told = len(charged)
+        await learner.train("small", segments("small", make_samples(((3, 5),), seed=5)))
+        assert len(charged) == told, "who cancels knows all that was done"
+
+    trainer = company(base, script, "big", "small")
+    assert len(trainer.pieces) <= 4, "of the three passes of eleven pieces"
+    assert sum(charged) <= 2 * HEAD_ROWS
+
+
+def test_what_is_cancelled_before_its_turn_is_not_trained_and_harms_nobody() -> None:
+    """Its adapter may be gone: calls of nobody need not wait for the tenant's."""
+    base = tiny.base("llama")
+    done: list[str] = []
+
+    async def script(learner: Learner, scheduler: FairScheduler) -> None:
+        device, gate = learner._device, threading.Event()
+        samples = make_samples(((3, 5),), seed=5)
+        await asyncio.gather(*(learner.train(name, segments(name, samples)) for name in ("gone", "small")))
+        blocked = device.submit(gate.wait)
+        gone, small = (asyncio.create_task(learner.train(name, segments(name, samples))) for name in ("gone", "small"))
+        await asyncio.sleep(0.05)  # both wait in one pass
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        removed = device.submit(lambda: learner._trainer.remove_adapter("gone"))
+        removed.add_done_callback(lambda _: done.append("removed"))
+        device.turns.charge(1.0, [(Payer(name, name), 1) for name in ("gone", "small")])  # so that they come later
+        gate.set()
+        blocked.result()
+        await small
+        done.append("trained")
+
+    company(base, script, "gone", "small")
+    assert done == ["removed", "trained"]
+
+
+def test_a_look_pauses_too_and_gives_the_same_logprobs() -> None:
+    base = tiny.base("llama")
+    found: list[Any] = []
+
+    async def script(learner: Learner, scheduler: FairScheduler) -> None:
+        wanted = learner.score("big", segments("big", wide(base, 3)))
+        scored, _ = await asyncio.gather(wanted, learner.train("small", segments("small", make_samples(((3, 5),), 5))))
+        found.extend(scored)
+        assert scheduler.standing("big").consumed == 13 * WIDE
+
+    company(base, script, "big", "small")
+    alone = TorchTrainer(base, slots=4)
+    alone.add_adapter("big", AdapterConfig(rank=4), seed=1)
+    ((wanted,),) = alone.forward(Batch(segments("big", wide(base, 3))))
+    np.testing.assert_array_equal(found[0], wanted)

@@ -1,0 +1,150 @@
+"""The probe of engines that cannot agree with the trainer to the bit: noise passes, and what training changed must show."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from motet import seeds
+from motet.config import JobConfig
+from motet.model.fake import FakeAdapter, FakePolicy, FakeTokenizer
+from motet.rollout.fake import FakeEngine, FakeSync
+from motet.runtime.probe import CLEAR, PROBE_TOKENS
+from motet.types import AdapterRef, FloatArray, IntArray, JobState, Problem
+from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs
+
+WIDE = 5.0
+"""A tolerance that hides every adapter of these tests."""
+
+
+class NoisyEngine(FakeEngine):
+    """Scores with small differences, other ones for each version and for the base; answers for some adapters with the base."""
+
+    def __init__(self, *, noise: float = 0.002, silent: str = "", **fields: Any) -> None:
+        super().__init__(**fields)
+        self._noise, self._silent = noise, silent
+
+    def apart(self, token_ids: IntArray, ref: AdapterRef | None) -> FloatArray:
+        """What is added to the logprobs."""
+        stream = seeds.key(0, "noise", -1 if ref is None else ref.version)
+        places = np.arange(len(token_ids), dtype=np.uint64)
+        draws = seeds.uniforms(np.full(len(token_ids), stream, np.uint64), places)
+        return ((2 * draws - 1) * self._noise).astype(np.float32)
+
+    async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
+        return await super().score(token_ids, adapter) + self.apart(token_ids, adapter)
+
+    def install(self, ref: AdapterRef, adapter: FakeAdapter) -> None:
+        if self._silent and ref.name.startswith(self._silent):
+            adapter = FakeAdapter.fresh(adapter.rank, adapter.alpha, 0)
+        super().install(ref, adapter)
+
+
+class _WatchfulSync(FakeSync):
+    """Keeps what was published of job `bad`, and publishes another job's weights in its place where it is told to."""
+
+    mixed_up = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.published: dict[int, FakeAdapter] = {}
+        self._of = args[1]
+
+    async def publish(self, name: str, ref: AdapterRef) -> None:
+        if name == "bad":
+            self.published[ref.version] = self._of(name)
+        await super().publish("good" if self.mixed_up and name == "bad" and ref.version >= 2 else name, ref)
+
+
+class _MixedUpSync(_WatchfulSync):
+    mixed_up = True
+
+
+def opposite(problem: Problem, completion: str) -> float:
+    """A reward that pulls away from the vowels that the other job is rewarded for."""
+    return -sum(letter in "aeiou" for letter in completion) / (1 + len(completion))
+
+
+def check_good(path: Path, run: FakeRun, config: JobConfig) -> None:
+    run_jobs(path / "alone", [config])
+    assert run.state("good") is JobState.SUCCEEDED, run.jobs["good"].progress.message
+    assert metrics(path / "all", "good") == metrics(path / "alone", "good")
+
+
+def test_an_engine_with_small_differences_passes(tmp_path: Path) -> None:
+    config = job("good", steps=8)
+    run = run_jobs(tmp_path / "all", [config], Setting(engine=NoisyEngine, tolerance=0.01))
+    check_good(tmp_path, run, config)
+    run = run_jobs(tmp_path / "strict", [config], Setting(engine=NoisyEngine, tolerance=1e-5))
+    assert run.state("good") is JobState.FAILED
+    assert "version 0 of 'good' is not what was trained" in run.jobs["good"].progress.message
+
+
+@pytest.mark.parametrize("fault", ["base", "another adapter"])
+def test_within_the_tolerance_an_engine_has_to_show_what_was_trained(fault: str, tmp_path: Path) -> None:
+    engine = functools.partial(NoisyEngine, silent="bad." if fault == "base" else "")
+    sync = _MixedUpSync if fault == "another adapter" else FakeSync
+    configs = [job("bad", reward=opposite), job("good")]
+    run = run_jobs(tmp_path / "all", configs, Setting(engine=engine, sync=sync, tolerance=WIDE))
+    assert run.state("bad") is JobState.FAILED
+    message = run.jobs["bad"].progress.message
+    assert f"version {1 if fault == 'base' else 2} of 'bad' with the base model or with another adapter" in message
+    check_good(tmp_path, run, configs[1])
+
+
+class _LateSync(_WatchfulSync):
+    """From version 6 on it publishes the one before."""
+
+    async def publish(self, name: str, ref: AdapterRef) -> None:
+        if name == "bad" and ref.version >= 6:
+            self._engine.install(ref, self.published[ref.version - 1])
+        else:
+            await super().publish(name, ref)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.002])
+def test_the_version_before_is_told_from_the_one_that_was_trained(noise: float, tmp_path: Path) -> None:
+    engine = functools.partial(NoisyEngine, noise=noise)
+    configs = [job("bad", steps=8, reward=opposite), job("good", steps=8)]
+    run = run_jobs(tmp_path / "all", configs, Setting(engine=engine, sync=_LateSync, tolerance=WIDE))
+    assert run.state("bad") is JobState.FAILED
+    assert (
+        "the engine answers version 6 of 'bad' with version 5: of what the step changed"
+        in run.jobs["bad"].progress.message
+    )
+    check_good(tmp_path, run, configs[1])
+
+
+@pytest.mark.parametrize("noise", [0.003, 0.01, 0.02])
+def test_a_base_is_refused_as_soon_as_the_effect_is_clear(noise: float, tmp_path: Path) -> None:
+    syncs: list[_WatchfulSync] = []
+
+    def sync(*args: Any) -> _WatchfulSync:
+        syncs.append(_WatchfulSync(*args))
+        return syncs[0]
+
+    engine = functools.partial(NoisyEngine, noise=noise, silent="bad.")
+    config = job("bad", steps=30, optimizer={"lr": 0.005}, eval={"every": 0})
+    run = run_jobs(tmp_path, [config], Setting(engine=engine, sync=sync, tolerance=WIDE))
+    assert isinstance(run.engine, NoisyEngine)
+    prompt = run.jobs["bad"].data.train[0].messages[0].content
+    text = np.array(FakeTokenizer().encode(prompt)[-PROBE_TOKENS:], np.int32)
+    apart, base = run.engine.apart(text, None), FakePolicy(None).logprobs(text)
+    sizes = {
+        version: float(np.linalg.norm(FakePolicy(adapter).logprobs(text) - base))
+        for version, adapter in syncs[0].published.items()
+    }
+    clear = [version for version, size in sizes.items() if size >= CLEAR * float(np.linalg.norm(apart))]
+    assert run.state("bad") is JobState.FAILED
+    refused, message = max(sizes), run.jobs["bad"].progress.message
+    if "with the base model or with another" in message:
+        assert clear == [refused], "refused too early or too late"
+        assert refused > 1, "choose a smaller rate: the effect was clear at once"
+    else:  # a step is seen sooner than all of them where it is larger than what sets the two apart
+        assert f"version {refused} of 'bad' with version {refused - 1}" in message
+        assert clear in ([], [refused])
+        assert noise < 0.01

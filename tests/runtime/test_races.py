@@ -1,0 +1,352 @@
+"""Races: candidates, decisions at rungs, and what they must not depend on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import motet
+from motet.commands.control import send
+from motet.commands.replay import fork_job
+from motet.commands.verify import verify
+from motet.config import JobConfig
+from motet.config.candidates import RacePlan, raced
+from motet.errors import ConfigError, RunError
+from motet.jobfile import load_jobs, merge
+from motet.running import run_config
+from motet.runtime.race import RaceRecord, why_out
+from motet.runtime.race_rule import confirming, decide, deciding
+from motet.service.jobs.validation import Allowed, validated
+from motet.tasks.reward_http import Addresses
+from motet.tasks.reward_walls import Walls
+from motet.types import JobState, Problem
+from motet.view.bracket import verdict
+from tests.support.adapter_files import run
+from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, vowels, weights
+
+ROWS = [{"prompt": f"Say {i}", "answer": f"{i % 4}"} for i in range(48)]
+OVER = {"optimizer.lr": [0.01, 0.05, 0.2, 0.5]}
+RACE = {"candidates": 6, "keep_one_in": 2, "first": 2, "over": OVER}
+
+
+def racing(**fields: Any) -> JobConfig:
+    """A job of the fakes that races."""
+    return job("say", **merge({"steps": 8, "race": RACE, "eval": {"every": 2}, "checkpoint": {"keep": 100}}, fields))
+
+
+def planned(**fields: Any) -> RacePlan:
+    jobs, (plan,) = raced([racing(**fields)])
+    assert tuple(jobs) == plan.candidates
+    return plan
+
+
+def on_fakes(path: Path, ordered: Callable[[list[JobConfig]], Sequence[JobConfig]] = list, **setting: Any) -> FakeRun:
+    return run_jobs(path, [racing()], Setting(holdout=15, ordered=ordered, **setting))
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """What a race may not owe to company, order or interruption."""
+    wanted = ("metrics.jsonl", "adapter_model.safetensors", "optimizer.safetensors", "say.race.json")
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.name in wanted}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("alone")
+    on_fakes(path)
+    return path
+
+
+# --- a race -----------------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_dropped_at_rungs_and_finalists_go_on_to_the_end(alone: Path) -> None:
+    record = RaceRecord.read(alone / "say.race.json")
+    assert record.plan == ((2, 3), (4, 2))
+    assert [len(rung.standings) for rung in record.rungs] == [6, 3]
+    assert record.outcome is not None
+    finalist = record.outcome.finalist
+    assert finalist is not None
+    done = {name: len(metrics(alone, name).splitlines()) for name in record.values}
+    assert sorted(done.values()) == [3, 3, 3, 5, 9, 9]
+    assert done[finalist] == 9, "eight steps and the last evaluation"
+    assert len(record.dropped()) == 4
+
+
+def test_order_slots_and_speed_change_neither_decisions_nor_bytes(alone: Path, tmp_path: Path) -> None:
+    def shuffled(jobs: list[JobConfig]) -> list[JobConfig]:
+        return random.Random(4).sample(jobs, len(jobs))
+
+    for name, setting in (("few", {"slots": 2}), ("slow", {"jitter": 5, "capacity": 5})):
+        on_fakes(tmp_path / name, shuffled, **setting)
+        assert contents(tmp_path / name) == contents(alone)
+
+
+def test_a_candidate_has_the_bytes_that_it_has_without_a_race(alone: Path, tmp_path: Path) -> None:
+    run_jobs(tmp_path, planned().candidates, Setting(holdout=15))
+    for one in planned().candidates:
+        raced_lines, lines = metrics(alone, one.name), metrics(tmp_path, one.name)
+        assert lines.startswith(raced_lines)
+        steps = len(raced_lines.splitlines()) - (raced_lines == lines)
+        assert weights(alone, one.name, steps) == weights(tmp_path, one.name, steps)
+
+
+def test_a_race_that_was_interrupted_decides_the_same(alone: Path, tmp_path: Path) -> None:
+    for steps in (2, 3, 4):  # in the middle of the first stretch, at the rung, and after it
+
+        async def stop(run: FakeRun, steps: int = steps) -> None:
+            while not any(one.progress.step >= steps for one in run.jobs.values()):
+                await asyncio.sleep(0)
+            run.pipeline.stop()
+
+        run_jobs(tmp_path, [racing()], Setting(holdout=15), stop)
+    on_fakes(tmp_path)
+    assert contents(tmp_path) == contents(alone)
+
+
+def test_a_record_that_the_evaluations_contradict_is_refused(alone: Path, tmp_path: Path) -> None:
+    on_fakes(tmp_path)
+    path = tmp_path / "say.race.json"
+    tree = json.loads(path.read_text())
+    tree["rungs"][0]["standings"][1]["mean"] += 0.25
+    path.write_text(json.dumps(tree))
+    with pytest.raises(RunError, match="decision 1 is not what the evaluations of its candidates give"):
+        on_fakes(tmp_path)
+    path.write_text("{")
+    with pytest.raises(RunError, match="is damaged"):
+        on_fakes(tmp_path)
+
+
+def test_a_race_with_other_candidates_is_refused(alone: Path, tmp_path: Path) -> None:
+    on_fakes(tmp_path)
+    with pytest.raises(RunError, match="with other candidates, rungs or level"):
+        run_jobs(tmp_path, [racing(race={"candidates": 5})], Setting(holdout=15))
+    assert RaceRecord.read(tmp_path / "say.race.json").level == 0.95
+    with pytest.raises(RunError, match="with other candidates, rungs or level"):
+        run_jobs(tmp_path, [racing(race={"level": 0.6})], Setting(holdout=15))
+    path = tmp_path / "say.race.json"  # as a race wrote it before its record had the level
+    path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "level"})
+    )
+    on_fakes(tmp_path)
+
+
+def test_a_candidate_that_fails_is_out_and_the_others_go_on(tmp_path: Path) -> None:
+    async def cancel(run: FakeRun) -> None:
+        run.pipeline.cancel("say-c=00")
+
+    ended = run_jobs(tmp_path, [racing()], Setting(holdout=15), cancel)
+    record = RaceRecord.read(tmp_path / "say.race.json")
+    assert record.rungs[0].standings[-1].name == "say-c=00"
+    assert record.rungs[0].standings[-1].verdict == "failed"
+    assert record.outcome is not None
+    assert record.outcome.finalist is not None
+    assert ended.state(record.outcome.finalist) is JobState.SUCCEEDED
+
+
+def test_a_candidate_that_is_out_is_not_resumed_by_hand(tmp_path: Path) -> None:
+    failing, first = [False], "say-c=00"
+
+    def reward(problem: Problem, completion: str) -> float:
+        if failing[0]:
+            raise ValueError("out of order")
+        return vowels(problem, completion)
+
+    async def until(reached: Callable[[], bool]) -> None:
+        while not reached():
+            await asyncio.sleep(0)
+
+    async def resume(run: FakeRun) -> None:
+        await until(lambda: bool(run.jobs[first].directory.steps()))
+        failing[0] = True  # the other candidates have no slot yet
+        await until(lambda: run.state(first) is JobState.FAILED)
+        failing[0] = False
+        await until((tmp_path / "say.race.json").exists)
+        with pytest.raises(
+            RunError, match=rf"out of the race after step 3: .* motet fork JOBS.yaml {first}@\d NEW_RUN"
+        ):
+            send(tmp_path, first, "resume")
+        run.pipeline.resume(first)
+        assert run.state(first) is JobState.FAILED
+        assert "not resumed: out of the race" in run.jobs[first].progress.message
+
+    ended = run_jobs(tmp_path, [racing(reward=reward)], Setting(holdout=15, slots=1), resume)
+    assert ended.state(first) is JobState.FAILED
+    record = RaceRecord.read(tmp_path / "say.race.json")
+    dropped = next(name for name in record.dropped() if name != first)
+    assert f"motet fork JOBS.yaml {dropped}@" in (why_out([record], ended.jobs[dropped].directory) or "")
+
+
+def test_a_budget_lets_fewer_go_on(alone: Path, tmp_path: Path) -> None:
+    planned_tokens = RaceRecord.read(alone / "say.race.json")
+    assert planned_tokens.outcome is not None
+    config = racing(race={"budget": planned_tokens.outcome.tokens // 2, "keep_one_in": 2, "candidates": 6, "first": 2})
+    run_jobs(tmp_path, [config], Setting(holdout=15))
+    record = RaceRecord.read(tmp_path / "say.race.json")
+    assert record.rungs[0].keep == 1
+    assert len(record.rungs[1].standings) == 1
+
+
+def test_a_race_on_the_small_base_is_shown_and_its_winner_is_an_ordinary_job(tmp_path: Path) -> None:
+    file = tmp_path / "jobs.yaml"
+    wanted = {
+        "name": "say",
+        "data": {"source": "toy:add", "size": 24, "holdout": 12},
+        "reward": "exact",
+        "sampling": {"max_tokens": 2},
+        "algorithm": {"group_size": 2, "groups_per_step": 2},
+        "adapter": {"rank": 4},
+        "steps": 3,
+        "race": {"candidates": 2, "keep_one_in": 2, "first": 1, "over": {"optimizer.lr": [1e-3]}},
+    }
+    tree = {"base": "small", "run": str(tmp_path / "run"), "engine": {"samplers": 0}, "jobs": [wanted]}
+    file.write_text(json.dumps(tree))
+    ended = run_config(load_jobs(file))
+    assert ended.ok, ended
+    record = ended.races["say"]
+    assert record.outcome is not None
+    finalist = record.outcome.finalist
+    assert finalist is not None
+    assert ended.jobs[finalist].best.is_dir()
+    (dropped,) = record.dropped()
+    assert ended.jobs[dropped].message == record.dropped()[dropped]
+    assert ended.report is not None
+    page = ended.report.read_text()
+    assert "dropped: not shown worse at v1" in page
+    assert verdict(record) in page
+    assert verdict(record).startswith("no winner: "), "nothing is learned in three steps"
+    again = run_config(load_jobs(file))
+    assert again.races == ended.races
+    assert again.jobs[dropped].message == ended.jobs[dropped].message
+    assert verify(tmp_path / "run") == 0
+    fork_job(file, f"{finalist}@3", tmp_path / "longer", None, ["steps=4"])
+    (longer,) = load_jobs(tmp_path / "longer" / "jobs.yaml").jobs
+    assert (longer.name, longer.steps, longer.race) == (finalist, 4, None)
+    assert (tmp_path / "longer" / finalist / "versions" / "v3").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"algorithm": {"type": "sft"}, "reward": None}, "has no rewards of held-out rows"),
+        ({"data": {"source": ROWS, "holdout": 5}}, "5 held-out rows are too few"),
+    ],
+)
+def test_a_race_that_cannot_compare_is_refused_before_anything_is_loaded(
+    fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    wanted = {"name": "say", "data": {"source": ROWS}, "reward": "exact", "race": 4}
+    wanted = {name: value for name, value in {**wanted, **fields}.items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        run(tmp_path, wanted)
+    with pytest.raises(ConfigError, match="one host"):
+        motet.run(
+            [{**wanted, "algorithm": "grpo", "reward": "exact"}], engine={"hosts": 2}, directory=tmp_path, quiet=True
+        )
+
+
+def test_a_service_refuses_a_race() -> None:
+    tree = {"name": "say", "data": "toy:add", "reward": "exact", "race": True}
+    with pytest.raises(ConfigError, match="a service runs no races; run this job with `motet run`"):
+        validated(tree, Allowed(False, {}, Addresses(), Walls()))
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_shown_worse_is_dropped_even_among_the_best() -> None:
+    rows = {"good": [1.0] * 18 + [0.0] * 2, "close": [1.0] * 17 + [0.0] * 3, "bad": [0.0] * 19 + [1.0]}
+    first, second, third = decide(rows, 3, 0.95, 2)
+    assert (first.name, first.verdict) == ("good", "leads")
+    assert (second.name, second.verdict) == ("close", "goes on")
+    assert (third.name, third.verdict) == ("bad", "worse")
+    assert third.high is not None
+    assert third.high < 0
+    assert decide(rows, 1, 0.95, 2)[1].verdict == "dropped"
+
+
+def test_decisions_do_not_depend_on_the_order_of_candidates() -> None:
+    rng = random.Random(1)
+    rows = {f"c{i}": [float(rng.random() < 0.5) for _ in range(20)] for i in range(8)}
+    names = list(rows)
+    expected = decide(rows, 3, 0.95, 2)
+    for _ in range(5):
+        rng.shuffle(names)
+        assert decide({name: rows[name] for name in names}, 3, 0.95, 2) == expected
+
+
+def test_equal_candidates_are_almost_never_shown_worse() -> None:
+    rng, wrong = random.Random(7), 0
+    for _ in range(100):
+        rows = {f"c{i}": [float(rng.random() < 0.5) for _ in range(42)] for i in range(16)}
+        wrong += any(one.verdict == "worse" for one in decide(rows, 4, 0.95, 2))
+    assert wrong <= 3, "an error of 5 % is split over two decisions"
+
+
+def test_rows_without_a_reward_are_left_out_and_confirming_rows_are_apart() -> None:
+    rows = [float(i) for i in range(10)]
+    assert sorted(deciding(rows) + confirming(rows)) == rows
+    assert not set(deciding(rows)) & set(confirming(rows))
+    gone = decide({"a": [1.0, math.nan, 1.0], "b": [0.0, 0.0, math.nan], "c": [math.nan] * 3}, 2, 0.95, 1)
+    assert [one.name for one in gone] == ["a", "b", "c"]
+    assert gone[1].difference == -1.0
+    assert (gone[2].mean, gone[2].difference) == (None, None)
+
+
+# --- candidates -------------------------------------------------------------------------------------------------------
+
+
+def test_candidates_are_drawn_evenly_and_the_first_is_the_job_itself() -> None:
+    over = {"optimizer.lr": {"low": 1e-4, "high": 1e-2}, "algorithm.group_size": [2, 6]}
+    plan = planned(race={"candidates": 9, "over": over, "keep_one_in": 3, "first": 2})
+    first, *others = plan.candidates
+    assert first.model_copy(update={"name": "say"}) == racing().model_copy(update={"race": None})
+    rates = sorted(float(str(one.optimizer.lr)) for one in others)
+    assert all(1e-4 * 10 ** (i / 4) <= rate * 1.05 for i, rate in enumerate(rates))
+    assert all(rate <= 1.05 * 1e-4 * 10 ** ((i + 1) / 4) for i, rate in enumerate(rates))
+    assert sorted(one.rl.group_size for one in others) == [2] * 4 + [6] * 4
+    assert {one.rl.group_size * one.rl.groups_per_step for one in others} == {12}, "as many rollouts a step"
+    assert len({one.effective_seed for one in plan.candidates}) == 1
+    assert plan == planned(race={"candidates": 9, "over": over, "keep_one_in": 3, "first": 2})
+
+
+def test_the_default_race_costs_about_a_third_of_the_grid() -> None:
+    for steps in (24, 50, 100, 400):
+        fresh = JobConfig.model_validate(
+            {"name": "say", "data": "toy:add", "reward": "exact", "steps": steps, "race": True}
+        )
+        _, (plan,) = raced([fresh])
+        assert plan.total_steps <= 0.36 * 16 * steps
+        assert all(a < b for (a, _), (b, _) in pairwise(plan.rungs))
+        assert {field for given in plan.values.values() for field in given} == {
+            "optimizer.lr_multiplier",
+            "adapter.rank",
+            "algorithm.group_size",
+        }
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"eval": {"every": 0}}, "evaluations decide"),
+        ({"steps": 3}, "3 steps are too few"),
+        ({"budget": 100}, "race.budget"),
+        ({"data": {"source": "in memory", "holdout": 0}}, "compares held-out rows"),
+        ({"algorithm": {"over_provision": 2}}, "depend on the clock"),
+        ({"race": {"over": {"adapter.rank": [0]}}}, "race.over.adapter.rank: 0 cannot be used"),
+        ({"race": {"over": {"optimizer.rate": [1]}}}, "race.over.optimizer.rate: 1 cannot be used"),
+        ({"name": "n" * 100}, "name is too long"),
+    ],
+)
+def test_what_cannot_race_is_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:
+    name = fields.pop("name", "say")
+    with pytest.raises(ConfigError, match=message):
+        raced([racing(**fields).model_copy(update={"name": name})])

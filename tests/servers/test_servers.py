@@ -1,0 +1,89 @@
+"""Servers that are started here: their keys, their options, and the base that they read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from motet.config import EngineConfig, LaunchConfig, RolloutConfig
+from motet.errors import ConfigError
+from motet.launch import load
+from motet.rollout.in_vllm import motet_vllm
+from motet.rollout.server import Demand
+from motet.servers import build_servers, launched
+from tests.support.vllm_server import vllm_python
+
+
+def test_a_base_is_copied_to_memory_and_goes_with_the_engine(tmp_path: Path, small_base_dir: Path) -> None:
+    """The server reads the copy, one for all replicas; a place that cannot be written is told before any is started."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    launch = LaunchConfig(python=sys.executable, replicas=2, preload=str(memory))
+    config = RolloutConfig(engine="vllm", launch=launch, directory=str(tmp_path / "served"))
+    info = load("small", EngineConfig(threads=1)).info
+    engine = build_servers(info, config, Demand(1, 2, 8), "run", tmp_path)
+    (copy,) = memory.iterdir()
+    for process in engine.fleet.processes.values():
+        assert process._command[process._command.index("--model") + 1] == str(copy)
+    files = {path.relative_to(small_base_dir) for path in small_base_dir.rglob("*") if path.is_file()}
+    assert {path.relative_to(copy) for path in copy.rglob("*") if path.is_file()} == files
+    asyncio.run(engine.close())
+    assert list(memory.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    nowhere = config.model_copy(update={"launch": launch.model_copy(update={"preload": str(tmp_path / "file")})})
+    with pytest.raises(ConfigError, match=r"cannot be copied to rollout\.launch\.preload="):
+        build_servers(info, nowhere, Demand(1, 2, 8), "run", tmp_path)
+
+
+@pytest.mark.slow
+def test_vllm_reads_every_option_as_it_is_meant(tmp_path: Path) -> None:
+    """Its own parser of arguments, for what two ranks on GPUs are started with and for a CPU."""
+    program = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+found = vars(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]))
+print(json.dumps({name: str(value) for name, value in found.items()}))
+"""
+    launch = LaunchConfig(python=vllm_python(), tensor_parallel=2, gpu_memory_utilization=0.4, max_positions=512)
+    config = RolloutConfig(engine="vllm", launch=launch, publish_by="tensors", rows=32)
+    info = load("small", EngineConfig(threads=1)).info
+    (server,) = launched(info, "a model", config, launch, Demand(3, 9, 12), tmp_path)
+    python, *_ = command = server.process._command
+    words = [python, "-c", program, *command[3:]]
+    told = subprocess.run(words, env=server.process._env, text=True, capture_output=True, check=False, timeout=240)
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout.splitlines()[-1])
+    assert {name: found[name] for name in ("tensor_parallel_size", "model", "max_model_len", "max_num_seqs")} == {
+        "tensor_parallel_size": "2", "model": "a model", "max_model_len": "512", "max_num_seqs": "32",
+    }  # fmt: skip
+    assert [found[name] for name in ("max_loras", "max_cpu_loras", "max_lora_rank")] == ["3", "9", "16"]
+    assert [found[name] for name in ("gpu_memory_utilization", "enable_lora", "enforce_eager")] == [
+        "0.4",
+        "True",
+        "False",
+    ]
+    assert (found["logprobs_mode"], found["generation_config"]) == ("processed_logprobs", "vllm")
+    assert found["worker_extension_cls"] == motet_vllm.EXTENSION
+    assert "guidance" in found["structured_outputs_config"]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_every_server_has_a_key_of_its_own(kind: Literal["vllm", "sglang"], tmp_path: Path) -> None:
+    launch = LaunchConfig(python=sys.executable, replicas=2)
+    config = RolloutConfig(engine=kind, launch=launch)
+    base = load("small", EngineConfig(threads=1))
+    first, second = launched(base.info, "model", config, launch, Demand(1, 2, 8), tmp_path)
+    assert len({first.key, second.key, ""}) == 3
+    for server in (first, second):
+        command, environment = server.process._command, server.process._env
+        if kind == "vllm":  # where `ps` does not show it
+            assert (environment["VLLM_API_KEY"], server.key in command) == (server.key, False)
+        else:
+            assert command[command.index("--api-key") + 1] == server.key

@@ -1,0 +1,414 @@
+"""Rollouts on a real vLLM: jobs learn, the gap is what the type explains, and a killed server costs time and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+import pytest
+from safetensors.torch import load_file, save_file
+
+from motet.commands.export import write
+from motet.config import AdapterConfig, EngineConfig, RolloutConfig, RunConfig
+from motet.errors import EngineError, ProbeError
+from motet.launch import load
+from motet.rollout.in_vllm.motet_vllm import PREFIX
+from motet.rollout.server import Demand, ServerEngine
+from motet.running import run_config
+from motet.runtime.probe import Probe
+from motet.servers import TOLERANCE, Launched, build_servers
+from motet.training.torch_trainer import TorchTrainer
+from motet.types import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
+from tests.support import tiny_models
+from tests.support.doors_run import FLOAT32_GAP, teacher
+from tests.support.fake_run import records
+from tests.support.node_agents import node_agent
+from tests.support.peft_files import export
+from tests.support.service_run import Service, serving, tiny
+from tests.support.vllm_server import launch, vllm_python, vllm_server
+
+pytestmark = pytest.mark.slow
+KEY = "MOTET_TEST_VLLM_KEY"
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    vllm_python()
+    return load("small", EngineConfig(dtype="float32", threads=1))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def server(small: Any, place: Path) -> Iterator[Launched]:
+    with vllm_server(small, place, own_worker=False) as found:
+        os.environ[KEY] = found.key
+        yield found
+        del os.environ[KEY]
+
+
+def config(directory: Path, rollout: dict[str, Any], jobs: list[dict[str, Any]], **fields: Any) -> RunConfig:
+    tree = {
+        "base": "small",
+        "engine": {"dtype": "float32", "threads": 1},
+        "rollout": {"engine": "vllm", "directory": str(directory / "served"), **rollout},
+        "jobs": jobs,
+        "run": str(directory / "run"),
+        **fields,
+    }
+    return RunConfig.model_validate(tree)
+
+
+def job(name: str, source: str, rank: int, **fields: Any) -> dict[str, Any]:
+    algorithm = {"group_size": 8, "groups_per_step": 4, **fields.pop("algorithm", {})}
+    return {
+        "name": name,
+        "data": {"source": source, "holdout": 32},
+        "rewards": ["exact"],
+        "adapter": {"rank": rank},
+        "sampling": {"max_tokens": 16},
+        "algorithm": algorithm,
+        "steps": 8,
+        "eval": {"every": 0},
+        **fields,
+    }
+
+
+@pytest.mark.cell("single turn, publish by files", "vLLM")
+def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) -> None:
+    """Two learn from their newest version alone, and one from versions that are up to two steps old."""
+    sources = {
+        "sort": ("toy:sort_letters", 8, 0),
+        "reverse": ("toy:reverse", 16, 2),
+        "count": ("toy:count_letters", 4, 0),
+    }
+    jobs = [
+        job(
+            name,
+            source,
+            rank,
+            algorithm={"max_off_policy_steps": lag, "correct_sampler": lag > 0},
+            optimizer={"lr_multiplier": 2},
+            steps=4,
+        )
+        for name, (source, rank, lag) in sources.items()
+    ]
+    result = run_config(config(tmp_path, {"urls": [server.url], "api_key_env": KEY}, jobs), base=small)
+    for name, found in result.jobs.items():
+        assert found.state == "succeeded", found.message
+        (_, before), (_, after) = found.evaluations
+        assert after > before + 0.05, f"{name} went from {before} to {after}"
+        assert found.inexact, "tokens of a server depend on its company, and the job has to say so"
+        steps = [line for line in records(tmp_path / "run", name) if "reward" in line]
+        lag = sources[name][2]
+        assert [line["version"] for line in steps] == [max(0, step - lag) for step in range(4)]
+        if lag == 0:
+            assert max(line["logprob_gap"] for line in steps if line["tokens"]) < FLOAT32_GAP
+    told = httpx2.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {server.key}"}).json()
+    assert [card["id"] for card in told["data"] if card["parent"]] == [], "versions stayed loaded"
+    assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
+
+
+@pytest.mark.cell("publish by node agents", "vLLM")
+@pytest.mark.soak
+def test_versions_come_through_an_agent_and_are_found_by_name(
+    small: Any, server: Launched, place: Path, tmp_path: Path
+) -> None:
+    """No directory is shared with the run. Afterwards the server finds one that nobody has told it to load."""
+    one = job("sent", "toy:sort_letters", 8, steps=2, optimizer={"lr": 1e-3})
+    with node_agent(server.url, place / "by-name", server.key) as agent:
+        rollout = {"urls": [server.url], "agents": [agent], "api_key_env": KEY}
+        result = run_config(config(tmp_path, rollout, [one]), base=small).jobs["sent"]
+    assert result.state == "succeeded", result.message
+    assert max(line["logprob_gap"] for line in records(tmp_path / "run", "sent") if line.get("tokens")) < FLOAT32_GAP
+    (place / "by-name" / "found").mkdir()
+    for file in ADAPTER_FILES:
+        shutil.copyfile(result.adapter / file, place / "by-name" / "found" / file)
+    headers = {"Authorization": f"Bearer {server.key}"}
+    with httpx2.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
+        base = client.get("/v1/models").json()["data"][0]["id"]
+
+        def logprobs(model: str) -> Any:
+            body = {"model": model, "prompt": list(range(9, 29)), "max_tokens": 1, "prompt_logprobs": 0}
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return [
+                next(iter(entry.values()))["logprob"] for entry in answer.json()["choices"][0]["prompt_logprobs"][1:]
+            ]
+
+        by_name = logprobs("found")
+        loaded = {"lora_name": "loaded", "lora_path": str(result.adapter)}
+        assert client.post("/v1/load_lora_adapter", json=loaded).status_code == 200
+        assert by_name == pytest.approx(logprobs("loaded"), abs=1e-6)
+        assert by_name != pytest.approx(logprobs(base), abs=1e-3)
+        assert client.post("/v1/completions", json={"model": "no-such", "prompt": [9]}).status_code == 404
+        for name in ("found", "loaded"):
+            client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+@pytest.mark.cell("publish by tensors", "vLLM")
+def test_versions_are_fetched_into_the_memory_of_the_server(
+    small: Any, server: Launched, place: Path, tmp_path: Path
+) -> None:
+    """It answers from them as from files, it has read none, and what arrived wrong is no version."""
+    data = {"source": "toy:sort_letters", "holdout": 0}
+    one = job("fetched", "toy:sort_letters", 8, steps=2, optimizer={"lr": 1e-2}, data=data)
+    rollout = {"urls": [server.url], "api_key_env": KEY, "publish_by": "tensors"}
+    result = run_config(config(tmp_path, rollout, [one]), base=small)
+    found = result.jobs["fetched"]
+    assert found.state == "succeeded", found.message
+    assert max(line["logprob_gap"] for line in records(tmp_path / "run", "fetched") if line.get("tokens")) < FLOAT32_GAP
+    assert not any("from files" in note for note in result.notes)
+    log = (place / "server-0.log").read_text()
+    given = re.findall(r"Loaded new LoRA adapter: name 'fetched\.[^']*-v(\d)', path '([^']*)'", log)
+    assert [version for version, _ in given] == ["0", "1", "2"]
+    assert all(path.startswith(f"{PREFIX}http://127.0.0.1:") and not Path(path).exists() for _, path in given)
+
+    trainer, prompt = TorchTrainer(small, slots=1), small.info.tokenizer.encode("Sort the letters of this word: " * 4)
+    trainer.add_adapter("a", AdapterConfig(rank=8), 0)
+    trainer.load_adapter("a", found.adapter, optimizer=False)
+    tokens = np.array(prompt, np.int32)
+    probe = Probe("a", tokens, TOLERANCE["float32"])
+    wrong = tmp_path / "wrong"
+    shutil.copytree(found.adapter, wrong)
+    tensors = load_file(wrong / ADAPTER_WEIGHTS)
+    tensors |= {
+        name: -tensor for name, tensor in tensors.items() if name.endswith("layers.0.mlp.down_proj.lora_B.weight")
+    }
+    save_file(tensors, wrong / ADAPTER_WEIGHTS)
+
+    async def told(engine: ServerEngine, *directories: Path) -> list[Any]:
+        answers = list[Any]()
+        await engine.ready()
+        for number, directory in enumerate(directories):
+            ref = AdapterRef(f"probed.{len(directories)}", number)
+            await engine.load_adapter(ref, directory)
+            answers.append(await engine.score(tokens, ref))
+            try:
+                await probe.check(engine, ref, probe.trained(trainer))
+            except ProbeError as error:
+                answers.append(str(error))
+            await engine.unload_adapter(ref)
+        await engine.close()
+        return answers
+
+    settings = RolloutConfig(engine="vllm", directory=str(tmp_path / "served"), **rollout)
+    by = {"tensors": settings, "files": settings.model_copy(update={"publish_by": "files"})}
+    engines = {name: build_servers(small.info, one, Demand(1, 2, 8), name, tmp_path) for name, one in by.items()}
+    fetched, _, problem = asyncio.run(told(engines["tensors"], found.adapter, wrong))
+    (read,) = asyncio.run(told(engines["files"], found.adapter))
+    assert np.array_equal(fetched, read)
+    print(problem)
+    assert "differ" in problem
+
+
+def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tmp_path: Path) -> None:
+    """The base as teacher of a job that starts as the base: the gap of the first step is the type's; a wrong key is told."""
+    teacher = {"type": "distill", "teacher": server.url, "teacher_key_env": KEY, "group_size": 2}
+    jobs = [job("taught", "toy:reverse", 8, algorithm=teacher, steps=2), job("refused", "toy:reverse", 8, steps=1)]
+    jobs[1]["algorithm"] = {**jobs[0]["algorithm"], "teacher_key_env": "MOTET_TEST_NO_KEY"}
+    here = config(tmp_path, {"urls": [server.url]}, jobs).model_copy(update={"rollout": RolloutConfig()})
+    result = run_config(here, base=small)
+    assert result.jobs["taught"].state == "succeeded", result.jobs["taught"].message
+    first = records(tmp_path / "run", "taught")[0]
+    assert 0 <= abs(first["loss"]) < FLOAT32_GAP
+    assert first["kl_base"] < FLOAT32_GAP
+    assert "answers 401" in result.jobs["refused"].message
+
+
+@pytest.mark.soak
+def test_a_teacher_is_known_by_its_name_and_weights_that_have_no_place_are_refused(
+    small: Any, server: Launched, tmp_path: Path
+) -> None:
+    """An adapter that the server has loaded teaches; vLLM's workers do not fetch weights of a layer that they do not adapt."""
+    taught = teacher(tmp_path / "taught", 8)
+    headers = {"Authorization": f"Bearer {server.key}"}
+    with httpx2.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
+        loaded = {"lora_name": "taught", "lora_path": str(taught)}
+        assert client.post("/v1/load_lora_adapter", json=loaded).status_code == 200
+        algorithm = {"type": "distill", "teacher": server.url, "teacher_key_env": KEY, "group_size": 4}
+        jobs = [
+            job(name, "toy:reverse", 8, algorithm={**algorithm, **model}, steps=2)
+            for name, model in (("base", {}), ("adapter", {"teacher_model": "taught"}))
+        ]
+        here = config(tmp_path, {"urls": [server.url]}, jobs).model_copy(update={"rollout": RolloutConfig()})
+        result = run_config(here, base=small)
+        assert result.ok, [one.message for one in result.jobs.values()]
+        of_base, of_adapter = (records(tmp_path / "run", name)[0]["loss"] for name in ("base", "adapter"))
+        assert abs(of_base) < FLOAT32_GAP < abs(of_adapter)
+        client.post("/v1/unload_lora_adapter", json={"lora_name": "taught"})
+
+    odd = tmp_path / "odd"
+    shutil.copytree(taught, odd)
+    tensors = load_file(odd / ADAPTER_WEIGHTS)
+    save_file(
+        {name.replace("down_proj", "odd_proj"): tensor for name, tensor in tensors.items()}, odd / ADAPTER_WEIGHTS
+    )
+
+    async def told(engine: ServerEngine) -> str:
+        await engine.ready()
+        try:
+            with pytest.raises(EngineError) as found:
+                await engine.load_adapter(AdapterRef("odd", 0), odd)
+        finally:
+            await engine.close()
+        return str(found.value)
+
+    fetches = {"urls": [server.url], "api_key_env": KEY, "publish_by": "tensors"}
+    settings = RolloutConfig(engine="vllm", directory=str(tmp_path / "served"), **fetches)
+    problem = asyncio.run(told(build_servers(small.info, settings, Demand(1, 2, 8), "odd", tmp_path)))
+    assert "the server adapts" in problem
+    assert "odd_proj" in problem
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("where", ["embedded", "vllm"])
+def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
+    where: str, small: Any, server: Launched, tmp_path: Path
+) -> None:
+    """`in_flight` and `over_provision` with answers of very different lengths, three jobs at once."""
+    rollout = (
+        {"urls": [server.url], "api_key_env": KEY} if where == "vllm" else {"engine": "embedded", "directory": None}
+    )
+    flight = {"max_off_policy_steps": 2, "in_flight": "continue", "correct_sampler": True}
+    fields: dict[str, Any] = {"sampling": {"max_tokens": 48, "temperature": 1.3}, "steps": 4}
+    jobs = [
+        job("continue", "toy:sort_letters", 8, algorithm=flight, **fields),
+        job("first", "toy:reverse", 16, algorithm={"over_provision": 2.0}, **fields),
+        job("both", "toy:count_letters", 4, algorithm={**flight, "over_provision": 1.5}, **fields),
+    ]
+    result = run_config(config(tmp_path, rollout, jobs), base=small)
+    for name, found in result.jobs.items():
+        assert found.state == "succeeded", found.message
+        steps = [line for line in records(tmp_path / "run", name) if "reward" in line]
+        assert [line["step"] for line in steps] == list(range(4))
+        late = max(line["staleness"] for line in steps)  # a group that is resumed is a step later
+        assert late <= {"continue": 2, "first": 1, "both": 3}[name]
+        assert any("in_flight" in why or "over_provision" in why for why in found.inexact)
+
+
+@pytest.mark.soak
+def test_in_bfloat16_the_probe_tells_a_version_from_the_one_before(tmp_path: Path) -> None:
+    """Eight versions of an ordinary training, and each of them under the name of the next."""
+    base = load("small", EngineConfig(dtype="bfloat16", threads=1))
+    one = job("a", "toy:sort_letters", 8, checkpoint={"keep": 9})
+    tree = {"base": "small", "engine": {"threads": 1, "samplers": 0}, "jobs": [one], "run": str(tmp_path / "run")}
+    assert run_config(RunConfig.model_validate(tree), base=base).ok
+    versions = [tmp_path / "run" / "a" / "versions" / f"v{number}" for number in range(1, 9)]
+    trainer = TorchTrainer(base, slots=1)
+    trainer.add_adapter("a", AdapterConfig(rank=8), 0)
+    prompt = base.info.tokenizer.encode("Sort the letters of this word: " * 4)
+
+    async def told(engine: ServerEngine) -> list[str]:
+        probe, found = Probe("a", np.array(prompt, np.int32), TOLERANCE["bfloat16"]), []
+        await engine.ready()
+        for number, directory in enumerate(versions):
+            trainer.load_adapter("a", directory, optimizer=False)
+            trained = probe.trained(trainer)
+            if number:
+                before = AdapterRef("stale", number)
+                await engine.load_adapter(before, versions[number - 1])
+                try:
+                    await probe.check(engine, before, trained)
+                except ProbeError as error:
+                    found.append(str(error))
+            right = AdapterRef("right", number)
+            await engine.load_adapter(right, directory)
+            await probe.check(engine, right, trained)
+        await engine.close()
+        return found
+
+    with vllm_server(base, tmp_path) as server:
+        os.environ[f"{KEY}_BF16"] = server.key
+        config = RolloutConfig(engine="vllm", urls=[server.url], api_key_env=f"{KEY}_BF16", directory=str(tmp_path))
+        engine = build_servers(base.info, config, Demand(1, 2, 8), "probed", tmp_path)
+        found = asyncio.run(told(engine))
+    print(found)
+    assert len(found) == len(versions) - 1
+
+
+@pytest.mark.soak
+def test_a_service_starts_servers_for_the_jobs_that_it_takes_and_a_killed_one_again(tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text(
+        f"engine: {{dtype: float32, threads: 1, slots: 3}}\nrollout: {{engine: vllm, directory: {tmp_path}/served, launch: "
+        f"{{python: {vllm_python()}, max_positions: 512}}}}\n"
+    )
+    with serving(tmp_path / "service", "--config", str(tmp_path / "serve.yaml"), keys=True) as service:
+        ranks = {"eight": 8, "sixteen": 16, "sixty-four": 64}
+        keys = {}
+        for name, rank in ranks.items():
+            service.become(service.admin_key)
+            keys[name] = service.key_for(name)
+            service.become(keys[name])
+            service.submit(tiny(name, 4, adapter={"rank": rank}))
+        for field, value in (("adapter", {"rank": 65}), ("algorithm", {"max_off_policy_steps": 5})):
+            error = service.refused(400, "POST", "/v1/jobs", json={**tiny("large"), field: value})
+            assert "were started for; whoever runs the service sets rollout.launch.max_" in error["message"]
+        service.reaches(name, 2)
+        (guard,) = guards(service)
+        for child in guard.children():
+            child.kill()
+        for name, key in keys.items():
+            service.become(key)
+            assert service.ended(name) == "succeeded", service.job(name)["message"]
+            assert service.steps(name) == [0, 1, 2, 3, 4], "every step is trained once"
+        (again,) = guards(service)
+        assert again.pid != guard.pid, "nobody started the server again"
+    assert not again.is_running()
+
+
+def guards(service: Service) -> list[psutil.Process]:
+    """The processes that start a server and watch over it."""
+    assert service.process is not None
+    below = psutil.Process(service.process.pid).children(recursive=True)
+    return [one for one in below if any("server_guard" in word for word in one.cmdline())]
+
+
+@pytest.mark.smollm2
+@pytest.mark.soak
+def test_the_gap_of_smollm2_over_many_publishes(smollm2_dir: Path, tmp_path: Path) -> None:
+    vllm_python()
+    publishes = 50
+    base = load(str(smollm2_dir), EngineConfig(dtype="float32", threads=1))
+    few = {"group_size": 4, "groups_per_step": 1}
+    (tmp_path / "rewards.py").write_text(
+        "def vowels(problem, completion):\n    return sum(c in 'aeiou' for c in completion)\n"
+    )
+    one = job("gap", "toy:reverse", 16, steps=publishes, algorithm=few, sampling={"max_tokens": 8})
+    one |= {"rewards": [f"{tmp_path}/rewards.py:vowels"], "data": {"source": "toy:reverse", "holdout": 0}}
+    result = run_config(config(tmp_path, {"launch": launch().model_dump()}, [one], base=str(smollm2_dir)), base=base)
+    assert result.ok, result.jobs["gap"].message
+    steps = [line for line in records(tmp_path / "run", "gap") if "reward" in line]
+    gaps = [line["logprob_gap"] for line in steps if line["tokens"]]  # others had no signal
+    print(f"largest gap over {len(gaps)} publishes: {max(gaps):.2e}")
+    assert len(steps) == publishes
+    assert len(gaps) > publishes / 2
+    assert 0 < max(gaps) < FLOAT32_GAP
+
+
+@pytest.mark.soak
+def test_experts_one_by_one_are_what_it_loads(tmp_path: Path) -> None:
+    """It cannot multiply with them on a CPU, but it says what it wants of a file."""
+    vllm_python()
+    base, targets = tiny_models.base("qwen3_moe"), ["q_proj", "experts"]
+    export(tmp_path / "together", base, tiny_models.adapter(base, targets=targets), targets)
+    write(tmp_path / "together", None, tmp_path / "apart", "experts")
+    with vllm_server(base, tmp_path / "server", "--max-model-len", "256", "--lora-target-modules", *targets) as server:
+        headers = {"Authorization": f"Bearer {server.key}"}
+        with httpx2.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
+            for form, status in (("apart", 200), ("together", 500)):
+                asked = {"lora_name": form, "lora_path": str(tmp_path / form)}
+                answer = client.post("/v1/load_lora_adapter", json=asked)
+                assert answer.status_code == status, answer.text
+            assert "contains fused 3D MoE weights" in answer.text

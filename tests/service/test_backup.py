@@ -1,0 +1,197 @@
+"""`motet backup` and `motet restore`: a copy of a running service continues as the service would."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from motet.checksums import hash_of, sums_of
+from motet.errors import RunError
+from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.opening import damages, open_job
+from motet.service.backup import MANIFEST, Copied, _copy, back_up, restore
+from motet.service.database.store import Store
+from motet.service.database.tenants import Principal
+from motet.types import ADAPTER_FILES
+from tests.support.database import new_database
+from tests.support.service_run import serving, tiny
+from tests.support.waiting import wait_until
+
+NAMES = (*ADAPTER_FILES, *(f"tensor-{number}" for number in range(20)))
+
+
+def silent(place: str) -> None:
+    pass
+
+
+def copied(house, tmp_path: Path) -> Path:
+    back_up(house.storage.directory, tmp_path / "copy", "", silent)
+    return tmp_path / "copy"
+
+
+def test_a_restored_service_has_the_database_the_jobs_and_the_files(house, tmp_path):
+    (house.storage.directory / "run" / house.job["id"] / "versions" / ".tmp-v9").mkdir(exist_ok=True)
+    copy = copied(house, tmp_path)
+    restored = restore(copy, tmp_path / "again", "", silent)
+    job = JobDirectory(tmp_path / "again" / "run" / house.job["id"])
+    original = house.storage.job(house.job["id"])
+    assert restored.jobs == len(list(original.path.parent.iterdir()))
+    assert (job.newest(), job.versions()) == (original.newest(), original.versions())
+    assert not list(tmp_path.rglob(".tmp-*"))
+    assert not list(tmp_path.rglob("access.log"))
+    assert {path.stat().st_mode & 0o77 for path in (tmp_path / "again").rglob("*") if path.is_file()} == {0}
+    store = Store(f"sqlite:///{tmp_path / 'again' / 'motet.db'}")
+    owner = store.tenants.find("us")
+    assert owner is not None
+    assert store.job(Principal.member_of(owner.id), house.job["id"]) is not None
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["altered", "missing", "manifest"])
+def test_a_damaged_backup_is_refused_and_leaves_nothing(house, tmp_path, damage):
+    copy = copied(house, tmp_path)
+    file = next(path for path in sorted((copy / "files").rglob("*")) if path.is_file())
+    match damage:
+        case "altered":
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
+        case "missing":
+            file.unlink()
+        case "manifest":
+            (copy / MANIFEST).unlink()
+    with pytest.raises(RunError, match=r"damaged|whole"):
+        restore(copy, tmp_path / "again", "", silent)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+
+def test_a_manifest_that_points_elsewhere_copies_nothing_from_there(house, tmp_path):
+    copy = copied(house, tmp_path)
+    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest["files"]["../outside"] = "0" * 64
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / "outside").write_text("x")
+    with pytest.raises(RunError, match="missing"):
+        restore(copy, tmp_path / "again", "", silent)
+
+
+def test_targets_that_exist_and_directories_of_no_service_are_refused(house, tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(RunError, match="new directory"):
+        back_up(house.storage.directory, tmp_path / "there", "", silent)
+    with pytest.raises(RunError, match="elsewhere"):
+        back_up(house.storage.directory, house.storage.directory / "inside", "", silent)
+    with pytest.raises(RunError, match=r"motet\.db"):
+        back_up(tmp_path / "there", tmp_path / "copy", "", silent)
+    copy = copied(house, tmp_path)
+    (tmp_path / "there" / "mine").touch()
+    with pytest.raises(RunError, match="not empty"):
+        restore(copy, tmp_path / "there", "", silent)
+
+
+def test_postgres_is_copied_and_put_back_by_its_own_programs(postgres, tmp_path):
+    with new_database(postgres) as before, new_database(postgres) as after:
+        store = Store(before)
+        store.tenants.create_key("team", "k", "member")
+        store.close()
+        (tmp_path / "served" / "files").mkdir(parents=True)
+        back_up(tmp_path / "served", tmp_path / "copy", before, silent)
+        with pytest.raises(RunError, match="--database"):
+            restore(tmp_path / "copy", tmp_path / "again", "", silent)
+        restore(tmp_path / "copy", tmp_path / "again", after, silent)
+        store = Store(after)
+        assert [tenant for _, tenant in store.tenants.all_keys()] == ["team"]
+        store.close()
+
+
+def test_commits_that_are_cleared_away_meanwhile_do_not_spoil_a_copy(tmp_path):
+    served = tmp_path / "served"
+    served.mkdir()
+    Store(f"sqlite:///{served / 'motet.db'}").close()
+    job = JobDirectory(served / "run" / "job-1")
+    open_job(job, {"name": "job-1"})
+    over = threading.Event()
+
+    def train() -> None:
+        for step in itertools.count(1):
+            if over.is_set():
+                return
+
+            def save(draft: Path, step: int = step) -> None:
+                for name in NAMES:
+                    (draft / name).write_text(f"{step}" * 1000)
+
+            job.append(job.metrics, {"step": step})
+            job.commit(Committed(step=step), save)
+            job.prune(1, 1e9)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        wait_until(lambda: bool(job.steps()))
+        for copy in (tmp_path / f"copy-{number}" for number in range(20)):
+            back_up(served, copy, "", silent)
+            there = JobDirectory(copy / "run" / "job-1")
+            newest = there.newest()
+            assert newest is not None
+            state = there.path / "state" / str(newest.step)
+            assert (
+                newest.sums.items()
+                >= {name: total for name, total in sums_of(state).items() if name != "state.json"}.items()
+            )
+            assert {path.name for path in state.iterdir()} == {*NAMES, "state.json"}
+            assert newest.step in there.versions()
+            assert hash_of(there.metrics, newest.metrics_bytes).hexdigest() == newest.sums["metrics.jsonl"]
+            assert damages(there) == []
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_number_that_a_deleted_file_gave_to_another_links_nothing(tmp_path):
+    places = [tmp_path / name for name in ("draft", "first", "second", "twin")]
+    places[0].mkdir()
+    places[1].write_text("one")
+    os.link(places[1], places[3])
+    copied = Copied()
+    assert _copy(places[1], places[0] / "first", places[0], copied)
+    places[2].write_text("two")
+    (identity, there), status = copied.linked.popitem(), places[2].stat()
+    copied.linked[status.st_dev, status.st_ino, *identity[2:]] = there  # as the file system would have it
+    assert _copy(places[2], places[0] / "second", places[0], copied)
+    assert (places[0] / "second").read_text() == "two"
+
+
+BUSY = 300
+"""Steps of a job that a backup meets in the middle."""
+
+
+@pytest.mark.soak
+def test_a_copy_of_a_busy_service_ends_its_jobs_with_the_same_bytes(tmp_path):
+    with serving(tmp_path / "served") as service:
+        service.submit(tiny("sort", steps=BUSY))
+        service.reaches("sort", 4)
+        subprocess.run(
+            [sys.executable, "-m", "motet", "backup", str(tmp_path / "copy"), "--directory", str(service.directory)],
+            check=True,
+        )
+        service.ended("sort")
+        weights = service.weights("sort")
+    again = tmp_path / "again"
+    subprocess.run(
+        [sys.executable, "-m", "motet", "restore", str(tmp_path / "copy"), "--directory", str(again)], check=True
+    )
+    shutil.copy(tmp_path / "served" / "secret.key", again)
+    assert JobDirectory(next((again / "run").glob("job-*"))).steps()[-1] < BUSY
+    with serving(again) as service:
+        assert service.ended("sort") == "succeeded", service.job("sort")["message"]
+        assert service.weights("sort") == weights
+        assert sorted(set(steps := service.steps("sort"))) == steps == list(range(BUSY + 1)), (
+            "the last line is an evaluation"
+        )

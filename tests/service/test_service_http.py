@@ -1,0 +1,504 @@
+"""The service's routes without an engine: who may ask for what, what is refused and how, and that nothing answers 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import json
+import random
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx2
+import pytest
+from fastapi import Request, UploadFile
+from pydantic import Field
+
+from motet.commands.answers import say, table
+from motet.commands.serve import serve
+from motet.config.service import ServiceConfig
+from motet.errors import ConfigError
+from motet.section import Described, described
+from motet.service.routes.files import upload
+from motet.types import JobState
+from tests.support.house import House, error_of, open_house
+from tests.support.service_run import ROWS, Json, tiny
+from tests.support.together import at_once
+
+OPEN = {"/healthz", "/readyz"}  # routes that need no key
+SIGN_IN = {"/v1/login", "/v1/login/key", "/v1/login/device", "/v1/login/device/key"}
+"""They need none either; a service without sign-in has nothing there (tests/service/test_sign_in.py)."""
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------------
+
+
+def operations(house: House) -> Iterator[tuple[str, str, Json]]:
+    """(method, path, description) of every operation."""
+    for path, methods in house.app.openapi()["paths"].items():
+        for method, told in methods.items():
+            yield method.upper(), path, told
+
+
+def filled(house: House, path: str) -> str:
+    """A path with the names of `ours`."""
+    key = next(one for one, _ in house.store.tenants.all_keys() if one.name == "revoked")
+    known = {"job": house.job["id"], "file": house.file["id"], "key": key.id, "version": "latest", "word": "pause"}
+    known |= {"adapter": "brought", "share": "share-1", "tenant": "us", "worker": "w", "episode": "e"}
+    return path.format(**known)
+
+
+def test_every_route_wants_a_key_that_is_good(house: House) -> None:
+    seen = 0
+    for (method, path, _), key in itertools.product(operations(house), ("none", "wrong", "expired", "revoked")):
+        answer = house.ask(method, filled(house, path), key)
+        if path in OPEN:
+            assert answer.status_code in (200, 503)
+            continue
+        if path in SIGN_IN and method != "DELETE":
+            assert (answer.status_code, path) in {(404, path), (422, path)}
+            continue
+        if path.startswith("/episodes/"):  # with keys of their own: one that is not there is over, whoever asks
+            assert (answer.status_code, path) == (404, path)
+            continue
+        seen += 1
+        assert (answer.status_code, path) == (401, path)
+        assert error_of(answer)["type"] == "authentication_error"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert seen >= 4 * 15
+
+
+def test_what_is_another_tenants_is_not_there(house: House) -> None:
+    for method, path, _ in operations(house):
+        if path.startswith(("/v1/audit", "/v1/tenants")):
+            assert house.refused(403, method, filled(house, path), "theirs")["type"] == "permission_error"
+        elif "{" in path:
+            answer = house.ask(method, filled(house, path), "theirs")
+            assert (answer.status_code, path) == (404, path)
+            assert error_of(answer)["message"]
+    house.refused(403, "POST", "/v1/keys", "theirs", json={"tenant": "us"})
+    assert {one["tenant"] for one in house.ask("GET", "/v1/keys", "theirs").json()["data"]} == {"them"}
+    assert house.ask("GET", "/v1/jobs", "theirs").json()["data"] == []
+    assert house.ask("GET", "/v1/files", "theirs").json()["data"] == []
+    assert not [one for one in house.ask("GET", "/v1/models", "theirs").json()["data"] if "ended" in one["id"]]
+    asked = {"model": "ended@latest", "messages": [{"role": "user", "content": "a"}]}
+    assert house.refused(404, "POST", "/v1/chat/completions", "theirs", json=asked)["param"] == "model"
+    for who, tenant in (("ours", None), ("admin", "us")):
+        assert house.ask("GET", f"/v1/jobs/{house.job['id']}", who).json()["tenant"] == tenant
+
+
+def test_an_admin_makes_and_ends_keys(house: House) -> None:
+    made = house.ask("POST", "/v1/keys", "admin", json={"tenant": "us", "name": "new", "expires_days": 1}).json()
+    house.keys["new"] = made["key"]
+    assert house.ask("GET", "/v1/jobs/ended", "new").status_code == 200
+    assert made["key"] not in house.ask("GET", "/v1/keys", "admin").text
+    assert house.ask("DELETE", f"/v1/keys/{made['id']}", "admin").status_code == 204
+    house.refused(401, "GET", "/v1/jobs", "new")
+    house.refused(404, "DELETE", "/v1/keys/key-none", "admin")
+
+
+def test_no_name_steers_the_terminal_of_who_prints_it(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("\x1b[31mred", "two\nlines", "\u202ebackwards"):
+        message = house.refused(422, "POST", "/v1/keys", "admin", json={"tenant": "us", "name": name})["message"]
+        assert "unprintable" in message
+    files = {"file": ("\x9b1ma\u202e.jsonl", ROWS)}
+    assert house.ask("POST", "/v1/files", files=files).json()["filename"] == "1ma.jsonl"
+    kept = "\x1b[2Jkept\x1b]8;;http://x\x07 by an older release\x9b1m"
+    say(table([(kept, "\x07")], "name, bell", empty=""))
+    say(kept)
+    printed = capsys.readouterr().out
+    assert "kept by an older release" in printed
+    assert not set(printed) & {"\x1b", "\x07", "\x9b"}
+
+
+# --- the description --------------------------------------------------------------------------------------------------------
+
+
+def test_every_route_is_described(house: House) -> None:
+    for method, path, told in operations(house):
+        assert told.get("description") or told.get("summary"), (method, path)
+        assert told["description"].strip(), (method, path)
+        successes = [answer for status, answer in told["responses"].items() if status.startswith("2")]
+        assert successes, (method, path)
+        assert set(told["responses"]) >= {"400", "401", "403", "404", "409", "422", "503"}, (method, path)
+    models = house.app.openapi()["components"]["schemas"]
+    assert models["Error"]["properties"]["error"]["$ref"].endswith("ErrorDetail")
+
+
+def test_nothing_that_is_asked_makes_the_service_fall_over(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:  # of its own: some of what is asked is granted
+        _ask_oddly(house)
+
+
+def test_what_cannot_be_kept_or_found_is_told(house: House) -> None:
+    house.refused(404, "GET", f"/v1/jobs/ended/versions/{'9' * 5000}/download")
+    for odd in ('"\\ud800"', "NaN", "1e999"):
+        text = json.dumps({**tiny("odd"), "data": {"source": "toy:add", "config": {"x": "HERE"}}})
+        content = text.replace('"HERE"', odd).encode()
+        error = house.refused(400, "POST", "/v1/jobs", content=content, headers={"Content-Type": "application/json"})
+        assert "JSON" in error["message"]
+    assert house.ask("GET", "/v1/jobs").status_code == 200
+
+
+def _ask_oddly(house: House) -> None:
+    draw = random.Random(0)
+    asked = 0
+    for method, path, told in operations(house):
+        if path.endswith("/stream"):
+            continue  # open for as long as its job; see below
+        for _ in range(30 if method != "DELETE" else 5):
+            target, request = _odd(draw, house, path, told)
+            answer = house.ask(method, target, draw.choice(["ours", "admin"]), **request)
+            asked += 1
+            expected = answer.status_code < 500 or answer.status_code == 503
+            assert expected, (method, target, request, answer.text)
+            if answer.status_code >= 400 and path not in OPEN:
+                error_of(answer)
+    assert asked > 300
+    assert house.ask("GET", "/v1/jobs?limit=200", "admin").status_code == 200
+
+
+ODD: list[Any] = [
+    "", "0", "-1", "1e999", "nan", "9" * 5000, "%00", "%2e%2e%2f", "..", "é", "%F0%9F%90%88", "a b", "null", "a" * 300, "'--",
+    "latest", "best", "٣", "\ud83d\ude00", "ended", "file-x", "{}", "[]",
+]  # fmt: skip
+JSONS: list[Any] = [
+    None, [], {}, "", 0, -1, 10**30, 1e308, True, "\ud800", "\x00", "x" * 300, [[]], {"a": {"b": 1}}, ["\ud800"], -(10**20),
+]  # fmt: skip
+
+
+GRADER: Json = {"type": "string_check", "name": "x", "input": "a", "reference": "b", "operation": "eq"}
+
+
+def _odd(draw: random.Random, house: House, path: str, told: Json) -> tuple[str, Json]:
+    """A request that a person would not make."""
+    names = [one["name"] for one in told.get("parameters", ()) if one["in"] == "path"]
+    plain = [one for one in ODD if not any(0xD800 <= ord(letter) < 0xE000 for letter in one)]
+    target = path.format(**{name: _named(draw, name, plain) for name in names})
+    query = {
+        one["name"]: draw.choice(plain)
+        for one in told.get("parameters", ())
+        if one["in"] == "query" and draw.random() < 0.7
+    }
+    request: Json = {"params": query} if query else {}
+    if "requestBody" in told:
+        field = draw.choice([*tiny("x"), "adapter", "messages", "model", "tenant", "n", "stop", "max_tokens", "seed"])
+        base: Json = tiny(f"odd{draw.random()}")
+        if "chat" in path:
+            base = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
+        elif path.endswith("/completions"):
+            base = {"model": "small", "prompt": "a"}
+        elif "graders" in path:
+            base = {"grader": GRADER, "model_sample": "a", "item": {}}
+        elif "fine_tuning" in path:
+            tuned: Json = {"grader": GRADER, "hyperparameters": {"n_epochs": 1}}
+            base = {"model": "small", "training_file": house.file["id"], "suffix": "odd"}
+            base |= {"method": {"type": "reinforcement", "reinforcement": tuned}, "metadata": {}, "motet": {}}
+        elif "keys" in path:
+            base = {"tenant": "us", "name": "odd"}
+        body = draw.choice([{**base, field: draw.choice(JSONS)}, draw.choice(JSONS), _deep(draw, base)])
+        request["content"] = json.dumps(body).encode()
+        request["headers"] = {
+            "Content-Type": draw.choice(["application/json"] * 4 + ["text/plain", "multipart/form-data"])
+        }
+    return target, request
+
+
+def _named(draw: random.Random, name: str, odd: list[str]) -> str:
+    return "ended" if name == "job" and draw.random() < 0.6 else draw.choice(odd) or "x"
+
+
+def _deep(draw: random.Random, base: Json) -> Json:
+    """The same with something odd one level down."""
+    found: Json = json.loads(json.dumps(base))
+    for name, value in found.items():
+        if isinstance(value, dict) and draw.random() < 0.6:
+            value[draw.choice([*value, "config", "template", "init", "prompt"])] = draw.choice(JSONS)
+        elif name == "steps":
+            found[name] = draw.choice([value, 10**12, 2**31, 1e3])
+    return found
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"data": "/etc/passwd"}, "data.source"),
+        ({"data": "./rows.jsonl"}, "upload the file"),
+        ({"data": "~/rows.jsonl"}, "upload the file"),
+        ({"data": "ROWS.JSONL"}, "upload the file"),
+        ({"data": "openai/gsm8k"}, "data.source"),
+        ({"data": {"source": "toy:add", "eval_source": "../rows.parquet"}}, "upload the file"),
+        ({"data": "file-nowhere"}, "file-nowhere"),
+        ({"data": "file-../../motet.db"}, "file-../../motet.db"),
+        ({"reward": "rewards.py:mine"}, "code does not run"),
+        ({"reward": "os:system"}, "code does not run"),
+        ({"reward": ["exact", {"name": "subprocess:run"}]}, "code does not run"),
+        ({"colour": "red"}, "colour"),
+        ({"optimizer": {"rate": 1}}, "optimizer.rate"),
+        ({"steps": 0}, "steps"),
+        ({"steps": 10**12}, "steps"),
+        ({"name": "../out"}, "name"),
+        ({"name": "a/b"}, "name"),
+        ({"name": "."}, "name"),
+        ({"name": "a" * 101}, "name"),
+        ({"name": None}, "name"),
+        ({"adapter": {"init": "theirs@latest"}}, "adapter.init"),
+        ({"adapter": {"init": "/etc"}}, "adapter.init"),
+        ({"adapter": {"init": "ended@99"}}, "adapter.init"),
+        ({"adapter": {"init": "ended@../../v1"}}, "adapter.init"),
+    ],
+)  # fmt: skip
+def test_a_job_that_may_not_run_here_is_refused_with_the_field(house: House, change: Json, words: str) -> None:
+    before = house.store.counts()
+    error = house.refused(400, "POST", "/v1/jobs", json={**tiny("odd"), **change})
+    assert words in error["message"]
+    assert house.store.counts() == before
+
+
+def test_another_tenants_version_is_no_start(house: House) -> None:
+    job = {**tiny("mine"), "adapter": {"init": "ended@latest"}}
+    assert "adapter.init" in house.refused(400, "POST", "/v1/jobs", "theirs", json=job)["message"]
+    named = {**tiny("mine"), "adapter": {"init": f"{house.job['id']}@latest"}}
+    assert "adapter.init" in house.refused(400, "POST", "/v1/jobs", "theirs", json=named)["message"]
+    file = {**tiny("mine"), "data": house.file["id"]}
+    assert house.file["id"] in house.refused(400, "POST", "/v1/jobs", "theirs", json=file)["message"]
+    for allowed in (job, {**tiny("filed"), "data": house.file["id"]}):
+        assert house.ask("POST", "/v1/jobs", "ours", json=allowed).status_code == 201
+
+
+def test_the_hub_is_for_services_that_allow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "near" / "here").mkdir(parents=True)
+    with open_house(tmp_path / "house", hub=True) as house:
+        assert house.ask("POST", "/v1/jobs", json={**tiny("hub"), "data": "openai/gsm8k"}).status_code == 201
+        for source in ("/etc", "near/here", "near", "a.JSONL", "../x/y"):
+            house.refused(400, "POST", "/v1/jobs", json={**tiny("disk"), "data": source})
+
+
+def test_the_same_request_twice_is_one_job(house: House) -> None:
+    headers = {"Idempotency-Key": "once"}
+    first, second = (house.ask("POST", "/v1/jobs", json=tiny("once"), headers=headers) for _ in range(2))
+    assert (first.status_code, first.json()["id"]) == (201, second.json()["id"])
+    assert "once" in house.refused(409, "POST", "/v1/jobs", json=tiny("once"))["message"]
+    assert (
+        house.ask("POST", "/v1/jobs", "theirs", json=tiny("once"), headers=headers).json()["id"] != first.json()["id"]
+    )
+    events = house.ask("GET", "/v1/jobs/once/events").json()["data"]
+    assert [event["data"]["state"] for event in events] == ["queued"]
+
+
+def test_a_job_is_removed_only_when_it_has_ended(house: House) -> None:
+    job = house.ask("POST", "/v1/jobs", json=tiny("open")).json()
+    assert "cancel" in house.refused(409, "DELETE", "/v1/jobs/open")["message"]
+    assert house.ask("POST", "/v1/jobs/open/pause").status_code == 202
+    house.recorder.record_state(job["id"], JobState.FAILED, "for a test")
+    event = house.ask("GET", "/v1/jobs/open/events").json()["data"][-1]
+    assert event["data"] == {"state": "failed", "message": "for a test"}
+    house.refused(409, "POST", "/v1/jobs/open/cancel")
+    again = house.ask("POST", "/v1/jobs/open/resume").json()
+    assert (again["state"], again["message"], again["ended"]) == ("queued", "", None)
+    house.recorder.record_state(job["id"], JobState.CANCELLED, "")
+    house.refused(409, "POST", "/v1/jobs/open/resume")
+    house.refused(422, "POST", "/v1/jobs/open/explode")
+    assert house.ask("DELETE", "/v1/jobs/open").status_code == 204
+    house.refused(404, "GET", "/v1/jobs/open")
+    assert house.ask("POST", "/v1/jobs", json=tiny("open")).json()["id"] != job["id"]
+
+
+def test_rollouts_can_be_filtered(house: House) -> None:
+    def rewards(query: str) -> list[Any]:
+        return [one["reward"] for one in house.ask("GET", f"/v1/jobs/ended/rollouts{query}").json()["data"]]
+
+    assert house.ask("GET", "/v1/jobs/ended/rollouts").json()["step"] == 1
+    assert rewards("?step=0") == [0.0, 0.5, 1.0, None]
+    assert rewards("?min_reward=0.5") == [0.5, 1.0]
+    assert rewards("?max_reward=0.5") == [0.0, 0.5]
+    assert rewards("?min_reward=0.1&max_reward=0.9&limit=1") == [0.5]
+    assert "step 7" in house.refused(404, "GET", "/v1/jobs/ended/rollouts?step=7")["message"]
+
+
+# --- events -----------------------------------------------------------------------------------------------------------------
+
+
+def streamed(house: House, job: str, start: str | None = None, stop: int | None = None) -> list[tuple[int, Json]]:
+    """Events of a stream until it ends, or so many."""
+    found: list[tuple[int, Json]] = []
+    headers = {"Authorization": f"Bearer {house.keys['ours']}", **({} if start is None else {"Last-Event-ID": start})}
+    with house.http.stream("GET", f"/v1/jobs/{job}/events/stream", headers=headers) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        number = -1
+        for line in answer.iter_lines():
+            if line.startswith("id: "):
+                number = int(line[4:])
+            elif line.startswith("data: "):
+                found.append((number, json.loads(line[6:])))
+                if len(found) == stop:
+                    break
+    return found
+
+
+def test_a_stream_told_in_pieces_has_no_gap_and_no_double(house: House) -> None:
+    job = house.ask("POST", "/v1/jobs", json=tiny("told")).json()["id"]
+
+    def tell() -> None:
+        for step in range(30):
+            house.recorder.record_step(job, {"step": step, "loss": 0.0})
+            time.sleep(0.01)
+        house.recorder.record_state(job, JobState.SUCCEEDED, "")
+
+    telling, started = threading.Thread(target=tell), time.monotonic()
+    telling.start()
+    found: list[tuple[int, Json]] = []
+    while not found or found[-1][1]["data"].get("state") != "succeeded":
+        found += streamed(house, job, str(found[-1][0]) if found else None, stop=4)
+    telling.join()
+    assert time.monotonic() - started < 10  # told when they happen, not when somebody looks again
+    kept = house.ask("GET", f"/v1/jobs/{job}/events").json()["data"]
+    assert [event for _, event in found] == kept
+    assert [event["data"].get("step") for event in kept] == [None, *range(30), None]
+    assert streamed(house, job) == found  # the whole ends by itself
+    assert streamed(house, job, str(found[-1][0])) == []  # and so does what comes after the end
+    middle = kept[10]["id"]
+    assert house.ask("GET", f"/v1/jobs/{job}/events?after={middle}").json()["data"] == kept[11:]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "status", "words"),
+    [
+        ("big.jsonl", ROWS * 200, 413, "0.01 MB"),
+        ("bad.jsonl", ROWS + b"{nonsense}\n", 400, "bad.jsonl line 3"),
+        ("list.jsonl", b"[1]\n", 400, "list.jsonl line 1"),
+        ("empty.jsonl", b"", 400, "no rows"),
+        ("rows.csv", ROWS, 400, ".jsonl or .parquet"),
+        ("rows", ROWS, 400, ".jsonl or .parquet"),
+        ("rows.parquet", ROWS, 400, "rows.parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(house: House, name: str, data: bytes, status: int, words: str) -> None:
+    folder = house.storage.directory / "files"
+    before = sorted(folder.iterdir())
+    error = house.refused(status, "POST", "/v1/files", files={"file": (name, data)})
+    assert words in error["message"]
+    assert str(folder) not in error["message"]
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_file_cannot_choose_where_it_lies(house: House) -> None:
+    directory = house.storage.directory
+    for name in ("../../out.jsonl", "/tmp/motet-out.jsonl", "..\\out.jsonl", "a\x00b.jsonl", "é" * 300 + ".JSONL"):
+        answer = house.ask("POST", "/v1/files", files={"file": (name, ROWS)})
+        assert answer.status_code == 201, answer.text
+        file = answer.json()
+        (path,) = [path for path in (directory / "files").iterdir() if path.stem == file["id"]]
+        assert path.read_bytes() == ROWS
+        assert (file["rows"], file["bytes"]) == (2, len(ROWS))
+        assert house.ask("DELETE", f"/v1/files/{file['id']}").json() == {
+            "id": file["id"],
+            "object": "file",
+            "deleted": True,
+        }
+        assert not path.exists()
+    assert not Path("/tmp/motet-out.jsonl").exists()
+    assert not list(directory.parent.glob("*.jsonl"))
+    house.refused(422, "POST", "/v1/files", data={"file": "text"})
+    house.refused(404, "DELETE", "/v1/files/..%2Fmotet.db")
+
+
+def test_an_upload_that_is_cut_off_leaves_a_file_and_its_row(house: House) -> None:
+    """It is cut off while the row is written, in a thread that cannot be called back."""
+    who = house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    folder, database = house.storage.directory / "files", house.storage.directory / "motet.db"
+
+    async def form() -> dict[str, Any]:
+        return {}
+
+    async def cut_off() -> None:
+        request = cast(Request, SimpleNamespace(form=form, receive=asyncio.Event().wait))
+        file = UploadFile(io.BytesIO(ROWS), filename="cut.jsonl")
+        sending = asyncio.create_task(upload(request, who, house.service, file))
+        with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            await asyncio.sleep(1)
+            sending.cancel()
+            await asyncio.sleep(0.2)
+            other.execute("ROLLBACK")
+        await asyncio.wait([sending])
+        assert sending.cancelled()
+
+    before = {path.stem for path in folder.iterdir()}
+    asyncio.run(cut_off())
+    listed = {file["id"] for file in house.ask("GET", "/v1/files").json()["data"]}
+    (left,) = {path.stem for path in folder.iterdir()} - before
+    assert left in listed
+    house.ask("DELETE", f"/v1/files/{left}")
+
+
+# --- without keys -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
+def test_a_service_without_keys_stays_on_this_machine(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match="--no-keys"):
+        serve(
+            "small", tmp_path / "x", host=host, port=1, database=None, no_keys=True, hub=False,
+            config=ServiceConfig(),
+        )  # fmt: skip
+    assert not (tmp_path / "x").exists()
+
+
+def test_without_keys_everyone_is_admin_also_many_at_once(tmp_path: Path) -> None:
+    with open_house(tmp_path, open_to_all=True) as house:
+        answers = at_once(lambda _: httpx2.get(f"{house.http.base_url}/v1/keys").status_code, 8)
+        assert answers == [200] * 8
+        assert house.ask("GET", "/v1/keys", "wrong").status_code == 200
+
+
+def test_a_service_starts_without_reading_what_describes_its_fields() -> None:
+    read = "[name for name in linecache.cache if name.endswith('.py') and 'motet' in name.split('/')]"
+    code = "import linecache, motet.service.app; from motet.config import RunConfig"
+    code += f"; print({read}, RunConfig.__pydantic_complete__)"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said.split() == ["[]", "False"]
+
+
+def test_a_schema_describes_fields_by_their_docstrings() -> None:
+    class Above(Described):
+        one: int
+        """The first,
+        in two lines.
+        """
+        two: int = Field(2, description="Said by the field.")
+        """Not this."""
+        three: int = Field(3, validation_alias="Three")
+        """By another name."""
+
+    class Below(Above):
+        one: int
+        four: Above | None = None
+        """Another model."""
+
+    assert described(Above)["one"] == "The first,\nin two lines."
+    above, below = Above.model_json_schema()["properties"], Below.model_json_schema()["properties"]
+    assert [above[name]["description"] for name in above] == [
+        "The first,\nin two lines.",
+        "Said by the field.",
+        "By another name.",
+    ]
+    assert "description" not in below["one"]
+    assert [below[name]["description"] for name in ("Three", "four")] == ["By another name.", "Another model."]

@@ -1,0 +1,505 @@
+"""Limits, usage and rates of the service without its engine: what is kept, what is refused, what the engine is told."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from motet.client import Client
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import SetRule, ToHost, UsageWindow
+from motet.config.service import LimitsConfig, RateConfig
+from motet.errors import ConfigError, ServiceError
+from motet.jobfile import load_service
+from motet.runtime.slots import Rule
+from motet.service.database.store import Store
+from motet.service.http.auth import RateLimit
+from motet.service.jobs.handover import Handover
+from motet.service.tenants.ledger import Ledger, today
+from motet.service.tenants.quotas import QuotaEnforcer
+from motet.service.tinker.futures import Futures
+from motet.types import JobState
+from tests.support.database import person, queued
+from tests.support.house import House, open_house
+from tests.support.service_run import Json, tiny
+from tests.support.tinker_requests import journal, made, request
+from tests.support.tinker_requests import sent as sent_gradient
+from tests.support.tinker_run import job_of
+from tests.support.together import at_once
+
+DAY = "2026-03-01"
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    """A service with limits of its own."""
+    with open_house(tmp_path, limits=LimitsConfig(rank=64, steps=100, running_jobs=None, queued_jobs=None)) as found:
+        yield found
+
+
+def limit(house: House, **limits: Any) -> Json:
+    """Set the limits of tenant `us`."""
+    answer = house.ask("PUT", "/v1/tenants/us/limits", "admin", json=limits)
+    assert answer.status_code == 200, answer.text
+    found: Json = answer.json()
+    return found
+
+
+def step(house: House, job: str, number: int, sampled: int = 0, trained: int = 0) -> None:
+    """What the engine tells of a step."""
+    told = {"step": number, "loss": 0.0, "tokens_sampled": sampled, "tokens_trained": trained}
+    house.recorder.record_step(job, told)
+
+
+# --- the ledger -------------------------------------------------------------------------------------------------------------
+
+
+def test_usage_is_kept_once_and_told_by_job_day_and_tenant(store: Store) -> None:
+    day = [DAY]
+    ledger = Ledger(store, lambda: day[0])
+    us, them = person(store, "us"), person(store, "them")
+    sort, other = queued(store, us, "sort", {}, 3, None), queued(store, them, "other", {}, 3, None)
+
+    def told(job: str, number: int, sampled: int, trained: int) -> None:
+        data = {"tokens_sampled": sampled, "tokens_trained": trained}
+        store.add_event(job, "step", str(number), data, ledger.step(job, data))
+
+    told(sort.id, 0, 10, 20)
+    told(sort.id, 0, 10, 20)  # by an engine that was started again
+    told("job-none", 0, 10, 20)
+    day[0] = "2026-03-02"
+    told(sort.id, 1, 1, 2)
+    told(other.id, 0, 100, 200)
+    ledger.count_completion(us.tenant_id, "", 7, 3)
+    ledger.flush()
+    micro = {sort.id: 1_500_000, other.id: 250_000, f"answers/{us.tenant_id}": 1, "": 249_999}
+    assert ledger.window("one", 1, micro)
+    assert not ledger.window("one", 1, micro)
+    assert not ledger.window("one", 0, micro)
+    assert ledger.window("one", 3, {"": 500_000})
+    assert ledger.window("two", 1, {"": 500_000})
+    assert ledger.tokens_of(sort.id) == 33
+    assert {name: used.tokens for name, used in ledger.used_today().items()} == {
+        us.tenant_id: 3 + 10, them.tenant_id: 300, "": 0
+    }  # fmt: skip
+
+    by_job = [
+        (one.tenant, one.name, one.tokens_prompt, one.tokens_sampled, one.tokens_trained) for one in ledger.report(None)
+    ]
+    assert by_job == [
+        ("them", "other", 0, 100, 200), ("us", None, 7, 3, 0), ("us", "sort", 0, 11, 22), (None, None, 0, 0, 0)
+    ]  # fmt: skip
+    assert sum(one.device_seconds for one in ledger.report(None)) == pytest.approx(3.0, abs=1e-9)
+    by_day = ledger.report(us.tenant_id, by=["day"])
+    assert [(one.day, one.tokens_sampled, one.tokens_trained) for one in by_day] == [
+        (DAY, 10, 20),
+        ("2026-03-02", 4, 2),
+    ]
+    both = ledger.report(us.tenant_id, by=["day", "job"], since="2026-03-02")
+    assert [(one.day, one.job, one.tokens_sampled) for one in both] == [
+        ("2026-03-02", None, 3),
+        ("2026-03-02", sort.id, 1),
+    ]
+    assert [one.tokens_sampled for one in ledger.report(us.tenant_id, by=["tenant"], until=DAY)] == [10]
+    store.delete_job(sort.id)
+    assert [one.name for one in ledger.report(us.tenant_id)] == [None, "sort"]
+    assert ledger.window("two", 2, {sort.id: 5})
+    assert ledger.report(us.tenant_id)[1].device_seconds == pytest.approx(1.500005)
+
+
+def test_many_writers_at_once_lose_nothing_of_the_ledger(store: Store) -> None:
+    ledger = Ledger(store)
+    us = person(store, "us")
+    job = queued(store, us, "sort", {}, 3, None)
+
+    def write(number: int) -> None:
+        for turn in range(10):
+            data = {"tokens_sampled": 1, "tokens_trained": 2}
+            store.add_event(job.id, "step", f"{number}.{turn}", data, ledger.step(job.id, data))
+            ledger.count_completion(us.tenant_id, "", 1, 1)
+            ledger.flush()
+            ledger.window(f"engine-{number}", turn, {job.id: 10, "": 1})
+
+    assert at_once(write, 6) == [None] * 6
+    completions, trained, idle = ledger.report(None)
+    assert (completions.tokens_prompt, completions.tokens_sampled) == (60, 60)
+    assert (trained.tokens_sampled, trained.tokens_trained, round(trained.device_seconds * 1e6)) == (60, 120, 600)
+    assert round(idle.device_seconds * 1e6) == 60
+
+
+def test_usage_over_http(house: House) -> None:
+    job = house.job["id"]
+    step(house, job, 7, 10, 20)
+    house.recorder.record_usage(UsageWindow("e", 1, {job: 2_000_000, "": 1_000_000}))
+    (own,) = house.ask("GET", "/v1/usage").json()["data"]
+    assert own == {
+        "day": None, "tenant": "us", "job": job, "name": "ended", "kind": "job", "tokens_prompt": 0,
+        "tokens_sampled": 10, "tokens_trained": 20, "device_seconds": 2.0, "base": None,
+    }  # fmt: skip
+    assert house.ask("GET", "/v1/usage", "theirs").json()["data"] == []
+    assert house.ask("GET", "/v1/usage?tenant=us").json()["data"] == [own]
+    assert "tenant" in house.refused(404, "GET", "/v1/usage?tenant=us", "theirs")["message"]
+    house.refused(404, "GET", "/v1/usage?tenant=no-one", "admin")
+    everything = house.ask("GET", "/v1/usage?by=job&by=day", "admin").json()["data"]
+    assert [(one["kind"], one["day"], one["device_seconds"]) for one in everything] == [
+        ("job", today(), 2.0),
+        ("idle", today(), 1.0),
+    ]
+    assert house.ask("GET", "/v1/usage?tenant=us", "admin").json()["data"] == [own]
+    assert house.ask("GET", "/v1/usage?since=2999-01-01", "admin").json()["data"] == []
+    assert house.ask("GET", "/v1/usage?by=tenant").json()["data"][0]["kind"] == "all"
+    table = house.ask("GET", "/v1/usage?format=csv", "admin")
+    assert table.headers["content-type"].startswith("text/csv")
+    rows = list(csv.DictReader(io.StringIO(table.text)))
+    assert [(row["tenant"], row["kind"], row["tokens_trained"], row["device_seconds"]) for row in rows] == [
+        ("us", "job", "20", "2.0"),
+        ("", "idle", "0", "1.0"),
+    ]
+    assert house.ask("DELETE", f"/v1/jobs/{job}").status_code in (204, 409)
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------------
+
+
+def test_defaults_hold_until_an_admin_sets_something_else(house: House) -> None:
+    (us,) = [one for one in house.ask("GET", "/v1/tenants", "admin").json()["data"] if one["name"] == "us"]
+    assert (us["limits"]["rank"], us["limits"]["steps"], us["limits"]["queued_jobs"], us["own"]) == (64, 100, None, [])
+    assert limit(house, steps=None, rank=8)["limits"]["steps"] is None
+    found = house.ask("GET", "/v1/limits").json()
+    assert (found["name"], found["limits"]["rank"], sorted(found["own"])) == ("us", 8, ["rank", "steps"])
+    assert house.ask("GET", "/v1/limits", "theirs").json()["limits"]["rank"] == 64
+    assert limit(house)["own"] == []
+    house.refused(422, "PUT", "/v1/tenants/us/limits", "admin", json={"rnak": 1})
+    house.refused(404, "PUT", "/v1/tenants/no-one/limits", "admin", json={})
+    for method, path in (("GET", "/v1/tenants"), ("PUT", "/v1/tenants/us/limits")):
+        house.refused(403, method, path, json={})
+
+
+@pytest.mark.parametrize(
+    ("limits", "job", "status", "words"),
+    [
+        ({"rank": 8}, {"adapter": {"rank": 16}}, 403, ("adapter.rank", "16", "8", "--rank", "admin")),
+        ({"steps": 10}, {"steps": 11}, 403, ("steps", "11", "10", "--steps", "admin")),
+        ({}, {"steps": 101}, 403, ("steps", "101", "100")),
+        ({}, {"reward": {"name": "exact", "wall_seconds": 601}}, 403, ("wall_seconds", "601", "600", "--wall-seconds")),
+        ({"memory_mb": 64}, {}, 403, ("reward exact.memory_mb", "1024", "64", "--memory-mb", "admin")),
+        ({"priority": "normal"}, {"priority": "high"}, 403, ("priority", "normal", "admin")),
+        ({"priority": "low"}, {}, 403, ("priority", "low")),
+        ({"queued_jobs": 1, "running_jobs": 1}, {}, 429, ("queued_jobs", "2 jobs", "--queued-jobs", "admin")),
+        ({"storage_mb": 0}, {}, 403, ("storage_mb", "delete", "--storage-mb", "admin")),
+    ],
+)  # fmt: skip
+def test_what_breaks_a_limit_is_refused_with_its_name_use_and_remedy(
+    house: House, limits: Json, job: Json, status: int, words: tuple[str, ...]
+) -> None:
+    for name in ("one", "two"):
+        assert house.ask("POST", "/v1/jobs", json=tiny(name)).status_code == 201
+    again = {"Idempotency-Key": "kept"}
+    kept = house.ask("POST", "/v1/jobs", json=tiny("kept"), headers=again).json()["id"]
+    house.recorder.record_state(kept, JobState.CANCELLED, "")
+    limit(house, **limits)
+    before = house.store.counts()
+    error = house.refused(status, "POST", "/v1/jobs", json={**tiny("more"), **job})
+    for word in words:
+        assert word in error["message"], error
+    assert house.store.counts() == before
+    assert house.ask("POST", "/v1/jobs", json=tiny("kept"), headers=again).json()["id"] == kept  # was let in before
+    assert house.ask("POST", "/v1/jobs", "theirs", json={**tiny("more"), "adapter": {"rank": 16}}).status_code == 201
+
+
+def test_two_that_come_together_do_not_both_take_the_last_place(house: House) -> None:
+    limit(house, queued_jobs=2, running_jobs=1)
+
+    def submit(n: int) -> int:  # under keys of their own: what one key asks is done one after another
+        _, house.keys[f"key-{n}"] = house.store.tenants.create_key("us", f"key-{n}", "member")
+        return house.ask("POST", "/v1/jobs", f"key-{n}", json=tiny(f"j{n}")).status_code
+
+    answers = at_once(submit, 9)
+    assert sorted(answers) == [201] * 3 + [429] * 6
+    assert house.ask("POST", "/v1/jobs", json=tiny("later")).headers["Retry-After"] == "60"
+
+
+def test_uploads_count_as_storage(house: House) -> None:
+    assert house.ask("GET", "/v1/limits").json()["stored_bytes"] > 0  # rows.jsonl and two small versions
+    limit(house, storage_mb=0.001)
+    rows = b'{"prompt": "a?", "answer": "b"}\n' * 40
+    error = house.refused(403, "POST", "/v1/files", files={"file": ("rows.jsonl", rows)})
+    assert "storage_mb" in error["message"]
+    assert len(list((house.storage.directory / "files").iterdir())) == 1
+    assert house.ask("POST", "/v1/files", "theirs", files={"file": ("rows.jsonl", rows)}).status_code == 201
+
+
+# --- budget and priority ----------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_and_a_priority_can_be_changed(house: House) -> None:
+    job = house.ask("POST", "/v1/jobs", json={**tiny("paid"), "budget": 100, "priority": "low"}).json()
+    assert (job["spec"]["budget"], job["spec"]["priority"]) == (100, -10)
+    changed = house.ask("PATCH", "/v1/jobs/paid", json={"budget": 500}).json()
+    assert (changed["spec"]["budget"], changed["spec"]["priority"]) == (500, -10)
+    assert (
+        house.ask("PATCH", "/v1/jobs/paid", json={"budget": None, "priority": "high"}).json()["spec"]["priority"] == 10
+    )
+    limit(house, priority="normal")
+    assert "priority" in house.refused(403, "PATCH", "/v1/jobs/paid", json={"priority": 11})["message"]
+    assert house.ask("PATCH", "/v1/jobs/paid", json={"priority": "normal"}).status_code == 200  # down is always allowed
+    for odd in ({"budget": 0}, {"budget": "x"}, {"steps": 3}, {"priority": "urgent"}, {"priority": 101}):
+        house.refused(422, "PATCH", "/v1/jobs/paid", json=odd)
+    house.refused(404, "PATCH", "/v1/jobs/paid", "theirs", json={})
+    house.recorder.record_state(job["id"], JobState.CANCELLED, "")
+    house.refused(409, "PATCH", "/v1/jobs/paid", json={"budget": 1})
+
+
+def test_a_spent_job_is_not_resumed_without_a_larger_budget(house: House) -> None:
+    job = house.ask("POST", "/v1/jobs", json={**tiny("paid"), "budget": 30}).json()["id"]
+    step(house, job, 0, 10, 20)
+    house.recorder.record_state(job, JobState.PAUSED, "its budget of 30 tokens is spent")
+    error = house.refused(409, "POST", "/v1/jobs/paid/resume")
+    assert "--budget" in error["message"]
+    assert "30" in error["message"]
+    assert house.ask("PATCH", "/v1/jobs/paid", json={"budget": 31}).status_code == 200
+    assert house.ask("POST", "/v1/jobs/paid/resume").status_code == 202
+
+
+# --- tokens a day -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sent(house: House, monkeypatch: pytest.MonkeyPatch) -> list[SetRule]:
+    """The rules that the engine is sent after those that it is sent at the start."""
+    rules: list[SetRule] = []
+    house.part(QuotaEnforcer).enforce()
+
+    def send(*messages: ToHost) -> None:
+        rules.extend(message for message in messages if isinstance(message, SetRule))
+
+    monkeypatch.setattr(house.part(Hosts), "send", send)
+    return rules
+
+
+def sent_body(house: House, body: Any) -> Any:
+    """The answer to a request for a gradient."""
+    return sent_gradient(house, body.SerializeToString())
+
+
+DAYS = {"tokens_per_day": 25, "device_seconds_per_day": 2.5}
+
+
+@pytest.mark.parametrize("name", DAYS)
+def test_every_door_to_the_device_asks_for_what_is_left_of_the_day(
+    house: House, sent: list[SetRule], name: str
+) -> None:
+    """Completions are refused; samples and gradients of Tinker clients are held, and so are jobs."""
+    ledger, enforcer, tinker = house.part(Ledger), house.part(QuotaEnforcer), "/tinker/api/v1"
+    us, who = house.ask("GET", "/v1/limits").json()["id"], house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    model = made(house)
+    before = house.ask("GET", "/v1/limits").json()
+    ledger.count_completion(us, "", 12, 13)
+    ledger.flush()
+    assert ledger.window(f"engine of {name}", 1, {f"answers/{us}": 2_500_000})
+    limit(house, **{name: DAYS[name]})
+    now = house.ask("GET", "/v1/limits").json()
+    assert now["tokens_today"] - before["tokens_today"] == 25
+    assert now["device_seconds_today"] - before["device_seconds_today"] == pytest.approx(2.5)
+
+    chat = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
+    claude, responses = {**chat, "max_tokens": 1}, {"model": "small", "input": "a"}
+    for path, body in (("chat/completions", chat), ("messages", claude), ("responses", responses)):
+        assert name in house.refused(429, "POST", f"/v1/{path}", json=body)["message"]
+    assert name in house.refused(429, "POST", "/v1/completions", json={"model": "small", "prompt": "a"})["message"]
+    judge = {
+        "type": "score_model", "name": "judge", "model": "small",
+        "input": [{"role": "user", "content": "{{sample.output_text}}"}],
+    }  # fmt: skip
+    run = {"grader": judge, "model_sample": "a", "item": {}}
+    assert name in house.refused(429, "POST", "/v1/fine_tuning/alpha/graders/run", json=run)["message"]
+    for asked in ({}, {"prompt_logprobs": True}):
+        sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, **asked}
+        request_id = house.ask("POST", f"{tinker}/asample", json=sample).json()["request_id"]
+        waiting = house.part(Futures).wait(who, request_id, 0.0)
+        held = asyncio.run_coroutine_threadsafe(waiting, house.app.state.loop).result(20)
+        assert isinstance(held, dict)
+        assert (held["queue_state"], name in held["queue_state_reason"]) == ("paused_rate_limit", True)
+        house.ask("POST", f"{tinker}/cancel_future", json={"request_id": request_id})
+
+    enforcer.enforce()
+    rule = [message.rule for message in sent if message.tenant == us][-1]
+    assert name in rule.hold, "jobs are held, those of clients too"
+    assert house.ask("POST", "/v1/jobs", json=tiny(f"held-{name.replace('_', '-')}")).status_code == 201
+    body = request(model)
+    assert sent_body(house, body).status_code == 200, "its job is held, and the gradient with it"
+    limit(house)
+    enforcer.enforce()
+
+
+def test_a_gradient_that_takes_more_than_is_left_is_refused(house: House) -> None:
+    """Its tokens times its targets are promised when it is taken, so that many at once cannot take more than a day has."""
+    ledger, model = house.part(Ledger), made(house)
+    used = house.ask("GET", "/v1/limits").json()["tokens_today"]
+    limit(house, tokens_per_day=used + 30)
+
+    def wanted(number: int, targets: int) -> Any:
+        body = request(model, number)
+        tensor = body.data[0].loss_fn_inputs[0].value
+        tensor.dense = np.zeros(3 * targets, "<i8").tobytes()
+        tensor.shape[:] = [3, targets]
+        return body
+
+    assert sent_body(house, wanted(1, 5)).status_code == 200  # (3 + 1) tokens of 5 targets
+    assert sent_body(house, wanted(1, 5)).status_code == 200, "sent again"
+    refused = sent_body(house, wanted(2, 3))
+    assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (429, True)
+    assert "takes 12 tokens" in refused.text
+    assert not journal(house, model).known(2), "its number stays free"
+    assert sent_body(house, wanted(2, 2)).status_code == 200
+    never = sent_body(house, wanted(3, 2000))
+    assert (never.status_code, "a day of this tenant has" in never.text) == (403, True)
+    assert journal(house, model).known(3), "its number is used up"
+    assert sent_body(house, wanted(4, 2**16)).status_code == 400, "too many targets for the device"
+
+    job = house.ask("GET", f"/v1/jobs/{job_of(model)}").json()["id"]
+    for step_, tokens in ((0, 5), (0, 20), (0, 12), (1, 4), (0, 20)):  # done again after a crash, and late
+        ledger.worked(job, step_, tokens)
+    assert ledger.tokens_of(job) == 24
+    house.recorder.record_step(job, {"step": 1, "tokens_trained": 10})
+    assert ledger.tokens_of(job) == 30, "of the step's tokens four were counted before"
+
+
+def test_spent_tokens_hold_a_tenant_until_the_next_day(
+    house: House, sent: list[SetRule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enforcer, ledger = house.part(QuotaEnforcer), house.part(Ledger)
+    job = house.ask("POST", "/v1/jobs", json=tiny("day")).json()["id"]
+    us = house.ask("GET", "/v1/limits").json()["id"]
+    limit(house, tokens_per_day=25, share=2.0)
+    enforcer.enforce()
+    assert sent == [SetRule(us, Rule(share=2.0))]
+    step(house, job, 0, 10, 10)
+    ledger.count_completion(us, "", 2, 3)
+    enforcer.enforce()
+    (held,) = sent[1:]
+    assert held.tenant == us
+    assert "25 tokens" in held.rule.hold
+    assert "00:00 UTC" in held.rule.hold
+    assert house.ask("GET", "/v1/limits").json()["tokens_today"] == 25
+    enforcer.enforce()
+    assert len(sent) == 2  # told once
+    house.recorder.record_state(job, JobState.PAUSED, held.rule.hold)
+    assert "tokens_per_day" in house.refused(429, "POST", "/v1/jobs/day/resume")["message"]
+    asked = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
+    assert "tokens_per_day" in house.refused(429, "POST", "/v1/chat/completions", json=asked)["message"]
+    assert house.ask("POST", "/v1/chat/completions", "theirs", json=asked).status_code == 503  # there is no engine here
+    (message,) = [one for one in house.part(Handover).open_jobs() if one.job["name"] == job]
+    assert message.tenant == us
+    assert message.rule == held.rule  # an engine that starts hears of it with the job
+    ledger.day = lambda: "2999-01-01"
+    enforcer.enforce()
+    assert sent[-1].rule == Rule(share=2.0)
+    assert house.ask("POST", "/v1/jobs/day/resume").status_code == 202
+    limit(house)
+    enforcer.enforce()
+    assert sent[-1].rule == Rule()
+
+
+def test_what_one_host_hears_with_a_job_all_hosts_are_told(house: House, sent: list[SetRule]) -> None:
+    """The rule in the message of a job goes to the host that is given the job, and to no other."""
+    enforcer = house.part(QuotaEnforcer)
+    job = house.store.job_by_id(house.ask("POST", "/v1/jobs", json=tiny("two-hosts")).json()["id"])
+    assert job is not None
+    limit(house, share=2.0)
+    assert enforcer.rule_with_job(job) == Rule(share=2.0)
+    enforcer.enforce()
+    assert [message.rule for message in sent] == [Rule(share=2.0)]
+    limit(house, share=3.0)
+    assert enforcer.rule_with_job(job) == Rule(share=3.0)
+    limit(house, share=2.0)  # as all were told; one has heard something else since
+    enforcer.enforce()
+    enforcer.enforce()
+    assert [message.rule for message in sent] == [Rule(share=2.0)] * 2
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_lets_a_burst_through_and_then_so_many_a_second() -> None:
+    clock = [0.0]
+    rate = RateLimit(RateConfig(requests_per_second=2, burst=3), lambda: clock[0])
+    assert [rate.wait("a") for _ in range(4)] == [0, 0, 0, 1]
+    assert rate.wait("b") == 0
+    clock[0] = 0.5
+    assert [rate.wait("a") for _ in range(2)] == [0, 1]
+    clock[0] = 100.0
+    assert [rate.wait("a") for _ in range(4)] == [0, 0, 0, 1]
+    slow = RateLimit(RateConfig(requests_per_second=0.1, burst=1), lambda: clock[0])
+    assert [slow.wait("a"), slow.wait("a")] == [0, 10]
+    for open_to in (None, RateConfig(requests_per_second=None)):
+        assert {RateLimit(open_to).wait("a") for _ in range(1000)} == {0}
+
+
+def test_whoever_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
+    with open_house(tmp_path / "slow", rate=RateConfig(requests_per_second=0.01, burst=5)) as house:
+        for _ in range(3):  # two were used to set the house up
+            assert house.ask("GET", "/v1/jobs").status_code == 200
+        answer = house.ask("GET", "/v1/jobs")
+        assert answer.status_code == 429
+        assert 1 <= int(answer.headers["retry-after"]) <= 100
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
+        assert {house.ask("GET", "/v1/jobs", "wrong").status_code for _ in range(7)} == {401, 429}
+        assert house.ask("GET", "/healthz", "none").status_code == 200
+
+
+def test_a_client_waits_as_it_is_told(tmp_path: Path) -> None:
+    with (
+        open_house(tmp_path, rate=RateConfig(requests_per_second=2, burst=3)) as house,
+        Client(str(house.http.base_url), house.keys["ours"]) as client,
+    ):
+        assert [len(list(client.jobs())) for _ in range(6)] == [1] * 6
+
+
+def test_a_client_gives_up_when_it_is_told_to_wait_for_long(tmp_path: Path) -> None:
+    with open_house(tmp_path, rate=RateConfig(requests_per_second=0.001, burst=2)) as house:
+        with (
+            Client(str(house.http.base_url), house.keys["ours"]) as client,
+            pytest.raises(ServiceError, match="second") as error,
+        ):
+            client.files()
+        assert error.value.status == 429
+
+
+# --- the configuration file -------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_file_sets_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "motet.yaml"
+    file.write_text(
+        "limits: {tokens_per_day: 1000, priority: normal}\nrate: {requests_per_second: 5}\nengine: {slots: 2}\n"
+    )
+    found = load_service(file)
+    assert (found.limits.tokens_per_day, found.limits.priority, found.engine.slots) == (1000, "normal", 2)
+    assert found.rate == RateConfig(requests_per_second=5)
+    assert load_service(None).rate is None
+    for text, words in (
+        ("limits: {tokens: 1}", "tokens_per_day"),
+        ("limits: {rank: 0}", "limits.rank"),
+        ("jobs: []", "jobs: there is no such field; .* There are bases, cluster, engine"),
+        ("engine: {slotss: 1}", "slots"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            load_service(file)
+
+
+def test_the_page_about_limits_has_every_field() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
+    for model in (LimitsConfig, RateConfig):
+        for field in model.model_fields:
+            assert f"| `{field}` |" in page, field

@@ -1,0 +1,450 @@
+"""The service's memory on SQLite and on a real PostgreSQL: shape, keys, jobs, events, and many writers at once."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, event, func, inspect, select, text
+from sqlalchemy.exc import InternalError, OperationalError, ProgrammingError
+from sqlalchemy.orm import Session
+
+from motet.errors import StoreError
+from motet.service.database.opening import EVENTS, MIGRATING
+from motet.service.database.store import Store
+from motet.service.database.tables import Table, now
+from motet.service.workers.rewards import MOST_LEASED, ScoringUnits, key_of
+from tests.support.database import person, queued
+from tests.support.together import at_once
+
+# --- a hundred thousand jobs ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_looks_at_all_jobs(tmp_path: Path) -> None:
+    """What one job or one page needs is found by an index, so it takes as long with a hundred thousand jobs as with ten."""
+
+    def listen(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool) -> None:
+        if "jobs" in statement and not statement.startswith(("EXPLAIN", "INSERT")):
+            asked.append((statement, parameters))
+
+    store, asked = Store(f"sqlite:///{tmp_path}/db"), list[tuple[str, Any]]()
+    who = person(store, "us")
+    first = queued(store, who, "first", {}, 1, "key")
+    event.listen(store._engine, "before_cursor_execute", listen)
+    queued(store, who, "second", {}, 1, "other")
+    assert store.submitted(who, "key") is not None
+    assert store.job(who, "first") is not None
+    assert store.job(who, first.id) is not None
+    store.change_job(first.id, state="running")
+    assert [job.name for job in store.open_jobs()] == ["first", "second"]
+    assert store.jobs(who, before=9, limit=5)
+    assert store.jobs(who, state="running", limit=5)
+    store.delete_job(first.id)
+    assert len(asked) >= 8
+    with store._engine.connect() as connection:
+        for statement, parameters in asked:
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+            steps = [row[3] for row in plan]
+            assert not [step for step in steps if step.startswith("SCAN jobs")], (statement, steps)
+    store.close()
+
+
+# --- shape ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None:
+    Store(url).close()
+    store = Store(url)
+    person(store, "us")
+    store.close()
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, Table.metadata) == []
+        assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
+        assert context.get_current_revision() == "0001"
+        assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
+    engine.dispose()
+
+
+def test_a_database_that_cannot_be_brought_up_to_date_stays_as_it_was(url: str) -> None:
+    """What was changed before the fault would be in the way of the next start."""
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE other (day TEXT)"))
+        connection.execute(text("CREATE INDEX usage_of_tenant ON other (day)"))
+    with pytest.raises(StoreError, match="usage_of_tenant"):
+        Store(url)
+    with engine.begin() as connection:
+        assert inspect(connection).get_table_names() == ["other"]
+        connection.execute(text("DROP TABLE other"))
+    Store(url).close()
+    engine.dispose()
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_several_services_may_begin_on_the_same_empty_database(url: str) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        for store in list(pool.map(Store, [url] * 6)):
+            store.close()
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_a_service_that_hangs_holds_others_on_its_database_for_a_while_only(url: str) -> None:
+    """Each with its locks: of events, and of the shape of the tables."""
+    reason = "has held a lock for 0.1 s: wait, where another service brings it"
+    store = Store(url, lock_seconds=0.1)
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    began = time.monotonic()
+    with engine.begin() as hanging:
+        for number in (EVENTS, MIGRATING):
+            hanging.execute(select(func.pg_advisory_xact_lock(number)))
+        with pytest.raises(OperationalError, match=reason):
+            queued(store, person(store, "us"), "sort", {}, 3, None)
+        with pytest.raises(StoreError, match=reason):
+            Store(url, lock_seconds=0.1)
+    assert time.monotonic() - began < 10
+    job = queued(store, person(store, "us"), "sort", {}, 3, None)
+    assert store.add_event(job.id, "step", "0", {}) is not None
+    with store.transaction() as session:
+        store._wait_for_earlier_events(session)
+        assert session.scalar(text("SHOW lock_timeout")) == "0"  # of what is locked next: as it was
+    store.close()
+    engine.dispose()
+
+
+@pytest.mark.parametrize("url", ["postgresql"], indirect=True)
+def test_a_database_that_only_reads_counts_as_away_and_any_other_fault_does_not(url: str) -> None:
+    def delete(before: str) -> None:
+        with store.transaction() as session:
+            with contextlib.suppress(ProgrammingError):
+                session.execute(text(before))
+            session.execute(text("DELETE FROM jobs"))
+
+    store = Store(url)
+    with pytest.raises(OperationalError, match="read-only transaction"):
+        delete("SET TRANSACTION READ ONLY")
+    with pytest.raises(InternalError, match="transaction is aborted"):
+        delete("nonsense")
+    store.close()
+
+
+def test_a_start_that_was_cut_off_is_taken_up(tmp_path: Path) -> None:
+    """It may have made some of the tables, and nothing says yet of which release they are."""
+    engine = create_engine(f"sqlite:///{tmp_path}/db")
+    Table.metadata.create_all(engine, [Table.metadata.tables["tenants"], Table.metadata.tables["keys"]])
+    engine.dispose()
+    store = Store(f"sqlite:///{tmp_path}/db")
+    assert store.job_by_id("job-1") is None
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "postgresql://motet:secret-word@127.0.0.1:1/none",
+        "postgresql://motet:secret-word@127.0.0.1:port/none",
+        "nonsense://motet:secret-word@127.0.0.1/none",
+        "secret-word",
+        "sqlite:////proc/nowhere/secret.db",
+    ],
+)
+def test_a_database_that_cannot_be_opened_is_told_without_its_password(bad: str) -> None:
+    with pytest.raises(StoreError, match="database") as error:
+        Store(bad)
+    assert "secret-word" not in str(error.value)
+    assert "secret-word" not in str(error.value.__cause__ or "")
+
+
+def test_a_file_that_is_no_database_is_told(tmp_path: Path) -> None:
+    (tmp_path / "motet.db").write_bytes(b"not a database, " * 100)
+    with pytest.raises(StoreError, match="not a database"):
+        Store(f"sqlite:///{tmp_path / 'motet.db'}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("UPDATE alembic_version SET version_num = '0007'", "have the number 0007, which is unknown here"),
+        ("ALTER TABLE jobs DROP COLUMN waits", "table `jobs` has no waits"),
+        ("DROP TABLE audit", "table `audit` has no "),
+    ],
+)
+def test_a_database_of_another_release_is_told_with_what_to_do(url: str, change: str, message: str) -> None:
+    Store(url).close()
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(text(change))
+    engine.dispose()
+    with pytest.raises(StoreError, match=f"{message}.*start a new service with an empty --directory"):
+        Store(url)
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_opens_until_it_is_revoked_or_expires(store: Store, url: str) -> None:
+    key, words = store.tenants.create_key("us", "laptop", "admin")
+    who = store.tenants.who(words)
+    assert who is not None
+    assert (who.tenant, who.key_id, who.admin) == ("us", key.id, True)
+    assert store.tenants.who(words[:-1]) is None
+    assert store.tenants.who("") is None
+    later, _ = store.tenants.create_key("us", "later", "member", now() + 60)
+    _, past = store.tenants.create_key("us", "past", "member", now() - 1)
+    assert store.tenants.who(past) is None
+    assert [(one.name, tenant) for one, tenant in store.tenants.all_keys()] == [
+        ("laptop", "us"),
+        ("later", "us"),
+        ("past", "us"),
+    ]
+    assert store.tenants.revoke_key(key.id)
+    assert store.tenants.revoke_key(key.id)  # as often as one likes
+    assert store.tenants.who(words) is None
+    assert not store.tenants.revoke_key("key-none")
+    assert later.tenant_id == key.tenant_id
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.connect() as connection:
+        everything = str(connection.execute(text("SELECT * FROM keys")).all())
+    engine.dispose()
+    assert key.id in everything
+    assert words.removeprefix("mk-") not in everything
+
+
+def test_a_tenant_is_made_once_by_many_at_once(store: Store) -> None:
+    found = at_once(lambda _: store.tenants.made("us").id, 8)
+    assert found == [found[0]] * 8
+
+
+# --- jobs and files ---------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_are_their_tenants(store: Store) -> None:
+    us, them, admin = person(store, "us"), person(store, "them"), person(store, "staff", "admin")
+    ours = queued(store, us, "sort", {"a": [1, None]}, 3, None)
+    theirs = queued(store, them, "sort", {}, 5, None)
+    with pytest.raises(StoreError, match="'sort'"):
+        queued(store, us, "sort", {}, 3, None)
+    for who, mine in ((us, ours), (them, theirs)):
+        assert [job.id for job in store.jobs(who)] == [mine.id]
+        found = store.job(who, "sort")
+        assert found is not None
+        assert found.id == mine.id
+    assert store.job(us, theirs.id) is None
+    assert store.job(us, "none") is None
+    assert {job.id for job in store.jobs(admin)} == {ours.id, theirs.id}
+    assert store.job(admin, theirs.id) is not None
+    kept = store.job(us, ours.id)
+    assert kept is not None
+    assert (kept.spec, kept.steps, kept.state, kept.wanted, kept.step) == ({"a": [1, None]}, 3, "queued", "run", 0)
+    assert [event.data["state"] for event in store.events(ours.id)] == ["queued"]
+    store.change_job(ours.id, state="succeeded", step=3)
+    assert [job.id for job in store.open_jobs()] == [theirs.id]
+    assert store.counts() == {"succeeded": 1, "queued": 1}
+    store.delete_job(ours.id)
+    assert store.job(admin, ours.id) is None
+    assert store.events(ours.id) == []
+    assert queued(store, us, "sort", {}, 3, None).id != ours.id
+
+
+def test_an_idempotency_key_is_one_job(store: Store) -> None:
+    us, them = person(store, "us"), person(store, "them")
+    first = queued(store, us, "sort", {}, 3, "once")
+    with pytest.raises(StoreError, match="there is a job 'other' already"):
+        queued(store, us, "other", {}, 3, "once")
+    found = store.submitted(us, "once")
+    assert found is not None
+    assert found.id == first.id
+    assert queued(store, them, "sort", {}, 3, "once").id != first.id
+    assert [event.kind for event in store.events(first.id)] == ["state"]
+
+
+def test_pages_hold_every_job_once_newest_first(store: Store) -> None:
+    us = person(store, "us")
+    ids = [queued(store, us, f"job{number}", {}, 1, None).id for number in range(11)]
+    queued(store, person(store, "them"), "other", {}, 1, None)
+    store.change_job(ids[4], state="failed")
+    found: list[str] = []
+    before: int | None = None
+    while len(found) < 20 and (page := store.jobs(us, before=before, limit=4)):
+        assert len(page) <= 4
+        found += [job.id for job in page]
+        before = page[-1].number
+    assert found == ids[::-1]
+    assert [job.id for job in store.jobs(us, state="failed")] == [ids[4]]
+
+
+def test_files_are_their_tenants(store: Store) -> None:
+    us, them, admin = person(store, "us"), person(store, "them"), person(store, "staff", "admin")
+    store.add_file(us, "file-1", "rows.jsonl", 2**40, 3)
+    assert [(file.id, file.bytes) for file in store.files(us)] == [("file-1", 2**40)]
+    assert store.file(us, "file-1") is not None
+    for other in (them, admin):
+        assert store.file(other, "file-1") is None
+        assert store.files(other) == []
+    store.delete_file("file-1")
+    assert store.file(us, "file-1") is None
+
+
+# --- events -----------------------------------------------------------------------------------------------------------------
+
+
+def test_events_are_there_in_the_order_of_their_ids(store: Store) -> None:
+    """Who reads after the newest one would pass over an earlier one that is committed later."""
+    us = person(store, "us")
+    first, second = (queued(store, us, name, {}, 3, None).id for name in ("first", "second"))
+    written, go = threading.Event(), threading.Event()
+
+    def late(session: Session) -> None:
+        written.set()
+        assert go.wait(20)
+
+    with ThreadPoolExecutor(3) as threads:
+        one = threads.submit(store.add_event, first, "step", "0", {}, late)
+        assert written.wait(20)
+        after: list[Future[int | None]] = [
+            threads.submit(store.add_event, second, "step", "0", {}),
+            threads.submit(lambda: store.events(queued(store, us, "third", {}, 3, None).id)[0].id),
+        ]
+        early = wait(after, timeout=0.5).done
+        go.set()
+        assert not early
+        earlier, *later = [event.result() for event in (one, *after)]
+    assert earlier is not None
+    assert all(number is not None and number > earlier for number in later)
+
+
+def test_an_event_is_kept_once_with_what_it_says_of_its_job(store: Store) -> None:
+    us = person(store, "us")
+    job, other = (queued(store, us, name, {}, 3, None).id for name in ("sort", "other"))
+    assert store.add_event(job, "step", "0", {"reward": 0.5}, step=1) is not None
+    assert store.add_event(job, "step", "1", {"reward": None}, step=2) is not None
+    assert store.add_event(job, "step", "0", {"reward": 9.0}, step=1) is None  # told again by an engine that starts
+    assert store.add_event(job, "state", "1", {"state": "failed"}, state="failed") is not None
+    assert store.add_event(other, "step", "0", {"reward": 7.0}) is not None
+    assert store.add_event("job-none", "step", "0", {}) is None
+    found = store.events(job)
+    assert [event.key for event in found] == ["0", "0", "1", "1"]
+    assert [event.data.get("reward") for event in found] == [None, 0.5, None, None]
+    assert [event.id for event in store.events(job, found[1].id)] == [event.id for event in found[2:]]
+    assert len(store.events(job, limit=2)) == 2
+    last = store.last_event(job)
+    assert last is not None
+    assert last.id == found[-1].id
+    kept = store.job(us, job)
+    assert kept is not None
+    assert (kept.step, kept.state) == (2, "failed")
+
+
+def test_many_writers_at_once_lose_nothing(store: Store) -> None:
+    us = person(store, "us")
+    jobs = [queued(store, us, f"job{number}", {}, 3, None).id for number in range(4)]
+
+    def write(number: int) -> int:
+        job = jobs[number % 4]
+        for step in range(15):
+            assert store.add_event(job, "step", f"{number}.{step}", {"step": step}) is not None
+            store.change_job(job, **({"message": "m"} if number < 4 else {"wanted": "pause"}))
+            store.jobs(us)
+        return number
+
+    assert at_once(write, 8) == list(range(8))
+    for job in jobs:
+        told = [event for event in store.events(job) if event.kind == "step"]
+        assert len({event.key for event in told}) == 30
+        kept = store.job(us, job)
+        assert kept is not None
+        assert (kept.message, kept.wanted) == ("m", "pause")
+
+
+# --- rollouts that wait for a reward worker ---------------------------------------------------------------------------------
+
+
+def work_of(number: int, n: int = 2) -> dict[str, Any]:
+    """A piece of work like no other."""
+    return {
+        "reward": {"args": {}},
+        "problem": {"id": number},
+        "completions": [f"{number}.{i}\ud800é\0" for i in range(n)],
+    }
+
+
+def test_a_unit_is_asked_once_handed_out_on_lease_and_counted_once(store: Store) -> None:
+    units, us = ScoringUnits(store), person(store, "us")
+    job, other = (queued(store, us, name, {}, 3, None).id for name in ("sort", "other"))
+    keys = [key_of(work_of(number)) for number in range(3)]
+    for number, key in enumerate(keys):
+        assert units.ask(job, key, 0, work_of(number)) is None
+        assert units.ask(job, key, 0, work_of(number)) is None  # asked again after a crash: one unit
+    assert units.ask(other, keys[0], 0, work_of(0)) is None
+    first = units.lease(job, "a", 2, 60)
+    assert [unit.key for unit in first] == keys[:2]
+    assert [unit.work for unit in first] == [work_of(0), work_of(1)]
+    assert [unit.key for unit in units.lease(job, "b", 5, 60)] == keys[2:]
+    assert units.lease(job, "b", 5, 60) == []
+    units.give_back(job, "a")
+    again = units.lease(job, "b", 1, 60)
+    assert [(unit.key, unit.handed_out) for unit in again] == [(keys[0], 2)]
+    assert units.settle(job, keys[0], [0.5, "n\0\ud800o"])  # by whoever is first, also when its lease is over
+    assert not units.settle(job, keys[0], [9.0, 9.0])
+    assert not units.settle(job, "none", [1.0])
+    assert units.ask(job, keys[0], 1, work_of(0)) == [0.5, "n\0\ud800o"]
+    assert units.ask(other, keys[0], 0, work_of(0)) is None  # nothing of one job is another's
+    assert units.completions(job, [*keys, "none"]) == dict.fromkeys(keys, 2)
+    assert [unit.key for unit in units.lease(job, "c", 5, 60)] == [keys[1]]
+    units.forget(job, before_step=1)  # only what is scored
+    assert set(units.completions(job, keys)) == set(keys[1:])
+    store.delete_job(job)
+    assert units.completions(job, keys) == {}
+    assert units.ask(job, keys[0], 0, work_of(0)) is None  # a job that is gone: nothing is kept, nothing falls over
+    assert units.completions(job, keys) == {}
+
+
+def test_one_answer_hands_out_so_much_and_at_least_a_unit(store: Store) -> None:
+    units = ScoringUnits(store)
+    job = queued(store, person(store, "us"), "sort", {}, 3, None).id
+    for number, share in enumerate((4, 4, 1)):
+        units.ask(job, f"{number}", 0, {**work_of(number), "completions": ["x" * (MOST_LEASED // share)]})
+    assert [[unit.key for unit in units.lease(job, "w", 9, 60)] for _ in range(2)] == [["0", "1"], ["2"]]
+
+
+def test_a_lease_that_runs_out_is_handed_out_again_unless_it_is_renewed(store: Store) -> None:
+    units = ScoringUnits(store)
+    job = queued(store, person(store, "us"), "sort", {}, 3, None).id
+    key = key_of(work_of(1))
+    units.ask(job, key, 0, work_of(1))
+    assert [unit.key for unit in units.lease(job, "a", 1, 0.3)] == [key]
+    for _ in range(4):
+        time.sleep(0.15)
+        assert units.lease(job, "a", 0, 0.3) == []  # renews
+        assert units.lease(job, "b", 1, 0.3) == []
+    time.sleep(0.4)
+    assert [(unit.key, unit.handed_out) for unit in units.lease(job, "b", 1, 60)] == [(key, 2)]
+    assert units.lease(job, "a", 1, 60) == []
+    assert units.settle(job, key, [1.0, 2.0])
+
+
+def test_many_workers_at_once_get_every_unit_once(store: Store) -> None:
+    units = ScoringUnits(store)
+    job = queued(store, person(store, "us"), "sort", {}, 3, None).id
+    keys = [key_of(work_of(number)) for number in range(40)]
+    for number, key in enumerate(keys):
+        units.ask(job, key, 0, work_of(number))
+
+    def take(number: int) -> list[str]:
+        found: list[str] = []
+        while some := units.lease(job, f"worker{number}", 3, 60):
+            found += [unit.key for unit in some]
+        return found
+
+    got = at_once(take, 6)
+    assert sorted(key for one in got for key in one) == sorted(keys)
+    counted = at_once(lambda number: [units.settle(job, key, [float(number)] * 2) for key in keys], 4)
+    assert sum(map(sum, counted)) == len(keys)

@@ -1,0 +1,61 @@
+"""Starts the provider of `oidc_provider.py`, and says what a service has to know of it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from motet.rollout.server_process import free_port
+from tests.support.oidc_provider import SECRET
+from tests.support.service_run import Json
+
+ROLES = {"ml-admins": "admin", "ml-leads": "tenant-admin", "ml": "member", "ml-readers": "reader"}
+
+
+class Provider:
+    """The process of a provider, and what a service has to know of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.port, self.service_port = free_port(), free_port()
+        self.issuer, self.url = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self.service_port}"
+        script = str(Path(__file__).with_name("oidc_provider.py"))
+        with (directory / "provider.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, script, str(directory), str(self.port), f"{self.url}/login/callback"],
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        deadline = time.monotonic() + 120
+        while not self._answers():
+            assert self.process.poll() is None, (directory / "provider.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, directory: Path) -> Iterator[Provider]:
+        """A provider, while the block runs."""
+        found = cls(directory)
+        try:
+            yield found
+        finally:
+            found.process.kill()
+            found.process.wait()
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(httpx2.TransportError):
+            return httpx2.get(f"{self.issuer}/.well-known/jwks.json", trust_env=False).is_success
+        return False
+
+    def config(self, **fields: Any) -> Json:
+        """The section `oidc` of a service."""
+        return {
+            "issuer": self.issuer, "client_id": "motet", "client_secret": SECRET, "tenant_claim": "team", "roles": ROLES,
+            "per_minute": 10_000, **fields,
+        }  # fmt: skip

@@ -1,0 +1,505 @@
+"""Attacks on the routes of a service: names of others, keys, bodies, files, addresses."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import resource
+import socket
+import struct
+import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import pyarrow
+import pyarrow.parquet
+
+from motet.service.tinker.parts import PREFIX
+from motet.service.tinker.wire import CONTENT_TYPE, KINDS
+from tests.support.adapter_files import tarred
+from tests.support.openai_requests import PYTHON, hostile
+from tests.support.red_team import Attack, Ring, listening
+from tests.support.service_run import FINAL, ROWS, tiny
+from tests.support.tenants import CHAT
+from tests.support.tinker_requests import naming, wide
+
+HERE = ("127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "[::ffff:127.0.0.1]")
+AWAY = ("169.254.169.254", "[fd00:ec2::254]", "metadata.google.internal", "10.0.0.1", "192.168.0.1")
+
+
+# --- what is others' -------------------------------------------------------------------------------------------------------
+
+
+def names_of_others(ring: Ring) -> str:
+    job, file = ring.job, ring.file
+    asked = [
+        *(("GET", f"/v1/jobs/{job}{rest}") for rest in ("", "/events", "/steps", "/versions", "/rollouts", "/events/stream")),
+        *(("GET", f"/v1/jobs/{job}/versions/{which}/download") for which in ("1", "latest", "best")),
+        *(("POST", f"/v1/jobs/{job}/{word}") for word in ("pause", "resume", "cancel")),
+        ("PATCH", f"/v1/jobs/{job}"), ("DELETE", f"/v1/jobs/{job}"),
+        ("POST", f"/v1/jobs/{job}/scoring/lease"), ("POST", f"/v1/jobs/{job}/episodes/lease"),
+        ("GET", f"/v1/files/{file}"), ("GET", f"/v1/files/{file}/content"), ("DELETE", f"/v1/files/{file}"),
+        ("GET", f"/v1/adapters/{job}"), ("DELETE", f"/v1/adapters/{job}"), ("GET", f"/v1/fine_tuning/jobs/{job}"),
+        ("GET", f"/v1/fine_tuning/jobs/{job}/events"), ("GET", f"/v1/fine_tuning/jobs/{job}/checkpoints"),
+        ("POST", f"/v1/fine_tuning/jobs/{job}/cancel"),
+    ]  # fmt: skip
+    for method, path in asked:
+        ring.refused((404, 422), method, path, json={"worker": "x"} if "lease" in path else {})
+    body = {**CHAT, "model": f"{job}@latest"}
+    ring.refused((404,), "POST", "/v1/chat/completions", json=body)
+    ring.refused((404,), "POST", "/v1/completions", json={"model": f"{job}@1", "prompt": "a"})
+    ring.refused((404, 400), "POST", "/v1/jobs", json=tiny("steals", adapter={"init": f"{job}@latest"}))
+    ring.refused((404, 400), "POST", "/v1/jobs", json=tiny("reads", data={"source": file}))
+    ring.refused((404,), "POST", "/v1/shares", json={"name": job, "tenant": "mallory"})
+    return f"{len(asked) + 5} refused"
+
+
+def models_of_others(ring: Ring) -> str:
+    asked = naming(ring.model)
+    for (method, path), body in asked.items():
+        names = {"run": ring.model, "kind": "weights", "name": "w", "session_id": ring.model.partition(":")[0], **body}
+        ring.refused((404, 410), method, PREFIX + path.format(**names), json=body)
+    ring.refused((404,), "POST", f"{PREFIX}/cancel_future", json={"request_id": f"{ring.model}/0"})
+    sent = {"content": wide(ring.model, 1, [3]), "headers": {"Content-Type": CONTENT_TYPE}}
+    ring.refused((404,), "POST", f"{PREFIX}/forward_backward", **sent)
+    return f"{len(asked) + 2} refused"
+
+
+def keys_that_are_none(ring: Ring) -> str:
+    bad = ("", "Bearer", "Bearer mk-x", "Bearer " + "x" * 5000, "Basic bWs6", "Bearer mk-' OR 1=1 --", "Bearer \x80")
+    with httpx2.Client(base_url=ring.url, trust_env=False) as http:
+        for one in bad:
+            headers = {b"Authorization": one.encode("latin-1")} if one else {}
+            for path in (
+                "/v1/jobs",
+                "/v1/keys",
+                "/v1/usage",
+                "/metrics",
+                "/v1/events/stream",
+                f"{PREFIX}/training_runs",
+            ):
+                assert http.get(path, headers=headers).status_code in (401, 429), (one, path)
+    return "401"
+
+
+def routes_of_admins(ring: Ring) -> str:
+    for method, path in (
+        ("GET", "/v1/tenants"), ("GET", "/v1/audit"), ("GET", "/metrics"), ("DELETE", "/v1/tenants/victim"),
+        ("PUT", "/v1/tenants/mallory/limits"), ("PUT", "/v1/tenants/victim/limits"),
+    ):  # fmt: skip
+        ring.refused((401, 403, 404, 405), method, path, **({"json": {"storage_mb": 1}} if method == "PUT" else {}))
+    usage = ring.ask("GET", "/v1/usage", params={"by": "tenant", "tenant": "victim"})
+    assert not usage.is_success or "victim" not in usage.text, usage.text
+    return "refused"
+
+
+def keys_for_more(ring: Ring) -> str:
+    for body in (
+        {"tenant": "victim"},
+        {"role": "admin"},
+        {"tenant": "mallory", "role": "tenant-admin"},
+        {"role": "root"},
+    ):
+        ring.refused((400, 403, 422), "POST", "/v1/keys", json=body)
+    narrow = ring.ask("POST", "/v1/keys", json={"scope": ["read"]}).json()["key"]
+    headers = {"Authorization": f"Bearer {narrow}"}
+    assert ring.ask("POST", "/v1/jobs", headers=headers, json=tiny("narrow")).status_code == 403
+    assert ring.ask("POST", "/v1/keys", headers=headers, json={"scope": ["jobs"]}).status_code == 403
+    return "refused"
+
+
+def ways_out_of_a_directory(ring: Ring) -> str:
+    ways = ("..%2f..%2fetc%2fpasswd", "....//etc/passwd", "%2e%2e/%2e%2e/motet.db", "..\\..\\motet.db", "/etc/passwd")
+    for way in ways:
+        for path in (
+            f"/v1/files/{way}", f"/v1/files/{way}/content", f"/v1/jobs/{way}", f"/v1/adapters/{way}", f"/dashboard/{way}",
+            f"/v1/jobs/{ring.job}/versions/{way}/download", f"{PREFIX}/downloads/{way}",
+        ):  # fmt: skip
+            answer = ring.ask("GET", path)
+            assert answer.status_code in (400, 403, 404, 405, 422), (path, answer.status_code)
+            assert b"root:" not in answer.content
+            assert b"SQLite" not in answer.content
+    named = ring.ask("POST", "/v1/files", files={"file": ("../../../../tmp/x.jsonl", ROWS)})
+    assert named.status_code in (200, 201, 400, 422)
+    for source in ("/etc/passwd", "../../motet.db", "file:///etc/passwd", str(ring.service.directory / "motet.db")):
+        ring.refused((400, 404), "POST", "/v1/jobs", json=tiny("out", data={"source": source}))
+        ring.refused((400, 404), "POST", "/v1/jobs", json=tiny("out", adapter={"init": source}))
+        ring.refused((400, 404), "POST", "/v1/jobs", json=tiny("out", reward=f"{source}:f"))
+    return "refused"
+
+
+def scripts_in_names(ring: Ring) -> str:
+    script = "<script>alert(1)</script>"
+    for name in (script, "a\"onload='x", "x\x1b[31m", "a\u202eb", "\ud800", "x\0y", "a" * 5000):
+        ring.refused((400, 422), "POST", "/v1/jobs", content=json.dumps({**tiny("a"), "name": name}))
+    ring.ask("POST", "/v1/files", files={"file": (f"{script}.jsonl", ROWS)})
+    for path in ("/v1/files", "/v1/jobs", f"/v1/jobs/{script}"):
+        answer = ring.ask("GET", path)
+        assert answer.headers["content-type"].startswith("application/json")
+    page = ring.ask("GET", "/")
+    assert script not in page.text
+    assert "script-src" in page.headers.get("content-security-policy", "") or page.status_code in (307, 404)
+    return "refused"
+
+
+# --- requests --------------------------------------------------------------------------------------------------------------
+
+
+def raw(ring: Ring, data: bytes, wait: float = 5.0) -> bytes:
+    """What is answered to bytes that need not be HTTP."""
+    with socket.create_connection(("127.0.0.1", ring.service.port), timeout=wait) as line:
+        line.sendall(data)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            return line.recv(65536)
+    return b""
+
+
+def smuggled(ring: Ring) -> str:
+    key, inner = ring.tenants.key("mallory"), b"GET /v1/keys HTTP/1.1\r\nHost: x\r\n\r\n"
+    head = f"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n".encode()
+    for more in (
+        b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + inner,
+        b"Content-Length: 4\r\nContent-Length: 40\r\n\r\n" + inner,
+        b"Content-Length: -1\r\n\r\n" + inner,
+        b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\nx",
+        b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"X: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"X" * 100_000,
+    ):
+        answer = raw(ring, head + more)
+        assert b"mk-" not in answer
+        assert not answer.startswith(b"HTTP/1.1 20"), answer[:200]
+    assert raw(ring, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", 2)[:5] != b"HTTP/1.1 200"
+    return "refused"
+
+
+def half_sent(ring: Ring) -> str:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    try:
+        with contextlib.ExitStack() as stack, httpx2.Client(trust_env=False, timeout=30.0) as http:
+            for number in range(1100):
+                line = stack.enter_context(socket.create_connection(("127.0.0.1", ring.service.port), timeout=30))
+                line.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Le")
+                if number % 100 == 99:
+                    assert http.get(f"{ring.url}/healthz").status_code == 200
+        assert (ring.service.directory / "out").stat().st_size < 200_000
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return "healthy beside 1100"
+
+
+def streams_that_nobody_reads(ring: Ring) -> str:
+    key = ring.tenants.key("mallory")
+    with contextlib.ExitStack() as stack:
+        said = []
+        for _ in range(70):
+            line = stack.enter_context(socket.create_connection(("127.0.0.1", ring.service.port), timeout=30))
+            line.sendall(f"GET /v1/events/stream HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+            said.append(line.recv(30))
+        assert sum(b" 200 " in one for one in said) <= 64
+        assert any(b" 429 " in one for one in said)
+    return "64, then 429"
+
+
+def bodies_without_end(ring: Ring) -> str:
+    key = ring.tenants.key("mallory")
+    for path in ("/v1/jobs", "/v1/check", f"{PREFIX}/asample", f"{PREFIX}/forward_backward", "/v1/chat/completions"):
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        assert b" 413 " in raw(ring, head.encode() + b"Content-Length: 10000000000\r\n\r\n", 10), path
+        with socket.create_connection(("127.0.0.1", ring.service.port), timeout=20) as line:
+            line.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                for _ in range(800):
+                    line.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+            with contextlib.suppress(ConnectionError):  # the rest of it is dropped as it comes
+                said = line.recv(4096)
+                assert b" 413 " in said or b" 400 " in said, (path, said)
+    return "413"
+
+
+def dear_json(ring: Ring) -> str:
+    for body in (
+        b"[" + b"[]," * 300_000 + b"[]]",
+        b"{" + b",".join(b'"%x":{}' % one for one in range(80_000)) + b"}",
+        b'{"a":' * 20_000 + b"1" + b"}" * 20_000,
+        b"[" + b"9" * 4000 + b"]",
+        '{"name": "a∀"}'.encode("utf-16"),
+        b'{"a": NaN, "b": 1e999}',
+        b"\xff\xfe",
+        b"",
+    ):
+        for path in ("/v1/jobs", "/v1/submissions", "/v1/chat/completions", f"{PREFIX}/optim_step"):
+            ring.refused((400, 413, 422), "POST", path, content=body, headers={"Content-Type": "application/json"})
+    return "400, 413, 422"
+
+
+def mistakes_by_the_thousand(ring: Ring) -> str:
+    for path, body in (
+        ("/v1/chat/completions", {"model": "small", "messages": [{"role": "x", "content": [{}] * 900}] * 7}),
+        ("/v1/completions", {"model": "small", "prompt": [["x"] * 2000] * 16}),
+        ("/v1/jobs", {**tiny("odd"), **{f"f{number}": 1 for number in range(4000)}}),
+        ("/v1/jobs", {**tiny("odd"), "reward": [{}] * 4000}),
+    ):
+        ring.refused((400, 422), "POST", path, json=body)
+    return "short answers"
+
+
+def more_than_a_key_may(ring: Ring) -> str:
+    flooder = ring.tenants.key("floods")
+
+    def ask(_: int) -> int:
+        with httpx2.Client(base_url=ring.url, headers={"Authorization": f"Bearer {flooder}"}, trust_env=False) as http:
+            answers = [http.get("/v1/jobs") for _ in range(60)]
+        assert all("retry-after" in one.headers for one in answers if one.status_code == 429)
+        assert {one.status_code for one in answers} <= {200, 429}
+        return sum(one.status_code == 429 for one in answers)
+
+    with ThreadPoolExecutor(8) as threads:
+        refused = sum(threads.map(ask, range(16)))
+    assert refused > 100
+    return f"429 x {refused}"
+
+
+def other_sites(ring: Ring) -> str:
+    for headers in (
+        {"Host": "evil.example"},
+        {"Origin": "http://evil.example"},
+        {"Host": "evil.example", "Origin": "null"},
+    ):
+        with httpx2.Client(base_url=ring.url, headers=headers, trust_env=False) as http:
+            assert http.post(f"/v1/jobs/{ring.job}/cancel").status_code == 401
+            answer = http.get("/v1/keys")
+            assert answer.status_code == 401
+            assert "access-control-allow-origin" not in answer.headers
+    return "401"
+
+
+# --- files -----------------------------------------------------------------------------------------------------------------
+
+
+def upload(ring: Ring, file: str, data: bytes, path: str = "/v1/files", **form: Any) -> httpx2.Response:
+    """An answer to a file."""
+    return ring.ask("POST", path, files={"file": (file, data)}, data=form)
+
+
+def parquet(ring: Ring) -> str:
+    bomb, broken = io.BytesIO(), io.BytesIO()
+    column = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 500_000, pyarrow.int32()), pyarrow.array(["x" * 900_000])
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": column}), bomb, compression="zstd")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"]}), broken)
+    whole = broken.getvalue()
+    for data in (
+        bomb.getvalue(),
+        whole[:-20],
+        b"PAR1" + b"\xff" * 1000 + b"PAR1",
+        whole[:40] + b"\xff" * 40 + whole[80:],
+        b"PAR1",
+    ):
+        answer = upload(ring, "rows.parquet", data)
+        assert answer.status_code == 400, answer.text[:300]
+    return "400"
+
+
+def rows_that_are_too_much(ring: Ring) -> str:
+    for name, data in (
+        ("a.jsonl", b'{"prompt": ' + b"[" * 100_000 + b"}\n"),
+        ("a.jsonl", b'{"prompt": "' + b"x" * 20_000_000 + b'"}\n'),
+        ("a.json", b"[" * 200_000),
+        ("a.csv", b'p\n"' + b"x\n" * 3_000_000),
+        ("a.jsonl", b"\xff\xfe\x00" * 1000),
+        ("a.exe", b"MZ"),
+    ):
+        answer = upload(ring, name, data)
+        assert answer.status_code in (400, 413), (name, answer.status_code, answer.text[:300])
+    return "400"
+
+
+def archives(ring: Ring) -> str:
+    config, weights = "adapter_config.json", "adapter_model.safetensors"
+    link = tarfile.TarInfo("adapter_config.json")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    huge = struct.pack("<Q", 2**40) + b"{}"
+    for data in (
+        gzip.compress(b"\0" * 200_000_000, 9),
+        tarred({f"../../{config}": b"{}", weights: b"x"}),
+        tarred({weights: b"x"}, link),
+        tarred({config: b"{}", weights: huge}),
+        tarred({config: b'{"r": 1000000000, "lora_alpha": 1, "target_modules": ["q_proj"]}', weights: huge}),
+        tarred(
+            {config: b'{"r": 8, "lora_alpha": 1, "target_modules": "(a+)+$", "peft_type": "LORA"}', weights: b"\0" * 64}
+        ),
+        tarred({config: b"[" * 100_000, weights: b"x"}),
+        tarred({f"{one}": b"" for one in range(5000)}),
+    ):
+        answer = upload(ring, "a.tar.gz", data, "/v1/adapters", name="bad")
+        assert answer.status_code in (400, 413, 422), answer.text[:300]
+    return "400"
+
+
+def yaml(ring: Ring) -> str:
+    laughs = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{chr(98 + n)}: &{chr(98 + n)} [{','.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)
+    )
+    for text in (
+        laughs, "[" * 60_000, "{a: " * 15_000, "- " * 30_000, "!!python/object/apply:os.system ['touch x']",
+        "a: " + "9" * 300_000, "? " * 20_000, "\t" * 60_000,
+        "jobs: [{name: a, sweep: {" + ", ".join(f"f{n}: [1,2,3,4,5,6,7,8,9]" for n in range(40)) + "}}]",
+    ):  # fmt: skip
+        ring.refused((400, 413, 422), "POST", "/v1/check", json={"text": text})
+    return "400"
+
+
+def messages_for_gradients(ring: Ring) -> str:
+    client = ring.gradients("protobuf")
+    http, number = client.http, 0
+    whole = wide(client.model, 1, [5])
+    deep = b""
+    for _ in range(5000):
+        deep = b"\x1a" + bytes([len(deep) & 0x7F | 0x80, len(deep) >> 7 & 0x7F]) + deep
+    sparse = KINDS["Request"](model_id=client.model, seq_id=9, loss_fn="cross_entropy")
+    datum = sparse.data.add()
+    datum.model_input.add().encoded_text.tokens = b"\0" * 12
+    tensor = datum.loss_fn_inputs.add(key="target_tokens").value
+    tensor.sparse_csr.values = b"\0" * 8
+    tensor.shape.extend([2**40, 2**20])
+    for body in (
+        whole[:-3], whole[:20] + b"\xff" * 500, b"\xff" * 2**20, deep, sparse.SerializeToString(), b"",
+        b"\x1a\x00" * 2**20, wide(client.model, -3, [5]), wide(client.model, 2**31 - 1, [5]), wide("x" * 10_000, 1, [5]),
+        wide(client.model, 3, [100_000]), wide(client.model, 4, [5], 2**17),
+    ):  # fmt: skip
+        answer = http.post(f"{PREFIX}/forward_backward", content=body, headers={"Content-Type": CONTENT_TYPE})
+        number += answer.is_success  # one of a number far away waits for those before it
+        assert answer.status_code in (200, 400, 403, 404, 413), answer.text[:300]
+    assert number <= 2
+    ring.tenants.http("protobuf").post(f"/v1/jobs/{client.job}/cancel")
+    return "400, 413"
+
+
+# --- addresses, texts --------------------------------------------------------------------------------------------------------
+
+
+def addresses_within(ring: Ring) -> str:
+    """Addresses are refused at once; a name is looked up when it is asked, and what it means is looked at then."""
+    names = list[str]()
+    with listening() as (port, asked):
+        for number, host in enumerate((*HERE, *AWAY)):
+            reward = {"name": "http", "args": {"url": f"http://{host}:{port}/"}, "wall_seconds": 10}
+            answer = ring.ask("POST", "/v1/jobs", json=tiny(f"within-{number}", reward=reward))
+            assert answer.status_code in (201, 400, 403), answer.text[:300]
+            names += [f"within-{number}"] if answer.status_code == 201 else []
+        for url in (
+            "file:///etc/passwd",
+            "gopher://127.0.0.1/",
+            "http://[",
+            "ftp://x/",
+            "unix:///run/x",
+            "http://127.0.0.1%2f@x/",
+        ):
+            ring.refused(
+                (400, 403), "POST", "/v1/jobs", json=tiny("ssrf", reward={"name": "http", "args": {"url": url}})
+            )
+        states = {ring.becomes(name, *FINAL)["state"] for name in names}
+        assert states == {"failed"}
+        assert not asked.is_set()
+    return f"refused, or failed ({len(names)} names)"
+
+
+def code_of_ones_own(ring: Ring) -> str:
+    for change in (
+        {"reward": "os:system"}, {"reward": "rewards.py:f"}, {"environment": "/tmp/x.py:X"}, {"algorithm": "x.py:Mine"},
+        {"data": {"source": "x.py:rows"}}, {"data": {"source": "toy:add", "template": "{prompt.__class__.__mro__}"}},
+        {"data": {"source": "toy:add", "chat_template_kwargs": {"chat_template": "{{ cycler.__init__.__globals__ }}"}}},
+        {"data": {"source": "hf:squad"}}, {"base": "/etc"}, {"adapter": {"init": "/root"}},
+    ):  # fmt: skip
+        ring.refused((400, 403, 404, 422), "POST", "/v1/jobs", json=tiny("own", **change))
+    ring.refused((400,), "POST", "/v1/fine_tuning/alpha/graders/run", json={"grader": PYTHON, "model_sample": "a"})
+    return "refused"
+
+
+def schemas_without_end(ring: Ring) -> str:
+    def ask(number: int) -> int:
+        body = {**CHAT, "max_tokens": 4, "response_format": hostile(mark=f"m{number}")}
+        return ring.ask("POST", "/v1/chat/completions", json=body).status_code
+
+    before = ring.http_process.memory_info().rss
+    with ThreadPoolExecutor(8) as threads:
+        answers = set(threads.map(ask, range(8)))
+    assert answers <= {400, 413, 429}, answers
+    assert ring.http_process.memory_info().rss - before < 300 * 2**20
+    return " ".join(map(str, sorted(answers)))
+
+
+def guessed_links(ring: Ring) -> str:
+    for token in ("x", "a" * 43, "../x", "0" * 64):
+        ring.refused((403, 404), "GET", f"{PREFIX}/downloads/{token}")
+    for name in ("sample-" + "0" * 24, "sample-x", f"{ring.model}/99999999999", "/", "x/y", "sample-" + "f" * 24):
+        ring.refused((404, 410), "POST", f"{PREFIX}/retrieve_future", json={"request_id": name})
+    for key in ("ek-x", "x", "mk-x"):
+        with httpx2.Client(base_url=ring.url, headers={"Authorization": f"Bearer {key}"}, trust_env=False) as http:
+            assert http.post("/episodes/ep-x/v1/chat/completions", json=CHAT).status_code in (401, 404)
+    return "404"
+
+
+def revoked_streams(ring: Ring) -> str:
+    made = ring.service.ask("POST", "/v1/keys", json={"tenant": "mallory"})
+    headers = {"Authorization": f"Bearer {made['key']}"}
+    with httpx2.Client(base_url=ring.url, headers=headers, trust_env=False, timeout=60.0) as http:
+        with http.stream("GET", "/v1/events/stream") as events:
+            assert events.status_code == 200
+            begun = time.monotonic()
+            ring.service.ask("DELETE", f"/v1/keys/{made['id']}")
+            with contextlib.suppress(httpx2.TransportError):
+                for _ in events.iter_bytes():
+                    assert time.monotonic() - begun < 50
+        took = time.monotonic() - begun
+        assert http.get("/v1/jobs").status_code == 401
+    return f"ended after {took:.0f} s"
+
+
+def odd_questions(ring: Ring) -> str:
+    for path in (
+        "/v1/jobs?limit=-1", "/v1/jobs?limit=100000000", "/v1/jobs?after=1;drop", "/v1/jobs?state=x", "/v1/usage?since=x",
+        "/v1/usage?by=x", f"/v1/jobs/{'x' * 5000}", "/v1/files?after=" + "x" * 5000, "/v1/jobs/%00", "/v1/events?after=-1",
+    ):  # fmt: skip
+        answer = ring.ask("GET", path)
+        assert 400 <= answer.status_code < 500, (path, answer.status_code, answer.text[:200])
+    for method in ("TRACE", "CONNECT", "PROPFIND", "OPTIONS"):
+        assert 400 <= ring.ask(method, "/v1/jobs").status_code < 500
+    return "4xx"
+
+
+DOORS = (
+    Attack("names of others", "404, whatever is asked", names_of_others),
+    Attack("models of others", "404, on every route of the Tinker protocol", models_of_others),
+    Attack("keys that are none", "401", keys_that_are_none),
+    Attack("routes of admins", "403", routes_of_admins),
+    Attack("keys for more", "no key with more rights than its maker's", keys_for_more),
+    Attack("ways out of a directory", "no file of the machine is read", ways_out_of_a_directory),
+    Attack("scripts in names", "refused or told as JSON; a page with a content policy", scripts_in_names),
+    Attack("smuggled requests", "no second request is answered", smuggled),
+    Attack("half-sent requests", "the service is healthy beside 1,100", half_sent),
+    Attack("streams that nobody reads", "so many of one key", streams_that_nobody_reads),
+    Attack("bodies without end", "413", bodies_without_end),
+    Attack("dear JSON", "refused before it is parsed", dear_json),
+    Attack("mistakes by the thousand", "short answers", mistakes_by_the_thousand),
+    Attack("more than a key may", "429 with Retry-After", more_than_a_key_may),
+    Attack("other sites", "401, and no CORS", other_sites),
+    Attack("hostile Parquet", "400, read apart", parquet),
+    Attack("rows that are too much", "400, read apart", rows_that_are_too_much),
+    Attack("hostile archives", "400, unpacked apart", archives),
+    Attack("hostile YAML", "400, read apart", yaml),
+    Attack("hostile protobuf", "400", messages_for_gradients),
+    Attack("addresses within", "a reward asks no address of the operator's", addresses_within),
+    Attack("code of one's own", "no code of a tenant is loaded", code_of_ones_own),
+    Attack("schemas without end", "400, compiled apart", schemas_without_end),
+    Attack("guessed links", "404", guessed_links),
+    Attack("revoked key", "its stream ends", revoked_streams),
+    Attack("odd questions", "4xx", odd_questions),
+)

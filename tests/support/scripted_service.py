@@ -1,0 +1,108 @@
+"""A service in this process whose model says what a test wants: its routes and the engine's answers are the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from motet.cluster.host import Host
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import Abandon, Complete, FromHost, ToHost
+from motet.hosting.answers import Answers
+from motet.runtime.scheduler import FairScheduler
+from motet.service.adapters.adapters import Adapters
+from motet.service.database.tables import UploadedAdapter
+from motet.service.database.tenants import Principal
+from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest
+from tests.support.house import House, open_house
+from tests.support.scripted_model import END, TOKENIZER
+
+ROOM = 20_000
+
+
+class Says:
+    """An engine that says texts in turn, a few letters at a time where it streams; keeps what it has read."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.read: list[str] = []
+        self.requests: list[GenerateRequest] = []
+        self.fails = ""
+
+    async def load_adapter(self, ref: AdapterRef, directory: Path) -> None:
+        """Any will do."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """The next text, for each seed."""
+        self.requests.append(request)
+        self.read.append(TOKENIZER.decode(request.prompt_ids.tolist()))
+        text = self.texts.pop(0)
+        step = 5 if request.stream else len(text)
+        parts = [text[at : at + step] for at in range(0, len(text), step)] or [""]
+        for index in range(len(request.seeds)):
+            for number, part in enumerate(parts):
+                await asyncio.sleep(0)
+                ends = number == len(parts) - 1
+                ids = np.array([*TOKENIZER.encode(part, add_special_tokens=False), *([END] if ends else [])], np.int32)
+                logprobs, versions = np.full(len(ids), -1.0, np.float32), np.full(len(ids), 3, np.int32)
+                reason = FinishReason.STOP if ends else None
+                if ends and len(TOKENIZER.encode(text)) >= request.sampling.max_tokens:
+                    reason = FinishReason.LENGTH
+                yield Chunk(index, ids, logprobs, versions, part, reason)
+                if self.fails:
+                    raise OSError(self.fails)
+
+
+class _Process:
+    """A host's process."""
+
+    def __init__(self, host: Host, engine: Says) -> None:
+        info = SimpleNamespace(tokenizer=TOKENIZER, eos_token_ids=(END,), max_positions=ROOM)
+        shared: Any = SimpleNamespace(engine=engine, scheduler=FairScheduler(16), engine_suffix="x")
+        self._host = host
+        self._answers = Answers(cast("Any", SimpleNamespace(info=info)), shared, ROOM, self._receive)
+
+    def _receive(self, message: FromHost) -> None:
+        one: Any = message
+        if one.key in self._host._open:
+            self._host._open[one.key].put_nowait(one)
+
+    def send(self, message: ToHost) -> None:
+        """Answer a question, or abandon it."""
+        if isinstance(message, Complete):
+            self._answers.hold(message.key, asyncio.create_task(self._answers.answer(message)))
+        elif isinstance(message, Abandon):
+            self._answers.abandon(message.key)
+
+
+@contextlib.contextmanager
+def scripted_service(directory: Path) -> Iterator[tuple[House, Says]]:
+    """The service, while the block runs, and its engine; `ours` has an adapter `job`."""
+    with open_house(directory) as house:
+        owner = house.store.tenants.made("us")
+        row = UploadedAdapter(
+            id="adapter-job", tenant_id=owner.id, name="job", bytes=4, rank=32, alpha=32.0, target_modules=["q_proj"]
+        )
+        house.part(Adapters).add(Principal(owner.id, owner.name, "key-none", "member"), row)
+        house.part(Adapters).path(row.id).mkdir(parents=True)
+        engine = Says()
+        client = house.part(Hosts)
+        (host,) = client.hosts
+
+        async def stand_in(there: bool) -> None:
+            host.ready = there
+            host._engine = cast("Any", _Process(host, engine) if there else None)
+            (client.there[host.base].set if there else client.there[host.base].clear)()
+
+        loop = house.app.state.loop
+        asyncio.run_coroutine_threadsafe(stand_in(True), loop).result(20)
+        try:
+            yield house, engine
+        finally:
+            asyncio.run_coroutine_threadsafe(stand_in(False), loop).result(20)

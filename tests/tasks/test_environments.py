@@ -1,0 +1,474 @@
+"""Environments of a person's own: tools and text, an instance for each rollout, faults of one rollout alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import motet
+from motet.algorithms import Grpo
+from motet.config import EnvironmentConfig
+from motet.errors import ConfigError, EnvironmentFault
+from motet.service.jobs.validation import Allowed, validated
+from motet.tasks.chat import Chat
+from motet.tasks.environments import EnvironmentWorkers
+from motet.tasks.episode import GroupContext
+from motet.tasks.reward_http import Addresses
+from motet.tasks.reward_pool import RewardPool, ScoreOutcome
+from motet.tasks.reward_walls import Walls
+from motet.types import Message, Problem, Rollout
+from tests.support.fake_run import job, metrics, records, run_jobs, weights
+from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
+
+OWN = '''
+import os
+import random
+import time
+
+
+class Guess:
+    """A number is thought of; the model is told whether it is higher or lower."""
+
+    def __init__(self, low=1, high=9):
+        self.low, self.high = low, high
+
+    def reset(self, answer, **row):
+        self.number = int(answer)
+        return f"Between {self.low} and {self.high}."
+
+    def step(self, text):
+        if not text.strip().isdigit():
+            return "A number, please.", -0.5
+        guess = int(text)
+        if guess == self.number:
+            return None, 1.0
+        return "higher" if guess < self.number else "lower", 0.0
+
+
+class Shop:
+    """Tools over a till, as TRL's environments are written."""
+
+    def reset(self, prompt):
+        self.till, self.sold = 0, []
+
+    def sell(self, item: str, price: int, number: int = 1) -> str:
+        """Sell something.
+
+        Args:
+            item: what
+            price: of one, in cents
+            number: how many
+        """
+        self.till += price * number
+        self.sold.append(item)
+        return f"{self.till} in the till"
+
+    def refund(self) -> str:
+        """Give money back."""
+        raise ValueError("nothing to give back")
+
+    def close_shop(self) -> str:
+        """Go home."""
+        self.done = True
+        return "bye"
+
+    def get_reward(self) -> float:
+        return self.till / 100
+
+
+class Trouble:
+    def reset(self, **row):
+        self.turns = 0
+
+    def step(self, text):
+        self.turns += 1
+        if text == "loop":
+            while True:
+                pass
+        if text == "exit":
+            os._exit(3)
+        if text == "raise":
+            raise RuntimeError("the shop burns")
+        if text == "memory":
+            return "x" * (1 << 34)
+        if text == "number":
+            return 5
+        return f"turn {self.turns} {random.random()}" if text != "end" else None
+
+    def get_reward(self):
+        return float(self.turns)
+
+
+class Counter:
+    """TRL's form, where a reward function reads `env.reward`."""
+
+    def reset(self, **row):
+        self.count, self.reward = 0, 0.0
+
+    def increment(self, by: int) -> int:
+        """Count on.
+
+        Args:
+            by: how far
+        """
+        self.count += by
+        self.reward = self.count / 4 if by < 9 else "much"
+        return self.count
+
+
+class Nothing:
+    pass
+'''
+PROBLEM = Problem(4, (Message("user", "Play."),), "7")
+
+
+async def no_score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
+    raise AssertionError("the job has no reward")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def played(
+    file: Path,
+    name: str,
+    says: Says,
+    n: int,
+    *,
+    chat: Chat = CHAT,
+    score: Any = None,
+    n_workers: int = 2,
+    **fields: Any,
+) -> tuple[tuple[Rollout, ...], Script, EnvironmentWorkers]:
+    """The rollouts of one group."""
+    config = EnvironmentConfig(name=f"{file}:{name}", **fields)
+    script = Script(says)
+    released: list[int] = []
+
+    async def release(index: int) -> None:
+        released.append(index)
+
+    async def main() -> tuple[tuple[Rollout, ...], EnvironmentWorkers]:
+        workers = EnvironmentWorkers(config, file.parent / "log", n_workers)
+        try:
+            await workers.open()
+            stage = GroupContext(PROBLEM, chat, n, script, score or no_score, 5, score is not None, release=release)
+            return await workers.run_group(stage), workers
+        finally:
+            await workers.close()
+
+    rollouts, workers = asyncio.run(main())
+    assert sorted(released) == list(range(n)), "each episode says when it has ended"
+    return rollouts, script, workers
+
+
+def check(rollouts: Sequence[Rollout], script: Script) -> None:
+    """What is trained is what was read and sampled, token for token."""
+    for rollout in rollouts:
+        for branch in rollout.branches:
+            assert len(branch.token_ids) == len(branch.loss_mask) == len(branch.logprobs) == len(branch.versions)
+            assert not branch.logprobs[~branch.loss_mask].any()
+            assert (branch.versions[branch.loss_mask] == 3).all()
+        last = script.read[rollout.index, len(rollout.turns) - 1]
+        assert rollout.branches[-1].token_ids[: len(last)].tolist() == last
+        assert rollout.sampled == sum(len(TOKENIZER.encode(turn.text)) + 1 for turn in rollout.turns)
+
+
+def test_text_is_answered_until_the_episode_ends(file: Path) -> None:
+    said = [["7"], ["5", "9", "7"], ["five", "7"], ["1", "2", "3", "4"]]
+    rollouts, script, _ = played(file, "Guess", lambda index, turn, read: said[index][turn], 4, max_turns=4)
+    check(rollouts, script)
+    assert [rollout.error for rollout in rollouts] == [""] * 4
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0, 0.5, 0.0]
+    assert [[turn.reward for turn in rollout.turns] for rollout in rollouts] == [
+        [1.0], [0.0, 0.0, 1.0], [-0.5, 1.0], [0.0] * 4,
+    ]  # fmt: skip
+    assert script.calls[0] == ((0, 1, 2, 3), 0)  # one prefill for the group
+    assert [message.content for message in rollouts[1].transcript] == [
+        "Play.\n\nBetween 1 and 9.", "5", "higher", "9", "lower", "7",
+    ]  # fmt: skip
+    whole = TOKENIZER.apply_chat_template(
+        [{"role": one.role, "content": one.content} for one in rollouts[1].transcript], return_dict=False
+    )
+    assert rollouts[1].branches[0].token_ids.tolist() == whole[:-1]  # the template ends a turn with a newline
+    assert len(rollouts[1].branches) == 1
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_public_methods_are_tools(file: Path) -> None:
+    said = [
+        [call("sell", item="tea", price=150), call("sell", item="pot", price="400", number=2), "That was it."],
+        [call("sell", item="tea") + call("refund"), call("steal"), "<tool_call>{broken", call("close_shop")],
+        ["I shall do nothing."],
+    ]
+    rollouts, script, workers = played(file, "Shop", lambda index, turn, read: said[index][turn], 3)
+    check(rollouts, script)
+    assert [rollout.reward for rollout in rollouts] == [9.5, 0.0, 0.0]
+    (sell,) = [tool["function"] for tool in workers.info.tools if tool["function"]["name"] == "sell"]
+    assert sell["description"] == "Sell something."
+    assert sell["parameters"]["properties"]["price"] == {"type": "integer", "description": "of one, in cents"}
+    assert sell["parameters"]["required"] == ["item", "price"]
+    assert '"name": "sell"' in rollouts[2].opening[0].content  # the template has no place for tools
+    replies = [[reply.content for reply in turn.replies] for turn in rollouts[1].turns]
+    assert replies[0] == [
+        "Error: price: Missing required argument",
+        "Error: ValueError: nothing to give back " + f"({file}:46)",
+    ]
+    assert replies[1][0].startswith("Error: there is no tool 'steal'; there are ")
+    assert replies[2][0].startswith("Error: there is no tool '{broken'")
+    assert replies[3] == ["bye"]
+    assert [reply.role for reply in rollouts[0].turns[0].replies] == ["tool"]
+    assert rollouts[0].turns[0].tool_calls[0].arguments == {"item": "tea", "price": 150}
+
+
+def test_a_template_that_has_a_place_for_tools_gets_them(file: Path) -> None:
+    template = CHATML.replace("{% for", "{% if tools %}Tools: {{ tools | length }}\n{% endif %}{% for", 1)
+    chat = Chat(byte_tokenizer(template))
+    rollouts, script, _ = played(file, "Shop", lambda index, turn, read: "no", 1, chat=chat)
+    assert TOKENIZER.decode(script.read[0, 0]).startswith("Tools: 3\n")
+    assert rollouts[0].opening == PROBLEM.messages
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("loop", "took more than 1 s of CPU time (environment field cpu_seconds)"),
+        ("exit", "ended its process with exit status 3 (an environment must return, not exit)"),
+        ("raise", "step: RuntimeError: the shop burns"),
+        ("memory", "took more than 256 MB of memory (environment field memory_mb)"),
+        ("number", "step: step returned int"),
+    ],
+)
+def test_a_fault_costs_its_own_rollout(file: Path, text: str, told: str) -> None:
+    """The others go on, also those whose instances were in the same process: they do again what they had done."""
+
+    def says(index: int, turn: int, read: str) -> str:
+        return "end" if turn == 4 else text if (index, turn) == (1, 2) else "go on"
+
+    fields: dict[str, Any] = {"cpu_seconds": 1.0, "memory_mb": 256, "n_workers": 1}
+    rollouts, script, workers = played(file, "Trouble", says, 3, **fields)
+    assert told in rollouts[1].error
+    assert [rollouts[index].error for index in (0, 2)] == ["", ""]
+    assert [rollouts[index].reward for index in (0, 2)] == [5.0, 5.0]
+    assert not workers.clock_limited
+    check([rollouts[0], rollouts[2]], script)
+    alone, _, _ = played(file, "Trouble", lambda index, turn, read: "end" if turn == 4 else "go on", 3, **fields)
+    for index in (0, 2):  # also what it draws by chance is the same
+        assert alone[index].transcript == rollouts[index].transcript
+
+
+def test_the_clock_is_told(file: Path) -> None:
+    file.write_text(OWN.replace("raise RuntimeError", "time.sleep(60); raise RuntimeError"))
+    rollouts, _, workers = played(
+        file, "Trouble", lambda index, turn, read: "raise" if index else "end", 2, wall_seconds=1.5
+    )
+    assert "gave no answer in 1.5 s by the clock (environment field wall_seconds)" in rollouts[1].error
+    assert workers.clock_limited
+    assert rollouts[0].error == ""
+
+
+REWRITES = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% set last = loop.index0 + 2 > messages | length %}{% set said = message.content.split('!')[-1] %}\
+{{ said if message.role == 'assistant' and not last else message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_template_that_rewrites_history_begins_a_new_branch(file: Path) -> None:
+    """Thoughts of earlier turns are taken out: what was sampled is trained in the branch in which it was sampled."""
+    chat = Chat(byte_tokenizer(REWRITES))
+    said = ["hm!1", "hm!2", "hm!7"]
+    file.write_text(OWN.replace("text.strip().isdigit()", "text[-1].isdigit()").replace("int(text)", "int(text[-1])"))
+    (rollout,), script, _ = played(file, "Guess", lambda index, turn, read: said[turn], 1, chat=chat)
+    check([rollout], script)
+    # The template says before the first reply what it always says; from the second on, the first turn has lost its thought.
+    texts = [TOKENIZER.decode(branch.token_ids.tolist()) for branch in rollout.branches]
+    assert len(texts) >= 2
+    assert "hm!1" in texts[0]
+    assert "hm!1" not in texts[-1]
+    sampled = [TOKENIZER.decode(branch.token_ids[branch.loss_mask].tolist()) for branch in rollout.branches]
+    assert "".join(sampled).count("hm!") == 3
+    batch = Grpo(advantage="none", reduction="sequence").batch([_group(rollout, rollout)], 50)
+    assert len(batch.samples) == 2 * len(texts)
+    assert batch.denominator == 2  # a rollout counts once, however many branches it has
+    weights = sum(
+        float((sample.weights * sample.loss_mask).sum()) for sample in batch.samples if sample.weights is not None
+    )
+    assert weights == pytest.approx(2)
+
+
+def _group(*rollouts: Rollout) -> Any:
+    from motet.types import Group
+
+    return Group(PROBLEM, 0, 0, rollouts)
+
+
+def test_rewards_of_the_job_are_added_and_may_see_the_whole_transcript(file: Path) -> None:
+    def polite(problem: Problem, completion: str, transcript: list[Mapping[str, Any]]) -> float:
+        return 10.0 * len([message for message in transcript if message["role"] == "assistant"])
+
+    async def main(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
+        pool = RewardPool(1)
+        try:
+            await pool.register("a", job("a", reward=polite).rewards)
+            texts, transcripts = [one.completion for one in rollouts], [one.transcript for one in rollouts]
+            return await pool.score("a", PROBLEM, texts, transcripts)
+        finally:
+            await pool.close()
+
+    (rollout,), _, _ = played(file, "Guess", lambda index, turn, read: "57"[turn], 1, score=main)
+    assert rollout.reward_parts == {"turns": 1.0, "polite": 20.0}
+    assert rollout.reward == 21.0
+
+
+def test_what_an_instance_has_as_its_reward_counts_where_nothing_else_says_it(file: Path) -> None:
+    said = [[call("increment", by=1), call("increment", by=2), "Done."], ["No."], [call("increment", by=9), "Done."]]
+    one, none, odd = played(file, "Counter", lambda index, turn, read: said[index][turn], 3)[0]
+    assert (one.reward, one.reward_parts) == (0.75, {"environment": 0.75})
+    assert (none.reward, none.error) == (0.0, "")
+    assert "self.reward is 'much', not a finite number" in odd.error
+
+
+def test_what_an_instance_has_as_its_reward_is_not_counted_beside_that_of_the_job(file: Path) -> None:
+    async def score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
+        return [ScoreOutcome(0.25, {"own": 0.25}) for _ in rollouts]
+
+    said = [call("increment", by=3), "Done."]
+    ((one,), _, _) = played(file, "Counter", lambda index, turn, read: said[turn], 1, score=score)
+    assert (one.reward, one.reward_parts) == (0.25, {"own": 0.25})
+
+
+def test_one_that_nothing_rewards_says_so(file: Path) -> None:
+    file.write_text(OWN.replace("return None, 1.0", "return None").replace(", 0.0\n", "\n"))
+    (rollout,), _, _ = played(file, "Guess", lambda index, turn, read: "7", 1)
+    assert "nothing rewards it: give the environment get_reward()" in rollout.error
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Nothing", "has neither a public method"),
+        ("Gues", "has no 'Gues'; did you mean 'Guess'"),
+        ("time", "neither a class nor a function|has no 'time'"),
+    ],
+)
+def test_what_is_no_environment_is_said(file: Path, name: str, told: str) -> None:
+    with pytest.raises(EnvironmentFault, match=told):
+        played(file, name, lambda index, turn, read: "", 1)
+
+
+@pytest.mark.cell("retry", "embedded")
+def test_a_job_of_several_turns_is_the_same_in_company(file: Path, tmp_path: Path) -> None:
+    """On the fakes, through the whole run; its model babbles, so that the reward is what the environment says of it."""
+    environment = {"name": f"{file}:Trouble", "max_turns": 3}
+    configs = [job("a", environment=environment), job("b"), job("c", environment="retry")]
+    run_jobs(tmp_path / "together", configs)
+    run_jobs(tmp_path / "alone", configs[:1])
+    assert metrics(tmp_path / "together", "a") == metrics(tmp_path / "alone", "a")
+    assert weights(tmp_path / "together", "a", 4) == weights(tmp_path / "alone", "a", 4)
+    lines = (tmp_path / "alone" / "a" / "rollouts" / "0.jsonl").read_text().splitlines()
+    assert {len(json.loads(line)["turns"]) for line in lines} == {1, 2, 3}  # some are cut off
+
+
+def test_what_an_environment_adds_to_the_prompt_is_in_the_log(tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text("""
+class Told:
+    def reset(self, answer):
+        self.answer = answer
+        return f"Say {answer}." if int(answer, 36) % 2 else None
+
+    def step(self, text):
+        return None, float(text == self.answer)
+""")
+    run_jobs(tmp_path / "run", [job("a", environment={"name": f"{tmp_path}/told.py:Told"})])
+    lines = [json.loads(line) for line in (tmp_path / "run/a/rollouts/0.jsonl").read_text().splitlines()]
+    told = {line["answer"] for line in lines if int(line["answer"], 36) % 2}
+    assert 0 < len(told) < len({line["answer"] for line in lines})
+    for line in lines:
+        added = f"\n\nSay {line['answer']}." if line["answer"] in told else ""
+        assert f"{line['prompt']}{added}" in line["opening"]
+        assert ("Say" in line["opening"]) == bool(added)
+
+
+@pytest.mark.cell("environment", "embedded")
+def test_a_real_base_learns_in_one(tmp_path: Path) -> None:
+    """`small` is told whether its sum is too high or too low, and learns to come near, in up to three turns."""
+    (tmp_path / "sums.py").write_text("""
+class Sums:
+    def reset(self, answer, **row):
+        self.answer = int(answer)
+
+    def step(self, text):
+        if not text.strip().isdigit():
+            return "A number, please.", -1.0
+        guess = int(text)
+        if guess == self.answer:
+            return None, 1.0
+        return "higher" if guess < self.answer else "lower", -min(abs(guess - self.answer), 100) / 100
+""")
+    (tmp_path / "jobs.yaml").write_text("""
+base: small
+jobs:
+  - name: sums
+    data: {source: toy:add, size: 64, holdout: 16}
+    environment: {name: "sums.py:Sums", max_turns: 3}
+    sampling: {max_tokens: 6}
+    algorithm: {group_size: 8, groups_per_step: 4}
+    optimizer: {lr: 2.0e-3}
+    steps: 12
+    eval: {every: 0}
+""")
+    config = motet.load_jobs(tmp_path / "jobs.yaml")
+    run = motet.run(config.jobs, quiet=True, directory=tmp_path / "run")
+    assert run.jobs["sums"].state == "succeeded", run.jobs["sums"].message
+    found = records(tmp_path / "run", "sums")
+    rewards = [line["reward"] for line in found if "reward" in line]
+    assert sum(rewards[-4:]) > sum(rewards[:4])
+    assert {line["logprob_gap"] for line in found if "logprob_gap" in line} == {0.0}
+
+
+def test_a_service_looks_for_no_file_of_a_tenants(file: Path) -> None:
+    tree = {"name": "a", "data": "toy:add", "reward": "exact"}
+    for environment in (f"{file}:Guess", {"name": f"{file}:Guess"}):
+        with pytest.raises(ConfigError, match="code does not run on the server"):
+            validated({**tree, "environment": environment}, Allowed(False, {}, Addresses(), Walls()))
+
+
+def pages_python(name: str) -> list[str]:
+    text = (Path(__file__).parents[2] / "docs" / f"{name}.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_pages_classes_are_environments(tmp_path: Path) -> None:
+    guess, till, solution = pages_python("environments")
+    (tmp_path / "sorted.py").write_text(solution)
+    written = call("python", code="open('solution.py', 'w').write('sort = sorted')")
+    (rollout,), _, _ = played(tmp_path / "sorted.py", "Sorted", lambda index, turn, read: [written, "Done."][turn], 1)
+    assert (rollout.reward, rollout.error) == (1.0, "")
+    (tmp_path / "guess.py").write_text(guess)
+    (tmp_path / "till.py").write_text(till)
+    (rollout,), _, _ = played(tmp_path / "guess.py", "Guess", lambda index, turn, read: ["x", "9", "7"][turn], 1)
+    assert [turn.reward for turn in rollout.turns] == [-1.0, 0.0, 1.0]
+    said = [call("sell", item="pot", price="400", number=2), "Done."]
+    (rollout,), _, _ = played(tmp_path / "till.py", "Till", lambda index, turn, read: said[turn], 1)
+    assert rollout.reward == 8.0
+
+
+def test_the_pages_algorithm_is_one(tmp_path: Path) -> None:
+    (own,) = [example for example in pages_python("algorithms") if "Sharpened" in example]
+    (tmp_path / "sharpened.py").write_text(own)
+    run_jobs(tmp_path / "run", [job("a", algorithm={"type": f"{tmp_path}/sharpened.py:Sharpened", "power": 3})])
+    assert records(tmp_path / "run", "a")[0]["grad_norm"] > 0

@@ -1,0 +1,295 @@
+"""Judges of a run: models at an address that score, grade by a rubric or order the answers; each question is paid once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from motet.commands.replay import replay
+from motet.config import EngineConfig, JobConfig, RewardConfig
+from motet.errors import GraderError, JobFailed, RewardError
+from motet.launch import load
+from motet.runtime.identity import of_config
+from motet.tasks import judge_http
+from motet.tasks.graders.shapes import parse
+from motet.tasks.judge_answers import JudgeAnswers, Said, Spend
+from motet.tasks.judge_http import AtOnce, Judges, of_a_run
+from motet.tasks.judging import VerdictError, ranking, verdict
+from motet.tasks.reward_pool import RewardPool, ScoreOutcome
+from motet.types import Message, Problem
+from tests.support import small_runs
+from tests.support.judge_server import JudgeServer, judging
+
+PROBLEM = Problem(3, (Message("user", "2 + 2 ="),), "4", {"answer": "4"})
+ASKED = "Rate |{{sample.output_text}}| for {{item.answer}}"
+
+
+def digits(question: str) -> str:
+    """The share of digits of what is between the bars, as a score."""
+    (said,) = re.findall(r"\|(.*)\|", question, re.DOTALL)
+    return json.dumps({"result": min(1.0, sum(letter.isdigit() for letter in said) / 8)})
+
+
+def by_length(question: str) -> str:
+    """The answers of a ranking, the longest first."""
+    shown = re.findall(r"\[Answer (\d+)\]\n(.*?)\n\n", question, re.DOTALL)
+    return json.dumps({"order": [int(number) for number, text in sorted(shown, key=lambda one: -len(one[1]))]})
+
+
+def judge(server: JudgeServer, **args: Any) -> RewardConfig:
+    given = {"type": "score_model", "model": "m", "url": server.url, "input": ASKED, **args}
+    return RewardConfig(name="judge", args={name: value for name, value in given.items() if value is not None})
+
+
+def scored(folder: Path, reward: RewardConfig, said: Sequence[str], problem: Problem = PROBLEM) -> list[ScoreOutcome]:
+    async def work() -> list[ScoreOutcome]:
+        pool = RewardPool(1, of_a_run(folder))
+        try:
+            await pool.register("job", [reward])
+            return await pool.score("job", problem, said)
+        finally:
+            await pool.close()
+
+    (folder / "job").mkdir(exist_ok=True)
+    return asyncio.run(work())
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return load("small", EngineConfig(threads=1))
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    with judging(digits) as server:
+        yield server
+
+
+def test_a_judge_at_an_address_scores_and_each_question_is_paid_once(
+    server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    reward = judge(server, key="JUDGE_KEY", prices={"read": 2.0, "written": 10.0}, body={"user": "me", "top_p": None})
+    for _ in range(2):  # the second time nothing is asked
+        found = scored(tmp_path, reward, ["1234", "x", "1234", "12345678"])
+        assert [one.reward for one in found] == [0.5, 0.0, 0.5, 1.0]
+    assert len(server.questions) == 3
+    assert set(server.keys) == {"Bearer secret"}
+    first = server.questions[0]
+    assert (first["model"], first["temperature"], first["user"]) == ("m", 0, "me")
+    assert "for 4" in first["messages"][0]["content"]
+    spent = JudgeAnswers(tmp_path / "job" / "judge.sqlite").spend()
+    assert (spent.questions, spent.read, spent.written) == (3, 300, 30)
+    assert spent.cost == pytest.approx(3 * (100 * 2 + 10 * 10) / 1e6)
+    assert b"secret" not in (tmp_path / "job" / "judge.sqlite").read_bytes()
+
+
+def test_a_ranking_shows_all_answers_at_once_and_equal_ones_once(tmp_path: Path) -> None:
+    with judging(by_length) as server:
+        reward = judge(server, type="rank", input=None)
+        found = scored(tmp_path, reward, ["a", "abcd", "abc", "a", "ab"])
+        assert [one.reward for one in found] == [0.0, 1.0, pytest.approx(2 / 3), 0.0, pytest.approx(1 / 3)]
+        assert len(server.questions) == 1
+        assert [one.reward for one in scored(tmp_path, reward, ["a", "a"])] == [0.5, 0.5]
+        assert len(server.questions) == 1  # there was nothing to compare
+        server.mind = lambda _: '{"order": [1, 1]}'
+        (bad, _) = scored(tmp_path, reward, ["x", "yy"])
+        assert "did not order the 2 answers" in bad.error
+
+
+def test_a_rubric_is_a_weighted_mean_of_what_the_judge_gives_each_criterion() -> None:
+    rubric: Any = {
+        "type": "rubric", "model": "m", "range": [0, 10],
+        "criteria": {"right": {"text": "Is it right?", "weight": 3}, "brief": "Is it brief?"},
+    }  # fmt: skip
+    grader: Any = parse(rubric)
+    assert verdict(grader, 'Well. {"right": 8, "brief": 4}') == (3 * 8 + 4) / 4
+    for said in ('{"right": 8}', '{"right": 8, "brief": "4"}', '{"right": 8, "brief": 11}', "right: 8", "{" * 9999):
+        with pytest.raises(VerdictError, match="the judge 'm' gave"):
+            verdict(grader, said)
+    nothing = {**rubric, "criteria": {"right": {"text": "Is it right?", "weight": 0}}}
+    with pytest.raises(GraderError, match="every weight is 0"):
+        parse(nothing)
+    order: Any = parse({"type": "rank", "model": "m"})
+    assert ranking(order, 'First {"order": [1]}, no: {"order": [2, 1]}', 2) == [1, 0]
+    for said in ('{"order": [1]}', '{"order": [true, 2]}', '{"order": [[1], 2]}', "2, 1", '{"order": 1}'):
+        with pytest.raises(VerdictError, match="did not order"):
+            ranking(order, said, 2)
+
+
+def test_a_judge_that_is_busy_is_asked_again_and_never_by_too_many(server: JudgeServer, tmp_path: Path) -> None:
+    server.fails = 3
+    found = scored(tmp_path, judge(server, at_once=2), [f"{number} 1" for number in range(12)])
+    assert not any(one.error for one in found)
+    assert server.most_open <= 2
+    assert len(server.questions) == 12
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (b"{}", "not a chat completion"),
+        (b"[" * 100_000, "not a chat completion"),
+        (b'{"choices": [{"message": {"content": null}}]}', "without text"),
+        (b" " * (2**20 + 1), "more than 1 MB"),
+    ],
+)
+def test_what_a_judge_answers_is_not_trusted(server: JudgeServer, tmp_path: Path, odd: bytes, words: str) -> None:
+    server.odd = odd
+    (one,) = scored(tmp_path, judge(server), ["1"])
+    assert words in one.error
+    assert one.clock_limited  # the job is marked: another run may get a score
+    assert JudgeAnswers(tmp_path / "job" / "judge.sqlite").spend() == Spend()
+
+
+def test_a_slow_judge_costs_its_rollout_and_a_spent_budget_stops_asking(server: JudgeServer, tmp_path: Path) -> None:
+    def slowly(question: str) -> str:
+        time.sleep(1)
+        return digits(question)
+
+    server.mind = slowly
+    slow = judge(server).model_copy(update={"wall_seconds": 0.2})
+    (one,) = scored(tmp_path, slow, ["1"])
+    assert "gave no answer in 0.2 s (reward field wall_seconds)" in one.error
+    server.mind = digits
+    few = judge(server, budget=150, at_once=1)
+    with pytest.raises(JobFailed, match="150 tokens: raise it"):  # each takes 110 tokens
+        scored(tmp_path, few, ["1", "2", "3", "4"])
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"url": None}, "args.url is missing"),
+        ({"url": "ftp://x"}, "args.url: must look like"),
+        ({"key": "NO_SUCH_KEY_HERE"}, "NO_SUCH_KEY_HERE: set that environment variable"),
+        ({"key": "not a name"}, "args.key"),
+        ({"prices": {"input": 1}}, "args.prices.input"),
+        ({"at_once": 0}, "args.at_once"),
+        ({"type": "score"}, "args.type: 'score' is not a type of grader"),
+        ({"input": "{{want}}"}, "args.input.0.content"),
+        ({"type": "rank", "input": ASKED}, "leave {{sample…}} out"),
+        ({"colour": 1}, "args.colour: this field is not supported"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_anything_is_asked(
+    server: JudgeServer, args: dict[str, Any], words: str
+) -> None:
+    with pytest.raises((RewardError, GraderError)) as error:
+        judge_http.check(judge(server, **args))
+    assert words in str(error.value)
+    assert not server.questions
+
+
+def test_a_larger_budget_is_no_other_job(server: JudgeServer) -> None:
+    def known(**args: Any) -> Any:
+        return of_config(JobConfig.model_validate({"name": "a", "data": "toy:add", "reward": [judge(server, **args)]}))
+
+    assert known() == known(budget=9, at_once=2, prices={"read": 1}, key="OTHER") != known(model="other")
+
+
+def test_what_was_paid_is_read_from_the_file_once(server: JudgeServer, tmp_path: Path) -> None:
+    """A step asks for it each time; the file may be on a slow disk."""
+
+    async def work() -> list[int]:
+        judges = of_a_run(tmp_path)["judge"]
+        assert isinstance(judges, Judges)
+        pool, seen = RewardPool(1, {"judge": judges}), []
+        try:
+            await pool.register("job", [judge(server)])
+            seen.append(pool.spend("job").get("questions", 0))
+            await pool.score("job", PROBLEM, ["1", "2"])
+            away = file.rename(tmp_path / "away")
+            seen.append(pool.spend("job")["questions"])
+            away.rename(file)
+            JudgeAnswers(file).keep("asked elsewhere", Said("", 1, 1), 0.0)
+            await pool.unregister("job")
+            await pool.register("job", [judge(server)])  # it comes back from another host
+            seen.append(pool.spend("job")["questions"])
+            return seen
+        finally:
+            await pool.close()
+
+    file = tmp_path / "job" / "judge.sqlite"
+    file.parent.mkdir()
+    assert asyncio.run(work()) == [0, 2, 3]
+
+
+def test_the_smallest_at_once_counts_while_its_job_asks() -> None:
+    async def work() -> list[int]:
+        gate, open_now, most = AtOnce(), 0, [0]
+        go = asyncio.Event()
+
+        async def ask(at_once: int) -> None:
+            nonlocal open_now
+            async with gate.admit(at_once):
+                open_now += 1
+                most[-1] = max(most[-1], open_now)
+                await go.wait()
+                await asyncio.sleep(0)
+                open_now -= 1
+
+        async def settle(*tasks: asyncio.Task[None]) -> None:
+            go.set()
+            await asyncio.gather(*tasks)
+            go.clear()
+
+        first = [asyncio.create_task(ask(6)) for _ in range(6)]
+        await asyncio.sleep(0.01)
+        both = [asyncio.create_task(ask(at_once)) for at_once in (6, 6, 6, 6, 2)]
+        await asyncio.sleep(0.01)
+        most.append(0)
+        await settle(*first, *both)
+        most.append(0)
+        later = [asyncio.create_task(ask(6)) for _ in range(9)]
+        await asyncio.sleep(0.01)
+        await settle(*later)
+        return most
+
+    assert asyncio.run(work()) == [6, 2, 6]
+
+
+def test_the_oldest_answers_go_first_and_what_was_paid_stays(tmp_path: Path) -> None:
+    kept = JudgeAnswers(tmp_path / "judge.sqlite", most=3)
+    assert (kept.find("0"), kept.spend()) == (None, Spend())
+    for number in range(5):
+        kept.keep(f"{number}", Said(f"said {number}", 2, 1), 0.5)
+    assert [kept.find(f"{number}") for number in range(5)] == [None, None, "said 2", "said 3", "said 4"]
+    assert kept.spend() == Spend(5, 10, 5, 2.5)
+
+
+def test_a_job_learns_the_same_again_from_a_judge_that_changes_its_mind(small: Any, tmp_path: Path) -> None:
+    """The answers are kept with the job: whoever trains it again from them gets the same bytes, and pays nothing."""
+    asked = iter(range(10**6))
+    with judging(lambda _: json.dumps({"result": next(asked) * 7 % 11 / 10})) as server:
+        job = small_runs.job("a", tmp_path / "none.py", reward=judge(server).model_dump(mode="json"))
+
+        def trained(name: str) -> tuple[dict[str, str], int]:
+            before = len(server.questions)
+            done = small_runs.run(small, tmp_path / name, [job], threads=1).jobs["a"]
+            assert (done.state.value, done.inexact) == ("succeeded", ())
+            return small_runs.fingerprint(tmp_path / name / "a"), len(server.questions) - before
+
+        first, paid = trained("first")
+        assert paid > 0
+        (tmp_path / "again" / "a").mkdir(parents=True)
+        shutil.copy(tmp_path / "first" / "a" / "judge.sqlite", tmp_path / "again" / "a")
+        assert trained("again") == (first, 0)
+        assert trained("anew")[0] != first  # such is this judge
+        tree = small_runs.config(tmp_path / "first", [job], threads=1).model_dump(mode="json", exclude_unset=True)
+        (tmp_path / "jobs.yaml").write_text(yaml.safe_dump(tree))
+        before = len(server.questions)
+        assert replay(tmp_path / "jobs.yaml", "a", [], None, trust_remote_code=False) == 0
+        assert len(server.questions) == before
+    timings = (tmp_path / "first" / "a" / "timings.jsonl").read_text().splitlines()
+    spent = json.loads(timings[-1])["judge"]
+    assert spent == {"questions": paid, "read": 100 * paid, "written": 10 * paid, "cost": 0.0}

@@ -1,0 +1,370 @@
+"""A tenant's fault stays the tenant's: each way in which a reward goes wrong costs its own rollout, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from motet.channel import LONGEST_LINE
+from motet.config import DataConfig, RewardConfig
+from motet.errors import RewardError
+from motet.tasks.dataset import load_dataset
+from motet.tasks.reward_elsewhere import from_wire, to_wire
+from motet.tasks.reward_pool import RewardPool
+from motet.types import Message, Problem
+from tests.support.faulty_rewards import counting, misbehave, none_of_my_business, relative, slow
+
+PROBLEM = Problem(3, (Message("user", "What is 6 · 7?"),), "42", {"level": "easy"})
+
+
+def reward(function=misbehave, **fields):
+    return RewardConfig(name="mine", function=function, **{"cpu_seconds": 0.3, "wall_seconds": 20, **fields})
+
+
+def run(scenario, workers=1):
+    """Run with a pool; afterwards no process of it may be left, not even as a zombie."""
+
+    async def main():
+        pool = RewardPool(workers)
+        try:
+            return await scenario(pool)
+        finally:
+            await pool.close()
+
+    before = set(psutil.Process().children(recursive=True))
+    gc.freeze()  # what was there before is not looked through
+    result = asyncio.run(main())
+    gc.collect()  # an unclosed transport would warn here
+    gc.unfreeze()
+    assert set(psutil.Process().children(recursive=True)) <= before
+    return result
+
+
+def scores(completions, *rewards, problem=PROBLEM, workers=1):
+    async def scenario(pool):
+        await pool.register("job", rewards or [reward()])
+        return await pool.score("job", problem, completions)
+
+    return run(scenario, workers)
+
+
+FAULTS = [
+    ("loop", r"took more than 0\.3 s of CPU time \(reward field cpu_seconds\)$"),
+    ("swallow", r"took more than 0\.3 s of CPU time"),
+    ("flood", "took more than 1024 MB of memory"),
+    ("raise", r"KeyError: 'no such thing' \(.*faulty_rewards\.py:\d+\)"),
+    ("long message", "ValueError: xxx"),
+    ("exit", "exit status 3"),
+    ("sys.exit", "SystemExit"),
+    ("segfault", "SIGSEGV"),
+    ("killed", "SIGKILL"),
+    ("value nan", "returned nan, not a finite number"),
+    ("value inf", "returned inf"),
+    ("value none", "returned None"),
+    ("value text", "returned str, not a number"),
+    ("value huge", "returned int that is not a number: OverflowError"),
+]
+
+
+def test_a_fault_fails_its_own_rollout():
+    faults = [fault for fault, _ in FAULTS]
+    completions = [text for fault in faults for text in (fault, "fine")]
+    scored = scores(completions, workers=2)
+    for (fault, reason), bad, good in zip(FAULTS, scored[::2], scored[1::2], strict=True):
+        assert good.reward == 1.0, fault
+        assert math.isnan(bad.reward), fault
+        assert re.search(f"reward mine: .*{reason}", bad.error), (fault, bad.error)
+        assert len(bad.error) < 1000
+        assert not bad.clock_limited
+        assert bad.parts == {}
+
+
+def test_a_loop_that_cannot_be_interrupted_meets_the_kernel():
+    (bad,) = scores(["stubborn loop"])
+    assert "CPU time" in bad.error
+    assert not bad.clock_limited
+
+
+def test_an_answer_that_is_too_long_for_a_process_fails_alone():
+    async def scenario(pool):
+        await pool.register("job", [reward()])
+        long, short = await pool.score("job", PROBLEM, ["x" * LONGEST_LINE, "fine"])
+        assert re.fullmatch(
+            r"reward mine: cannot be sent to its process: \d+ MB, where \d+ MB are the most", long.error
+        ), long.error
+        assert (short.error, math.isnan(short.reward)) == ("", False)
+
+    run(scenario)
+
+
+def test_the_wall_clock_is_a_backstop_and_says_so():
+    bad, good = scores(["sleep", "fine"], reward(wall_seconds=1.5))
+    assert (bad.clock_limited, good.clock_limited, good.reward) == (True, False, 1.0)
+    assert "1.5 s by the clock (reward field wall_seconds)" in bad.error
+
+
+def test_prints_and_forks_do_not_reach_the_protocol(tmp_path):
+    async def scenario(pool):
+        await pool.register("job", [reward()], log=tmp_path / "log")
+        first = await pool.score("job", PROBLEM, ["print", "fork", "input"])
+        return first + await pool.score("job", PROBLEM, ["fine"])
+
+    assert [scored.reward for scored in run(scenario)] == [1.0, 1.0, 0.0, 1.0]
+    assert (tmp_path / "log").read_text().count("99.0") == 2
+
+
+def test_one_jobs_hanging_reward_does_not_hold_up_another():
+    async def scenario(pool):
+        await pool.register("stuck", [reward()])
+        await pool.register("well", [reward()])
+        hanging = [asyncio.create_task(pool.score("stuck", PROBLEM, ["sleep"] * 3)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        started = time.monotonic()
+        scored = await pool.score("well", PROBLEM, ["fine"] * 8)
+        waited = time.monotonic() - started
+        await pool.unregister("stuck")
+        ended = await asyncio.gather(*hanging)
+        return scored, waited, ended
+
+    scored, waited, ended = run(scenario)
+    assert [s.reward for s in scored] == [1.0] * 8
+    assert waited < 5
+    assert all(s.error for group in ended for s in group)
+
+
+def test_a_cancelled_caller_leaves_no_late_reply_behind():
+    async def scenario(pool):
+        await pool.register("job", [reward()])
+        calls = [asyncio.create_task(pool.score("job", PROBLEM, [text])) for text in ("sleep", "fine", "value nan")]
+        await asyncio.sleep(0.1)
+        calls[0].cancel()
+        calls[1].cancel()
+        late = await asyncio.gather(*calls, return_exceptions=True)
+        return late, await pool.score("job", PROBLEM, ["fine", "value nan"])
+
+    late, (good, bad) = run(scenario)
+    assert isinstance(late[0], asyncio.CancelledError)
+    assert (good.reward, math.isnan(bad.reward)) == (1.0, True)
+
+
+def test_an_outcome_does_not_depend_on_what_the_process_did_before():
+    """Each call takes 80 MB and keeps them: without replacement the second or third would fail, the first not."""
+    scored = scores(["leak"] * 4, reward(memory_mb=128))
+    assert [s.error for s in scored] == [""] * 4
+    drawn = [scores(texts)[-1].reward for texts in (["random"], ["fine", "random"], ["loop", "random"])]
+    assert len(set(drawn)) == 1
+    assert len({scores(["hash"])[0].reward for _ in range(2)}) == 1
+
+
+def test_parts_weights_and_names():
+    rewards = [
+        RewardConfig(name="exact", weight=2),
+        RewardConfig(name="length", weight=0.5, args={"target": 1}),
+        RewardConfig(name="length", args={"target": 2, "unit": "characters"}),
+    ]
+    right, wrong = scores(["42", "a b"], *rewards, workers=2)
+    assert right.parts == {"exact": 1.0, "length": 1.0, "length#2": 1.0}
+    assert right.reward == 3.5
+    assert wrong.parts == {"exact": 0.0, "length": 0.5, "length#2": 2 / 3}
+    assert wrong.reward == pytest.approx(0.25 + 2 / 3)
+    (partly,) = scores(["value nan"], RewardConfig(name="exact"), reward())
+    assert partly.parts == {"exact": 0.0}
+    assert math.isnan(partly.reward)
+
+
+def test_trl_rewards_see_the_group_and_lose_only_the_completion_at_fault():
+    assert [s.reward for s in scores(["ab", "abcd"], reward(relative))] == [0.5, 1.0]
+    good, bad = scores(["ab", "bad"], reward(relative))
+    assert (good.reward, "ValueError: bad completion" in bad.error) == (1.0, True)
+    good, bad = scores(["ab", "loop"], reward(relative))
+    assert (good.reward, "CPU time" in bad.error) == (1.0, True)
+    (column,) = scores(["a"], reward(relative), problem=Problem(0, PROBLEM.messages, "", {"other": 1}))
+    assert "asks for the column 'level'; the data's columns are other" in column.error
+
+
+def test_a_list_of_another_length_is_an_error_for_all_and_nothing_is_asked_again(tmp_path):
+    calls = tmp_path / "calls"
+    for says, told in (
+        ([1.0], "1 value"),
+        ([1.0] * 5, "5 values"),
+        (1.0, "float"),
+        ("1234", "str"),
+        (None, "NoneType"),
+    ):
+        calls.unlink(missing_ok=True)
+        scored = scores(["a", "b", "c", "d"], reward(counting, args={"says": says, "calls": str(calls)}))
+        assert {s.error for s in scored} == {
+            f"reward mine: returned {told}, not a list of 4 numbers, one for each completion"
+        }
+        assert calls.read_text() == "4\n"
+    assert [s.reward for s in scores(["a"], reward(counting, args={"says": [1.0], "calls": str(calls)}))] == [1.0]
+
+
+def test_none_from_a_trl_reward_means_that_it_does_not_count():
+    other = RewardConfig(name="length", weight=2, args={"target": 1})
+    applies, does_not = scores(["ab", "none"], reward(none_of_my_business), other)
+    assert (applies.reward, dict(applies.parts)) == (3.0, {"mine": 1.0, "length": 1.0})
+    assert (does_not.reward, dict(does_not.parts), does_not.error) == (2.0, {"length": 1.0}, "")
+    good, bad = scores(["ab", "none"], reward(none_of_my_business))
+    assert (good.reward, bad.error) == (1.0, "no reward applies: mine returned None")
+    (ours,) = scores(["value none"], reward(), other)
+    assert ours.error == "reward mine: returned None, not a number"
+
+    async def scenario(pool):
+        await pool.register("job", [reward(none_of_my_business)])
+        return await pool.scores("job", asdict(PROBLEM), ["ab", "none"], [])
+
+    found = run(scenario)
+    assert from_wire(json.loads(json.dumps(to_wire(found))), 2) == found == [1.0, None]
+
+
+def test_a_worker_may_say_that_its_reward_does_not_apply():
+    async def worker(job, reward, problem, completions, transcripts):
+        return from_wire([1.0, None], 2)
+
+    async def main():
+        pool = RewardPool(1, {"worker": worker})
+        await pool.register("job", [RewardConfig(name="worker"), RewardConfig(name="exact")])
+        try:
+            return await pool.score("job", PROBLEM, ["no", "42"])
+        finally:
+            await pool.close()
+
+    assert [(s.reward, s.error) for s in asyncio.run(main())] == [(1.0, ""), (1.0, "")]
+
+
+def test_a_judge_model_is_sent_no_conversations():
+    async def count(job, reward, problem, completions, transcripts):
+        return [float(len(transcripts))] * len(completions)
+
+    async def main():
+        pool = RewardPool(1, {"worker": count, "judge": count})
+        grader = {"type": "score_model", "name": "g", "model": "m", "input": [{"role": "user", "content": "?"}]}
+        await pool.register("job", [RewardConfig(name="worker"), RewardConfig(name="judge", args=grader)])
+        try:
+            return await pool.score("job", PROBLEM, ["42"], [[*PROBLEM.messages, Message("assistant", "42")]])
+        finally:
+            await pool.close()
+
+    assert [dict(one.parts) for one in asyncio.run(main())] == [{"worker": 1.0, "judge": 0.0}]
+
+
+def test_rewards_of_files_are_called_by_the_files_name(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text("def score(problem, completion): return float(completion)\n")
+    names = [RewardConfig(name=f"{tmp_path}/{folder}/mine.py:score") for folder in "ab"]
+    good, bad = scores(["1", "x"], *names)
+    assert dict(good.parts) == {"mine.py:score": 1.0, "mine.py:score#2": 1.0}
+    assert bad.error.startswith("reward mine.py:score: ValueError: could not convert")
+
+
+def test_what_motet_says_itself_comes_without_a_place_in_its_source():
+    (bad,) = scores(["x"], RewardConfig(name="exact"), problem=Problem(0, PROBLEM.messages, "", {}))
+    assert bad.error.startswith("reward exact: the problem has no reference answer: name its column")
+    (column,) = scores(["a"], reward(relative), problem=Problem(0, PROBLEM.messages, "", {"other": 1}))
+    assert column.error == "reward mine: it asks for the column 'level'; the data's columns are other"
+    for error in (bad.error, column.error):
+        assert ".py" not in error
+
+
+def test_async_rewards_wait_together():
+    async def scenario(pool):
+        await pool.register("job", [reward(slow)])
+        started = time.monotonic()
+        scored = await pool.score("job", PROBLEM, ["a", "raise", "abc", "abcd"])
+        return scored, time.monotonic() - started
+
+    scored, took = run(scenario)
+    assert [s.reward for s in scored if not s.error] == [1.0, 3.0, 4.0]
+    assert "ValueError: no" in scored[1].error
+    assert took < 3.0
+
+
+def test_rewards_that_do_not_load_are_told_at_the_start(tmp_path):
+    (tmp_path / "exits.py").write_text("import os\nos._exit(5)\n")
+    lock = threading.Lock()
+    for config, message in [
+        (RewardConfig(name="exakt"), "did you mean 'exact'"),
+        (RewardConfig(name=f"{tmp_path}/none.py:score"), "does not exist"),
+        (RewardConfig(name=f"{tmp_path}/exits.py:score"), "cannot be loaded: the process ended .* exit status 5"),
+        (RewardConfig(name="length", args={"target": {1}}), "must be JSON values"),
+        (reward(lambda problem, completion: lock), "cannot be sent to its process"),
+    ]:
+        with pytest.raises(RewardError, match=message):
+            scores(["x"], config)
+
+    async def unknown(pool):
+        await pool.score("nobody", PROBLEM, ["x"])
+
+    with pytest.raises(RewardError, match="'nobody' has no rewards registered"):
+        run(unknown)
+
+
+def test_the_datas_own_scorer():
+    # arc_agi compares its answers with tuples, which do not survive JSON: the entry must be made again from its index.
+    data = load_dataset(DataConfig(source="reasoning-gym:arc_agi", size=3, holdout=0))
+
+    async def scenario(pool):
+        await pool.register("job", [RewardConfig(name="scorer")], data.scorer)
+        return await pool.score("job", data.train[2], [data.train[2].answer, "1 2 3"])
+
+    right, wrong = run(scenario)
+    assert right.reward == 1.0
+    assert wrong.reward < 0.1
+
+
+def test_processes_end_with_a_parent_that_is_killed(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import asyncio, os, psutil, time\n"
+        "from motet.config import RewardConfig\n"
+        "from motet.tasks.reward_pool import RewardPool\n"
+        "from motet.types import Message, Problem\n"
+        "def hang(problem, completion):\n"
+        "    while True: time.sleep(1)\n"
+        "async def main():\n"
+        "    pool = RewardPool()\n"
+        "    await pool.register('a', [RewardConfig(name='hang', function=hang)])\n"
+        "    await pool.register('b', [RewardConfig(name='exact')])\n"
+        "    task = asyncio.create_task(pool.score('a', Problem(0, (Message('user', ''),), ''), ['x']))\n"
+        "    await asyncio.sleep(0.2)\n"
+        "    print(*[child.pid for child in psutil.Process().children()], flush=True)\n"
+        "    await task\n"
+        "asyncio.run(main())\n"
+    )
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    environment = {**os.environ, "PYTHONPATH": source}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(children) == 2
+        parent.kill()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def ordered(problem, completions):
+    if "fail" in completions:
+        raise ValueError("cannot compare")
+    assert problem.answer == "42"
+    return [sorted(completions).index(text) / (len(completions) - 1) for text in completions]
+
+
+def test_a_reward_may_compare_all_answers_to_a_problem():
+    assert [one.reward for one in scores(["b", "c", "a"], reward(ordered))] == [0.5, 1.0, 0.0]
+    failed = scores(["b", "fail"], reward(ordered))
+    assert all("cannot compare" in one.error for one in failed)  # asked about one alone it would divide by zero

@@ -1,0 +1,287 @@
+"""The wall around processes that see what a model answered: what is tried behind it fails, and would succeed without it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import reasoning_gym
+
+from motet import wall
+from motet.config import DataConfig, RewardConfig
+from motet.config.service import ServiceConfig
+from motet.errors import ConfigError, DataError, RewardError, WallError
+from motet.jobfile import parse_jobs
+from motet.service.jobs.validation import Allowed, validated
+from motet.tasks import reasoning_answers
+from motet.tasks.dataset import load_dataset
+from motet.tasks.reasoning import ScorerSpec, make_entries
+from motet.tasks.reasoning_answers import arithmetic
+from motet.tasks.reward_http import Addresses
+from motet.tasks.reward_installed import Installed
+from motet.tasks.reward_pool import RewardPool
+from motet.tasks.reward_walls import Walls
+from motet.tasks.row_files import RowLimits
+from motet.types import Message, Problem
+from tests.support import breaking_out
+from tests.support.cases import few
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="walls are made of Landlock and seccomp, which Linux has"
+)
+
+PROBLEM = Problem(0, (Message("user", "?"),), "42", {})
+EXPLOIT = "Symbol.__new__.__globals__['__builtins__']['open']('{}', 'w')"
+"""What sympy evaluates when it parses it, although it knows no such name."""
+MISSING = "this kernel has no Landlock"
+
+
+def scored(completions, *rewards, walls=None, installed=None, scorer=None, problem=PROBLEM):
+    async def scenario():
+        pool = RewardPool(1, installed=installed, walls=walls)
+        try:
+            await pool.register("job", rewards, scorer)
+            return await pool.score("job", problem, completions)
+        finally:
+            await pool.close()
+
+    return asyncio.run(scenario())
+
+
+def own(**fields):
+    return RewardConfig(name="mine", function=breaking_out.obey, **{"memory_mb": 512, **fields})
+
+
+# --- what holds -----------------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_has_a_wall_and_doctor_lists_what_it_tried():
+    assert wall.probe() == dict.fromkeys(wall.probe(), "held")
+    assert wall.missing() == ""
+    assert len(wall.probe()) >= 12
+
+
+@pytest.mark.parametrize("what", few(wall.probe(), *(what for what in wall.probe() if what != "taking memory")))
+def test_what_the_wall_holds_is_possible_without_it(what):
+    code = f"from motet import wall; wall._attempts()[{what!r}]()"
+    done = subprocess.run([sys.executable, "-c", code], env=wall.environment(), capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    "verb", ["read", "write", "truncate", "remove", "connect", "run", "fork", "kill", "starve", "environment", "flood"]
+)
+def test_a_reward_behind_the_wall_reaches_nothing_outside(tmp_path, verb):
+    """And the same reward, free, does: the attempt is a real one."""
+    secret = tmp_path / "motet.db"
+    secret.write_text("keys of everybody")
+    new = tmp_path / "new"
+    with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "60"]) as victim:
+        arguments = {"write": new, "run": new, "kill": os.getpid(), "environment": "HOME", "starve": victim.pid}
+        argument = server.getsockname()[1] if verb == "connect" else arguments.get(verb, secret)
+        (held,) = scored([f"{verb} {argument}"], own(wall=True))
+        # without a wall a flood is held back by its own limit, until it lifts that
+        (free,) = (None,) if verb == "flood" else scored([f"{verb} {argument}"], own(wall=False))
+        victim.kill()
+    assert held.error, held
+    assert re.search("PermissionError|memory|KeyError|BlockingIOError", held.error), held.error
+    if free is not None:
+        assert (free.error, free.reward) == ("", 1.0)
+
+
+@pytest.mark.parametrize("lie", breaking_out.LIES)
+def test_a_process_that_lies_costs_its_own_rollouts_alone(lie):
+    (first,) = scored([f"lie {lie}"], own(wall=True))
+    assert "is no reply" in first.error
+
+
+def test_the_library_of_symbols_evaluates_answers_and_the_wall_holds_it(tmp_path):
+    target = tmp_path / "was-here"
+    _, scorer = _data("simple_integration")
+    problem = load_dataset(DataConfig(source="reasoning-gym:simple_integration", size=4, holdout=0)).train[0]
+    attack = EXPLOIT.format(target)
+    reward = RewardConfig(name="scorer")
+    (held,) = scored([f"<answer>{attack}</answer>"], reward, scorer=scorer, problem=problem)
+    assert not target.exists()
+    assert held.reward == 0.0 or held.error
+    scored([f"<answer>{attack}</answer>"], RewardConfig(name="scorer", wall=False), scorer=scorer, problem=problem)
+    assert target.exists(), "the attack has to be one that works without a wall"
+
+
+def test_rewards_of_a_job_run_on_the_side_of_the_wall_that_each_belongs_on():
+    """One's own code keeps its freedom beside a built-in reward, whose process has none."""
+    (one,) = scored(["environment PATH"], own(), RewardConfig(name="length", args={"target": 2}))
+    assert (one.error, one.reward) == ("", 2.0)
+
+
+def test_an_operators_file_is_loaded_before_the_wall_goes_up(tmp_path):
+    (tmp_path / "table.txt").write_text("7")
+    (tmp_path / "scores.py").write_text(
+        "from pathlib import Path\nHERE = Path(__file__).parent\nVALUE = float((HERE / 'table.txt').read_text())\n"
+        "def at_load(problem, completion):\n    return VALUE\n"
+        "def at_call(problem, completion):\n    return float((HERE / 'table.txt').read_text())\n"
+    )
+    names = {name: Installed(f"{tmp_path}/scores.py:{name}") for name in ("at_load", "at_call")}
+    names["free"] = Installed(f"{tmp_path}/scores.py:at_call", wall=False)
+    rewards = [RewardConfig(name=name) for name in names]
+    (result,) = scored(["x"], *rewards, installed=names, walls=Walls(required=True))
+    assert result.parts == {"at_load": 7.0, "free": 7.0}
+    assert "at_call: PermissionError" in result.error
+
+
+# --- parsing of what others give --------------------------------------------------------------------------------------------
+
+
+def test_rows_are_made_behind_the_wall(tmp_path):
+    """The options of a task come from a tenant; here the one that reads a file of its choice stands for them."""
+    code = (
+        "import json, sys; from motet import wall; wall.enter(4096)\n"
+        "from motet.tasks import reasoning\n"
+        f"open({str(tmp_path / 'x')!r}, 'w')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=wall.environment(), capture_output=True, text=True, check=False
+    )
+    assert "PermissionError" in done.stderr
+    for module in ("reasoning", "parquet_rows"):
+        source = (wall.PACKAGE_ROOT / f"motet/tasks/{module}.py").read_text()
+        assert "wall.enter(" in source.split('if __name__ == "__main__":')[1].split("\n")[1]
+    assert make_entries(ScorerSpec("chain_sum", size=2))
+
+
+def test_libraries_behind_the_wall_load_for_a_user_who_has_no_directories_yet(tmp_path):
+    """matplotlib, which reasoning-gym imports, looks for one that it could write to."""
+    (home := tmp_path / "home").mkdir()
+    environment = wall.environment(HOME=str(home), PYTHONHASHSEED="0")
+    asked = json.dumps(asdict(ScorerSpec("leg_counting")))
+    done = subprocess.run(
+        wall.command("motet.tasks.reasoning"), input=asked, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not any(home.iterdir())
+
+
+def test_what_makes_no_rows_is_said_in_a_line_and_the_rest_is_logged(caplog):
+    with pytest.raises(DataError) as error:
+        make_entries(ScorerSpec("leg_counting", size=10**6), RowLimits(rows=1, bytes=10**6, seconds=60, memory_mb=16))
+    assert "\n" not in str(error.value)
+    assert "Traceback" not in str(error.value)
+    assert "importlib" in caplog.text
+
+
+# --- scorers that evaluate answers ------------------------------------------------------------------------------------------
+
+
+EVALUATES = re.compile(
+    r"\b(eval|exec|parse_expr|sympify|parse_latex|lambdify)\(|\b(pickle|marshal|subprocess)\b|os\.(system|popen)\("
+)
+
+
+def test_every_scorer_that_evaluates_anything_is_in_the_table():
+    """A newer reasoning-gym with one more of them turns this red."""
+    root = Path(reasoning_gym.__file__).parent
+    found = set()
+    for file in root.rglob("*.py"):
+        lines = [line for line in file.read_text().splitlines() if not line.lstrip().startswith(("def ", "#"))]
+        if any(EVALUATES.search(line) for line in lines):
+            found.add(".".join(file.relative_to(root).with_suffix("").parts))
+    known = {*reasoning_answers.READ_INSTEAD, *reasoning_answers.EVALUATED, *reasoning_answers.OF_ITS_OWN}
+    assert found == known | {"logic.propositional_logic"}  # its parse_expr is a parser of its own
+
+
+@pytest.mark.parametrize(
+    ("task", "answer_of", "score"),
+    [
+        ("spiral_matrix", lambda answer: str([int(n) for n in answer.split()]), 0.1),
+        ("string_insertion", lambda answer: str(list(answer)), 0.1),
+        ("binary_matrix", lambda answer: str([[int(n) for n in row.split()] for row in answer.splitlines()]), 0.1),
+        ("n_queens", lambda answer: str([row.split() for row in answer.splitlines()]), 0.5),
+        ("countdown", lambda answer: f"({answer}) + 0", 0.05),
+        ("countdown", lambda answer: answer, 1.0),
+        ("puzzle24", lambda answer: answer, 1.0),
+        ("spiral_matrix", lambda answer: f"[print(1)] or {answer.split()}", 0.0),
+        ("countdown", lambda answer: f"__import__('os').getpid() * 0 + {answer}", 0.01),
+        ("puzzle24", lambda answer: "9**9**9**9", 0.01),
+    ],
+)  # fmt: skip
+def test_answers_are_read_and_not_evaluated(task, answer_of, score):
+    data, scorer = _data(task)
+    problem = data.train[0]
+    (one,) = scored([answer_of(problem.answer)], RewardConfig(name="scorer"), scorer=scorer, problem=problem)
+    assert one.reward == score, one
+
+
+def _data(task):
+    data = load_dataset(DataConfig(source=f"reasoning-gym:{task}", size=4, holdout=0))
+    return data, ScorerSpec(task, size=4, seed=0) if data.scorer is None else data.scorer
+
+
+@pytest.mark.parametrize("text", ["1 + 2 * (3 - 4) / 5", "-7 / 2", "10", "3.5 * 2"])
+def test_arithmetic_is_pythons(text):
+    assert float(arithmetic(text)) == eval(text)  # noqa: S307
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "f(1)", "2 ** 3", "[1]", "1 if 2 else 3", "(1).real", "'a' * 9", "True + 1", "1" * 2000]
+)
+def test_nothing_but_arithmetic_is_arithmetic(text):
+    with pytest.raises((ValueError, SyntaxError)):
+        arithmetic(text)
+    assert text == "True + 1" or ast.parse(text)
+
+
+# --- where there is none ----------------------------------------------------------------------------------------------------
+
+
+def _none():
+    return MISSING
+
+
+@pytest.mark.parametrize("name", ["scorer", "math", "team"])
+def test_a_service_without_a_wall_refuses_what_needs_one_and_names_the_way_out(name):
+    rewards = {"team": Installed("scores.py:team")}
+    job = {"name": "a", "data": "reasoning-gym:spiral_matrix", "reward": name}
+    allowed = Allowed(False, rewards, Addresses(), Walls(required=True, missing=_none))
+    with pytest.raises(RewardError, match=f"reward '{name}' has to run behind a wall, .*{MISSING}.*`unwalled`"):
+        validated(job, allowed)
+    exempt = Walls(required=True, exempt=frozenset({"scorer", "math"}), missing=_none)
+    free = {"team": Installed("scores.py:team", wall=False)}
+    assert validated(job, Allowed(False, free, Addresses(), exempt)).rewards[0].name == name
+
+
+def test_rewards_that_evaluate_nothing_run_without_a_wall_where_there_is_none():
+    (one,) = scored(["42"], RewardConfig(name="exact"), walls=Walls(required=True, missing=_none))
+    assert one.reward == 1.0
+
+
+def test_a_wall_that_was_asked_for_and_is_not_there_is_an_error():
+    with pytest.raises(RewardError, match="`wall: false` lets it run without"):
+        scored(["x"], own(wall=True), walls=Walls(missing=_none))
+
+
+def test_a_tenant_cannot_take_the_wall_down():
+    job = {"name": "a", "data": "reasoning-gym:spiral_matrix", "reward": {"name": "scorer", "wall": False}}
+    with pytest.raises(ConfigError, match="only the service's operator can set wall: false"):
+        validated(job, Allowed(False, {}, Addresses(), Walls(required=True)))
+    assert ServiceConfig(unwalled=["scorer"]).unwalled == ["scorer"]
+
+
+def test_a_service_does_not_lie_where_rewards_can_read():
+    with pytest.raises(WallError, match="choose another directory"):
+        wall.check_outside(Path(sys.prefix) / "service")
+
+
+@pytest.mark.parametrize("override", [(), ("engine.trust_remote_code=true",)])
+def test_no_job_file_lets_a_bases_code_run(override):
+    engine = "" if override else "engine: {trust_remote_code: true}\n"
+    with pytest.raises(ConfigError, match="run with --trust-remote-code"):
+        parse_jobs(f"base: small\n{engine}jobs: [{{name: a, data: 'toy:add', reward: exact}}]", "jobs.yaml", override)

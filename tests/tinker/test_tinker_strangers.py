@@ -1,0 +1,345 @@
+"""Who may ask what of the Tinker protocol, and what nonsense does: every route with every kind of key, and broken messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from motet.runtime.client_loop import ABOUT
+from motet.runtime.journal import Done, Failed, Journal, Nothing
+from motet.service.database.store import Store
+from motet.service.errors import Refusal
+from motet.service.events import EventBus
+from motet.service.http.bodies import OpenBytes
+from motet.service.tenants.ledger import Ledger
+from motet.service.tenants.quotas import Quotas
+from motet.service.tinker import runs, sessions, training
+from motet.service.tinker.futures import Futures
+from motet.service.tinker.leases import Leases
+from motet.service.tinker.models import Models
+from motet.service.tinker.parts import PREFIX
+from motet.service.tinker.samplers import Samplers, sampler_id
+from motet.types import JobState
+from tests.support.house import House, open_house
+from tests.support.small_disk import small_disk
+from tests.support.tinker_requests import journal, made, naming, request, saved, sent
+from tests.support.tinker_run import job_of
+from tests.support.waiting import until
+
+OPEN = {"/healthz", "/downloads/{token}"}
+"""Those that want no key: a link to a file is one itself."""
+NAMELESS = {
+    *("/client/config", "/client/dynamic_config", "/get_server_capabilities", "/create_session", "/session_heartbeat"),
+    *("/telemetry", "/create_model", "/training_runs", "/checkpoints", "/sessions", "/auth/apikey/me"),
+    *("/sessions/{session_id}", "/sessions/{session_id}/finish", *(path for _, path in runs.ELSEWHERE)),
+}
+"""Those that name nothing of anybody's, or show and end only what is the asker's own."""
+
+
+def routes() -> set[tuple[str, str]]:
+    """Every method and path below the prefix."""
+    found = [route for module in (sessions, training, runs) for route in module.router.routes]
+    return {
+        (method, route.path.removeprefix(PREFIX))
+        for route in found
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    }
+
+
+def asked(house: House, key: str, method: str, path: str, model: str, body: dict[str, Any]) -> Any:
+    """An answer to one of them."""
+    place = path.format(**{"run": model, "kind": "weights", "name": "w", "session_id": model.partition(":")[0], **body})
+    return house.ask(method, PREFIX + place, key, json=body)
+
+
+def test_every_route_wants_a_key_that_is_good(house: House) -> None:
+    model = made(house)
+    for method, path in routes():
+        if path not in OPEN:
+            for key in ("none", "wrong", "revoked", "expired"):
+                answer = asked(house, key, method, path, model, {"name": "x", "token": "x"})
+                assert answer.status_code == 401, (method, path, key, answer.text)
+    headers = {"X-API-Key": f"tml-{house.keys['ours']}"}
+    assert house.http.post(f"{PREFIX}/create_session", headers=headers, json={"tags": []}).status_code == 200
+
+
+def test_what_is_anothers_is_not_there(house: House) -> None:
+    model = made(house)
+    place, kept = saved(house, model), journal(house, model)
+    kept.write(1, Nothing())
+    kept.answer(1, Done())
+    everything = naming(model)
+    unasked = {one for one in routes() if one[1] not in OPEN | NAMELESS} - {*everything}
+    assert unasked == {("POST", "/forward_backward"), ("POST", "/cancel_future")}
+    before = sorted(kept.path.iterdir())
+    for (method, path), body in everything.items():
+        answer = asked(house, "theirs", method, path, model, body)
+        assert answer.status_code == 404, (method, path, answer.text)
+    assert sent(house, request(model).SerializeToString(), "theirs").status_code == 404
+    cancels = house.ask("POST", f"{PREFIX}/cancel_future", "theirs", json={"request_id": f"{model}/2"})
+    assert (cancels.status_code, kept.cancelled(2)) == (404, False)
+    for listed in ("training_runs", "checkpoints"):
+        assert house.ask("GET", f"{PREFIX}/{listed}", "theirs").json()[listed] == []
+    assert (
+        house.ask("POST", f"{PREFIX}/sessions/{model.partition(':')[0]}/finish", "theirs", json={}).status_code == 204
+    )
+    assert (sorted(kept.path.iterdir()), json.loads((place / ABOUT).read_text())) == (before, {"number": 9})
+    for number, ((method, path), body) in enumerate(everything.items()):
+        answer = asked(
+            house, "ours", method, path, model, {**body, **({"seq_id": number + 3} if "seq_id" in body else {})}
+        )
+        assert answer.status_code < 400, (method, path, answer.text)
+        if path == "/asample":
+            cancel_of_another(house, answer.json()["request_id"])
+
+
+def test_a_session_is_its_tenants(house: House) -> None:
+    session = house.ask("POST", f"{PREFIX}/create_session", json={"tags": []}).json()["session_id"]
+    new = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 4}}
+    sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
+    base = sampler_id(session, 0, "base")
+    for path, body in (
+        ("create_model", new),
+        ("create_sampling_session", sampling),
+        ("session_heartbeat", {"session_id": session}),
+    ):
+        for odd in (session[:-1] + ("0" if session[-1] != "0" else "1"), session[:24], f"{session}0"):
+            house.refused(404, "POST", f"{PREFIX}/{path}", json={**body, "session_id": odd})
+        message = house.refused(404, "POST", f"{PREFIX}/{path}", "theirs", json=body)["message"]
+        assert "there is no session" in message
+        assert house.ask("POST", f"{PREFIX}/{path}", json=body).is_success
+    assert house.ask("GET", f"{PREFIX}/samplers/{base}").is_success
+    house.refused(404, "GET", f"{PREFIX}/samplers/{base}", "theirs")
+
+
+def cancel_of_another(house: House, name: str) -> None:
+    """Nobody ends a sample of another tenant's."""
+    futures = house.part(Futures)
+    who = house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    counts = []
+    for key in ("theirs", "ours"):
+        house.ask("POST", f"{PREFIX}/cancel_future", key, json={"request_id": name})
+        counts.append(futures.open(who))
+    assert counts == [1, 0]
+
+
+def test_what_is_published_is_there_for_all_until_it_is_not(house: House) -> None:
+    model = made(house)
+    place, path = saved(house, model), f"tinker://{model}/weights/w"
+    for method, status in (("POST", 200), ("DELETE", 404)):
+        house.ask(method, f"{PREFIX}/training_runs/{model}/checkpoints/weights/w/publish")
+        info = house.ask("POST", f"{PREFIX}/weights_info", "theirs", json={"tinker_path": path})
+        assert info.status_code == status
+        removed = house.ask("DELETE", f"{PREFIX}/training_runs/{model}/checkpoints/weights/w", "theirs")
+        assert (removed.status_code, place.is_dir()) == (404, True)
+
+
+def test_a_link_opens_what_it_was_made_for(house: House) -> None:
+    model = made(house)
+    saved(house, model)
+    urls = house.ask("GET", f"{PREFIX}/training_runs/{model}/checkpoints/weights/w/external_weights_urls").json()[
+        "urls"
+    ]
+    assert [*urls] == ["adapter_config.json"]
+    link = urls["adapter_config.json"]
+    assert house.http.get(link).text == "{}", "without a key"
+    assert house.http.get(f"{link[:-8]}AAAAAAA=").status_code == 403
+
+
+def test_a_copy_that_finds_no_room_leaves_nothing_and_can_be_asked_for_again(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "8m") as disk, open_house(disk / "served") as house:
+        model = made(house)
+        (saved(house, model) / "adapter_model.safetensors").write_bytes(b"x" * 2**20)
+        copied = {
+            "source_path": f"tinker://{model}/weights/w",
+            "session_id": model.partition(":")[0],
+            "model_seq_id": 1,
+        }
+        filler = disk / "filler"
+        filler.write_bytes(b"x" * (shutil.disk_usage(disk).free - 2**19))
+        told = house.refused(507, "POST", f"{PREFIX}/copy_weights", json=copied)["message"]
+        assert told == "the disk of the service is full; try again once its operator has made room"
+        assert [path.name for path in disk.rglob("*w") if path.is_dir()] == ["w"]
+        filler.unlink()
+        found = house.ask("POST", f"{PREFIX}/copy_weights", json=copied).json()["tinker_path"]
+        assert house.ask("POST", f"{PREFIX}/weights_info", json={"tinker_path": found}).status_code == 200
+        assert len([*disk.rglob("w/adapter_model.safetensors")]) == 2
+
+
+def test_why_a_command_failed_is_told_without_places(house: House) -> None:
+    model = made(house)
+    kept = journal(house, model)
+    kept.write(1, Nothing())
+    kept.answer(1, Failed(f"{kept.path}/x has alpha 8"))
+    told = house.ask("POST", f"{PREFIX}/retrieve_future", json={"request_id": f"{model}/1"}).json()["error"]
+    assert told.endswith("/x has alpha 8")
+    assert str(house.storage.directory) not in told
+
+
+def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
+    prompt = {"chunks": [{"tokens": [1, 2]}]}
+    name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
+    who, other = (house.store.tenants.who(house.keys[key]) for key in ("ours", "theirs"))
+    assert who is not None
+    assert other is not None
+    parts = (house.part(Models), house.part(Samplers), house.part(Quotas), house.part(Store), house.part(EventBus))
+    fresh = Futures(*parts, house.storage, house.part(OpenBytes))
+
+    async def asked() -> Any:
+        with pytest.raises(Refusal, match="sample again"):
+            await fresh.wait(other, name)
+        found = await fresh.wait(who, name, 0.0)
+        await fresh.cancel(who, name)
+        return found
+
+    found = asyncio.run_coroutine_threadsafe(asked(), house.app.state.loop).result(20)
+    assert (found["queue_state"], found["queue_state_reason"]) == ("paused_capacity", "the engine is starting")
+    house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
+
+
+def test_a_sample_that_nobody_fetches_is_forgotten_though_nobody_samples(house: House) -> None:
+    prompt = {"chunks": [{"tokens": [1, 2]}]}
+    name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
+    futures = house.part(Futures)
+    futures._samples[name].task = None
+    futures._samples[name].since = time.monotonic() - 1000.0  # as if it had ended then
+
+    async def watched() -> None:
+        watching = asyncio.create_task(Leases(house.part(Models), futures, house.store).watch(0.01))
+        await until(lambda: name not in futures._samples)
+        watching.cancel()
+
+    asyncio.run_coroutine_threadsafe(watched(), house.app.state.loop).result(20)
+
+
+def test_stops_of_a_sample_are_few(house: House) -> None:
+    sample = {"prompt": {"chunks": [{"tokens": [1]}]}}
+    for stop in (["</answer>"] * 64, "a" * 500, list(range(1024))):
+        name = house.ask("POST", f"{PREFIX}/asample", json={**sample, "sampling_params": {"stop": stop}}).json()
+        house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name["request_id"]})
+    for many, words in (
+        (["a"] * 65, "65 are too many"),
+        (["a", "b" * 501], "501"),
+        (list(range(1025)), "1025 are too"),
+    ):
+        error = house.refused(400, "POST", f"{PREFIX}/asample", json={**sample, "sampling_params": {"stop": many}})
+        assert error["param"] == "sampling_params.stop"
+        assert words in error["message"]
+
+
+def test_a_client_is_told_what_it_waits_for(house: House) -> None:
+    who = house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    model, loop = made(house), house.app.state.loop
+
+    def told(request_id: str) -> tuple[str, str]:
+        waiting = house.part(Futures).wait(who, request_id, 0.0)
+        answer = asyncio.run_coroutine_threadsafe(waiting, loop).result(20)
+        assert isinstance(answer, dict)
+        return answer["queue_state"], answer["queue_state_reason"]
+
+    state, reason = told(f"{model}/0")
+    assert (state, "slot" in reason) == ("paused_capacity", True)
+    job = house.ask("GET", f"/v1/jobs/{job_of(model)}").json()["id"]
+    house.recorder.record_state(job, JobState.PAUSED, "paused by hand")
+    assert told(f"{model}/0") == ("paused_rate_limit", "paused by hand")
+
+    limits = f"/v1/tenants/{who.tenant}/limits"
+    house.part(Ledger).count_completion(who.tenant_id, "small", 2, 3)
+    house.part(Ledger).flush()
+    house.ask("PUT", limits, "admin", json={"tokens_per_day": 5})
+    sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}}
+    name = house.ask("POST", f"{PREFIX}/asample", json=sample).json()["request_id"]
+    state, reason = told(name)
+    assert (state, "5 tokens of this tenant for this day are spent" in reason) == ("paused_rate_limit", True)
+    plain = house.ask("POST", "/v1/completions", json={"model": "small", "prompt": "a"})
+    assert plain.status_code == 429
+    assert 1 <= int(plain.headers["retry-after"]) <= 86_400
+    house.ask("PUT", limits, "admin", json={})
+    assert told(name) == ("paused_capacity", "the engine is starting")
+    unready = house.ask("POST", "/v1/completions", json={"model": "small", "prompt": "a"})
+    assert (unready.status_code, unready.headers["retry-after"]) == (503, "1")
+    house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
+
+
+def test_a_job_that_would_compute_gradients_again_is_resumed_while_its_tenant_has_the_tokens(tmp_path: Path) -> None:
+    """Those that are done and wait for their step are charged again when it resumes: three data of four tokens each."""
+    with open_house(tmp_path / "served") as house:
+        model, who = made(house), house.store.tenants.who(house.keys["ours"])
+        assert who is not None
+        kept = journal(house, model)
+        for number in (1, 2, 3, 4):
+            assert sent(house, request(model, number).SerializeToString()).status_code == 200
+            if number < 4:  # the last is not done: it was admitted when it came
+                kept.answer(number, Done())
+        assert kept.work_again() == 3 * 4
+        job = house.ask("GET", f"/v1/jobs/{job_of(model)}").json()["id"]
+        house.recorder.record_state(job, JobState.PAUSED, "")
+        for limit, status in ((11, 403), (20, 429)):
+            if limit == 20:
+                house.part(Ledger).count_completion(who.tenant_id, "small", 4, 5)
+                house.part(Ledger).flush()
+            house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"tokens_per_day": limit})
+            error = house.refused(status, "POST", f"/v1/jobs/{job}/resume")
+            assert "resuming this job, which computes gradients again, takes 12 tokens" in error["message"]
+        house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"tokens_per_day": 21})
+        assert house.ask("POST", f"/v1/jobs/{job}/resume").status_code == 202
+
+
+_KNOWN: list[tuple[str, Journal, dict[str, bytes]]] = []
+
+
+def two_models(house: House) -> tuple[str, Journal, dict[str, bytes]]:
+    """A model for many requests, and a neighbour with what lies in its journal."""
+    if not _KNOWN:
+        model, neighbour = made(house), made(house)
+        assert sent(house, request(neighbour).SerializeToString()).status_code == 200
+        kept = journal(house, neighbour)
+        _KNOWN.append((model, kept, {path.name: path.read_bytes() for path in kept.path.iterdir()}))
+    return _KNOWN[0]
+
+
+def broken(body: bytes, data: st.DataObject) -> bytes:
+    """A message with some of its bytes changed, left out or put in."""
+    changed = bytearray(body)
+    for _ in range(data.draw(st.integers(1, 6))):
+        place = data.draw(st.integers(0, len(changed)))
+        changed[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+    return bytes(changed)
+
+
+def nonsense(house: House, data: st.DataObject) -> None:
+    """Whatever a message has become, it is a 400 and changes nothing beside it."""
+    model, neighbour, before = two_models(house)
+    answer = sent(house, broken(request(model, data.draw(st.integers(1, 5))).SerializeToString(), data))
+    assert answer.status_code in (200, 400, 404), answer.text  # it may mean something still, or another model
+    if answer.status_code == 400:
+        assert answer.json()["error"]["message"]
+    assert {path.name: path.read_bytes() for path in neighbour.path.iterdir()} == before
+
+
+shared = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@settings(shared, max_examples=100)
+@given(st.data())
+def test_nonsense_is_a_400_and_changes_nothing_beside_it(house: House, data: st.DataObject) -> None:
+    nonsense(house, data)
+
+
+@pytest.mark.soak
+@settings(shared, max_examples=2000)
+@given(st.data())
+def test_much_nonsense_changes_nothing(house: House, data: st.DataObject) -> None:
+    nonsense(house, data)

@@ -1,0 +1,303 @@
+"""What clients of the Tinker protocol send, without a client and without an engine: who may, what is refused, what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from motet.algorithms.client import CLIENT_LOSSES, ClientLoss
+from motet.batch import LossInputs
+from motet.config import OF_CLIENT
+from motet.runtime.journal import (
+    Datum,
+    Done,
+    ForwardBackward,
+    Gradient,
+    Journal,
+    JournalError,
+    Nothing,
+    OptimStep,
+    Tensor,
+)
+from motet.service.tinker.futures import Futures
+from motet.service.tinker.leases import Leases
+from motet.service.tinker.models import MOST_WAITING, Models
+from motet.service.tinker.parts import PREFIX
+from motet.service.tinker.wire import CONTENT_TYPE, KINDS
+from tests.support.house import House
+from tests.support.tinker_requests import journal, made, request, sent
+from tests.support.tinker_run import job_of
+
+
+def test_a_command_is_kept_once_and_its_outcome_answers_it(house: House) -> None:
+    model = made(house)
+    body = request(model).SerializeToString()
+    first, again = sent(house, body), sent(house, body)
+    assert first.json() == again.json() == {"request_id": f"{model}/1"}
+    other = sent(house, request(model, forward_only=True).SerializeToString())
+    assert (other.status_code, "another one" in other.text) == (400, True)
+    kept = journal(house, model)
+    command = kept.command(1)
+    assert isinstance(command, ForwardBackward)
+    (sample,) = [datum.sample() for datum in command.data]
+    assert sample.token_ids.tolist() == [0, 1, 2, 0]
+    assert sample.targets is not None
+    assert sample.targets.tolist() == [0, 1, 2, 3]
+    assert sample.loss_mask.tolist() == [False, True, True, True]
+    kept.answer(1, Gradient([Tensor.of(np.asarray([-1.0, -2.0, -3.0], np.float32))], {"loss:sum": 6.0}))
+    answer = house.ask("POST", f"{PREFIX}/retrieve_future", json=first.json())
+    assert answer.headers["content-type"] == CONTENT_TYPE
+    output = KINDS["Output"].FromString(answer.content)
+    (field,) = output.loss_fn_outputs[0].fields
+    assert np.frombuffer(field.value.data, "<f4").tolist() == [-1.0, -2.0, -3.0]
+    assert [(one.key, one.value) for one in output.metrics] == [("loss:sum", 6.0)]
+
+
+@pytest.mark.parametrize("route", ["save_weights", "save_weights_for_sampler", "save_weights_external"])
+def test_a_checkpoint_that_expires_is_asked_for_twice(house: House, route: str) -> None:
+    model = made(house)
+    body = {"model_id": model, "seq_id": 1, "path": "x", "ttl_seconds": 3600}
+    first, again = (house.ask("POST", f"{PREFIX}/{route}", json=body).json() for _ in range(2))
+    assert first == again == {"request_id": f"{model}/1"}
+
+
+def test_a_sampling_session_that_is_counted_twice_is_one(house: House) -> None:
+    """The package counts again when it sends again."""
+    model = made(house)
+    body = {"model_id": model, "seq_id": 1}
+    promises = [
+        house.ask("POST", f"{PREFIX}/save_weights_for_sampler", json={**body, "sampling_session_seq_id": count}).json()
+        for count in (0, 1)
+    ]
+    assert promises == [{"request_id": f"{model}/1"}] * 2
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dimuon": ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "adam_params"),
+    "field": ("optim_step", {"adam_params": {"momentum": 1}}, "adam_params.momentum"),
+    "name": ("save_weights", {"path": "../x"}, "path"),
+    "encryption": ("save_weights_external", {"path": "x", "age_encryption_recipients": ["age1"]}, "age_encryption_rec"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_command_uses_its_number_up(house: House, name: str) -> None:
+    model = made(house)
+    route, body, words = REFUSED[name]
+    answer = house.ask("POST", f"{PREFIX}/{route}", json={"model_id": model, "seq_id": 1, **body})
+    assert (answer.status_code, words in answer.text) == (400, True), answer.text
+    assert journal(house, model).command(1) == Nothing()
+
+
+def plainly(body: Any) -> dict[str, Any]:
+    """A body of JSON in ASCII, which clients' own encoders would refuse to make."""
+    return {"content": json.dumps(body), "headers": {"Content-Type": "application/json"}}
+
+
+def deep(levels: int) -> Any:
+    """Lists within lists."""
+    found: Any = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "odd", ["\ud800", {"\ud800": 1}, deep(40), deep(900), 2**70], ids=["half", "key", "deep", "deeper", "int"]
+)
+def test_metadata_that_cannot_be_kept_are_refused_and_nothing_is_left_of_them(house: House, odd: Any) -> None:
+    about = {"a": odd}
+    new = {"session_id": "session-" + "0" * 16, "model_seq_id": 0, "base_model": "base", "user_metadata": about}
+    before = len(house.ask("GET", "/v1/jobs").json()["data"])
+    house.refused(400, "POST", f"{PREFIX}/create_model", **plainly(new))
+    assert len(house.ask("GET", "/v1/jobs").json()["data"]) == before
+    model = made(house)
+    for number, route in enumerate(("save_weights", "save_weights_for_sampler"), 1):
+        body = {"model_id": model, "seq_id": number, "path": "x", "user_metadata": about}
+        house.refused(400, "POST", f"{PREFIX}/{route}", **plainly(body))
+        assert journal(house, model).command(number) == Nothing()
+
+
+def test_a_body_that_cannot_be_read_is_a_400(house: House) -> None:
+    text = json.dumps(deep(900)).replace("[", "[" * 8).replace("]", "]" * 8)
+    for body in (text, '{"model_id": "\\ud800", "seq_id": 1}', "[1"):
+        house.refused(400, "POST", f"{PREFIX}/save_weights", content=body)
+
+
+def sparse(found: Any, shape: list[int], rows: list[int]) -> None:
+    """Targets without values, of a shape that takes no bytes of the message to be large."""
+    targets = found.data[-1].loss_fn_inputs[0].value
+    targets.ClearField("dense")
+    targets.sparse_csr.crow_indices = np.asarray(rows, "<i8").tobytes()
+    targets.shape[:] = shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "words"),
+    [
+        ([2**32, 2**32], None, "shape"),
+        ([0, 2**62], None, "shape"),
+        ([0, 2**62], [0], "shape"),
+        ([1, 2**24 + 1], [0, 0], "shape"),
+        ([3, 1], [0, 2**63 - 1, -2, 0], "row indices"),
+    ],
+)
+def test_an_impossible_shape_is_refused_and_its_number_used_up(
+    house: House, shape: list[int], rows: list[int] | None, words: str
+) -> None:
+    model = made(house)
+    body = request(model)
+    sparse(body, shape, rows or [])
+    if rows is None:
+        body.data[0].loss_fn_inputs[0].value.ClearField("sparse_csr")
+    answer = sent(house, body.SerializeToString())
+    assert (answer.status_code, words in answer.text) == (400, True), answer.text
+    assert journal(house, model).command(1) == Nothing()
+
+
+def test_sparse_data_are_counted_together_before_any_of_them_is_made_dense(house: House) -> None:
+    model = made(house)
+    body = request(model)
+    body.data[0].model_input[0].encoded_text.tokens = b"abcd"
+    for _ in range(3):
+        sparse(body, [1, 2**23], [0, 0])
+        body.data.add().CopyFrom(body.data[0])
+    tracemalloc.start()
+    answer = sent(house, body.SerializeToString())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (answer.status_code, "send fewer data" in answer.text) == (400, True), answer.text
+    assert peak < 2**24
+    assert journal(house, model).command(1) == Nothing()
+
+
+def test_a_client_that_says_nothing_for_a_day_has_finished(house: House) -> None:
+    now = 0.0
+    leases = Leases(house.part(Models), house.part(Futures), house.store, lambda: now)
+    silent, alive = made(house), made(house)
+    leases.end_silent()
+    for _ in range(25):
+        now += 3600
+        leases.renew(alive.partition(":")[0])
+        leases.end_silent()
+    assert [journal(house, model).finished for model in (silent, alive)] == [True, False]
+
+
+def test_a_job_that_waits_for_a_client_is_not_submitted(house: House) -> None:
+    job = {"name": "mine", "data": "toy:add", "algorithm": "client"}
+    assert "only a client makes such a job" in house.refused(400, "POST", "/v1/jobs", json=job)["message"]
+
+
+def test_a_model_has_no_rows_and_every_other_job_needs_some(house: House) -> None:
+    spec = house.ask("GET", f"/v1/jobs/{job_of(made(house))}").json()["spec"]
+    assert spec["data"]["source"] == OF_CLIENT
+    elsewhere = {"name": "mine", "data": {"source": OF_CLIENT, "eval_source": "/etc/hosts"}, "algorithm": "client"}
+    assert "data.eval_source: a client evaluates" in house.refused(400, "POST", "/v1/jobs", json=elsewhere)["message"]
+    job = {"name": "mine", "data": OF_CLIENT, "reward": "exact"}
+    assert "data.source: is missing" in house.refused(400, "POST", "/v1/jobs", json=job)["message"]
+
+
+def test_commands_are_written_once_and_forgotten_once_committed(tmp_path: Path) -> None:
+    kept = Journal(tmp_path)
+    step = OptimStep(1e-3, (0.9, 0.95), 1e-8, 0.0, None)
+    kept.write(2, step)
+    assert kept.command(1) is None
+    kept.write(1, Nothing())
+    kept.write(2, step)
+    with pytest.raises(JournalError, match="request 2"):
+        kept.write(2, Nothing())
+    assert Journal(tmp_path).command(2) == step
+    kept.answer(1, Done({"a": 1}))
+    kept.answer(2, Done({"a": 2}))
+    kept.forget(2)
+    assert (kept.command(1), kept.command(2)) == (None, step)
+    assert [kept.outcome(number) for number in (1, 2, 3)] == [Done({"a": 1}), Done({"a": 2}), None]
+
+
+def test_gradients_that_wait_are_bounded_and_their_step_is_taken(house: House) -> None:
+    model = made(house)
+    first = request(model, 1).SerializeToString()
+    assert sent(house, first).status_code == 200
+    os.truncate(journal(house, model).path / "00000001.cmd", MOST_WAITING + 1)  # with holes: it takes no room
+    assert sent(house, first).status_code == 200, "it is known"
+    more = sent(house, request(model, 2).SerializeToString())
+    assert (more.status_code, "call optim_step" in more.text) == (400, True), more.text
+    assert journal(house, model).command(2) == Nothing()
+    step = {"model_id": model, "seq_id": 3, "adam_params": {}}
+    assert house.ask("POST", f"{PREFIX}/optim_step", json=step).json() == {"request_id": f"{model}/3"}
+    os.truncate(journal(house, model).path / "00000001.cmd", 2 * MOST_WAITING + 1)
+    assert (
+        "wait for those before this one"
+        in house.refused(400, "POST", f"{PREFIX}/optim_step", json={**step, "seq_id": 4})["message"]
+    )
+    assert journal(house, model).command(4) is None
+
+
+def test_what_goes_while_it_is_counted_is_not_counted(tmp_path: Path, house: House) -> None:
+    kept = Journal(tmp_path)
+    kept.write(2, Nothing())
+    (kept.path / "00000001.cmd").symlink_to("gone")  # it was there when the directory was read
+    assert kept.waiting_bytes() == (kept.path / "00000002.cmd").stat().st_size
+    asked = house.storage.samples("tenant")
+    asked.mkdir(parents=True)
+    (asked / "sample-gone").symlink_to("gone")
+    old = asked / "sample-old"
+    old.touch()
+    os.utime(old, (0, 0))
+    house.part(Futures).clear()
+    assert not old.exists()
+
+
+def _by_hand(name: str, lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    ratio = torch.exp(lp - q)
+    match name:
+        case "cross_entropy":
+            return -lp
+        case "importance_sampling":
+            return -ratio * a
+        case "ppo":
+            return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+        case "cispo":
+            return -ratio.clamp(0.0, 4.0).detach() * lp * a
+        case "gspo":
+            means = [(((lp - q) * mask)[part].sum() / mask[part].sum()).expand(len(lp[part])) for part in SEQUENCES]
+            ratio = torch.exp(torch.cat(means).detach() + lp - lp.detach())
+            return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    return -(lp * a - 0.5 * 0.05 * (lp - q) ** 2)
+
+
+SEQUENCES = (slice(0, 20), slice(20, 64))
+
+
+@pytest.mark.parametrize("name", CLIENT_LOSSES)
+def test_losses_and_gradients_are_those_of_the_formulas(name: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    lp, q, a, w = (torch.randn(64, generator=generator) for _ in range(4))
+    lp.requires_grad_()
+    mask = (torch.rand(64, generator=generator) < 0.7).float()
+    known = {key: value if value is not None else 0.05 for key, value in CLIENT_LOSSES[name].settings.items()}
+    inputs = LossInputs(
+        logprobs_N=lp, entropy_N=torch.zeros(64), sampler_logprobs_N=q, advantages_N=a, weights_N=w,
+        sample_N=(torch.arange(64) >= 20).long(), n_samples=2, ratio_mask_N=mask,
+    )  # fmt: skip
+    found = (ClientLoss(name, known).token_losses(inputs)[0] * w).sum()
+    (gradient,) = torch.autograd.grad(found, lp)
+    expected = (_by_hand(name, lp, q, a, mask) * w).sum()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, lp)[0])
+
+
+def test_a_datum_of_many_targets_is_a_sample_of_many() -> None:
+    targets = np.arange(6, dtype="<i4").reshape(3, 2)
+    weights = np.ones((3, 2), np.float32)
+    sample = Datum(np.arange(3, dtype="<i4").tobytes(), targets.tobytes(), 2, Tensor.of(weights)).sample()
+    assert (sample.n_tokens, sample.n_targets, sample.n_trainable) == (4, 2, 3)
+    assert sample.targets is not None
+    assert sample.targets[1:].tolist() == targets.tolist()
