@@ -21,6 +21,8 @@ KEPT = Path(os.environ.get("MOTET_SOAK", ROOT / ".soak"))
 FILES = ("src", "tests", "scripts", "bench", "examples", "pyproject.toml", "constraints.txt")
 WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 PARTS = {"soak and not alone": WORKERS, "soak and alone": ("-s",)}
+# Two workers have more threads than there are cores: a thread of torch that waits must not keep a core from another.
+WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 
 def digest() -> str:
@@ -78,9 +80,9 @@ def main(words: list[str]) -> int:
     shown, worst = ("-v", "--durations", "20", "-rfEsP", "-p", "tests.soak"), 0
     for marks, how in PARTS.items():
         print(f"--- {marks}", flush=True)
-        code = subprocess.run(
-            [sys.executable, "-m", "pytest", "-m", marks, *how, *shown, *words], cwd=ROOT, check=False
-        ).returncode
+        environment = os.environ | (WAITING if how is WORKERS else {})
+        command = [sys.executable, "-m", "pytest", "-m", marks, *how, *shown, *words]
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         nothing_left = code == pytest.ExitCode.NO_TESTS_COLLECTED and (KEPT / digest()).exists()
         worst = max(worst, 0 if nothing_left else abs(code))  # of a process that a signal ended it is negative
         if code == pytest.ExitCode.INTERRUPTED:
