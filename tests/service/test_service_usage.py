@@ -235,4 +235,4 @@ def test_all_lines_sum_to_the_time_that_the_engine_was_up(service: Service) -> N
     assert least - 1 <= sum(used.values()) <= most + 6  # some was not told when it began, and it takes a while to stop
     assert used["idle"] > 0
     assert used.get("completions", 0.0) == 0
-    assert 0.1 * least < used["timed"] <= sum(used.values())
+    assert 0.02 * least < used["timed"] <= sum(used.values())
