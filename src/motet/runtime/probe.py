@@ -113,7 +113,8 @@ class Probe:
         version, trained_before, answered_before = self._before
         wanted, shown = trained - trained_before, answered - answered_before
         size = float(np.linalg.norm(wanted))
-        if size <= float(np.linalg.norm(base - (base if self._trainers_base is None else self._trainers_base))):
+        trainers_base = base if self._trainers_base is None else self._trainers_base
+        if size == 0.0 or size < CLEAR * float(np.linalg.norm(base - trainers_base)):
             return
         share = float(np.dot(shown, wanted)) / size**2
         noise = float(np.linalg.norm(shown - share * wanted)) / np.sqrt(max(len(wanted) - 2, 1))
