@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,11 +164,12 @@ def test_a_worker_that_is_killed_loses_its_episodes_to_another_and_the_bytes_are
     assert served.read_bytes() == (alone / "metrics.jsonl").read_bytes()
     steps = [json.loads(line) for line in served.read_text().splitlines()]
     assert [(line["failed"], line["logprob_gap"]) for line in steps] == [(0, 0.0)] * 2
-    # what went through the address is what is trained: nothing that the killed one was answered is in it
+    # What went through the address is what is trained. An episode that the killed worker had ended is said twice.
     kept = [one["turns"] for step in (0, 1) for one in service.ask("GET", f"/v1/jobs/own/rollouts?step={step}")["data"]]
     assert [turns[:1] for turns in kept] == [turns[:1] for turns in kept if len(turns) == 3]
     said = [json.loads(line) for line in (marks / "said").read_text().splitlines()]
-    assert sorted(turns[:2] for turns in kept) == sorted(turns for turns in said if turns in [one[:2] for one in kept])
+    trained, told = (Counter(json.dumps(turns) for turns in all_) for all_ in ([one[:2] for one in kept], said))
+    assert trained <= told
 
 
 def test_an_agent_that_hangs_costs_its_rollout(service: Service, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def doors(place: Path, steps: int, teacher: Path | str, groups: tuple[int, int],
     def job(source: Any, rank: int, tokens: int = 16, **fields: Any) -> Json:
         return {
             "data": {"source": source, "holdout": holdout}, "adapter": {"rank": rank}, "algorithm": size,
-            "sampling": {"max_tokens": tokens}, "optimizer": {"lr_multiplier": 2}, "steps": steps,
+            "sampling": {"max_tokens": tokens}, "optimizer": {"lr": 5e-3}, "steps": steps,
             "eval": {"every": 4}, **fields,
         }  # fmt: skip
 
