@@ -30,7 +30,7 @@ from tests.support.service_run import Json, serving, tiny
 from tests.support.tiny_models import base as tiny_base
 from tests.support.waiting import wait_until
 
-ENGINE = {"threads": 1}
+ENGINE = {"threads": 1, "kernels": "torch"}  # the only ones that shards have
 NAMES = [f"job-{number}" for number in range(4)]
 HOSTS = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def job(name: str) -> Json:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[BaseServer]]:
-    with base_servers(load("small", EngineConfig(threads=1)), 3) as found:
+    with base_servers(load("small", EngineConfig(threads=1, kernels="torch")), 3) as found:
         yield found
 
 
