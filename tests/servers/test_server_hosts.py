@@ -138,7 +138,7 @@ def test_a_host_that_dies_or_whose_server_goes_loses_nothing(
 @HOSTS
 def test_each_host_starts_servers_of_its_own(alone: dict[str, bytes], tmp_path: Path) -> None:
     """And they end with it."""
-    run = Run(tmp_path, [], {"python": str(stand_in(tmp_path / "python"))}, hosts=2)
+    run = Run(tmp_path, [], {"python": str(stand_in(tmp_path / "python", "torch"))}, hosts=2)
     run.until(lambda: all(run.steps(name) >= 1 for name in NAMES))
     below = psutil.Process(run.process.pid).children(recursive=True)
     started = [one for one in below if "tests.support.base_servers" in one.cmdline() and "-m" in one.cmdline()]

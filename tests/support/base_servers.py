@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -197,16 +198,17 @@ def _refused(status: int, message: str) -> Response:
     return JSONResponse({"error": error}, status)
 
 
-def stand_in(path: Path) -> Path:
-    """A program that takes the place of the Python that has vLLM."""
-    path.write_text(f'#!/bin/sh\nexec env PYTHONPATH={ROOT} {sys.executable} -m tests.support.base_servers "$@"\n')
+def stand_in(path: Path, kernels: str = "auto") -> Path:
+    """A program that takes the place of the Python that has vLLM, and computes by these kernels."""
+    program = f'env PYTHONPATH={ROOT} BASE_KERNELS={kernels} {sys.executable} -m tests.support.base_servers "$@"'
+    path.write_text(f"#!/bin/sh\nexec {program}\n")
     path.chmod(0o755)
     return path
 
 
 def main() -> None:
     """Serve `small` until the process is ended."""
-    base = load("small", EngineConfig(threads=1))
+    base = load("small", EngineConfig.model_validate({"threads": 1, "kernels": os.environ["BASE_KERNELS"]}))
     workshop = build(base, EngineConfig(samplers=0, threads=1), [Need(512, 64)])
     asyncio.run(BaseServer(workshop, base, int(sys.argv[sys.argv.index("--port") + 1])).serve())
 
