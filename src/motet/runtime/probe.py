@@ -23,9 +23,9 @@ PROBE_TOKENS = 32
 PROBE_TEXT = "Question: a train leaves at 9:40 and arrives at 13:05. How long does it take, and why?"
 """For jobs whose client brings the data."""
 CLEAR = 4.0
-"""An adapter's effect is visible if it is this many times the norm of the difference between engine and trainer without
-it. By the triangle inequality, a correct engine then shows at least half of the effect, and an engine that answers with
-the base at most half.
+"""The effect of an adapter, or of a step, is visible if it is this many times the norm of the difference between engine
+and trainer on the base. By the triangle inequality, a correct engine then shows at least half of the effect, and an
+engine that answers with the base at most half.
 """
 SURE = 4.0
 """Standard errors between a shown share of a step and the full step that rule out chance."""
@@ -83,17 +83,17 @@ class Probe:
             raise ProbeError(
                 f"{fault}; logprobs of the probe differ by {gap:.3g} on average, allowed {self._tolerance:.3g}"
             )
-        self._follows(ref, answered, trained, self._base)
-        self._steps(ref, answered, trained, self._base)
+        trainers_base = self._base if self._trainers_base is None else self._trainers_base
+        least = CLEAR * float(np.linalg.norm(self._base - trainers_base))
+        self._follows(ref, answered - self._base, trained - trainers_base, least)
+        self._steps(ref, answered, trained, least)
         self._before = ref.version, trained, answered
         return gap
 
-    def _follows(self, ref: AdapterRef, answered: FloatArray, trained: FloatArray, base: FloatArray) -> None:
-        """Check that the engine shows the change from the base, if it is large enough to see."""
-        trainers_base = base if self._trainers_base is None else self._trainers_base
-        wanted, shown = trained - trainers_base, answered - base
-        size, apart = float(np.linalg.norm(wanted)), float(np.linalg.norm(base - trainers_base))
-        if size == 0.0 or size < CLEAR * apart:
+    def _follows(self, ref: AdapterRef, shown: FloatArray, wanted: FloatArray, least: float) -> None:
+        """Check that the engine shows the change from the base, if its norm is above `least`."""
+        size = float(np.linalg.norm(wanted))
+        if size <= least:
             return
         share = float(np.dot(shown, wanted)) / size**2
         if share < 0.5:
@@ -102,8 +102,8 @@ class Probe:
                 f"what training changed in the logprobs of the probe (up to {np.abs(wanted).max():.3g}) it shows {share:.0%}"
             )
 
-    def _steps(self, ref: AdapterRef, answered: FloatArray, trained: FloatArray, base: FloatArray) -> None:
-        """Check that the engine shows the change of the last step, if it is large enough to see.
+    def _steps(self, ref: AdapterRef, answered: FloatArray, trained: FloatArray, least: float) -> None:
+        """Check that the engine shows the change of the last step, if its norm is above `least`.
 
         A least-squares fit of the engine's change by the trainer's gives the share that the engine shows; the residual
         gives its standard error. A correct engine shows 1, an engine with the version before shows 0.
@@ -113,8 +113,7 @@ class Probe:
         version, trained_before, answered_before = self._before
         wanted, shown = trained - trained_before, answered - answered_before
         size = float(np.linalg.norm(wanted))
-        trainers_base = base if self._trainers_base is None else self._trainers_base
-        if size == 0.0 or size < CLEAR * float(np.linalg.norm(base - trainers_base)):
+        if size <= least:
             return
         share = float(np.dot(shown, wanted)) / size**2
         noise = float(np.linalg.norm(shown - share * wanted)) / np.sqrt(max(len(wanted) - 2, 1))
