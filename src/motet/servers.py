@@ -261,6 +261,8 @@ def _environment(server: _Server, number: int, key: str) -> dict[str, str]:
 
 def _vllm(server: _Server, key: str) -> list[str]:
     """The key is in its environment, where `ps` does not show it."""
+    # kernels for CPUs give rows of the base the adapter of the last slot: it is never taken where there is one too many
+    loras = max(server.cpu_loras, server.loras) + 1 if server.on_cpu else server.loras
     options = {
         "--model": server.model,
         "--dtype": server.dtype,
@@ -268,8 +270,8 @@ def _vllm(server: _Server, key: str) -> list[str]:
         "--port": server.port,
         "--max-model-len": server.positions,
         "--max-num-seqs": server.rows,
-        "--max-loras": server.loras,
-        "--max-cpu-loras": max(server.cpu_loras, server.loras),
+        "--max-loras": loras,
+        "--max-cpu-loras": max(server.cpu_loras, loras),
         "--max-lora-rank": server.rank,
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": _MOST_LIKELIEST,

@@ -74,6 +74,15 @@ print(json.dumps({name: str(value) for name, value in found.items()}))
     assert "guidance" in found["structured_outputs_config"]
 
 
+def test_vllm_on_a_cpu_has_a_slot_that_no_version_takes(tmp_path: Path) -> None:
+    """Its kernels give rows of the base the adapter of the last slot."""
+    info = load("small", EngineConfig(threads=1)).info
+    config = RolloutConfig(engine="vllm", launch=LaunchConfig(python=sys.executable))
+    (server,) = launched(info, "a model", config, LaunchConfig(python=sys.executable), Demand(3, 9, 12), tmp_path)
+    command = server.process._command
+    assert [command[command.index(name) + 1] for name in ("--max-loras", "--max-cpu-loras")] == ["10", "10"]
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_every_server_has_a_key_of_its_own(kind: Literal["vllm", "sglang"], tmp_path: Path) -> None:
     launch = LaunchConfig(python=sys.executable, replicas=2)
