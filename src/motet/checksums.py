@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,7 @@ def replace_file(path: Path, data: bytes) -> None:
     Raises:
         DiskFull: the disk is full.
     """
-    draft = path.with_name(f".tmp-{path.name}")
+    draft = path.with_name(f".tmp-{secrets.token_hex(4)}-{path.name}")  # another thread may write the same file
     try:
         with draft.open("wb") as file:
             file.write(data)
@@ -142,6 +143,7 @@ def replace_file(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         draft.rename(path)
     except OSError as error:
+        draft.unlink(missing_ok=True)
         raise disk_error(error, path) from error
 
 

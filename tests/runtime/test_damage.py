@@ -6,11 +6,12 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from motet.checksums import sealed, unsealed
+from motet.checksums import replace_file, sealed, unsealed
 from motet.commands.verify import verify
 from motet.config import JobConfig
 from motet.errors import AdapterError, ConfigError, RunError
@@ -334,3 +335,11 @@ def test_a_changed_job_is_refused_before_its_base_is_loaded(tmp_path: Path) -> N
     config = parse_jobs(text, "jobs.yaml", directory=tmp_path).model_copy(update={"run": str(tmp_path / "runs")})
     with pytest.raises(ConfigError, match="made by a different job"):
         run_config(config)
+
+
+def test_two_threads_may_replace_one_file(tmp_path: Path) -> None:
+    texts = [letter.encode() * 100_000 for letter in "ab"]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: replace_file(tmp_path / "file", texts[number % 2]), range(200)))
+    assert (tmp_path / "file").read_bytes() in texts
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
