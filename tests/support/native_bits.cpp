@@ -58,7 +58,7 @@ void rows() {
     const int64_t m = 5, n = 83;
     const std::vector<float> x = numbers(m * n, 3), y = numbers(m * n, 3), weight = numbers(n);
     std::vector<float> out(m * n), other(m * n);
-    rms_norm(x.data(), n, weight.data(), 1e-5f, Type::f32, out.data(), n, nullptr, m, n);
+    rms_norm(x.data(), n, weight.data(), 1e-5f, Type::f32, out.data(), n, m, n);
     show("norm", out);
     rms_norm_backward(x.data(), n, weight.data(), 1e-5f, y.data(), n, out.data(), n, false, m, n);
     show("norm back", out);
