@@ -25,6 +25,8 @@ TopTokens = tuple[IntArray, FloatArray]
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+TRAINED_CONFIG = "adapter_config.as_trained.json"
+"""In an export: the config as the run has it, where the base may have another name."""
 """What a PEFT directory holds, as the library `peft` names it."""
 MOST_ROLES = 8
 """Roles of a team."""

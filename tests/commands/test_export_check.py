@@ -27,10 +27,11 @@ from motet.commands.export_check import Loaded, check, compare
 from motet.commands.export_gguf import converter, modelfile_template
 from motet.commands.merging import ExportSource
 from motet.commands.probe import TEXTS, logprobs_here
+from motet.commands.verify import verify
 from motet.config import JobConfig
 from motet.errors import AdapterError, ConfigError
 from motet.model.find import SMALL_BASE
-from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_CONFIG
 from tests.support.peft_files import save_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -183,10 +184,23 @@ def test_a_base_that_the_receipt_does_not_name_is_refused(version: Path, tmp_pat
         check(Loaded("peft", base, version), version, str(base))
 
 
+def test_an_export_is_verified_by_its_receipt(
+    version: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export.write(version, str(SMALL_BASE), tmp_path / "card", "card", checked=False)
+    assert verify(tmp_path / "card") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not checked: README.md, curves.svg (the receipt does not name them)" in said
+    config = tmp_path / "card" / ADAPTER_CONFIG
+    config.write_text(json.dumps({**json.loads(config.read_text()), "r": 99}))
+    assert verify(tmp_path / "card") == 1
+    assert "adapter_config.json is not what was exported" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_card_says_how_an_adapter_was_made_and_how_good_it_is(version: Path, tmp_path: Path) -> None:
     export.write(version, None, tmp_path / "card", "card", checked=False)
     files = {file.name for file in (tmp_path / "card").iterdir()}
-    assert files == {"README.md", "curves.svg", "receipt.json", ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+    assert files == {"README.md", "curves.svg", "receipt.json", ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_CONFIG}
     text = (tmp_path / "card" / "README.md").read_text()
     _, head, body = text.split("---\n", 2)
     assert yaml.safe_load(head) == {

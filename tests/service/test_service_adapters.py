@@ -224,6 +224,8 @@ def test_two_teams_share_by_the_command_line(
     code, out, _ = says("verify", own)
     assert (code, "sort-v1: version 1 is as it was saved; 2 in its chain of receipts" in out) == (0, True)
     assert "not checked: base, data, code and settings (give --jobs)" in out
+    code, out, _ = says("verify", own, "--jobs", job_file(tmp_path, tiny("other", 1, seed=5), jobs[0]))
+    assert code == 0, out
     code, out, _ = says("verify", own, "--jobs", job_file(tmp_path, {**jobs[0], "optimizer": {"lr": 0.5}}))
     assert (code, "optimizer.lr" in out) == (1, True)
     (own / "receipts" / "v0.json").write_text("{}")

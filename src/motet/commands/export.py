@@ -16,7 +16,7 @@ from motet.commands.export_check import Loaded, check, missing
 from motet.commands.merging import ExportSource, merge
 from motet.errors import AdapterError, BaseModelError, ConfigError
 from motet.runtime.receipts import RECEIPT
-from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_CONFIG
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ def peft(source: ExportSource, target: Path) -> Loaded:
     """The adapter's own files, and its receipt where it has one."""
     config = {**json.loads((source.adapter / ADAPTER_CONFIG).read_text()), "base_model_name_or_path": source.loads_as}
     (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if (source.adapter / RECEIPT).is_file():  # which has the sum of the file with the base's name in the run
+        shutil.copyfile(source.adapter / ADAPTER_CONFIG, target / TRAINED_CONFIG)
     for name in (ADAPTER_WEIGHTS, RECEIPT):
         if (source.adapter / name).is_file():
             shutil.copyfile(source.adapter / name, target / name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from motet.checksums import Damage, compare, hash_of
+from motet.checksums import SUMS, Damage, compare, hash_of
 from motet.config import JobConfig
 from motet.config.candidates import known_jobs
 from motet.errors import RunError
@@ -20,7 +21,7 @@ from motet.runtime.manifest import MANIFEST
 from motet.runtime.opening import damages
 from motet.runtime.ownership import removed_jobs
 from motet.runtime.receipts import RECEIPT, RECEIPTS, Materials, read_receipt, receipt_damages, subjects_of
-from motet.types import ADAPTER_CONFIG
+from motet.types import ADAPTER_CONFIG, TRAINED_CONFIG
 
 _OF_A_JOB = ("state", "job.yaml", MANIFEST)
 
@@ -77,8 +78,10 @@ def _verify_version(console: Console, directory: Path, jobs_file: Path | None) -
     name, number = settings.get("name", ""), settings.get("version")
     if not isinstance(number, int):
         raise RunError(f"{directory / RECEIPT} names no version: it is not a receipt written by Motet")
-    lines = [f"{one}" for one in compare(directory, subjects_of(receipt), "pull or export the version again")]
+    lines = [str(one) for one in _version_damages(directory, subjects_of(receipt))]
     unknown = ["who made it (receipts are not signed)", "rollouts, optimizer and commits (only the run has them)"]
+    if others := _not_named(directory, receipt):
+        unknown.append(f"{', '.join(others)} (the receipt does not name them)")
     n_receipts = 1
     if chain.is_dir():
         lines += map(str, receipt_damages(chain, number, hash_of(directory / RECEIPT).hexdigest()))
@@ -90,16 +93,55 @@ def _verify_version(console: Console, directory: Path, jobs_file: Path | None) -
     elif not lines:
         config = load_jobs(jobs_file)
         known = {job.name: job for job in known_jobs(config.jobs)}
-        alone = next(iter(known.values())).model_copy(update={"name": name}) if len(known) == 1 else None
-        job = known.get(name, alone)  # a service has names of its own
-        found = _no_job(directory, jobs_file) if job is None else _changed(name, receipt, job, config.base, Sources())
-        lines += found
+        jobs = [known[name]] if name in known else [_in_a_service(job, settings) for job in known.values()]
+        found = [list(_changed(name, receipt, job, config.base, Sources())) for job in jobs]
+        nearest: list[str] = min(found, key=len, default=_no_job(directory, jobs_file))
+        lines += nearest
+        if name not in known and settings["adapter"]["init"] is not None:
+            unknown.append("the adapter that it began with (the service has it)")
     if not lines:
         said = f"{directory.name}: version {number} is as it was saved; {n_receipts} in its chain of receipts"
         console.print(said, soft_wrap=True)
     for line in [*lines, *(f"not checked: {one}" for one in unknown)]:
         console.print(line, soft_wrap=True, highlight=False)
     return 1 if lines else 0
+
+
+def _version_damages(directory: Path, sums: Mapping[str, str]) -> Iterator[Damage]:
+    remedy, trained = "pull or export the version again", directory / TRAINED_CONFIG
+    if not trained.is_file():
+        yield from compare(directory, sums, remedy)
+        return
+    yield from compare(
+        directory, {TRAINED_CONFIG if name == ADAPTER_CONFIG else name: sums[name] for name in sums}, remedy
+    )
+    if _without_base(trained) != _without_base(directory / ADAPTER_CONFIG):
+        yield Damage(directory / ADAPTER_CONFIG, "is not what was exported", remedy)
+
+
+def _without_base(path: Path) -> Any:
+    """A PEFT config without the name of its base, which an export may change; text that is no JSON as it is."""
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError:
+        return path.read_bytes()
+    return {**config, "base_model_name_or_path": None} if isinstance(config, dict) else config
+
+
+def _not_named(directory: Path, receipt: Mapping[str, Any]) -> list[str]:
+    """Files of a version that can be other than they were without a trace."""
+    files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file() and path.name != SUMS}
+    known = {*subjects_of(receipt), RECEIPT, TRAINED_CONFIG}
+    return sorted(name for name in files - known if not name.startswith(f"{RECEIPTS}/"))
+
+
+def _in_a_service(job: JobConfig, settings: Mapping[str, Any]) -> JobConfig:
+    """A job as a service trains it: under an id, with the seed of its name, and from a copy of its first adapter."""
+    seed = job.seed if settings["seed"] is None else job.effective_seed
+    changed: dict[str, Any] = {"name": settings["name"], "seed": seed}
+    if job.adapter.init is not None and settings["adapter"]["init"] is not None:
+        changed["adapter"] = job.adapter.model_copy(update={"init": settings["adapter"]["init"]})
+    return job.model_copy(update=changed)
 
 
 def _of_receipts(job: JobDirectory) -> Iterator[Damage]:
