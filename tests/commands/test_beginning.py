@@ -102,6 +102,7 @@ def test_prompts_that_are_nearly_the_same_are_left_out(here: Path, says: Motet) 
     assert f"95% alike: {said[1][:40]!r} and the earlier {said[0][:40]!r}" in out
     places, pairs = far_apart(["a b c d", "a b c e", "a b c d"], 1.0)
     assert (places, pairs) == ([0, 1], [(1.0, 2, 0)])
+    assert far_apart(["What is 7 + 3?", "What is 7 - 3?", "what is 7 + 3"], 1.0)[0] == [0, 1]
     with pytest.raises(DataError, match="at most 20,000 rows"):
         far_apart(["x"] * 20_001, 0.9)
 

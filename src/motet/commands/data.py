@@ -27,7 +27,7 @@ from motet.tasks.row_files import Row
 from motet.tasks.sources import read_rows
 
 _COMPARISON = re.compile(r"\s*([^\s=!<>~]+)\s*(==|!=|<=|>=|<|>|~)\s*(.*?)\s*", re.DOTALL)
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(r"\w+|[^\w\s.,;:!?\"'’“”…]")
 _SHOWN = 40
 _EXAMPLES = 3
 _MOST_COMPARED, _MOST_LETTERS = 20_000, 20_000_000
@@ -133,7 +133,8 @@ def look_at(source: str, base: str, prompt: str | None, answer: str | None, want
 def far_apart(texts: Sequence[str], near: float) -> tuple[list[int], list[tuple[float, int, int]]]:
     """Places of the texts that are not near an earlier one of these; and (share, place, earlier place) of the others.
 
-    The share is Jaccard's: word triples of both, divided by those of either. Case and punctuation do not count.
+    The share is Jaccard's: word triples of both, divided by those of either. Case and the marks of a
+    sentence do not count; signs such as + do.
 
     Raises:
         DataError: there are too many words to compare.
