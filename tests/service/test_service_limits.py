@@ -373,6 +373,17 @@ def test_a_gradient_that_takes_more_than_is_left_is_refused(house: House) -> Non
     assert ledger.tokens_of(job) == 30, "of the step's tokens four were counted before"
 
 
+def test_a_rule_is_sent_again_after_jobs_that_may_bring_an_older_one(house: House, sent: list[SetRule]) -> None:
+    enforcer, us = house.part(QuotaEnforcer), house.ask("GET", "/v1/limits").json()["id"]
+    assert house.ask("POST", "/v1/jobs", json=tiny("late")).status_code == 201
+    (late,) = house.part(Handover).open_jobs()
+    limit(house, share=2.0)  # before the message arrives
+    enforcer.enforce()
+    enforcer.enforce()
+    assert late.rule != Rule(share=2.0)
+    assert [one for one in sent if one.tenant == us] == [SetRule(us, Rule(share=2.0))] * 2
+
+
 def test_spent_tokens_hold_a_tenant_until_the_next_day(
     house: House, sent: list[SetRule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,7 +434,7 @@ def test_what_one_host_hears_with_a_job_all_hosts_are_told(house: House, sent: l
     limit(house, share=2.0)  # as all were told; one has heard something else since
     enforcer.enforce()
     enforcer.enforce()
-    assert [message.rule for message in sent] == [Rule(share=2.0)] * 2
+    assert [message.rule for message in sent] == [Rule(share=2.0)] * 3  # again until messages have arrived
 
 
 # --- rates ------------------------------------------------------------------------------------------------------------------

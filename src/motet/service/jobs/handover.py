@@ -104,6 +104,8 @@ class Handover:
                         given[whose] += 1
             except UNFIT as error:
                 self._recorder.record_state(job.id, JobState.FAILED, str(error))
+        for tenant in rules:
+            self._enforcer.send_again(tenant)
         return messages
 
     def reconcile(self, held: Sequence[Held]) -> dict[str, list[ToHost]]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from motet.types import JobState
 _log = logging.getLogger(__name__)
 _MB = 2**20
 _DAY = 86_400
-_SECONDS = 1.0
+_SECONDS, _AGAIN_SECONDS = 1.0, 5.0
 _ASK = "an admin raises it with motet tenants limit"
 _DELETE = "delete files, adapters, checkpoints or jobs that have ended"
 _NEAR = 2**31
@@ -254,8 +255,10 @@ class QuotaEnforcer:
 
     def __init__(self, quotas: Quotas, ledger: Ledger, engine: Hosts) -> None:
         self._quotas, self._ledger, self._engine = quotas, ledger, engine
-        self._sent: dict[str, Rule | None] = {}
-        """Last rule sent to all hosts; None if one of them has received another since."""
+        self._sent: dict[str, Rule] = {}
+        """Last rule sent to all hosts."""
+        self._again: dict[str, float] = {}
+        """Until when a tenant's rule is sent every time, because a message with a job may bring an older one."""
 
     def rule(self, tenant_id: str) -> Rule:
         """Current rule for a tenant's jobs."""
@@ -264,10 +267,12 @@ class QuotaEnforcer:
 
     def rule_with_job(self, job: StoredJob) -> Rule:
         """Rule for a job, for the message that adds it to a host."""
-        rule = self.rule(job.tenant_id)
-        if rule != self._sent.get(job.tenant_id, Rule()):
-            self._sent[job.tenant_id] = None
-        return rule
+        self.send_again(job.tenant_id)
+        return self.rule(job.tenant_id)
+
+    def send_again(self, tenant_id: str) -> None:
+        """Send a tenant's rule again soon, when messages with jobs that are on their way have arrived."""
+        self._again[tenant_id] = time.monotonic() + _AGAIN_SECONDS
 
     def check_resume(self, job: StoredJob) -> None:
         """Check whether a paused or failed job may resume.
@@ -304,7 +309,9 @@ class QuotaEnforcer:
         used = self._ledger.used_today()
         for tenant_id, limits in self._quotas.all().items():
             rule = _rule(limits, used.get(tenant_id, UsedToday()), self._quotas.stored.of(tenant_id))
-            if rule != self._sent.get(tenant_id):  # sent to all at first: an earlier service may have sent another
+            again = time.monotonic() < self._again.get(tenant_id, 0)
+            # sent to all at first: an earlier service may have sent another
+            if again or rule != self._sent.get(tenant_id):
                 self._sent[tenant_id] = rule
                 self._engine.send(SetRule(tenant_id, rule))
 
