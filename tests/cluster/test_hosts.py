@@ -441,9 +441,9 @@ def test_what_is_wrong_with_nodes_is_told_with_what_to_do() -> None:
         node, address="10.0.0.2", versions=("1", "2", "4"), name_means="127.0.1.1", sees=False, gloo="timed out"
     )
     versions, shared, gloo = faults([node, other], Path("/shared"))
-    bare, idle = faults(
-        [node, replace(node, address="10.0.0.2", gpus=2, project=False)], Path("/shared"), "/p is large"
-    )
+    lacks = replace(node, address="10.0.0.2", gpus=2, project=False)
+    mounts = replace(lacks, address="10.0.0.3", gpus=0, same=frozenset({"/p/data"}))
+    bare, idle = faults([node, lacks, mounts], Path("/shared"), {frozenset(): "/p is large"})
     assert bare == "10.0.0.2 does not see where hosts look for own code and data: /p is large"
     assert idle.startswith("10.0.0.2 has GPUs that Ray does not give out: set --num-gpus")
     assert "install the same everywhere" in versions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,26 @@ def test_a_copy_elsewhere_does_not_look_like_the_project(home: Path) -> None:
     shutil.copytree(home / "project", home / "other", symlinks=True)
     assert look_of(home / "project") == look_of(home / "project") != look_of(home / "other")
     assert look_of(home / "missing") == ""
+
+
+def test_what_may_not_be_read_is_left_out(home: Path) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        project, run = shutil.copytree(home / "project", Path(place, "project"), symlinks=True), Path(place, "run")
+        closed = project / "closed"
+        closed.mkdir()
+        closed.chmod(0o444)
+        user = os.geteuid()
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            assert look_of(closed / "below") == ""
+            assert leads_away(project, run) == {}
+            assert not too_large(project, run)
+        finally:
+            if user == 0:
+                os.seteuid(user)
+            closed.chmod(0o755)
 
 
 def test_what_a_node_lacks_is_refused_with_the_path(home: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 NOTHING = "nothing"
+NONE_TOO_LARGE: Mapping[frozenset[str], str] = {}
 
 
 def address_of(name: str) -> str:
@@ -45,8 +46,13 @@ class NodeFacts:
     """Seconds of a gloo round with all nodes, or why it failed."""
 
 
-def faults(nodes: Sequence[NodeFacts], directory: Path, too_large: str = "") -> list[str]:
-    """Faults that prevent hosts from running, each with a remedy; `too_large` says why the project cannot be copied."""
+def faults(
+    nodes: Sequence[NodeFacts], directory: Path, too_large: Mapping[frozenset[str], str] = NONE_TOO_LARGE
+) -> list[str]:
+    """Faults that prevent hosts from running, each with a remedy.
+
+    `too_large` says why the project cannot be copied to nodes that see the same directories.
+    """
     sentences = []
     if len({node.versions for node in nodes}) > 1:
         sentences.append(
@@ -56,8 +62,9 @@ def faults(nodes: Sequence[NodeFacts], directory: Path, too_large: str = "") -> 
         sentences.append(
             f"{', '.join(blind)} does not see {directory}: mount one file system under the same path everywhere"
         )
-    if too_large and (bare := [node.address for node in nodes if not node.project]):
-        sentences.append(f"{', '.join(bare)} does not see where hosts look for own code and data: {too_large}")
+    for same, reason in too_large.items():
+        bare = [node.address for node in nodes if not node.project and node.same == same]
+        sentences.append(f"{', '.join(bare)} does not see where hosts look for own code and data: {reason}")
     if idle := [node.address for node in nodes if node.gpus_of_ray < node.gpus]:
         sentences.append(f"{', '.join(idle)} has GPUs that Ray does not give out: set --num-gpus of `ray start` there")
     if away := [node.address for node in nodes if isinstance(node.gloo, str)]:

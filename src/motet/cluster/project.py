@@ -106,10 +106,12 @@ def _moved(tree: Any, project: Path, copy: Path) -> Any:
 
 def look_of(directory: Path) -> str:
     """A digest of a directory's names and inodes: equal on two machines only if both see the same one."""
-    if not directory.is_dir():
+    try:
+        entries = sorted((entry.name, entry.inode()) for entry in os.scandir(directory))
+        number = directory.stat().st_ino
+    except OSError:  # it is not there, or not for this user
         return ""
-    entries = sorted((entry.name, entry.inode()) for entry in os.scandir(directory))
-    return hashlib.sha256(repr((directory.stat().st_ino, entries)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return hashlib.sha256(repr((number, entries)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def leads_away(project: Path, run: Path, mounts: Path = MOUNTS) -> dict[str, str]:
@@ -226,7 +228,10 @@ def _followed(folder: Path, project: Path) -> bool:
 def _stays(folder: Path, run: Path) -> bool:
     if folder.name.startswith(".") or folder.name == "__pycache__" or folder.resolve() == run.resolve():
         return True
-    return any((folder / mark).is_file() for mark in ("pyvenv.cfg", "run.json"))
+    try:
+        return any((folder / mark).is_file() for mark in ("pyvenv.cfg", "run.json"))
+    except OSError:  # not for this user
+        return True
 
 
 def named_by_place(config: HostConfig) -> list[str]:

@@ -61,7 +61,7 @@ def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
 
     nodes = examine_nodes(address, directory, count)
     bare = {node.same for node in nodes if not node.project}
-    large = next(filter(None, (too_large(Path.cwd(), directory, same) for same in bare)), "")
+    large = {same: reason for same in bare if (reason := too_large(Path.cwd(), directory, same))}
     console = Console()
     columns = ("node", "motet, torch, python", "its name means", "cores", "GPUs", "free memory", "directory", "project")
     table = Table(*columns, "gloo round")
@@ -71,7 +71,7 @@ def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
         memory = f"{node.free_memory / 2**30:.1f} GiB"
         devices, project = (
             f"{node.gpus_of_ray} of {node.gpus}",
-            "there" if node.project else "not copied" if large else "copied",
+            "there" if node.project else "not copied" if node.same in large else "copied",
         )
         row = (node.address, ", ".join(node.versions), node.name_means, str(node.cores), devices, memory, shared)
         table.add_row(*row, project, gloo)
