@@ -15,9 +15,11 @@ from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig
 from motet.config.chain import chains
 from motet.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.model_info import ModelInfo
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.learning_rate import auto_learning_rate
-from motet.runtime.opening import open_job
+from motet.runtime.opening import open_job, rate_so_far
 from motet.runtime.progress import JobProgress
 from motet.runtime.receipts import Materials
 from motet.runtime.reference import shape_of
@@ -125,15 +127,13 @@ def prepare(
     kind = config.algorithm.kind if isinstance(config.algorithm, RowAlgorithm) else None
     known, key = {} if known is None else known, f"{key_of(config.data)} {kind}"
     read = known[key] = known.get(key) or _Read.of(config.data, info, sources, kind)
-    rate = config.optimizer.lr
-    if rate == "auto":
-        rate = auto_learning_rate(info.hidden_size, info.model_type, config.rollouts_per_update)
+    own = directory.job(config.name)
     job = Job(
         config=config,
         data=read.data,
         chat=read.chat,
-        directory=directory.job(config.name),
-        base_rate=config.optimizer.lr_multiplier * rate,
+        directory=own,
+        base_rate=_rate(config, info, own),
         stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
         progress=JobProgress.of(config),
         inexact=[info.inexact] if info.inexact else [],
@@ -146,6 +146,16 @@ def prepare(
     turns, new = config.environment.turns, config.sampling.max_tokens
     _check_room(job, info, turns, *read.longest)
     return job, budgets.Need(read.longest[0] * turns, new * turns)
+
+
+def _rate(config: JobConfig, info: ModelInfo, directory: JobDirectory) -> float:
+    """A rate that was chosen automatically stays: a newer Motet may choose another one."""
+    rate = config.optimizer.lr
+    if rate == "auto":
+        if (known := rate_so_far(directory, of_config(config)["job"])) is not None:
+            return known
+        rate = auto_learning_rate(info.hidden_size, info.model_type, config.rollouts_per_update)
+    return config.optimizer.lr_multiplier * rate
 
 
 def check_reference(config: JobConfig) -> None:

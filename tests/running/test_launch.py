@@ -122,6 +122,20 @@ def test_the_automatic_rate_follows_rollouts_and_not_the_rank(
     assert given.base_rate == 1e-3 * given.config.optimizer.lr_multiplier, "a rate that is given is taken as it is"
 
 
+def test_an_automatic_rate_stays_for_the_steps_that_are_left(base: Any, tmp_path: Path) -> None:
+    """A newer Motet may choose another rate for new jobs."""
+    tree = {**job("auto"), "optimizer": {"lr_multiplier": 2}}
+    run(base, tmp_path, tree)
+    record = tmp_path / "auto" / "job.yaml"
+    chosen = yaml.safe_load(record.read_text())["learning_rate"]
+    record.write_text(re.sub(r"^learning_rate: .*$", "learning_rate: 0.125", record.read_text(), flags=re.MULTILINE))
+    changed = {**tree, "optimizer": {"lr_multiplier": 1}}
+    for fields, rate in ((tree, 0.125), ({**tree, "steps": 2}, 0.125), (changed, chosen / 2)):
+        with contextlib.closing(RunDirectory(tmp_path)) as directory:
+            again, _ = prepare(validate_as(JobConfig, fields, "test"), base.info, directory, Sources())
+        assert again.base_rate == rate
+
+
 def test_what_was_left_out_of_the_data_is_a_note_of_the_run(base: Any, tmp_path: Path) -> None:
     rows = [{"prompt": f"Say {i % 9}", "answer": str(i % 9)} for i in range(40)]
     result = run(base, tmp_path, job("twice", data={"source": rows, "holdout": 2}), job("once"))

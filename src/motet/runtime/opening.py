@@ -61,6 +61,21 @@ def open_job(
     return tuple(otherwise)
 
 
+def rate_so_far(directory: JobDirectory, job: Mapping[str, Any]) -> float | None:
+    """The learning rate of a job's steps; None without steps, and for a job whose settings were changed since.
+
+    Args:
+        directory: the job's.
+        job: its settings now; fields that only one version of Motet has do not count.
+    """
+    before = _read_identity(directory.path / "job.yaml") if directory.steps() else None
+    if before is None:
+        return None
+    then, now = ({**tree, "steps": None} for tree in (before.get("job") or {}, _values(_as_yaml(job))))
+    rate = before.get("learning_rate") if _known(then, now) == _known(now, then) else None
+    return float(rate) if rate is not None else None
+
+
 def _accept_changes(directory: JobDirectory, described: bytes) -> None:
     """Update job.yaml; if later commits were lost, continue from the newest one."""
     lost = directory.steps() != [] and any(_lost_commits(directory))
