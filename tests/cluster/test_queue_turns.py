@@ -97,6 +97,15 @@ def test_jobs_of_a_host_that_died_start_without_a_rest_and_in_turns_of_tenants()
     assert died.run(died.open("a"), died.prepare("a"))[7:] == [("a", 7.0), ("a", 17.0)], "a new start rests as before"
 
 
+@pytest.mark.parametrize("what", ["prepare", "open"])
+def test_a_job_that_had_a_slot_does_not_wait_behind_a_new_one_that_rests(what: str) -> None:
+    starts = _Starts(1.0, others=9.0)
+    begin = getattr(starts, what)
+    _, (_, again), (_, new) = starts.run(begin("a"), begin("a"), begin("a", free=True))
+    assert again < 3
+    assert new >= 10
+
+
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_job_that_had_a_slot_is_opened_once_without_a_rest(tmp_path: Path, resumes: bool) -> None:
     async def adds(run: FakeRun) -> None:

@@ -22,7 +22,8 @@ class StartTurns:
     """Prepares one job at a time, and opens one per tenant at a time. Use it in one event loop.
 
     A tenant with many jobs to prepare gets one turn, then each other waiting tenant gets one. Starts are `free` for jobs
-    that had a slot when their host ended: nobody asked for them, so their tenants neither wait nor rest.
+    that had a slot when their host ended: nobody asked for them, so their tenants neither wait nor rest. They do not wait
+    for their tenant's other jobs either, only for each other.
     """
 
     def __init__(
@@ -34,14 +35,16 @@ class StartTurns:
         """`others` returns the shares of other tenants with running jobs, divided by the tenant's own."""
         self._others, self._clock, self._sleep = others, clock, sleep
         self._preparing = asyncio.Lock()
-        self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[tuple[str, str, bool], asyncio.Lock] = WeakValueDictionary()
         self._rests: dict[str, float] = {}
         """When each tenant may start its next job."""
 
     @contextlib.asynccontextmanager
     async def preparing(self, tenant: str, *, free: bool = False) -> AsyncIterator[None]:
         """Wait for the turn to prepare a job, and hold it during the block."""
-        async with self._lock("prepare", tenant):  # one job per tenant waits for the next lock, so tenants alternate
+        async with self._lock(
+            "prepare", tenant, free
+        ):  # one job per tenant waits for the next lock, so tenants alternate
             if not free:
                 await self._rest(tenant)
             async with self._preparing, contextlib.nullcontext() if free else self._charged(tenant):
@@ -58,7 +61,7 @@ class StartTurns:
         if not tenant:
             yield True
             return
-        lock = self._lock("open", tenant)
+        lock = self._lock("open", tenant, free)
         turn = asyncio.ensure_future(lock.acquire())
         try:
             while not turn.done() and not gives_up():
@@ -74,8 +77,8 @@ class StartTurns:
             if not turn.cancel() and not turn.cancelled():
                 lock.release()
 
-    def _lock(self, what: str, tenant: str) -> asyncio.Lock:
-        return self._locks.setdefault((what, tenant), asyncio.Lock())
+    def _lock(self, what: str, tenant: str, free: bool) -> asyncio.Lock:
+        return self._locks.setdefault((what, tenant, free), asyncio.Lock())
 
     async def _rest(self, tenant: str, gives_up: Callable[[], bool] = lambda: False) -> None:
         while self._others(tenant) and (left := self._rests.get(tenant, 0.0) - self._clock()) > 0 and not gives_up():
