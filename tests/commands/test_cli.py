@@ -33,7 +33,7 @@ JOB_FILE = """
 base: small
 engine: {threads: 1, max_rows: 8}
 defaults:
-  steps: 30
+  steps: 60
   sampling: {max_tokens: 3}
   adapter: {rank: 4}
   algorithm: {group_size: 2, groups_per_step: 2}
@@ -161,7 +161,7 @@ def test_one_run_with_everything_that_happens_to_it(tmp_path: Path, processes: l
     for name in ("add", "sort"):
         steps = max(int(item.name) for item in (run / name / "state").iterdir())
         assert [line["step"] for line in lines(run, name)] == list(range(steps)), "a step that was done is not saved"
-        assert 0 < steps < 30, "let the run take longer: it was over before it was interrupted"
+        assert 0 < steps < 60, "let the run take longer: it was over before it was interrupted"
         assert state(run, name) == "paused"
 
     again = start(tmp_path, "run", "jobs.yaml")
@@ -175,8 +175,8 @@ def test_one_run_with_everything_that_happens_to_it(tmp_path: Path, processes: l
     out, err = again.communicate(timeout=120)
     assert again.returncode == 0, out + err
     for name in ("add", "sort"):
-        assert [line["step"] for line in lines(run, name)] == list(range(31))
-        assert (run / name / "versions" / "v30" / "adapter_model.safetensors").is_file()
+        assert [line["step"] for line in lines(run, name)] == list(range(61))
+        assert (run / name / "versions" / "v60" / "adapter_model.safetensors").is_file()
     assert "report: " in out
     code, out, _ = motet_says(tmp_path, "report", "runs/jobs")
     assert code == 0
@@ -260,7 +260,7 @@ def test_a_full_disk_that_names_no_file_is_a_message(says: Motet, monkeypatch: p
     "field", ["data.source=~nobody-x/x.jsonl", "adapter.init=~nobody-x/a", "reward=~nobody-x/r.py:f"]
 )
 def test_a_home_of_nobody_is_a_file_that_is_not_there(here: Path, says: Motet, field: str) -> None:
-    (here / "jobs.yaml").write_text(JOB_FILE.replace("steps: 30", "steps: 1"))
+    (here / "jobs.yaml").write_text(JOB_FILE.replace("steps: 60", "steps: 1"))
     code, out, err = says("run", "jobs.yaml", "--set", f"jobs.add.{field}")
     assert code > 0
     assert field.split("=")[1].removesuffix(":f") in out + err
