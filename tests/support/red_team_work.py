@@ -107,9 +107,9 @@ def gradients_without_tokens(ring: Ring) -> str:
     client = ring.gradients("poor")
     answers = [client.send_gradient([100], 40).status_code for _ in range(5)]
     answers += [client.send_gradient([90]).status_code for _ in range(40)]
-    assert set(answers[:5]) == {403}
-    assert 0 < answers.count(200) * 91 <= 1000
-    assert 429 in answers
+    assert set(answers[:5]) == {403}, answers
+    assert 0 < answers.count(200) * 91 <= 1000, answers
+    assert 429 in answers, answers
     client.http.post(f"/v1/jobs/{client.job}/cancel")
     return f"{answers.count(200)} taken of 45"
 
