@@ -18,6 +18,7 @@ from motet.cluster.messages import SetRule, ToHost, UsageWindow
 from motet.config.service import LimitsConfig, RateConfig
 from motet.errors import ConfigError, ServiceError
 from motet.jobfile import load_service
+from motet.runtime.journal import Done
 from motet.runtime.slots import Rule
 from motet.service.database.store import Store
 from motet.service.http.auth import RateLimit
@@ -371,6 +372,19 @@ def test_a_gradient_that_takes_more_than_is_left_is_refused(house: House) -> Non
     assert ledger.tokens_of(job) == 24
     house.recorder.record_step(job, {"step": 1, "tokens_trained": 10})
     assert ledger.tokens_of(job) == 30, "of the step's tokens four were counted before"
+
+
+def test_a_gradient_that_is_done_counts_once_before_and_after_the_ledger_has_it(house: House) -> None:
+    ledger, model = house.part(Ledger), made(house)
+    limit(house, tokens_per_day=house.ask("GET", "/v1/limits").json()["tokens_today"] + 9)
+    assert sent_body(house, request(model, 1)).status_code == 200  # four tokens
+    journal(house, model).answer(1, Done())
+    assert sent_body(house, request(model, 2)).status_code == 200
+    assert sent_body(house, request(model, 3)).status_code == 429
+    ledger.worked(house.ask("GET", f"/v1/jobs/{job_of(model)}").json()["id"], 0, 4)
+    limit(house, tokens_per_day=house.ask("GET", "/v1/limits").json()["tokens_today"] + 8)
+    assert sent_body(house, request(model, 3)).status_code == 200
+    limit(house)
 
 
 def test_a_rule_is_sent_again_after_jobs_that_may_bring_an_older_one(house: House, sent: list[SetRule]) -> None:

@@ -226,6 +226,10 @@ class Quotas:
             return UsedToday()
         return self._ledger.used_today(tenant_id).get(tenant_id, UsedToday())
 
+    def counted(self, job_id: str) -> int:
+        """Tokens of a job in the ledger."""
+        return self._ledger.tokens_of(job_id)
+
     def check_work(self, tenant_id: str, work: int, waiting: int, what: str = "") -> None:
         """Check whether a request (or `what`) of `work` tokens may wait besides others.
 

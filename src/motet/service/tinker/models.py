@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,17 @@ MOST_WAITING = 2**31
 """Bytes of waiting commands per model above which gradients are refused; above twice as many, all commands."""
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
+_COUNTED_SECONDS = 5.0
+"""After which a finished request counts as in the ledger, where less of it may have been computed."""
+
+
+@dataclass
+class _Promise:
+    """Tokens of a request that was admitted."""
+
+    work: int
+    done_at: float | None = None
+    """When it was first seen done, on a monotonic clock."""
 
 
 class Models:
@@ -57,8 +70,10 @@ class Models:
         self._store, self._storage, self._submissions = store, storage, submissions
         self._quotas, self._engine, self.stored = quotas, engine, quotas.stored
         self._admitting = threading.Lock()
-        self._promised: dict[str, dict[tuple[str, int], int]] = {}
-        """Tokens of admitted, unfinished requests, by tenant, and by job and number."""
+        self._promised: dict[str, dict[tuple[str, int], _Promise]] = {}
+        """Admitted requests that are not counted yet, by tenant, and by job and number."""
+        self._counted: dict[str, tuple[int, int]] = {}
+        """By job: its tokens in the ledger at the last look, and how many of these belong to no finished request yet."""
 
     def new_session(self, who: Principal) -> str:
         """A new session id for a tenant's client."""
@@ -210,24 +225,39 @@ class Models:
             if not journal.known(number):
                 waiting.pop((job.id, number), None)  # requested again
                 try:
-                    self._quotas.check_work(job.tenant_id, work, sum(waiting.values()))
+                    self._quotas.check_work(job.tenant_id, work, sum(one.work for one in waiting.values()))
                 except LimitError as error:
                     if error.status == 403:
                         self.refuse(job, number)
                     raise
-                waiting[job.id, number] = work
+                waiting[job.id, number] = _Promise(work)
+                if job.id not in self._counted:
+                    self._counted[job.id] = self._quotas.counted(job.id), 0
 
-    def _still_waiting(self, tenant_id: str) -> dict[tuple[str, int], int]:
+    def _still_waiting(self, tenant_id: str) -> dict[tuple[str, int], _Promise]:
         promised = self._promised.get(tenant_id, {})
         jobs = {job_id: self._store.job_by_id(job_id) for job_id in {job_id for job_id, _ in promised}}
         journals = {
             name: self.journal(job) for name, job in jobs.items() if job is not None and not JobState(job.state).final
         }
-        return {
-            (name, number): work
-            for (name, number), work in promised.items()
-            if name in journals and not journals[name].done(number)
+        waiting = {
+            (name, number): promise
+            for (name, number), promise in promised.items()
+            if name in journals and not (journals[name].done(number) and self._is_counted(name, promise))
         }
+        for name in jobs.keys() - {name for name, _ in waiting}:
+            self._counted.pop(name, None)
+        return waiting
+
+    def _is_counted(self, job_id: str, promise: _Promise) -> bool:
+        """Whether the ledger has a finished request, which it counts a moment later; a cancelled one may be less."""
+        promise.done_at = promise.done_at or time.monotonic()
+        counted = self._quotas.counted(job_id)
+        before, more = self._counted.get(job_id, (counted, 0))
+        more += counted - before
+        found = more >= promise.work
+        self._counted[job_id] = counted, more - promise.work if found else more
+        return found or time.monotonic() > promise.done_at + _COUNTED_SECONDS
 
     def refuse(self, job: StoredJob, number: int) -> None:
         """Record a refused request, so that later commands proceed."""
