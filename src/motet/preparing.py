@@ -16,7 +16,6 @@ from motet.config.chain import chains
 from motet.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.model_info import ModelInfo
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.learning_rate import auto_learning_rate
 from motet.runtime.opening import open_job, rate_so_far
@@ -30,6 +29,12 @@ from motet.tasks.problems import Problems
 from motet.tasks.row_files import RowLimits
 from motet.tasks.rows import check_rows, longest_row
 from motet.types import Problem
+
+_RATE_FIELDS = {
+    "optimizer": {"lr", "lr_multiplier"},
+    "algorithm": {"group_size", "groups_per_step", "updates_per_batch"},
+}
+"""What the automatic learning rate depends on in a job."""
 
 
 class Sources:
@@ -152,7 +157,7 @@ def _rate(config: JobConfig, info: ModelInfo, directory: JobDirectory) -> float:
     """A rate that was chosen automatically stays: a newer Motet may choose another one."""
     rate = config.optimizer.lr
     if rate == "auto":
-        if (known := rate_so_far(directory, of_config(config)["job"])) is not None:
+        if (known := rate_so_far(directory, config.model_dump(mode="json", include=_RATE_FIELDS))) is not None:
             return known
         rate = auto_learning_rate(info.hidden_size, info.model_type, config.rollouts_per_update)
     return config.optimizer.lr_multiplier * rate

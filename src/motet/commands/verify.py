@@ -94,10 +94,11 @@ def _verify_version(console: Console, directory: Path, jobs_file: Path | None) -
         config = load_jobs(jobs_file)
         known = {job.name: job for job in known_jobs(config.jobs)}
         jobs = [known[name]] if name in known else [_in_a_service(job, settings) for job in known.values()]
-        found = [list(_changed(name, receipt, job, config.base, Sources())) for job in jobs]
+        sources = Sources()
+        found = [list(_changed(name, receipt, job, config.base, sources)) for job in jobs]
         nearest: list[str] = min(found, key=len, default=_no_job(directory, jobs_file))
         lines += nearest
-        if name not in known and settings["adapter"]["init"] is not None:
+        if name not in known and _init_of(settings) is not None:
             unknown.append("the adapter that it began with (the service has it)")
     if not lines:
         said = f"{directory.name}: version {number} is as it was saved; {n_receipts} in its chain of receipts"
@@ -137,11 +138,16 @@ def _not_named(directory: Path, receipt: Mapping[str, Any]) -> list[str]:
 
 def _in_a_service(job: JobConfig, settings: Mapping[str, Any]) -> JobConfig:
     """A job as a service trains it: under an id, with the seed of its name, and from a copy of its first adapter."""
-    seed = job.seed if settings["seed"] is None else job.effective_seed
-    changed: dict[str, Any] = {"name": settings["name"], "seed": seed}
-    if job.adapter.init is not None and settings["adapter"]["init"] is not None:
-        changed["adapter"] = job.adapter.model_copy(update={"init": settings["adapter"]["init"]})
+    seed = job.seed if settings.get("seed") is None else job.effective_seed
+    changed: dict[str, Any] = {"name": settings.get("name"), "seed": seed}
+    if job.adapter.init is not None and (init := _init_of(settings)) is not None:
+        changed["adapter"] = job.adapter.model_copy(update={"init": init})
     return job.model_copy(update=changed)
+
+
+def _init_of(settings: Mapping[str, Any]) -> Any:
+    adapter = settings.get("adapter")
+    return adapter.get("init") if isinstance(adapter, dict) else None
 
 
 def _of_receipts(job: JobDirectory) -> Iterator[Damage]:

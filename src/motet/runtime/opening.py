@@ -62,16 +62,11 @@ def open_job(
 
 
 def rate_so_far(directory: JobDirectory, job: Mapping[str, Any]) -> float | None:
-    """The learning rate of a job's steps; None without steps, and for a job whose settings were changed since.
-
-    Args:
-        directory: the job's.
-        job: its settings now; fields that only one version of Motet has do not count.
-    """
+    """The learning rate of a job's steps; None without steps, and if one of the settings `job` was another then."""
     before = _read_identity(directory.path / "job.yaml") if directory.steps() else None
     if before is None:
         return None
-    then, now = ({**tree, "steps": None} for tree in (before.get("job") or {}, _values(_as_yaml(job))))
+    then, now = before.get("job") or {}, _values(_as_yaml(job))
     rate = before.get("learning_rate") if _known(then, now) == _known(now, then) else None
     return float(rate) if rate is not None else None
 
