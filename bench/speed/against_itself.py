@@ -147,8 +147,7 @@ def memory_block() -> Block:
                 "cost",
                 "eight jobs",
                 "one job",
-                at_most(1.4),
-                "MB",
+                unit="MB",
             ),
         ),
         repeats=(1, 2),
@@ -161,17 +160,17 @@ def many_adapters_blocks() -> list[Block]:
     train = {"samples": 64, "prompt": 32, "response": 32, "update": True, "rank": RANK}
     decode = {"prompts": 64, "each": 1, "prompt_tokens": 16, "new_tokens": 48, "rank": RANK}
     found = []
-    for work, args, bound, about in (
+    for work, args, goal, about in (
         (
             "train",
             train,
-            1.15,
+            at_most(1.15),
             "64 samples of 32 prompt and 32 answer tokens, divided among the adapters; with every adapter's update.",
         ),
         (
             "decode",
             decode,
-            1.4,
+            None,
             "64 prompts of 16 tokens, one completion of 48 tokens each, divided among the adapters.",
         ),
     ):
@@ -189,7 +188,7 @@ def many_adapters_blocks() -> list[Block]:
                         "Motet, 1 adapter",
                         "cost",
                         *names,
-                        goal=at_most(bound),
+                        goal=goal,
                     ),
                 ),
                 repeats=(1, 3),

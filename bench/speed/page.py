@@ -41,13 +41,14 @@ def findings(page: Path) -> str:
     return text.split(BEGIN)[1].split(END)[0]
 
 
-def compose(run: Run, picture: str, kept: str) -> str:
+def compose(run: Run, picture: str, kept: str, processors: Mapping[str, Mapping[str, Any]] | None = None) -> str:
     """The whole page.
 
     Args:
         run: what was found.
         picture: the name of the plot's file, beside the page.
         kept: what people wrote.
+        processors: the last run on each kind of processor, as `remember` gives it.
     """
     repeats = "few repeats and shorter work: figures are rough" if run.quick else "the medians of several repeats"
     parts = [
@@ -60,6 +61,7 @@ def compose(run: Run, picture: str, kept: str) -> str:
         ),
         markdown(HEAD, [cells(item) for item in run.results]),
         f"![How many times faster Motet is]({picture})\n",
+        _by_processor(processors or {}),
         _limits(run),
         _profiles(run),
         f"## Findings\n\n{BEGIN}{kept}{END}\n",
@@ -70,6 +72,26 @@ def compose(run: Run, picture: str, kept: str) -> str:
         HOW,
     ]
     return "\n".join(part for part in parts if part)
+
+
+def remember(run: Run, kind: str, known: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The ratios of the last run on each kind of processor, with this run's."""
+    told = {item.row.work + _against(item): cells(item)[4] for item in run.results if item.row.compare != "value"}
+    mine = {"date": run.environment.get("date", ""), "rows": told}
+    return {**{name: dict(item) for name, item in known.items()}, kind: mine}
+
+
+def _against(item: Measured) -> str:
+    return f", against {item.row.against}"
+
+
+def _by_processor(processors: Mapping[str, Mapping[str, Any]]) -> str:
+    if len(processors) < 2:
+        return ""
+    works = dict.fromkeys(work for item in processors.values() for work in item["rows"])
+    lines = [(work, *(str(item["rows"].get(work, "–")) for item in processors.values())) for work in works]
+    head = ("ratio", *(f"{kind}, {item['date']}" for kind, item in processors.items()))
+    return "## On each kind of processor\n\n" + markdown(head, lines)
 
 
 def _limits(run: Run) -> str:

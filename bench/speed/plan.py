@@ -13,12 +13,13 @@ from bench.speed.against_itself import (
     start_block,
 )
 from bench.speed.against_peers import decode_block, grpo_block, train_block
+from bench.speed.goals import read_processor, unit_of, with_goals
 from bench.speed.ratios import Goal
 from bench.speed.rows import RANK, Block, Row, Side, Unit, at_least, at_most
 
 
 def cpu_blocks(quick: bool) -> list[Block]:
-    """The whole table on a CPU."""
+    """The whole table on a CPU, with the goals of this one."""
     found = [
         decode_block(quick),
         few_rows_block(quick),
@@ -36,7 +37,8 @@ def cpu_blocks(quick: bool) -> list[Block]:
         clients_block(1),
         clients_block(8),
     ]
-    return [block for block in found if block.quick or not quick]
+    flags = read_processor().get("flags", "").split()
+    return with_goals([block for block in found if block.quick or not quick], unit_of(flags))
 
 
 def shape_blocks(shape: str) -> list[Block]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.speed.goals import kind_of, read_processor
 from bench.speed.limits import Machine, Shape
 from bench.speed.link import SideFailed, Workers
 from bench.speed.measure import Measured, judge, run_block
-from bench.speed.page import Run, compose, findings, record
+from bench.speed.page import Run, compose, findings, record, remember
 from bench.speed.plot import draw
 from bench.speed.programs import ROOT, program, threads
 from bench.speed.rows import RANK, Block
@@ -214,7 +215,12 @@ def _write(found: Run, settings: Settings) -> None:
         say("no matplotlib, so no picture")
     else:
         picture.write_text(draw(found.results), encoding="utf-8")
-    page = compose(found, picture.name, findings(settings.page))
+    store = settings.page.with_suffix(".json")
+    known = json.loads(store.read_text()) if store.is_file() else {}
+    kind = kind_of(read_processor()) if settings.device == "cpu" else found.environment["GPU"]
+    processors = remember(found, kind, known)
+    store.write_text(json.dumps(processors, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    page = compose(found, picture.name, findings(settings.page), processors)
     settings.page.write_text(page, encoding="utf-8")
     results = settings.out / "results.json"
     results.write_text(json.dumps(record(found), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from bench.speed import against_peers, page
 from bench.speed.__main__ import main
+from bench.speed.goals import GOALS, kind_of, unit_of, with_goals
 from bench.speed.limits import Counts, Machine, Shape, least_seconds
 from bench.speed.link import Program, SideFailed, Workers
 from bench.speed.measure import Measured, judge, run_block
@@ -376,7 +377,7 @@ def a_run() -> page.Run:
         quick=False,
         blocks=[two_sides()],
         results=RESULTS,
-        environment={"processor": "some"},
+        environment={"processor": "some", "date": "2026-11-24"},
         limits={"value": 5e11, "bandwidth": 4e10, "together": {"64×8×8": 4e11}, "apart": {"64×8×8": 5e11}},
         profiles={"decode": {**dict.fromkeys(GROUPS, 0.0), BASE: 3.0, REST: 1.0}},
     )
@@ -393,6 +394,31 @@ def test_what_people_wrote_survives_a_new_page(tmp_path: Path) -> None:
     assert "| base products | 75.0 % |" in again
     rates = "500 GFLOP/s (400 GFLOP/s with all threads in one process (64×8×8); 500 with one process for each core"
     assert rates in " ".join(again.split())
+
+
+def test_the_page_has_a_column_for_each_kind_of_processor() -> None:
+    zen = page.remember(a_run(), "AMD family 26 with AVX512_BF16", {})
+    assert "On each kind" not in page.compose(a_run(), "benchmarks.svg", "", zen)
+    both = page.remember(a_run(), "Intel with AMX", json.loads(json.dumps(zen)))
+    written = page.compose(a_run(), "benchmarks.svg", "", both)
+    assert "| ratio | AMD family 26 with AVX512_BF16, 2026-11-24 | Intel with AMX, 2026-11-24 |" in written
+    assert "| work of one, against the other | **2.50×** (2.00–3.00) | **2.50×** (2.00–3.00) |" in written
+    assert "work of four" not in written, "a figure that stands alone has no ratio"
+
+
+def test_goals_are_those_of_the_processor() -> None:
+    facts = {"vendor_id": "GenuineIntel", "cpu family": "6", "flags": "fpu avx2 avx512f avx512_bf16 amx_bf16"}
+    assert (kind_of(facts), unit_of(facts["flags"].split())) == ("Intel with AMX", "amx_bf16")
+    facts |= {"vendor_id": "AuthenticAMD", "cpu family": "26", "flags": "avx2 avx512f avx512_bf16"}
+    assert kind_of(facts) == "AMD family 26 with AVX512_BF16"
+    assert kind_of({}) == "another processor"
+    blocks = [against_peers.decode_block(True)]
+    bounds = [
+        [row.goal and row.goal.bound for row in with_goals(blocks, unit)[0].rows] for unit in ("amx_bf16", "avx2", "")
+    ]
+    assert bounds == [[2.5, 8, 1.1], [1.5, 6, 1.1], [1.5, 6, 1.1]]
+    named = {row.name for block in cpu_blocks(False) for row in block.rows}
+    assert set(GOALS) <= named
 
 
 def test_results_as_data_are_json_and_the_picture_is_the_same_again() -> None:

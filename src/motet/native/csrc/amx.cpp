@@ -14,6 +14,7 @@
 namespace motet {
 namespace {
 
+constexpr int64_t AHEAD = 4096;     // bytes of B that are fetched in advance
 constexpr int C = 0, A = 4, B = 6;  // tiles: C has two rows of two, A one below the other, B side by side
 
 struct alignas(64) Shapes {  // what LDTILECFG reads
@@ -74,7 +75,7 @@ struct Emulated {
     float number(int row, int column) const { return from_bf16(reinterpret_cast<const bf16*>(tiles[T][row])[column]); }
 };
 
-// Rows [first, first + rows) and one or two units of columns; `rows` is at most 32, and k a multiple of 32.
+// Rows [first, first + rows) and one or two units of columns; `rows` is at most 32.
 template <class Tiles>
 void block(Tiles& tiles, const Product& p, int64_t first, int64_t rows, int64_t unit, bool two) {
     const int64_t columns = (two ? 2 : 1) * LANES, left = p.n - unit * LANES, step = round_up(p.b_k, 2) * 32;
@@ -101,6 +102,11 @@ void block(Tiles& tiles, const Product& p, int64_t first, int64_t rows, int64_t 
     const bf16* a = static_cast<const bf16*>(p.a) + first * p.lda;
     const char* b = static_cast<const char*>(p.b) + unit * step;
     for (int64_t k = 0; k < p.k; k += 32) {
+        const int64_t place = k * 32 + AHEAD, later = two && place >= step ? place + step : place;
+        for (int64_t line = later; first == 0 && line < later + 1024; line += 256) {  // the other rows find B in the cache
+            __builtin_prefetch(b + line);
+            if (two) __builtin_prefetch(b + step + line);
+        }
         tiles.template read<A>(a + k, p.lda * 2);
         tiles.template read<B>(b + k * 32, 64);
         tiles.template multiply<C, A, B>();
@@ -120,18 +126,18 @@ void block(Tiles& tiles, const Product& p, int64_t first, int64_t rows, int64_t 
 
 template <class Tiles>
 void multiply_by(Tiles& tiles, const Product& p) {
-    const int64_t units = round_up(p.n, LANES) / LANES;
+    const int64_t units = round_up(p.n, LANES) / LANES, deep = p.k < 32 ? p.k : 32;
     int64_t shaped = 0;
     for (int64_t u = 0; u < units; u += 2)
         for (int64_t m = 0; m < p.m; m += 32) {
             const int64_t rows = p.m - m < 32 ? p.m - m : 32;
             if (rows != shaped) {
                 Shapes shapes;
-                for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = 64;
+                for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = tile == A || tile == A + 1 ? static_cast<uint16_t>(2 * deep) : 64;
                 const auto upper = static_cast<uint8_t>(rows < 16 ? rows : 16), lower = static_cast<uint8_t>(rows - upper);
                 for (int tile : {C, C + 1, A}) shapes.rows[tile] = upper;
                 for (int tile : {C + 2, C + 3, A + 1}) shapes.rows[tile] = lower ? lower : upper;  // none has no rows
-                for (int tile : {B, B + 1}) shapes.rows[tile] = 16;
+                for (int tile : {B, B + 1}) shapes.rows[tile] = static_cast<uint8_t>(deep / 2);
                 tiles.shape(shapes);
                 shaped = rows;
             }

@@ -147,12 +147,6 @@ API void motet_functions(const float* x, float* exps, float* sigmoids, float* ta
 namespace {
 
 constexpr int64_t UNIT_ROWS = 32;  // of a product that fills all tiles of matrix units
-#if defined(MOTET_AMX)
-constexpr bool OWN_UNITS = true;
-#else
-constexpr bool OWN_UNITS = false;
-#endif
-
 double cpu_seconds() {
     timespec now;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -168,20 +162,20 @@ API double motet_ceiling(int32_t arithmetic) {
     alignas(64) static thread_local char a[64 * 1024], b[64 * 1024];
     alignas(64) float c[UNIT_ROWS * 32] = {};
     double best = 0.0;
-    constexpr int64_t k = 128, repeats = 2000;
+    const bool pairs = arithmetic == static_cast<int32_t>(Arithmetic::dpbf16), units = MATRIX_UNITS && !pairs;
+    const int64_t k = units ? 960 : 128, lda = k + 32, repeats = 2000;  // to shape the units takes as long as to multiply 128 of k
     for (int trial = 0; trial < 5; trial++) {
         const double start = cpu_seconds();
-        const bool pairs = arithmetic == static_cast<int32_t>(Arithmetic::dpbf16);
         for (int64_t i = 0; i < repeats; i++) {
             Tile t{a, b, k * 32, c, 32, k, true, 0};
             if (pairs)
                 multiply_tile(Kind::pairs, MOST_PAIRS, 2, t);
-            else if (OWN_UNITS)
-                product_by_tiles({a, Type::bf16, k, b, Type::bf16, k, c, 32, UNIT_ROWS, k, 32, true, Arithmetic::exact}, false);
+            else if (units)
+                product_by_tiles({a, Type::bf16, lda, b, Type::bf16, k, c, 32, UNIT_ROWS, k, 32, true, Arithmetic::exact}, false);
             else
                 multiply_tile(Kind::exact_bf16, MOST_EXACT, 2, t);
         }
-        const int64_t rows = pairs ? MOST_PAIRS : OWN_UNITS ? UNIT_ROWS : MOST_EXACT;
+        const int64_t rows = pairs ? MOST_PAIRS : units ? UNIT_ROWS : MOST_EXACT;
         const double flops = 2.0 * static_cast<double>(k * repeats * 32 * rows);
         const double rate = flops / (cpu_seconds() - start) * 1e-9;
         best = rate > best ? rate : best;

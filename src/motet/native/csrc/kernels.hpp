@@ -18,6 +18,11 @@ inline int64_t bytes_of(Type type) { return type == Type::f32 ? 4 : 2; }
 // How products add up (see `product`).
 enum class Arithmetic : int32_t { exact = 0, dpbf16 = 1 };
 
+#if defined(MOTET_AMX)
+constexpr bool MATRIX_UNITS = true;
+#else
+constexpr bool MATRIX_UNITS = false;
+#endif
 constexpr int64_t LANES = 16;  // columns of a unit, keys of a unit
 
 // Flushes denormals to zero on this thread, and gives the caller's mode back.
@@ -70,7 +75,8 @@ struct Product {
     Arithmetic arithmetic;
 };
 void product(const Product& p);
-// An exact product of bf16 by bf16 in the order of matrix units, where k is a multiple of 32: by the processor's, or emulated.
+// An exact product of bf16 by bf16 in the order of matrix units, where k is even and below 32, or a multiple of 32: by the
+// processor's, or emulated.
 void product_by_tiles(const Product& p, bool emulated);
 
 // The columns of units [first, last) of p: what one of several threads computes.

@@ -15,10 +15,10 @@ namespace {
 enum Linear { QKV = 0, OUT = 1, GATE_UP = 2, DOWN = 3 };
 constexpr int64_t ROWS = 16;      // rows of a part of a call on rows
 constexpr int64_t TALL = 256;     // products of so many rows are shared by rows, of fewer by columns
-constexpr int64_t TILE = 12;      // rows that such parts are a multiple of
-constexpr int64_t TALL_TILES = 12;
-constexpr int64_t DEEP = 768;     // of k at a time, a multiple of 32, where there are many rows
-constexpr int64_t BLOCK_TILES = 6;  // tiles of a block of rows, whose numbers stay in the cache from one product to the next
+constexpr int64_t TILE = MATRIX_UNITS ? 32 : 12;  // rows that such parts are a multiple of
+constexpr int64_t TALL_TILES = MATRIX_UNITS ? 8 : 12;
+constexpr int64_t DEEP = MATRIX_UNITS ? 3072 : 768;  // of k at a time, a multiple of 32, where there are many rows
+constexpr int64_t BLOCK_TILES = MATRIX_UNITS ? 4 : 6;  // tiles of a block of rows, whose numbers stay in the cache from one product to the next
 constexpr int64_t PACKED = 3072;  // rows of a weight that are packed at a time, where gradients read them
 constexpr int64_t STRIP = 64;     // of them, rows of a thread's part
 constexpr int64_t UNITS = 6;     // units of columns of a part, at least

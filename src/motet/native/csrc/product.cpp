@@ -102,25 +102,21 @@ bool pack_copied(Type type, const void* source, int64_t stride_k, int64_t stride
     return true;
 }
 
-// Whole tiles of k, and what is left in the same order.
+// Whole tiles of k, a shorter one, and half a pair in the same order.
 void multiply_with_tiles(const Product& p, bool emulated) {
-    Product whole = p, rest = p;
-    whole.k = p.k / 32 * 32;
-    if (whole.k) product_by_tiles(whole, emulated);
-    if (whole.k == p.k) return;
-    rest.a = static_cast<const bf16*>(p.a) + whole.k;
-    rest.b = static_cast<const char*>(p.b) + whole.k * LANES * 2;
-    rest.k = p.k - whole.k;
-    rest.add = p.add || whole.k;
-    multiply<Kind::exact_bf16>(rest);
+    for (int64_t first = 0, n; first < p.k; first += n) {
+        Product some = p;
+        n = p.k - first < 32 ? p.k - first : (p.k - first) / 32 * 32;
+        some.a = static_cast<const bf16*>(p.a) + first;
+        some.b = static_cast<const char*>(p.b) + first * LANES * 2;
+        some.k = n;
+        some.add = p.add || first;
+        n % 2 ? multiply<Kind::exact_bf16>(some) : product_by_tiles(some, emulated);
+    }
 }
 
 enum class Tiles { none, own, emulated };
-#if defined(MOTET_AMX)
-constexpr Tiles OWN_TILES = Tiles::own;
-#else
-constexpr Tiles OWN_TILES = Tiles::none;
-#endif
+constexpr Tiles OWN_TILES = MATRIX_UNITS ? Tiles::own : Tiles::none;
 
 void multiply_any(const Product& p, Tiles by_tiles = OWN_TILES) {
     if (p.k <= 0) {
