@@ -124,7 +124,7 @@ def test_an_adapter_whose_norm_runs_away_is_a_hint(tmp_path: Path) -> None:
     """A real run with a learning rate that is far too high: the same in live views and in the report."""
     rewards = tmp_path / "rewards.py"
     rewards.write_text(REWARDS)
-    jobs = [small_job(name, rewards, steps=6, optimizer={"lr": lr}) for name, lr in (("wild", 0.5), ("calm", 0.003))]
+    jobs = [small_job(name, rewards, steps=6, optimizer={"lr": lr}) for name, lr in (("wild", 0.05), ("calm", 0.003))]
     small_run(load("small", EngineConfig(threads=1)), tmp_path / "run", jobs)
     calm, wild = read_run(tmp_path / "run").jobs
     assert any("the adapter's norm runs away (" in one for one in wild.warnings), wild.warnings
