@@ -525,8 +525,19 @@ def test_the_head_of_a_critic_has_the_gradients_of_autograd(own):
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(
     ("m", "k", "n"),
-    [(1, 32, 16), (3, 64, 17), (16, 95, 48), (17, 96, 32), (33, 160, 70), (64, 31, 40), (50, 33, 96)]
-    + [(64, 16, 96), (20, 48, 70), (40, 94, 33), (5, 2, 16)],
+    [
+        (1, 32, 16),
+        (3, 64, 17),
+        (16, 95, 48),
+        (17, 96, 32),
+        (33, 160, 70),
+        (64, 31, 40),
+        (50, 33, 96),
+        (64, 16, 96),
+        (20, 48, 70),
+        (40, 94, 33),
+        (5, 2, 16),
+    ],
 )
 def test_emulated_matrix_units_have_the_bits_of_all_forms(own, m, k, n, add):
     """As Intel's manual defines them, on numbers of all sizes: denormals, what overflows, zeros of both signs."""
