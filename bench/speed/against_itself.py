@@ -147,7 +147,8 @@ def memory_block() -> Block:
                 "cost",
                 "eight jobs",
                 "one job",
-                unit="MB",
+                at_most(1.2),
+                "MB",
             ),
         ),
         repeats=(1, 2),
@@ -160,17 +161,17 @@ def many_adapters_blocks() -> list[Block]:
     train = {"samples": 64, "prompt": 32, "response": 32, "update": True, "rank": RANK}
     decode = {"prompts": 64, "each": 1, "prompt_tokens": 16, "new_tokens": 48, "rank": RANK}
     found = []
-    for work, args, goal, about in (
+    for work, args, bound, about in (
         (
             "train",
             train,
-            at_most(1.15),
+            1.15,
             "64 samples of 32 prompt and 32 answer tokens, divided among the adapters; with every adapter's update.",
         ),
         (
             "decode",
             decode,
-            None,
+            1.3,
             "64 prompts of 16 tokens, one completion of 48 tokens each, divided among the adapters.",
         ),
     ):
@@ -188,7 +189,7 @@ def many_adapters_blocks() -> list[Block]:
                         "Motet, 1 adapter",
                         "cost",
                         *names,
-                        goal=goal,
+                        goal=at_most(bound),
                     ),
                 ),
                 repeats=(1, 3),

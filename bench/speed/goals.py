@@ -1,13 +1,13 @@
-"""The goals that depend on the processor, and the kinds of processors."""
+"""The kinds of processors, and the goals that depend on them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from bench.speed.ratios import Goal
-from bench.speed.rows import Block, at_least, at_most
+from bench.speed.rows import Block, at_least
 
 KINDS = {
     "amx_bf16": "with AMX",
@@ -20,20 +20,16 @@ KINDS = {
 GOALS = {
     "decode": (at_least(2.5), at_least(1.5), at_least(1.5)),
     "decode-adapters": (at_least(8), at_least(6), at_least(6)),
-    "adapters-64-rows": (at_most(1.1), at_most(1.1), at_most(1.1)),
     "train": (at_least(4), at_least(3), at_least(3)),
-    "train-bf16": (at_least(1.2), at_least(1.2), at_least(1.2)),
     "grpo": (at_least(5), at_least(5), at_least(4)),
     "grpo-eight": (at_least(10), at_least(10), at_least(8)),
-    "many-decode": (at_most(1.3), at_most(1.3), at_most(1.3)),
-    "memory": (at_most(1.2), at_most(1.2), at_most(1.2)),
 }
 """Of a row: with AMX, with AVX512_BF16, and with neither."""
 
 
-def unit_of(flags: Sequence[str]) -> str:
-    """The best unit among the flags of a processor; empty where there is none."""
-    return next((unit for unit in KINDS if unit in flags), "")
+def units_of(facts: Mapping[str, str]) -> list[str]:
+    """The units of a processor that `KINDS` has, the best one first."""
+    return [unit for unit in KINDS if unit in facts.get("flags", "").split()]
 
 
 def read_processor(info: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
@@ -45,18 +41,18 @@ def read_processor(info: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def kind_of(facts: dict[str, str]) -> str:
+def kind_of(facts: Mapping[str, str]) -> str:
     """A name for processors that are equally fast at each row, as `Intel with AMX`."""
     vendors = {"GenuineIntel": "Intel", "AuthenticAMD": "AMD"}
     vendor = facts.get("vendor_id", "")
     family = f" family {facts['cpu family']}" if vendor == "AuthenticAMD" else ""
-    unit = KINDS.get(unit_of(facts.get("flags", "").split()), "")
+    unit = "".join(KINDS[unit] for unit in units_of(facts)[:1])
     return " ".join(f"{vendors.get(vendor, 'another processor')}{family} {unit}".split())
 
 
-def with_goals(blocks: Sequence[Block], unit: str) -> list[Block]:
-    """The blocks with the goals of a processor whose best unit this is."""
-    place = {"amx_bf16": 0, "avx512_bf16": 1}.get(unit, 2)
+def with_goals(blocks: Sequence[Block], facts: Mapping[str, str]) -> list[Block]:
+    """The blocks with the goals of this processor."""
+    place = {"amx_bf16": 0, "avx512_bf16": 1}.get("".join(units_of(facts)[:1]), 2)
     goal: dict[str, Goal] = {name: goals[place] for name, goals in GOALS.items()}
     return [
         replace(block, rows=tuple(replace(row, goal=goal.get(row.name, row.goal)) for row in block.rows))

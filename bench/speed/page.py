@@ -74,15 +74,11 @@ def compose(run: Run, picture: str, kept: str, processors: Mapping[str, Mapping[
     return "\n".join(part for part in parts if part)
 
 
-def remember(run: Run, kind: str, known: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def remember(run: Run, kind: str, known: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The ratios of the last run on each kind of processor, with this run's."""
-    told = {item.row.work + _against(item): cells(item)[4] for item in run.results if item.row.compare != "value"}
-    mine = {"date": run.environment.get("date", ""), "rows": told}
-    return {**{name: dict(item) for name, item in known.items()}, kind: mine}
-
-
-def _against(item: Measured) -> str:
-    return f", against {item.row.against}"
+    compared = [item for item in run.results if item.row.compare != "value"]
+    told = {f"{item.row.work}, against {item.row.against}": cells(item)[4] for item in compared}
+    return {**known, kind: {"date": run.environment.get("date", ""), "rows": told}}
 
 
 def _by_processor(processors: Mapping[str, Mapping[str, Any]]) -> str:
@@ -106,7 +102,7 @@ def _limits(run: Run) -> str:
         f"({'; '.join(ways)}), and memory was read at {number(run.limits['bandwidth'] / 1e9)} GB/s. The limit of a piece of "
         "work is the time of its products at that rate, or of its bytes at that bandwidth, whichever is longer, for each "
         "phase (prompts, decoding, gradients, updates). Counted are products with weights and in attention, and the bytes of "
-        "weights, keys and values; nothing else, so nothing reaches 100 %."
+        "weights, keys and values; nothing else, so only weights that stay in a cache let a row pass 100 %."
     )
     return f"## The limit\n\n{paragraph(words)}"
 

@@ -13,7 +13,7 @@ from bench.speed.against_itself import (
     start_block,
 )
 from bench.speed.against_peers import decode_block, grpo_block, train_block
-from bench.speed.goals import read_processor, unit_of, with_goals
+from bench.speed.goals import read_processor, with_goals
 from bench.speed.ratios import Goal
 from bench.speed.rows import RANK, Block, Row, Side, Unit, at_least, at_most
 
@@ -37,8 +37,7 @@ def cpu_blocks(quick: bool) -> list[Block]:
         clients_block(1),
         clients_block(8),
     ]
-    flags = read_processor().get("flags", "").split()
-    return with_goals([block for block in found if block.quick or not quick], unit_of(flags))
+    return with_goals([block for block in found if block.quick or not quick], read_processor())
 
 
 def shape_blocks(shape: str) -> list[Block]:

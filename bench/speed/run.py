@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.speed.goals import kind_of, read_processor
+from bench.speed.goals import kind_of, read_processor, units_of
 from bench.speed.limits import Machine, Shape
 from bench.speed.link import SideFailed, Workers
 from bench.speed.measure import Measured, judge, run_block
@@ -200,12 +200,9 @@ def environment(loaded: Mapping[str, Mapping[str, Any]], device: str) -> dict[st
 
 
 def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    special = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
-    return f"{names[0] if names else platform.processor()}, {len(names) or os.cpu_count()} cores, {' '.join(special)}"
+    facts = read_processor()
+    name = facts.get("model name", platform.processor())
+    return f"{name}, {os.cpu_count()} cores, {' '.join(reversed(units_of(facts)))}"
 
 
 def _write(found: Run, settings: Settings) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from bench.speed import against_peers, page
 from bench.speed.__main__ import main
-from bench.speed.goals import GOALS, kind_of, unit_of, with_goals
+from bench.speed.goals import GOALS, kind_of, units_of, with_goals
 from bench.speed.limits import Counts, Machine, Shape, least_seconds
 from bench.speed.link import Program, SideFailed, Workers
 from bench.speed.measure import Measured, judge, run_block
@@ -408,13 +408,14 @@ def test_the_page_has_a_column_for_each_kind_of_processor() -> None:
 
 def test_goals_are_those_of_the_processor() -> None:
     facts = {"vendor_id": "GenuineIntel", "cpu family": "6", "flags": "fpu avx2 avx512f avx512_bf16 amx_bf16"}
-    assert (kind_of(facts), unit_of(facts["flags"].split())) == ("Intel with AMX", "amx_bf16")
+    assert (kind_of(facts), units_of(facts)[0]) == ("Intel with AMX", "amx_bf16")
     facts |= {"vendor_id": "AuthenticAMD", "cpu family": "26", "flags": "avx2 avx512f avx512_bf16"}
     assert kind_of(facts) == "AMD family 26 with AVX512_BF16"
     assert kind_of({}) == "another processor"
     blocks = [against_peers.decode_block(True)]
     bounds = [
-        [row.goal and row.goal.bound for row in with_goals(blocks, unit)[0].rows] for unit in ("amx_bf16", "avx2", "")
+        [row.goal and row.goal.bound for row in with_goals(blocks, {"flags": unit})[0].rows]
+        for unit in ("amx_bf16", "avx2", "")
     ]
     assert bounds == [[2.5, 8, 1.1], [1.5, 6, 1.1], [1.5, 6, 1.1]]
     named = {row.name for block in cpu_blocks(False) for row in block.rows}

@@ -14,7 +14,7 @@
 namespace motet {
 namespace {
 
-constexpr int64_t AHEAD = 4096;     // bytes of B that are fetched in advance
+constexpr int64_t AHEAD = 4096;     // bytes of B that the first rows fetch in advance: the others find them
 constexpr int C = 0, A = 4, B = 6;  // tiles: C has two rows of two, A one below the other, B side by side
 
 struct alignas(64) Shapes {  // what LDTILECFG reads
@@ -103,7 +103,7 @@ void block(Tiles& tiles, const Product& p, int64_t first, int64_t rows, int64_t 
     const char* b = static_cast<const char*>(p.b) + unit * step;
     for (int64_t k = 0; k < p.k; k += 32) {
         const int64_t place = k * 32 + AHEAD, later = two && place >= step ? place + step : place;
-        for (int64_t line = later; first == 0 && line < later + 1024; line += 256) {  // the other rows find B in the cache
+        for (int64_t line = later; first == 0 && line < later + 1024; line += 256) {  // a line of four
             __builtin_prefetch(b + line);
             if (two) __builtin_prefetch(b + step + line);
         }
@@ -133,7 +133,8 @@ void multiply_by(Tiles& tiles, const Product& p) {
             const int64_t rows = p.m - m < 32 ? p.m - m : 32;
             if (rows != shaped) {
                 Shapes shapes;
-                for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = tile == A || tile == A + 1 ? static_cast<uint16_t>(2 * deep) : 64;
+                for (int tile = 0; tile < 8; tile++) shapes.bytes[tile] = 64;
+                for (int tile : {A, A + 1}) shapes.bytes[tile] = static_cast<uint16_t>(2 * deep);
                 const auto upper = static_cast<uint8_t>(rows < 16 ? rows : 16), lower = static_cast<uint8_t>(rows - upper);
                 for (int tile : {C, C + 1, A}) shapes.rows[tile] = upper;
                 for (int tile : {C + 2, C + 3, A + 1}) shapes.rows[tile] = lower ? lower : upper;  // none has no rows

@@ -147,6 +147,7 @@ API void motet_functions(const float* x, float* exps, float* sigmoids, float* ta
 namespace {
 
 constexpr int64_t UNIT_ROWS = 32;  // of a product that fills all tiles of matrix units
+
 double cpu_seconds() {
     timespec now;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -155,15 +156,15 @@ double cpu_seconds() {
 
 }  // namespace
 
-// The most that one thread multiplies, in GFLOP/s of its CPU time: a tile that stays in the first cache, best of several. `exact`
-// is measured with matrix units where the form has them.
+// The most that one thread multiplies, in GFLOP/s of its CPU time: a tile that stays in the first cache, best of several. Matrix
+// units, where the form has them, get a deep one: with 128 of k, shaping them takes as long as the product.
 API double motet_ceiling(int32_t arithmetic) {
     FlushDenormals flush;
     alignas(64) static thread_local char a[64 * 1024], b[64 * 1024];
     alignas(64) float c[UNIT_ROWS * 32] = {};
     double best = 0.0;
     const bool pairs = arithmetic == static_cast<int32_t>(Arithmetic::dpbf16), units = MATRIX_UNITS && !pairs;
-    const int64_t k = units ? 960 : 128, lda = k + 32, repeats = 2000;  // to shape the units takes as long as to multiply 128 of k
+    const int64_t k = units ? 960 : 128, lda = k + 32, repeats = 2000;
     for (int trial = 0; trial < 5; trial++) {
         const double start = cpu_seconds();
         for (int64_t i = 0; i < repeats; i++) {

@@ -75,8 +75,7 @@ struct Product {
     Arithmetic arithmetic;
 };
 void product(const Product& p);
-// An exact product of bf16 by bf16 in the order of matrix units, where k is even and below 32, or a multiple of 32: by the
-// processor's, or emulated.
+// An exact product of bf16 by bf16 by matrix units, the processor's or emulated; k is even and below 32, or a multiple of 32.
 void product_by_tiles(const Product& p, bool emulated);
 
 // The columns of units [first, last) of p: what one of several threads computes.
