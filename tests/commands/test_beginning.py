@@ -14,7 +14,7 @@ from motet.commands.init import TASKS, write_job_file
 from motet.config import DataConfig
 from motet.errors import ConfigError, DataError, MotetError
 from motet.jobfile import load_jobs
-from motet.tasks.dataset import data_window, load_dataset
+from motet.tasks.dataset import load_dataset
 from tests.support.commands import Motet
 
 ROWS: list[dict[str, Any]] = [
@@ -137,12 +137,13 @@ def test_filters_that_leave_nothing_are_told() -> None:
 
 def test_a_curriculum_goes_through_the_rows_by_a_column(here: Path) -> None:
     config = DataConfig.model_validate({"source": "rows.jsonl", "order": "level", "holdout": 4})
-    train = load_dataset(config).train
+    data = load_dataset(config)
+    train = data.train
     levels = [problem.metadata["level"] for problem in train]
     assert levels == sorted(levels)
     assert {0, 4} <= set(levels)
     width = len(train) // 2 + 1
-    steps = [data_window(train, step, width, 0, config.shuffle) for step in range(2)]
+    steps = [data.window(step * width, width, 0, width) for step in range(2)]
     assert [one.metadata["level"] for step in steps for one in step][: len(train)] == levels
     plain = DataConfig.model_validate({"source": "rows.jsonl", "holdout": 4})
     assert load_dataset(plain).holdout == load_dataset(config).holdout

@@ -18,7 +18,8 @@ from motet.config import JobConfig
 from motet.errors import EngineError
 from motet.rollout.fake import FakeEngine
 from motet.runtime.checkpoint import Committed, JobDirectory
-from motet.tasks.dataset import data_window
+from motet.tasks.dataset import Dataset
+from motet.tasks.problems import Problems
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome, Transcript
 from motet.types import Chunk, GenerateRequest, JobState, Problem
 from tests.support.fake_run import (
@@ -82,8 +83,8 @@ def trained(path: Path, config: JobConfig, steps: int) -> list[list[int]]:
 
 def sequence(config: JobConfig, n: int) -> list[int]:
     """The ids of the first problems that a job owns."""
-    window = data_window(problems(20), 0, n, config.effective_seed, config.data.shuffle) if n else []
-    return [problem.id for problem in window]
+    data = Dataset(Problems.of(problems(20)), (), None, shuffle=config.data.shuffle)
+    return [problem.id for problem in (data.window(0, n, config.effective_seed, n) if n else [])]
 
 
 def check_commits(path: Path, config: JobConfig) -> Committed:

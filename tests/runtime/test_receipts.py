@@ -71,9 +71,9 @@ def project(trained: Path, tmp_path: Path) -> Path:
     return again
 
 
-def write_jobs(project: Path, job: dict[str, Any]) -> None:
+def write_jobs(project: Path, *jobs: dict[str, Any]) -> None:
     engine = {"micro_batch_tokens": 128, "block_size": 16, "threads": 1}
-    tree = {"base": "small", "run": str(project / "run"), "engine": engine, "jobs": [job]}
+    tree = {"base": "small", "run": str(project / "run"), "engine": engine, "jobs": [*jobs]}
     (project / "jobs.yaml").write_text(yaml.safe_dump(tree))
 
 
@@ -125,6 +125,11 @@ def test_a_version_alone_is_checked_as_far_as_its_receipt_goes(project: Path, ca
     assert "optimizer.lr: was 0.01, is 0.02" in capsys.readouterr().out
     write_jobs(project, {**job(), "name": "other"})
     assert verify(version, project / "jobs.yaml") == 0  # a service gives names of its own
+    capsys.readouterr()
+    write_jobs(project, {**job(), "name": "other", "optimizer": {"lr": 0.02}})
+    assert verify(version, project / "jobs.yaml") == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"has no job named 'words'; the nearest of its jobs is 'other': words: \S*optimizer.lr: was", told)
     (version / "adapter_config.json").write_text("{}")
     assert verify(version) == 1
     assert "adapter_config.json is not what was saved" in " ".join(capsys.readouterr().out.split())
@@ -217,6 +222,18 @@ def test_nothing_is_told_of_a_run_and_a_project_that_were_not_edited(project: Pa
     edit_text("rewards.py", "def vowels", "# a comment\ndef vowels")(project)
     assert verify(project / "run", project / "jobs.yaml") == 0
     assert "5 receipts, all as they were saved" in capsys.readouterr().out
+
+
+def test_a_job_whose_data_cannot_be_read_does_not_hide_the_others(project: Path, capsys: Capsys) -> None:
+    missing = {**job(), "name": "lost", "data": "lost.jsonl"}
+    jobs = yaml.safe_load((project / "jobs.yaml").read_text())["jobs"]
+    shutil.copytree(project / "run/words", project / "run/lost")
+    write_jobs(project, missing, *jobs)
+    edit_row(3)(project)
+    assert verify(project / "run", project / "jobs.yaml") == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"lost: it cannot be compared with the job file: .*lost.jsonl", told)
+    assert "words: data/train" in told
 
 
 def two_hundred_edits(source: random.Random) -> Iterator[Callable[[Path], None]]:

@@ -150,7 +150,9 @@ def make_job(config: JobConfig, directory: RunDirectory, setting: Setting) -> Jo
     assert not isinstance(rate, str)
     made = Job(
         config=config,
-        data=Dataset(Problems.of(problems(20)), problems(setting.holdout, first=100), None),
+        data=Dataset(
+            Problems.of(problems(20)), problems(setting.holdout, first=100), None, shuffle=config.data.shuffle
+        ),
         chat=Chat(FakeTokenizer(), chat_template=False),
         directory=directory.job(config.name),
         base_rate=rate,

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from motet.config import DataConfig, JobConfig
 from motet.errors import DataError
-from motet.tasks.dataset import data_window, load_dataset
+from motet.tasks.dataset import Dataset, load_dataset
 from motet.tasks.plain_json import as_json
+from motet.tasks.problems import Problems
 from motet.tasks.reasoning import build_scorer
 from motet.types import Message, Problem
 
@@ -37,20 +38,23 @@ def rows():
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 12), st.integers(0, 2**48), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_windows_cover_every_pass_exactly_once(n, width, steps, seed, shuffle):
-    sequence = [p.id for s in range(steps) for p in data_window(PROBLEMS[:n], s, width, seed, shuffle)]
+    data = Dataset(Problems.of(PROBLEMS[:n]), (), None, shuffle=shuffle)
+    sequence = [p.id for s in range(steps) for p in data.window(s * width, width, seed, width)]
     assert len(sequence) == steps * width
     for start in range(0, len(sequence) - n + 1, n):
         assert Counter(sequence[start : start + n]) == Counter(range(n))
 
 
 def test_windows_are_shuffled_anew_and_depend_on_the_seed_alone():
-    first, second = ([p.id for p in data_window(PROBLEMS, step, 40, 7)] for step in (0, 1))
-    assert first != second
-    assert first == [p.id for p in data_window(PROBLEMS, 0, 40, 7)]
-    assert first != [p.id for p in data_window(PROBLEMS, 0, 40, 8)]
-    assert [p.id for p in data_window(PROBLEMS, 0, 40, 7, shuffle=False)] == list(range(40))
+    def window(step, seed=7, shuffle=True):
+        return [p.id for p in Dataset(Problems.of(PROBLEMS), (), None, shuffle=shuffle).window(40 * step, 40, seed, 40)]
+
+    assert window(0) != window(1)
+    assert window(0) == window(0)
+    assert window(0) != window(0, seed=8)
+    assert window(0, shuffle=False) == list(range(40))
     with pytest.raises(ValueError, match="no window"):
-        data_window([], 0, 4, 0)
+        Dataset(Problems.of(()), (), None).window(0, 4, 0, 4)
 
 
 def test_split_is_seeded_by_the_data_and_keeps_source_rows_as_ids(tmp_path, rows):

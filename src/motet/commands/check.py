@@ -41,7 +41,6 @@ from motet.runtime.sampling import JobSampler
 from motet.runtime.signs import no_signal
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
-from motet.tasks.dataset import data_window
 from motet.tasks.rows import row_of
 from motet.types import Group
 from motet.view.text import duration_text
@@ -287,7 +286,8 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
     """A row of the table for a job that learns rows: how likely a few of its answers are; the first is shown."""
     algorithm = job.config.algorithm
     assert isinstance(algorithm, RowAlgorithm)
-    rows = data_window(job.data.train, 0, min(PROBLEMS, algorithm.rows_per_step), job.seed, job.config.data.shuffle)
+    n = algorithm.rows_per_step
+    rows = job.data.window(0, min(PROBLEMS, n), job.seed, n)
     batch = algorithm.batch([row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows])
     console.rule(job.name)
     first = batch.samples[0]

@@ -12,7 +12,7 @@ from rich.console import Console
 from motet.checksums import SUMS, Damage, compare, hash_of
 from motet.config import JobConfig
 from motet.config.candidates import known_jobs
-from motet.errors import RunError
+from motet.errors import MotetError, RunError
 from motet.jobfile import load_jobs
 from motet.preparing import Sources
 from motet.runtime.checkpoint import JobDirectory
@@ -93,11 +93,14 @@ def _verify_version(console: Console, directory: Path, jobs_file: Path | None) -
     elif not lines:
         config = load_jobs(jobs_file)
         known = {job.name: job for job in known_jobs(config.jobs)}
-        jobs = [known[name]] if name in known else [_in_a_service(job, settings) for job in known.values()]
-        sources = Sources()
-        found = [list(_changed(name, receipt, job, config.base, sources)) for job in jobs]
-        nearest: list[str] = min(found, key=len, default=_no_job(directory, jobs_file))
-        lines += nearest
+        sources, found = Sources(), {}
+        for job in [known[name]] if name in known else known.values():
+            wanted = job if name in known else _in_a_service(job, settings)
+            found[job.name] = list(_changed(name, receipt, wanted, config.base, sources))
+        nearest = min(found, key=lambda job: len(found[job]))
+        if name not in known and found[nearest]:
+            lines.append(f"{jobs_file} has no job named {name!r}; the nearest of its jobs is {nearest!r}:")
+        lines += found[nearest]
         if name not in known and _init_of(settings) is not None:
             unknown.append("the adapter that it began with (the service has it)")
     if not lines:
@@ -177,7 +180,11 @@ def _no_job(path: Path, jobs_file: Path) -> list[str]:
 
 
 def _changed(name: str, receipt: Mapping[str, Any], job: JobConfig, base: str, sources: Sources) -> Iterator[str]:
-    now = Materials(of_config(job), base, sources.split(job.data))
+    try:
+        now = Materials(of_config(job), base, sources.split(job.data))
+    except MotetError as error:
+        yield f"{name}: it cannot be compared with the job file: {error}"
+        return
     # which rows stay only the tokenizer knows
     skipped = "data/" if job.data.max_prompt_tokens is not None else None
     for line in now.changes(receipt, without=skipped):

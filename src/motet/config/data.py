@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from motet.section import Config
 
@@ -16,6 +17,56 @@ GIVEN_ROWS = "[rows]"
 """The source of rows that were given themselves; no file, hub name or generated task is called so."""
 OF_CLIENT = "[client]"
 """The source of a job whose client brings its data: there are no rows."""
+
+
+MOST_POOLS = 64
+"""Values of a column with a weight, and changes of weights."""
+_LEAST_SHARE = 0.001
+
+
+def pool_of(value: Any) -> str:
+    """The name of the pool of a column's value: the same for 1, 1.0 and "1"."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _by_pool(weights: Any) -> Any:
+    return {pool_of(value): weight for value, weight in weights.items()} if isinstance(weights, dict) else weights
+
+
+def _shares_that_can_be_kept(weights: dict[str, float]) -> dict[str, float]:
+    given = [weight for weight in weights.values() if weight > 0]
+    if not given:
+        raise ValueError("give at least one weight above 0")
+    if min(given) < _LEAST_SHARE * sum(given):
+        raise ValueError(f"the smallest weight is less than {_LEAST_SHARE:.1%} of their sum; raise it, or leave it out")
+    return weights
+
+
+Weights = Annotated[
+    dict[str, Annotated[float, Field(ge=0, le=10**6)]],
+    Field(max_length=MOST_POOLS),
+    BeforeValidator(_by_pool),
+    AfterValidator(_shares_that_can_be_kept),
+]
+
+
+class PoolsConfig(Config):
+    """How often rows with each value of a column are trained on, such as of each difficulty."""
+
+    column: str
+    """A column of the data."""
+    weights: Weights
+    """Relative weight of each value, as `{easy: 3, hard: 1}`. Rows with another value are left out."""
+    changes: Annotated[dict[Annotated[int, Field(ge=1, le=10**9)], Weights], Field(max_length=MOST_POOLS)] = {}
+    """Other weights from a step on, as `{100: {easy: 1, hard: 3}}`. A value that a change does not name has none."""
+
+    @property
+    def values(self) -> list[str]:
+        """All values that ever have a weight, in the order in which they are given."""
+        phases = [self.weights, *(self.changes[step] for step in sorted(self.changes))]
+        return list(dict.fromkeys(value for weights in phases for value, weight in weights.items() if weight > 0))
 
 
 class DataConfig(Config):
@@ -55,6 +106,8 @@ class DataConfig(Config):
     order: str | None = None
     """Column by which every pass goes through the rows, smallest value first, such as a difficulty. It replaces
     `shuffle`."""
+    pools: PoolsConfig | None = None
+    """Groups of rows by a column, each with its share of every step. By default, all rows are one group."""
     holdout: Annotated[int, Field(ge=0, le=10**6)] | Literal["auto"] = "auto"
     """Rows to keep for evaluation. `auto` is 64, or a quarter of the rows if there are fewer than 256."""
     eval_source: str | None = None

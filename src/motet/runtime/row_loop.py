@@ -13,7 +13,6 @@ from motet.runtime.job import Job, Services
 from motet.runtime.learning import train
 from motet.runtime.metrics import trained_record
 from motet.runtime.session import Evaluated, FinishedStep
-from motet.tasks.dataset import data_window
 from motet.tasks.rows import row_of
 from motet.types import Problem
 
@@ -33,7 +32,8 @@ class RowLoop(Driver):
         started = time.monotonic()
         evaluated = await self.evaluated()
         job.progress.phase = "training"
-        rows = data_window(job.data.train, step, algorithm.rows_per_step, job.seed, job.config.data.shuffle)
+        n = algorithm.rows_per_step
+        rows = job.data.window(step * n, n, job.seed, n)
         batch = self._batch(rows)
         figures: Mapping[str, float] = {}
         if algorithm.compares:

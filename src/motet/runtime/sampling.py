@@ -24,7 +24,6 @@ from motet.runtime.own_environment import own_environment
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
-from motet.tasks.dataset import data_window
 from motet.tasks.episode import ENVIRONMENTS, Generate, GroupContext, OwnEnvironment
 from motet.tasks.reward_pool import ScoreOutcome
 from motet.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
@@ -154,6 +153,12 @@ class JobSampler:
         self._scoring: set[asyncio.Task[list[ScoreOutcome]]] = set()
         self._own_environment: OwnEnvironment | None = None
 
+    @property
+    def _width(self) -> int:
+        """Problems of a step that may be sampled."""
+        algorithm = self._job.config.rl
+        return round(algorithm.groups_per_step * algorithm.oversampling)
+
     async def open(self) -> None:
         """Start the rewards and the environment.
 
@@ -190,7 +195,7 @@ class JobSampler:
         job, algorithm = self._job, self._job.config.rl
         version = max(0, step - algorithm.max_off_policy_steps)
         await self._versions.wait_for(version)
-        width, over = round(algorithm.groups_per_step * algorithm.oversampling), algorithm.over_provision
+        width, over = self._width, algorithm.over_provision
         job.progress.phase, job.progress.rollouts_done = "sampling", 0
         job.progress.rollouts_wanted = (width if over > 1 else algorithm.groups_per_step) * algorithm.group_size
         purpose = _Purpose(
@@ -200,8 +205,7 @@ class JobSampler:
             job.note_inexact("rollouts under way go on under newer versions (algorithm.in_flight)")
         if over > 1:
             return await self._first_done(step, version, width, math.ceil(width * over), purpose)
-        shuffle = job.config.data.shuffle
-        problems = await asyncio.to_thread(data_window, job.data.train, step, width, job.seed, shuffle)
+        problems = await asyncio.to_thread(job.data.window, step * width, width, job.seed, width)
         return await self._until_full(problems, step, version, purpose)
 
     async def evaluation(self, version: int, part: slice = slice(None), seed: int | None = None) -> SampledStep:
@@ -285,7 +289,7 @@ class JobSampler:
 
     def _task_at(self, position: int, step: int, purpose: _Purpose) -> _Task:
         job = self._job
-        (problem,) = data_window(job.data.train, position, 1, job.seed, job.config.data.shuffle)
+        (problem,) = job.data.window(position, 1, job.seed, self._width)
         return self._task(problem, position, step, purpose)
 
     def _task(self, problem: Problem, position: int, step: int, purpose: _Purpose) -> _Task:

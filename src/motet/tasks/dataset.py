@@ -18,6 +18,7 @@ from motet import seeds
 from motet.config import DataConfig
 from motet.errors import DataError
 from motet.tasks.messages import messages_of, plain_preference, without_prompt
+from motet.tasks.pools import Pools, order_of, passes
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.row_files import Row, RowLimits
@@ -39,6 +40,29 @@ class Dataset:
     """The data's own scorer, for the reward `scorer`."""
     notes: tuple[str, ...] = ()
     """Which rows were left out, and why."""
+    shuffle: bool = True
+    """Whether each pass is a new permutation of the rows."""
+    pools: Pools | None = None
+
+    def window(self, first: int, n: int, seed: int, per_step: int) -> list[Problem]:
+        """The problems at positions first … first + n − 1 in the endless sequence of passes.
+
+        A pure function: the problems of a step never depend on rollouts or timing.
+
+        Args:
+            first: position of the first one.
+            n: how many.
+            seed: of the job.
+            per_step: positions of a step, as weights of pools change by steps.
+        """
+        size = len(self.train)
+        if not size or n < 1 or first < 0:
+            raise ValueError(f"no window of {n} positions at {first} over {size} problems")
+        if self.pools is not None:
+            places = self.pools.window(first, first + n, seed, per_step, self.shuffle)
+        else:
+            places = passes(size, first, first + n, order_of(size, seed, "shuffle", self.shuffle))
+        return [self.train[place] for place in places]
 
     @cached_property
     def evaluation_seed(self) -> int:
@@ -113,7 +137,12 @@ def split(config: DataConfig, source: Source, longer: Longer | None = None) -> D
         notes.append(f"{left_out} of {len(problems)} rows are left out of training, because their prompts are held out")
     if config.order is not None:
         train = train.only(_ordered(config.order, train, config.source))
-    return Dataset(train, holdout, source.scorer, tuple(notes))
+    pools = None
+    if config.pools is not None:
+        pools, used, note = Pools.of(config.pools, train, config.source)
+        train = train.only(used)
+        notes.append(note)
+    return Dataset(train, holdout, source.scorer, tuple(notes), config.shuffle, pools)
 
 
 def _ordered(column: str, problems: Sequence[Problem], source: str) -> list[int]:
@@ -165,23 +194,6 @@ def _nothing_left(config: DataConfig, problems: Sequence[Problem]) -> str:
         f"{rows} with {different} different prompts, and data.holdout {held_out} holds all of them out: set data.holdout "
         f"to {max(1, different // 10)} or so"
     )
-
-
-def data_window(problems: Sequence[Problem], step: int, width: int, seed: int, shuffle: bool = True) -> list[Problem]:
-    """The problems of step `step`: positions [step·width, (step + 1)·width) in the endless sequence of passes.
-
-    Each pass is a new permutation of the data, or the source's order without `shuffle`. A pure function: the problems
-    of a step never depend on rollouts or timing.
-    """
-    n = len(problems)
-    if n == 0 or width < 1 or step < 0:
-        raise ValueError(f"no window of width {width} at step {step} over {n} problems")
-    window: list[Problem] = []
-    for epoch in range(step * width // n, ((step + 1) * width - 1) // n + 1):
-        order = seeds.permutation(seeds.key(seed, "shuffle", epoch), n).tolist() if shuffle else range(n)
-        first, last = max(step * width - epoch * n, 0), min((step + 1) * width - epoch * n, n)
-        window += [problems[i] for i in order[first:last]]
-    return window
 
 
 def _evaluation(config: DataConfig, bounds: RowLimits | None) -> tuple[Problems, ScorerSpec | None]:

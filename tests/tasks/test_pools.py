@@ -1,0 +1,121 @@
+"""Pools of rows: each has its share of every step, goes through its rows pass by pass, and depends on nothing but the seed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.config import DataConfig
+from motet.errors import DataError
+from motet.runtime.identity import of_config
+from motet.tasks.dataset import Dataset, load_dataset
+from motet.tasks.pools import BLOCK, block, shares
+from tests.support.fake_run import job
+
+LEVELS = ["easy"] * 12 + ["hard"] * 5 + ["odd"] * 3
+
+
+def data(tmp_path: Path, pools: dict[str, Any], levels: list[Any] = LEVELS, **fields: Any) -> Dataset:
+    """Rows with these levels, in pools."""
+    rows = [{"prompt": f"question {number}", "level": level} for number, level in enumerate(levels)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = {"source": str(tmp_path / "rows.jsonl"), "holdout": 0, "pools": {"column": "level", **pools}}
+    return load_dataset(DataConfig.model_validate({**source, **fields}))
+
+
+def levels(data: Dataset, first: int, n: int, per_step: int = 8, seed: int = 1) -> list[str]:
+    """The level of each problem of a window."""
+    return [problem.metadata["level"] for problem in data.window(first, n, seed, per_step)]
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=64))
+@settings(max_examples=50, deadline=None)
+def test_each_pool_has_its_share_of_a_block_and_of_every_stretch(weights: list[float]) -> None:
+    counts, pools = shares(weights), block(weights)
+    assert counts.sum() == len(pools) == BLOCK
+    for pool, weight in enumerate(weights):
+        exact = BLOCK * weight / sum(weights)
+        assert abs(counts[pool] - exact) <= 1
+        mine = (pools == pool).nonzero()[0].tolist()
+        assert len(mine) == counts[pool]
+        for one, other in pairwise(mine):  # never far from the next of the same pool
+            assert other - one <= BLOCK / counts[pool] + len(weights)
+
+
+def test_every_step_has_the_shares_and_each_pool_goes_through_its_rows_pass_by_pass(tmp_path: Path) -> None:
+    mixed = data(tmp_path, {"weights": {"easy": 3, "hard": 1}})
+    assert mixed.notes == ("rows by level: easy: 12, hard: 5; 3 rows of other values are left out",)
+    steps = [mixed.window(8 * step, 8, 1, 8) for step in range(300)]
+    for step in steps:
+        assert Counter(problem.metadata["level"] for problem in step) == {"easy": 6, "hard": 2}
+    for level, n in (("easy", 12), ("hard", 5)):
+        order = [problem.id for step in steps for problem in step if problem.metadata["level"] == level]
+        taken = [order[start : start + n] for start in range(0, len(order) - n + 1, n)]
+        assert all(Counter(one) == Counter(taken[0]) and max(Counter(one).values()) == 1 for one in taken)
+        assert len(set(map(tuple, taken))) > len(taken) // 2, "each pass is shuffled anew"
+
+
+def test_windows_of_any_width_are_parts_of_one_sequence(tmp_path: Path) -> None:
+    mixed = data(tmp_path, {"weights": {"easy": 5, "hard": 2, "odd": 1}, "changes": {3: {"hard": 1}, 200: {"odd": 1}}})
+    whole = mixed.window(0, 2500, 7, 8)
+    alone = [problem for place in range(0, 2500, 50) for problem in mixed.window(place, 50, 7, 8)]
+    assert whole == alone
+    assert whole[1033:1041] == mixed.window(1033, 8, 7, 8)
+    assert whole != mixed.window(0, 2500, 8, 8)
+
+
+def test_weights_change_at_their_step(tmp_path: Path) -> None:
+    mixed = data(tmp_path, {"weights": {"easy": 1}, "changes": {2: {"easy": 1, "hard": 1}, 5: {"odd": 1}}})
+    found = levels(mixed, 0, 8 * 7)
+    assert found[:16] == ["easy"] * 16
+    assert Counter(found[16:40]) == {"easy": 12, "hard": 12}
+    assert found[40:] == ["odd"] * 16
+    assert levels(mixed, 5, 3, per_step=2) == ["hard", "easy", "hard"], "steps count, not positions"
+
+
+def test_numbers_truths_and_nothing_are_values(tmp_path: Path) -> None:
+    mixed = data(tmp_path, {"weights": {1.0: 1, 2.5: 1, "true": 1, None: 1}}, [1, 1.0, "1", 2.5, True, None, 7])
+    assert mixed.notes == ("rows by level: 1: 3, 2.5: 1, true: 1, null: 1; 1 rows of other values are left out",)
+
+
+def test_an_order_holds_within_each_pool(tmp_path: Path) -> None:
+    mixed = data(tmp_path, {"weights": {"easy": 1, "hard": 1}}, shuffle=False)
+    ids = [problem.id for problem in mixed.window(0, 10, 1, 10)]
+    assert sorted(ids[::2]) + sorted(ids[1::2]) == ids[::2] + ids[1::2] == [0, 1, 2, 3, 4, 12, 13, 14, 15, 16]
+
+
+@pytest.mark.parametrize(
+    ("pools", "said"),
+    [
+        ({"weights": {}}, "at least one weight above 0"),
+        ({"weights": {"easy": 0}}, "at least one weight above 0"),
+        ({"weights": {"easy": 1, "hard": -1}}, "greater than or equal to 0"),
+        ({"weights": {"easy": 1, "hard": 0.0001}}, "less than 0.1% of their sum"),
+        ({"weights": {"easy": 1}, "changes": {0: {"hard": 1}}}, "greater than or equal to 1"),
+        ({"weights": {"easy": 1}, "changes": {5: {}}}, "at least one weight above 0"),
+        ({"weights": {str(number): 1 for number in range(65)}}, "at most 64"),
+    ],
+)
+def test_bad_weights_are_refused(tmp_path: Path, pools: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        data(tmp_path, pools)
+
+
+def test_values_that_no_row_has_are_told_with_those_that_are_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no row to train on has level 'hrad'; .* its 3 values: easy, hard, odd"):
+        data(tmp_path, {"weights": {"easy": 1}, "changes": {9: {"hrad": 1}}})
+    with pytest.raises(DataError, match=r"rows.jsonl row 1 has no column 'lvl'. Its columns: level"):
+        data(tmp_path, {"column": "lvl", "weights": {"easy": 1}})
+
+
+def test_jobs_without_pools_are_what_they_were() -> None:
+    assert "pools" not in of_config(job("a"))["job"]["data"]
+    mixed = job("a", data={"source": "toy:add", "pools": {"column": "level", "weights": {"1": 1}}})
+    assert of_config(mixed)["job"]["data"]["pools"]["weights"] == {"1": 1}
