@@ -48,6 +48,12 @@ def test_what_init_wrote_passes_check(here: Path, says: Motet) -> None:
     assert (code, err) == (0, ""), out
     assert "nothing was trained" in out
     assert "job add: forecast: " in out
+    assert "its first" not in out
+    few = ("--set", "steps=2", "--set", "sampling.max_tokens=8")
+    assert says("run", "jobs.yaml", *few)[0] == 0
+    code, out, err = says("check", "jobs.yaml", "--rollouts", "2", *few)
+    assert code == 0, err
+    assert "job add: its first 2 steps sampled " in out
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from motet.commands.forecast import Forecast, forecast, warnings_of
+from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, warnings_of
 from motet.config import JobConfig, PricesConfig
 from motet.model.load import load_tokenizer
+from motet.runtime.checkpoint import JobDirectory
 from motet.tasks.chat import Chat
 from motet.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn
 
@@ -69,13 +71,45 @@ def test_answers_that_will_be_cut_and_groups_that_teach_nothing_are_told(tokeniz
 
 def test_a_forecast_is_a_range_around_the_lengths_that_were_seen() -> None:
     config = job(algorithm={"group_size": 4, "groups_per_step": 8}, sampling={"max_tokens": 100})
-    answers = 4 * 8 * 10
+    each, steps, took = 4 * 8, 10, Seconds(1.5, 0.5)
+    answers = each * steps
     even = [group("a", "b", tokens=20)] * 4
-    assert forecast(config, even, 2.0, {}) == Forecast((answers * 20, answers * 20), (20.0, 20.0))
+    assert forecast(config, even, took, {}, 0) == Forecast(
+        (answers * 20, answers * 20), (20.0, 20.0), 0.0, (each * 20, each * 20), (2.0, 2.0)
+    )
     mixed = [group("a", tokens=10), group("b", tokens=30)]
-    seen = forecast(config, mixed, 2.0, {"cost": 0.5})
+    seen = forecast(config, mixed, took, {"cost": 0.5}, 0)
     # 20 ± 2 · 10, at least a quarter
-    assert seen == Forecast((answers * 5, answers * 40), (5.0, 40.0), 0.5 / 2 * answers)
+    assert (seen.tokens, seen.seconds, seen.judge) == ((answers * 5, answers * 40), (5.0, 40.0), 0.5 / 2 * answers)
     assert seen.text(PricesConfig(hour=3600)) == "forecast: 1.6k to 13k tokens sampled, 5s to 40s, cost 85.00 to 120.00"
-    assert forecast(config, even, 2.0, {}).text(PricesConfig()) == "forecast: 6.4k tokens sampled, 20s"
-    assert forecast(config, [group()], 2.0, {}) == Forecast((0, 0), (0, 0))
+    assert forecast(config, even, took, {}, 0).text(PricesConfig()) == "forecast: 6.4k tokens sampled, 20s"
+    assert forecast(config, [group()], took, {}, 0) == Forecast((0, 0), (0, 0))
+
+
+@pytest.mark.parametrize(("every", "evaluations"), [(0, 2), (1, 11), (4, 4), (5, 3), (10, 2), (99, 2)])
+def test_evaluations_are_part_of_a_forecast(every: int, evaluations: int) -> None:
+    config = job(algorithm={"group_size": 4, "groups_per_step": 8}, eval={"every": every, "n": 2})
+    found = forecast(config, [group("a", "b", tokens=20)] * 4, Seconds(1.5, 0.5, 3.0), {"cost": 1.0}, 16)
+    answers = 4 * 8 * 10 + evaluations * 16 * 2
+    assert [*found.tokens, *found.seconds] == [answers * 20] * 2 + [20 + 3 * evaluations] * 2
+    assert found.judge == answers / 8
+
+
+def test_the_first_steps_of_a_run_are_compared_with_the_forecast(tmp_path: Path) -> None:
+    directory = JobDirectory(tmp_path)
+    assert FirstSteps.read(directory) is None
+    lines = [{"step": step, "length": 10 + step, "rollouts": 32} for step in range(20)]
+    directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    times = [0, 3, 5, 7, 9, 20, 22, 24, 1000]  # an evaluation between two of them
+    directory.timings.write_text("".join(f'{{"time": {time}}}\n' for time in times) + '{"ti')
+    steps = FirstSteps.read(directory)
+    assert steps == FirstSteps(8, 32 * 13.5, 2.0)
+    within = Forecast((0, 0), (0, 0), 0.0, (400, 500), (1.5, 2.5)).against(steps)
+    assert within == (
+        "its first 8 steps sampled 432 tokens each (forecast 400 to 500), and took 2 s each (forecast 1.5 s to 2.5 s)"
+    )
+    longer = Forecast((2000, 3000), (0, 0), 0.0, (200, 300), (1.0, 1.0)).against(steps)
+    assert longer.endswith(": answers have become longer, so expect about 4.3k tokens in all")
+    assert "have become shorter" in Forecast((9, 9), (0, 0), 0.0, (500, 600), (1.0, 1.0)).against(
+        FirstSteps(1, 432, None)
+    )

@@ -7,7 +7,7 @@ import math
 import resource
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ from motet.algorithms.rows import RowAlgorithm
 from motet.batch import Batch, Segment
 from motet.before_loading import Checked, auto_kernels, check_before_loading
 from motet.commands.answers import print_table
-from motet.commands.forecast import Forecast, forecast, warnings_of
+from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, warnings_of
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.config.candidates import RacePlan, raced
@@ -109,7 +109,11 @@ def _check(config: RunConfig, rollouts: int) -> bool:
             others = {one.name for plan in plans for one in plan.candidates[1:]}
             jobs = [job for job, _ in prepared if job.name not in others]
             print_rates(console, jobs)
-            Interrupt().run(lambda: _check_all(console, jobs, workshop, shared, rollouts, failing, config.prices))
+            steps = {job.name: FirstSteps.read(JobDirectory(Path(config.run) / job.name)) for job in config.jobs}
+            begun = {name: found for name, found in steps.items() if found is not None and name not in refused}
+            Interrupt().run(
+                lambda: _check_all(console, jobs, workshop, shared, rollouts, failing, config.prices, begun)
+            )
             for plan in plans:
                 console.print(_forecast(plan), markup=False, soft_wrap=True)
             console.print(_longest(base, config.engine))
@@ -135,15 +139,15 @@ def _forecast(plan: RacePlan) -> str:
     )
 
 
-def _print_changes(console: Console, config: RunConfig, checked: Checked) -> bool:
-    """Print the jobs that `motet run` would refuse to resume; returns whether there are any."""
-    refused = False
+def _print_changes(console: Console, config: RunConfig, checked: Checked) -> set[str]:
+    """Print and return the jobs that `motet run` would refuse to resume."""
+    refused = set[str]()
     for job in config.jobs:
         try:
             directory = JobDirectory(Path(config.run) / job.name)
             check_identity(directory, checked.identities[job.name], accept_changes=False)
         except RunError as error:
-            refused = True
+            refused.add(job.name)
             console.print(f"motet run refuses this: {error}", style="red", markup=False, soft_wrap=True)
     return refused
 
@@ -184,8 +188,9 @@ async def _check_all(
     rollouts: int,
     failing: list[str],
     prices: PricesConfig,
+    begun: Mapping[str, FirstSteps],
 ) -> None:
-    """`failing` gets the jobs in which no answer got a reward."""
+    """`failing` gets the jobs in which no answer got a reward; `begun` has the jobs that the run directory has steps of."""
     failures: list[str] = []
     forecasts: list[tuple[str, Forecast]] = []
     table = Table(
@@ -197,11 +202,11 @@ async def _check_all(
                 if isinstance(job.config.algorithm, RowAlgorithm):
                     table.add_row(*await _check_rows(console, job, shared))
                     continue
-                sampled, step_seconds = await _check_job(console, job, shared, rollouts)
-                table.add_row(*_row(job, step_seconds, _figures(sampled.groups)))
-                forecasts.append(
-                    (job.name, forecast(job.config, sampled.groups, step_seconds, shared.rewards.spend(job.name)))
-                )
+                sampled, took = await _check_job(console, job, shared, rollouts)
+                spend, held_out = shared.rewards.spend(job.name), len(job.data.holdout)
+                evaluating = took.evaluate * job.config.eval.count(job.config.steps) if held_out else 0.0
+                table.add_row(*_row(job, took.step, _figures(sampled.groups), evaluating))
+                forecasts.append((job.name, forecast(job.config, sampled.groups, took, spend, held_out)))
                 failures += [
                     f"job {job.name}: {warning}"
                     for warning in warnings_of(job.config, job.chat, job.data.train, sampled.groups)
@@ -223,6 +228,8 @@ async def _check_all(
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     for name, foreseen in forecasts:
         console.print(f"job {name}: {foreseen.text(prices)}", markup=False, highlight=False, soft_wrap=True)
+        if name in begun:
+            console.print(f"job {name}: {foreseen.against(begun[name])}", markup=False, highlight=False, soft_wrap=True)
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
 
 
@@ -233,10 +240,10 @@ def _no_signal(groups: Sequence[Group]) -> str:
     return no_signal(share, fmean(rewards)) if rewards else ""
 
 
-def _row(job: Job, seconds: float, figures: tuple[str, str, str, str]) -> tuple[str, ...]:
+def _row(job: Job, seconds: float, figures: tuple[str, str, str, str], evaluating: float = 0.0) -> tuple[str, ...]:
     """Of the table; `seconds` are those of a step, and `figures` those from the reward to what was truncated."""
     rows = f"{len(job.data.train)} / {len(job.data.holdout)}"
-    return job.name, rows, *figures, f"≈ {seconds:.1f} s", f"≈ {duration_text(seconds * job.config.steps)}"
+    return job.name, rows, *figures, f"≈ {seconds:.1f} s", f"≈ {duration_text(seconds * job.config.steps + evaluating)}"
 
 
 def _figures(groups: Sequence[Group]) -> tuple[str, str, str, str]:
@@ -246,7 +253,7 @@ def _figures(groups: Sequence[Group]) -> tuple[str, str, str, str]:
     return f"{figures['reward']:.3g}", signal, f"{figures['length']:.0f} tokens", f"{figures['truncated']:.0%}"
 
 
-async def _check_job(console: Console, job: Job, shared: Services, rollouts: int) -> tuple[SampledStep, float]:
+async def _check_job(console: Console, job: Job, shared: Services, rollouts: int) -> tuple[SampledStep, Seconds]:
     config = job.config
     few = job.config.rl.model_copy(update={"group_size": rollouts, "groups_per_step": PROBLEMS, "oversampling": 1.0})
     job.config = config.model_copy(update={"algorithm": few})
@@ -268,10 +275,15 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     await versions.drop_all()
     await shared.on_device(job.name, lambda: shared.trainer.remove_adapter(job.name))
     shared.scheduler.leave(job.name)
+    asked = PROBLEMS * rollouts
     wanted = job.config.rl.groups_per_step * job.config.rl.group_size * job.config.rl.oversampling
-    scale = wanted / (PROBLEMS * rollouts)
-    rows = min(1.0, PROBLEMS * rollouts / shared.engine.capacity)
-    return sampled, sampled.seconds * max(1.0, scale * rows) + train_seconds * scale
+
+    def seconds(answers: float) -> float:
+        """Rows are free until the engine is full."""
+        return sampled.seconds * max(1.0, answers / max(asked, shared.engine.capacity))
+
+    evaluation = seconds(len(job.data.holdout) * job.config.eval.n)
+    return sampled, Seconds(seconds(wanted), train_seconds * wanted / asked, evaluation)
 
 
 async def _add(job: Job, shared: Services) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import Any
 
 from motet.config import JobConfig, PricesConfig
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.metrics import distinct
 from motet.tasks.chat import Chat
 from motet.types import Group, Problem
@@ -24,6 +30,10 @@ _MOST_CUT = 0.5
 _ALIKE = 0.5
 _ERRORS = 2.0
 """Standard errors to both sides of a forecast."""
+_FIRST_STEPS = 8
+"""Steps of a run that a forecast is compared with."""
+_SHORT = 10.0
+"""Seconds below which a fraction is shown."""
 _SPACE = re.compile(r"\s+")
 
 
@@ -83,7 +93,7 @@ def _too_short(chat: Chat, problems: Sequence[Problem], most: int) -> str:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of all steps of a job, as two ends of a range."""
+    """Of all steps of a job and its evaluations; pairs are the two ends of a range."""
 
     tokens: tuple[float, float]
     """Sampled."""
@@ -91,6 +101,9 @@ class Forecast:
     """For the job alone."""
     judge: float = 0.0
     """What judges cost, in the middle of the range."""
+    step_tokens: tuple[float, float] = (0, 0)
+    """Sampled by a step."""
+    step_seconds: tuple[float, float] = (0, 0)
 
     def text(self, prices: PricesConfig) -> str:
         """In one line."""
@@ -98,13 +111,79 @@ class Forecast:
         line = f"forecast: {_range(map(count_text, self.tokens))} tokens sampled, {_range(map(duration_text, self.seconds))}"
         return f"{line}, cost {_range(f'{cost:.2f}' for cost in costs)}" if any(costs) else line
 
+    def against(self, steps: FirstSteps) -> str:
+        """The forecast beside what the first steps took, in one line."""
+        tokens, seconds = _range(map(count_text, self.step_tokens)), _range(map(_short_time, self.step_seconds))
+        took = "" if steps.seconds is None else f", and took {_short_time(steps.seconds)} each (forecast {seconds})"
+        line = f"its first {steps.n} steps sampled {count_text(steps.tokens)} tokens each (forecast {tokens}){took}"
+        low, high = self.step_tokens
+        if low <= steps.tokens <= high or not low:
+            return line
+        scale = steps.tokens / (low + high) * 2
+        total = count_text(scale * fmean(self.tokens))
+        return (
+            f"{line}: answers have become {'longer' if scale > 1 else 'shorter'}, so expect about {total} tokens in all"
+        )
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a job alone, estimated from a few groups."""
+
+    sample: float
+    """Of a step's groups."""
+    train: float
+    """Of a step's training."""
+    evaluate: float = 0.0
+    """Of one evaluation."""
+
+    @property
+    def step(self) -> float:
+        """Of a whole step."""
+        return self.sample + self.train
+
+
+@dataclass(frozen=True)
+class FirstSteps:
+    """What the first steps of a run took."""
+
+    n: int
+    tokens: float
+    """Sampled by a step, without evaluations; the mean."""
+    seconds: float | None
+    """From the end of a step to that of the next, the median; None of one step."""
+
+    @classmethod
+    def read(cls, job: JobDirectory) -> FirstSteps | None:
+        """Of a job's log; None if it has no step."""
+        lines = [line for line in _first_lines(job.metrics) if line.get("rollouts") and line.get("length") is not None]
+        times = [float(line["time"]) for line in _first_lines(job.timings)]
+        if not lines:
+            return None
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        tokens = fmean(line["length"] * line["rollouts"] for line in lines)
+        return cls(len(lines), tokens, median(gaps) if gaps else None)
+
+
+def _first_lines(path: Path) -> list[dict[str, Any]]:
+    with contextlib.suppress(OSError), path.open(encoding="utf-8") as file:
+        lines = [line for line in itertools.islice(file, _FIRST_STEPS) if line.endswith("\n")]
+        return [json.loads(line) for line in lines]
+    return []
+
 
 def _range(ends: Iterable[str]) -> str:
     low, high = ends
     return low if low == high else f"{low} to {high}"
 
 
-def forecast(config: JobConfig, groups: Sequence[Group], step_seconds: float, spend: Mapping[str, Any]) -> Forecast:
+def _short_time(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < _SHORT else duration_text(seconds)
+
+
+def forecast(
+    config: JobConfig, groups: Sequence[Group], took: Seconds, spend: Mapping[str, Any], held_out: int
+) -> Forecast:
     """Out of a few groups of a first step.
 
     Problems differ in how long their answers are, so the range is that of the mean over groups, two standard errors to
@@ -113,8 +192,9 @@ def forecast(config: JobConfig, groups: Sequence[Group], step_seconds: float, sp
     Args:
         config: the job.
         groups: with rollouts.
-        step_seconds: of a whole step, estimated from them.
+        took: estimated from them.
         spend: what judges took for them, as `RewardPool.spend` says.
+        held_out: problems of an evaluation.
     """
     means = [fmean(one.sampled for one in group.rollouts) for group in groups if group.rollouts]
     if not means or not (mean := fmean(means)):
@@ -122,11 +202,15 @@ def forecast(config: JobConfig, groups: Sequence[Group], step_seconds: float, sp
     error = _ERRORS * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else mean
     turns = config.environment.turns
     low, high = max(mean - error, mean / 4), min(mean + error, max(mean, config.sampling.max_tokens * turns))
-    answers = config.rl.groups_per_step * config.rl.group_size * config.rl.oversampling * config.steps
-    seconds = step_seconds * config.steps
+    evaluations = config.eval.count(config.steps) if held_out else 0
+    each = config.rl.groups_per_step * config.rl.group_size * config.rl.oversampling
+    answers = each * config.steps + evaluations * held_out * config.eval.n
+    seconds = took.step * config.steps + took.evaluate * evaluations
     asked = sum(len(group.rollouts) for group in groups)
     return Forecast(
         (answers * low, answers * high),
         (seconds * low / mean, seconds * high / mean),
         float(spend.get("cost", 0.0)) / asked * answers,
+        (each * low, each * high),
+        (took.step * low / mean, took.step * high / mean),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -194,6 +195,10 @@ class EvalConfig(Config):
     common_random_numbers: bool = False
     """Sample every evaluation with the same random numbers: an answer changes only where the adapter changed it. Versions
     compare with less noise, and most tokens are [guessed](speculation.md) from the evaluation before."""
+
+    def count(self, steps: int) -> int:
+        """Evaluations of a job with held-out problems."""
+        return 2 if self.every == 0 else math.ceil(steps / self.every) + 1
 
 
 class CheckpointConfig(Config):
