@@ -184,6 +184,18 @@ def test_a_step_that_rounding_hides_is_no_fault() -> None:
     published(Told((TRAINER, TRAINER), (ENGINE, ENGINE)), Told((TRAINER, TRAINED), (ENGINE, ANSWERED)))
 
 
+def test_an_engine_that_does_not_change_by_a_bit_has_the_version_before() -> None:
+    step = float(np.linalg.norm(np.subtract(TRAINED, TRAINER)))
+    apart = float(np.linalg.norm(np.subtract(ENGINE, TRAINER)))
+    assert apart < step < CLEAR * apart, "choose a step that is not clear"
+    with pytest.raises(ProbeError, match="with version 0"):
+        published(Told((TRAINER, TRAINER), (ENGINE, ENGINE)), Told((TRAINER, TRAINED), (ENGINE, ENGINE)))
+    little = [
+        one + 0.4 * (other - one) for one, other in zip(TRAINER, TRAINED, strict=True)
+    ]  # less than sets them apart
+    published(Told((TRAINER, TRAINER), (ENGINE, ENGINE)), Told((TRAINER, little), (ENGINE, ENGINE)))
+
+
 def test_a_clear_step_that_the_engine_lacks_is_a_fault() -> None:
     clear = [one - 0.1 * (place % 2) for place, one in enumerate(TRAINED)]
     first = [one - 0.3 for one in TRAINER], [one - 0.3 for one in ENGINE]

@@ -103,17 +103,18 @@ class Probe:
             )
 
     def _steps(self, ref: AdapterRef, answered: FloatArray, trained: FloatArray, least: float) -> None:
-        """Check that the engine shows the change of the last step, if its norm is above `least`.
+        """Check that the engine shows the change of the last step.
 
         A least-squares fit of the engine's change by the trainer's gives the share that the engine shows; the residual
-        gives its standard error. A correct engine shows 1, an engine with the version before shows 0.
+        gives its standard error. A correct engine shows 1, an engine with the version before shows 0. Of a change with a
+        norm below `least`, only an engine whose answer has not changed by a bit is told.
         """
         if self._before is None:
             return
         version, trained_before, answered_before = self._before
         wanted, shown = trained - trained_before, answered - answered_before
         size = float(np.linalg.norm(wanted))
-        if size <= least:
+        if size <= least / CLEAR or (size <= least and shown.any()):
             return
         share = float(np.dot(shown, wanted)) / size**2
         noise = float(np.linalg.norm(shown - share * wanted)) / np.sqrt(max(len(wanted) - 2, 1))
