@@ -25,6 +25,7 @@ from motet.model.find import SMALL_BASE
 from motet.running import run_config
 from motet.runtime.identity import of_config
 from motet.runtime.receipts import Materials, dependencies_of, subjects_of, version_before
+from motet.service.storage import Storage
 from motet.tasks.dataset import load_dataset
 from motet.types import ADAPTER_FILES
 
@@ -222,6 +223,34 @@ def test_nothing_is_told_of_a_run_and_a_project_that_were_not_edited(project: Pa
     edit_text("rewards.py", "def vowels", "# a comment\ndef vowels")(project)
     assert verify(project / "run", project / "jobs.yaml") == 0
     assert "5 receipts, all as they were saved" in capsys.readouterr().out
+
+
+def test_a_version_may_come_with_the_newest_receipts_alone(trained: Path, tmp_path: Path, capsys: Capsys) -> None:
+    version = tmp_path / "words-v4"
+    shutil.copytree(trained / f"run/words/versions/v{STEPS}", version)
+    (version / "receipts").mkdir()
+    for number in range(2, STEPS + 1):
+        shutil.copy(trained / f"run/words/receipts/v{number}.json", version / "receipts")
+    assert verify(version) == 0
+    told = capsys.readouterr().out
+    assert "3 in its chain of receipts" in told
+    assert "not checked: the receipts before version 2 (they are not here)" in told
+    (version / "receipts/v3.json").unlink()
+    assert verify(version) == 1
+    assert "v3.json is missing" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_service_packs_a_thousand_receipts_at_most(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    job = storage.job("j")
+    job.receipts.mkdir(parents=True)
+    job.version(1150).mkdir(parents=True)
+    for number in range(1200):
+        (job.receipts / f"v{number}.json").write_text("{}")
+    (job.version(1150) / "receipt.json").write_text("{}")
+    packed = storage.receipts(job.version(1150))
+    assert [*packed] == ["receipt.json", *(f"receipts/v{number}.json" for number in range(151, 1151))]
+    assert all(path.is_file() for path in packed.values())
 
 
 def test_a_job_whose_data_cannot_be_read_does_not_hide_the_others(project: Path, capsys: Capsys) -> None:

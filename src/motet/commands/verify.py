@@ -20,7 +20,15 @@ from motet.runtime.identity import of_config
 from motet.runtime.manifest import MANIFEST
 from motet.runtime.opening import damages
 from motet.runtime.ownership import removed_jobs
-from motet.runtime.receipts import RECEIPT, RECEIPTS, Materials, read_receipt, receipt_damages, subjects_of
+from motet.runtime.receipts import (
+    RECEIPT,
+    RECEIPTS,
+    Materials,
+    read_receipt,
+    receipt_damages,
+    subjects_of,
+    version_before,
+)
 from motet.types import ADAPTER_CONFIG, TRAINED_CONFIG
 
 _OF_A_JOB = ("state", "job.yaml", MANIFEST)
@@ -84,8 +92,11 @@ def _verify_version(console: Console, directory: Path, jobs_file: Path | None) -
         unknown.append(f"{', '.join(others)} (the receipt does not name them)")
     n_receipts = 1
     if chain.is_dir():
-        lines += map(str, receipt_damages(chain, number, hash_of(directory / RECEIPT).hexdigest()))
-        n_receipts = len(list(chain.glob("v*.json")))
+        numbers = [int(path.stem[1:]) for path in chain.glob("v*.json") if path.stem[1:].isdecimal()]
+        first, n_receipts = min(numbers, default=0), len(numbers)
+        lines += map(str, receipt_damages(chain, number, hash_of(directory / RECEIPT).hexdigest(), first))
+        if not lines and version_before(read_receipt(chain / f"v{first}.json")) is not None:
+            unknown.append(f"the receipts before version {first} (they are not here)")
     else:
         unknown.append("the receipts before this one (they are not here)")
     if jobs_file is None:

@@ -271,8 +271,8 @@ def version_before(statement: Mapping[str, Any]) -> tuple[int, str] | None:
     return (int(found[0][0].removeprefix("version v")), found[0][1]) if found else None
 
 
-def receipt_damages(folder: Path, newest: int, wanted: str) -> Iterator[Damage]:
-    """Damage to the chain of receipts that ends with version `newest`, whose receipt has the sum `wanted`."""
+def receipt_damages(folder: Path, newest: int, wanted: str, first: int = 0) -> Iterator[Damage]:
+    """Damage to the chain of receipts from version `first` to version `newest`, whose receipt has the sum `wanted`."""
     known, number = set[int](), newest
     while True:
         path = folder / f"v{number}.json"
@@ -284,7 +284,7 @@ def receipt_damages(folder: Path, newest: int, wanted: str) -> Iterator[Damage]:
             yield Damage(path, "is not what was saved", _REMEDY)
             return
         before = version_before(read_receipt(path))
-        if before is None:
+        if before is None or before[0] < first:
             break
         number, wanted = before
     for path in sorted(folder.glob("v*.json")):

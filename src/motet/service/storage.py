@@ -13,6 +13,8 @@ from motet.errors import ConfigError
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.receipts import RECEIPT, RECEIPTS
 
+MOST_RECEIPTS = 1000
+"""Receipts that an adapter's archive has, of some kilobytes each."""
 _TRACEBACK = "Traceback (most recent call last):"
 _ROOTS = {sys.prefix, sys.base_prefix, str(wall.PACKAGE_ROOT), os.path.expanduser("~"), gettempdir()} - {"/", "~"}
 _ANY_ROOT = "|".join(re.escape(one) for one in sorted(_ROOTS, key=len, reverse=True))
@@ -44,13 +46,15 @@ class Storage:
 
     @staticmethod
     def receipts(version: Path) -> dict[str, Path]:
-        """The receipt of a job's version and those of the versions before it, by their names in an archive."""
+        """The receipt of a job's version and the newest ones of the versions before it, by their names in an archive."""
         if not (version / RECEIPT).is_file():
             return {}
         newest = int(version.name.removeprefix("v"))
-        chain = JobDirectory(version.parent.parent).receipts.glob("v*.json")
-        before = {path.name: path for path in chain if path.stem[1:].isdecimal() and int(path.stem[1:]) <= newest}
-        return {RECEIPT: version / RECEIPT, **{f"{RECEIPTS}/{name}": before[name] for name in sorted(before)}}
+        folder = JobDirectory(version.parent.parent).receipts
+        numbers = (int(path.stem[1:]) for path in folder.glob("v*.json") if path.stem[1:].isdecimal())
+        kept = sorted(number for number in numbers if number <= newest)[-MOST_RECEIPTS:]
+        names = [f"v{number}.json" for number in kept]
+        return {RECEIPT: version / RECEIPT, **{f"{RECEIPTS}/{name}": folder / name for name in names}}
 
     def version_names(self, job_id: str) -> list[str]:
         """Names of a job's versions: their numbers, then `latest` and `best`."""
