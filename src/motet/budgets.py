@@ -15,12 +15,18 @@ _SMALL_MODEL = 500_000_000
 """Below this many parameters, decoding is faster on one torch thread: products are too short to share."""
 
 
+_JUDGED_AT_ONCE = 8
+"""Questions to the base as a judge for which there is room beside a full decode batch."""
+
+
 @dataclass(frozen=True)
 class Need:
     """The most that one job's sequences need."""
 
     prompt_tokens: int
     new_tokens: int
+    judge_tokens: int = 0
+    """A question to the base as a judge, with its answer."""
 
 
 def cores() -> int:
@@ -119,9 +125,10 @@ def kv_tokens(needs: Sequence[Need], max_rows: int, block_size: int, bytes_per_t
     At least the longest single sequence fits; with less than a full batch, sequences wait or are preempted.
     """
     longest = max(_blocks(need.prompt_tokens + need.new_tokens, block_size) for need in needs) * block_size
-    wanted = (max_rows + 1) * longest
+    judged = max(_blocks(need.judge_tokens, block_size) for need in needs) * block_size
+    wanted = (max_rows + 1) * longest + _JUDGED_AT_ONCE * judged
     affordable = memory // bytes_per_token // block_size * block_size
-    return max(longest, min(wanted, affordable))
+    return max(longest, judged, min(wanted, affordable))
 
 
 def _blocks(tokens: int, block_size: int) -> int:

@@ -20,6 +20,7 @@ from motet.errors import ConfigError
 from motet.model_info import ModelInfo
 from motet.native.choice import Choice, kernels_of
 from motet.protocols import Trainer
+from motet.runtime.base_judge import BaseJudge
 from motet.runtime.job import Services
 from motet.runtime.learner import Learner
 from motet.runtime.rundir import RunDirectory
@@ -372,10 +373,15 @@ def sampling(base: LoraModel, config: EngineConfig, rows: int, tokens: int) -> I
         device.close()
 
 
-def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | None = None) -> Services:
+def services(
+    workshop: Workshop, directory: RunDirectory, info: ModelInfo, rewards: RewardPool | None = None
+) -> Services:
     """What the jobs of a run share; rewards at HTTP addresses may be anywhere, unless `rewards` says otherwise."""
     config = workshop.config
     scheduler = FairScheduler(workshop.engine.capacity + workshop.engine.capacity // 2)
+    if rewards is None:
+        judge = BaseJudge(info, workshop.engine, scheduler)
+        rewards = RewardPool(config.reward_processes, of_a_run(directory.path, judge))
     return Services(
         engine=workshop.engine,
         trainer=workshop.trainer,
@@ -383,7 +389,7 @@ def services(workshop: Workshop, directory: RunDirectory, rewards: RewardPool | 
         device=workshop.device,
         scheduler=scheduler,
         learner=Learner(workshop.trainer, workshop.device, config.train_tokens, scheduler),
-        rewards=rewards or RewardPool(config.reward_processes, of_a_run(directory.path)),
+        rewards=rewards,
         micro_batch_tokens=config.micro_batch_tokens,
         probe_tolerance=workshop.probe_tolerance,
         keep_versions=workshop.keep_versions,

@@ -25,6 +25,7 @@ from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.dataset import Dataset, Longer, Source, read_source, split
+from motet.tasks.judge_http import tokens_of
 from motet.tasks.problems import Problems
 from motet.tasks.row_files import RowLimits
 from motet.tasks.rows import check_rows, longest_row
@@ -150,7 +151,17 @@ def prepare(
         return job, budgets.Need(read.longest[0], 0)
     turns, new = config.environment.turns, config.sampling.max_tokens
     _check_room(job, info, turns, *read.longest)
-    return job, budgets.Need(read.longest[0] * turns, new * turns)
+    return job, budgets.Need(
+        read.longest[0] * turns, new * turns, _judge_tokens(job, info, read.longest[1], new * turns)
+    )
+
+
+def _judge_tokens(job: Job, info: ModelInfo, problem: Problem, new: int) -> int:
+    """Room that the base needs to judge, for the problem with the longest prompt."""
+    rewards, n = job.config.rewards, max(job.config.rl.group_size, job.config.eval.n)
+    chat = Chat.plain(info.tokenizer)
+    wanted = (tokens_of(reward, chat, problem, n, new) for reward in rewards if reward.name == "judge")
+    return min(info.max_positions, max(wanted, default=0))
 
 
 def _rate(config: JobConfig, info: ModelInfo, directory: JobDirectory) -> float:

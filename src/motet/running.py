@@ -93,7 +93,9 @@ def run_config(
                 started(workshop, jobs)
             interrupt = Interrupt(notify)
             interrupt.run(
-                lambda: _run_jobs(jobs, workshop, services(workshop, directory), slots, interrupt, seen, races)
+                lambda: _run_jobs(
+                    jobs, workshop, services(workshop, directory, opened.info), slots, interrupt, seen, races
+                )
             )
         finally:
             workshop.close()

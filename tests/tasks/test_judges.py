@@ -20,9 +20,10 @@ from motet.errors import GraderError, JobFailed, RewardError
 from motet.launch import load
 from motet.runtime.identity import of_config
 from motet.tasks import judge_http
+from motet.tasks.chat import Chat
 from motet.tasks.graders.shapes import parse
 from motet.tasks.judge_answers import JudgeAnswers, Said, Spend
-from motet.tasks.judge_http import AtOnce, Judges, of_a_run
+from motet.tasks.judge_http import AtOnce, Judges, of_a_run, tokens_of
 from motet.tasks.judging import VerdictError, ranking, verdict
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from motet.types import Message, Problem
@@ -50,9 +51,11 @@ def judge(server: JudgeServer, **args: Any) -> RewardConfig:
     return RewardConfig(name="judge", args={name: value for name, value in given.items() if value is not None})
 
 
-def scored(folder: Path, reward: RewardConfig, said: Sequence[str], problem: Problem = PROBLEM) -> list[ScoreOutcome]:
+def scored(
+    folder: Path, reward: RewardConfig, said: Sequence[str], problem: Problem = PROBLEM, base: Any = None
+) -> list[ScoreOutcome]:
     async def work() -> list[ScoreOutcome]:
-        pool = RewardPool(1, of_a_run(folder))
+        pool = RewardPool(1, of_a_run(folder, base))
         try:
             await pool.register("job", [reward])
             return await pool.score("job", problem, said)
@@ -91,6 +94,39 @@ def test_a_judge_at_an_address_scores_and_each_question_is_paid_once(
     assert (spent.questions, spent.read, spent.written) == (3, 300, 30)
     assert spent.cost == pytest.approx(3 * (100 * 2 + 10 * 10) / 1e6)
     assert b"secret" not in (tmp_path / "job" / "judge.sqlite").read_bytes()
+
+
+def test_the_base_of_a_run_is_asked_without_an_address(tmp_path: Path) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    async def base(job: str, body: Any) -> Said:
+        asked.append((job, body))
+        return Said(digits(body["messages"][0]["content"]), 20, 5)
+
+    reward = RewardConfig(name="judge", args={"type": "score_model", "model": "base", "input": ASKED, "budget": 55})
+    for _ in range(2):
+        found = scored(tmp_path, reward, ["1234", "x", "1234"], base=base)
+        assert [one.reward for one in found] == [0.5, 0.0, 0.5]
+    assert [(job, body["temperature"], body["max_tokens"]) for job, body in asked] == [("job", 0.0, 512)] * 2
+    assert JudgeAnswers(tmp_path / "job" / "judge.sqlite").spend() == Spend(2, 40, 10)
+    scored(tmp_path, reward, ["new"], base=base)
+    with pytest.raises(JobFailed, match=r"took args.budget"):
+        scored(tmp_path, reward, ["newer"], base=base)
+
+
+@pytest.mark.parametrize(
+    ("args", "least", "most"),
+    [
+        ({"type": "score_model", "input": ASKED}, 512 + 7, 512 + 150),
+        ({"type": "score_model", "input": ASKED, "sampling_params": {"max_completion_tokens": 20}}, 20 + 7, 20 + 150),
+        ({"type": "rank"}, 512 + 4 * 7, 512 + 4 * 7 + 400),
+        ({"type": "score_model", "input": ASKED, "url": "http://127.0.0.1:1/v1"}, 0, 0),
+        ({"type": "score_model", "input": ASKED, "model": "helper"}, 0, 0),
+    ],
+)
+def test_a_base_that_judges_has_room_for_its_questions(small: Any, args: Any, least: int, most: int) -> None:
+    reward = RewardConfig(name="judge", args={"model": "base", **args})
+    assert least <= tokens_of(reward, Chat.plain(small.info.tokenizer), PROBLEM, 4, 7) <= most
 
 
 def test_a_ranking_shows_all_answers_at_once_and_equal_ones_once(tmp_path: Path) -> None:
@@ -293,3 +329,20 @@ def test_a_job_learns_the_same_again_from_a_judge_that_changes_its_mind(small: A
     timings = (tmp_path / "first" / "a" / "timings.jsonl").read_text().splitlines()
     spent = json.loads(timings[-1])["judge"]
     assert spent == {"questions": paid, "read": 100 * paid, "written": 10 * paid, "cost": 0.0}
+
+
+def test_a_base_that_judges_gives_the_same_bytes_in_company(small: Any, tmp_path: Path) -> None:
+    asked = {"type": "label_model", "model": "base", "labels": ["odd", "even"], "passing_labels": ["odd"]}
+    inputs = ("Is {{sample.output_text}} odd or even?", "{{item.messages}} {{sample.output_text}}: odd or even?")
+    first, other = (
+        small_runs.job(name, tmp_path, reward={"name": "judge", "args": {**asked, "input": text}})
+        for name, text in zip("ab", inputs, strict=True)
+    )
+    alone = small_runs.run(small, tmp_path / "alone", [first], threads=1).jobs["a"]
+    both = small_runs.run(small, tmp_path / "both", [first, other], threads=1).jobs["a"]
+    assert (alone.state.value, both.state.value, alone.inexact, both.inexact) == ("succeeded", "succeeded", (), ())
+    assert small_runs.fingerprint(tmp_path / "alone" / "a") == small_runs.fingerprint(tmp_path / "both" / "a")
+    metrics = [json.loads(line) for line in (tmp_path / "alone" / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert any(line.get("reward_std") for line in metrics), "the judge tells answers apart"
+    spent = json.loads((tmp_path / "alone" / "a" / "timings.jsonl").read_text().splitlines()[-1])["judge"]
+    assert spent["written"] > 0

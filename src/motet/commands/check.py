@@ -105,7 +105,7 @@ def _check(config: RunConfig, rollouts: int) -> bool:
         for note in [*workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:
             console.print(f"note: {note}", soft_wrap=True, markup=False)
         try:
-            shared = services(workshop, directory)
+            shared = services(workshop, directory, base.info)
             others = {one.name for plan in plans for one in plan.candidates[1:]}
             jobs = [job for job, _ in prepared if job.name not in others]
             print_rates(console, jobs)

@@ -163,7 +163,7 @@ def evaluate(
         workshop = assemble(base, alone, [need], directory, [task])
         stack.callback(workshop.close)
         evaluation = _Evaluation(job, models, asked, None if out is None or out.suffix == ".parquet" else out)
-        evaluation.run(workshop, services(workshop, directory))
+        evaluation.run(workshop, services(workshop, directory, base.info))
     done = len(models[-1].groups)
     if done == 0:
         raise RunError("stopped before a row was done")

@@ -74,10 +74,9 @@ class HostProcess:
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send)
         self._start = start
-        shared = services(
-            self.workshop, self.directory, None if start.own_jobs else _rewards(config, start, self._scores, self._rest)
-        )
         info, self._alone = self.base.info, False
+        rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest)
+        shared = services(self.workshop, self.directory, info, rewards)
         self._shared = replace(
             shared,
             positions=info.max_positions,

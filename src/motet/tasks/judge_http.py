@@ -1,4 +1,7 @@
-"""The reward `judge` of a run: a model at an OpenAI-compatible address scores, grades by a rubric, or orders the answers."""
+"""The reward `judge` of a run: a model scores, grades by a rubric, or orders the answers.
+
+The model is at an OpenAI-compatible address, or is the base of the run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import math
 import os
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,14 +24,16 @@ from pydantic import Field, ValidationError
 
 from motet.config import Config, RewardConfig
 from motet.errors import EngineError, JobFailed, RewardError
+from motet.tasks.chat import Chat
 from motet.tasks.graders import item_of
-from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, judges, parse
+from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, Rank, judges, parse
+from motet.tasks.graders.template import UnfilledError
 from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, Spend, key_of
-from motet.tasks.judging import MAX_TOKENS, Graders, score_or_reason
+from motet.tasks.judging import MAX_TOKENS, Graders, prompt, score_or_reason
 from motet.tasks.reward_elsewhere import Elsewhere, HttpArgs, ScoreOrReason, Transcripts
 from motet.tasks.reward_http import Addresses, AddressFailed, AddressRefused, HttpRewards
 from motet.tasks.reward_walls import Walls
-from motet.types import Problem
+from motet.types import Message, Problem
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 """Seconds between two attempts; each pause doubles."""
@@ -37,6 +42,14 @@ _PER = 1e6
 _NOTHING = Spend()
 _LONGEST_ANSWER = 200_000
 """Most characters of an answer that is kept."""
+BASE = "base"
+"""Name of the run's base as a judge."""
+_NO_URL = (
+    "reward judge: args.url is missing: name an OpenAI-compatible server, such as http://localhost:8000/v1, write "
+    f"`model: {BASE}` for the base of the run, or submit the job to `motet serve`, whose own models can judge"
+)
+OfBase = Callable[[str, Mapping[str, Any]], Awaitable[Said]]
+"""(job, request) → the answer of the run's base; raises EngineError."""
 
 
 class Prices(Config):
@@ -51,8 +64,8 @@ class Prices(Config):
 class JudgeAddress(Config):
     """The address of a judge: fields of the reward's `args`, beside the grader's."""
 
-    url: str = Field(max_length=2000)
-    """Base URL of an OpenAI-compatible server, such as `https://api.openai.com/v1`."""
+    url: str | None = Field(None, max_length=2000)
+    """Base URL of an OpenAI-compatible server, such as `https://api.openai.com/v1`. None asks the base of the run."""
     key: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")
     """Name of the environment variable with the API key."""
     at_once: int = Field(8, ge=1, le=1000)
@@ -72,14 +85,12 @@ def parts_of(reward: RewardConfig) -> tuple[JudgeAddress, Grader]:
         RewardError: an argument is missing or wrong.
     """
     own = {name: value for name, value in reward.args.items() if name in JudgeAddress.model_fields}
-    if "url" not in own:
-        raise RewardError(
-            "reward judge: args.url is missing: name an OpenAI-compatible server, such as http://localhost:8000/v1, or "
-            "submit the job to `motet serve`, whose own models can judge"
-        )
+    if "url" not in own and not {"model", "graders"} & reward.args.keys():
+        raise RewardError(_NO_URL)
     try:
         address = JudgeAddress.model_validate(own)
-        HttpArgs(url=address.url)
+        if address.url is not None:
+            HttpArgs(url=address.url)
     except ValidationError as error:
         mistake = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in mistake["loc"])
@@ -87,6 +98,8 @@ def parts_of(reward: RewardConfig) -> tuple[JudgeAddress, Grader]:
     grader = parse({name: value for name, value in reward.args.items() if name not in own}, "reward judge: args")
     if not judges(grader):
         raise RewardError(f"reward judge: a {grader.type} grader asks no model: take the reward `grader`")
+    if address.url is None and any(judge.model != BASE for judge in judges(grader)):
+        raise RewardError(_NO_URL)
     return address, grader
 
 
@@ -139,9 +152,9 @@ class AtOnce:
 class Judges:
     """Asks judges, for all jobs of a process. Lives in one event loop."""
 
-    def __init__(self, directory: Path, http: HttpRewards) -> None:
+    def __init__(self, directory: Path, http: HttpRewards, base: OfBase | None = None) -> None:
         """`directory` is that of the run: each job keeps its answers in its own directory below."""
-        self._directory, self._http = directory, http
+        self._directory, self._http, self._base = directory, http, base
         self._graders = Graders(Walls())
         self._gates: weakref.WeakValueDictionary[str, AtOnce] = weakref.WeakValueDictionary()
         self._spent: dict[str, Spend] = {}
@@ -192,7 +205,7 @@ class Judges:
         self, job: str, address: JudgeAddress, kept: JudgeAnswers, body: Mapping[str, Any], seconds: float
     ) -> str:
         """The stored answer to a question, or a new one; simultaneous equal questions share it."""
-        key = key_of(address.url, body)
+        key = key_of(address.url or BASE, body)
         if (known := await asyncio.to_thread(kept.find, key)) is not None:
             return known
         if (under_way := self._open.get((job, key))) is None:
@@ -208,30 +221,34 @@ class Judges:
     async def _ask(
         self, job: str, address: JudgeAddress, kept: JudgeAnswers, key: str, body: Mapping[str, Any], seconds: float
     ) -> str:
-        gate = self._gates.setdefault(address.url, AtOnce())
+        gate = self._gates.setdefault(address.url or BASE, AtOnce())
         async with gate.admit(address.at_once):
             if address.budget is not None and (await asyncio.to_thread(self._spend, job)).tokens >= address.budget:
                 raise JobFailed(
                     f"the judges took args.budget, {address.budget:,} tokens: raise it, and run the same command again"
                 )
-            said = await self._answer(address, body, seconds)
+            if address.url is None:
+                assert self._base is not None, "a pool that scores has a base"
+                said = await self._base(job, body)
+            else:
+                said = await self._answer(address, address.url, body, seconds)
             cost = (said.read * address.prices.read + said.written * address.prices.written) / _PER
             paid = await asyncio.to_thread(kept.keep, key, said, cost)
             if paid.questions > self._spent.get(job, _NOTHING).questions:  # of two threads the second may be first here
                 self._spent[job] = paid
         return said.text
 
-    async def _answer(self, address: JudgeAddress, body: Mapping[str, Any], seconds: float) -> Said:
+    async def _answer(self, address: JudgeAddress, url: str, body: Mapping[str, Any], seconds: float) -> Said:
         """One answer; temporary failures are tried again until the time is over.
 
         Raises:
             EngineError: there is no answer in time.
         """
-        host, reason, pause = httpx2.URL(address.url).host, "", _FIRST_PAUSE
+        host, reason, pause = httpx2.URL(url).host, "", _FIRST_PAUSE
         try:
             key = _key(address)
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-            args = HttpArgs(url=f"{address.url.rstrip('/')}/chat/completions", headers=headers)
+            args = HttpArgs(url=f"{url.rstrip('/')}/chat/completions", headers=headers)
             with anyio.fail_after(seconds):
                 for attempt in range(1, 10**6):
                     try:
@@ -247,6 +264,29 @@ class Judges:
         except RewardError as error:
             raise EngineError(str(error)) from error
         raise AssertionError
+
+
+def tokens_of(reward: RewardConfig, chat: Chat, problem: Problem, n: int, new: int) -> int:
+    """Tokens of a question to the run's base and of its answer; 0 of a judge elsewhere.
+
+    Args:
+        reward: a `judge`.
+        chat: with the base's template.
+        problem: with a long prompt.
+        n: answers that a ranking shows.
+        new: most tokens of an answer.
+    """
+    found, own = [0], {name: value for name, value in reward.args.items() if name not in JudgeAddress.model_fields}
+    for judge in judges(parse(own, "reward judge: args")) if reward.args.get("url") is None else ():
+        if judge.model != BASE:  # a service resolves its names
+            continue
+        shown = [""] * n if isinstance(judge, Rank) else []
+        with contextlib.suppress(UnfilledError):
+            messages = tuple(Message(one["role"], one["content"]) for one in prompt(judge, item_of(problem), "", shown))
+            asked = len(chat.prompt_ids(Problem(0, messages, "")))
+            most = (judge.sampling_params or JudgeSampling()).max_tokens or MAX_TOKENS
+            found.append(asked + max(1, len(shown)) * new + most)
+    return max(found)
 
 
 def _request(address: JudgeAddress, judge: Judge, messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -284,7 +324,7 @@ def _read(body: bytes) -> Said:
     return Said(text, min(counts[0], 10**9), min(counts[1], 10**9))
 
 
-def of_a_run(directory: Path) -> dict[str, Elsewhere]:
-    """Scorers outside reward processes for a person's own run, which may ask any address."""
+def of_a_run(directory: Path, base: OfBase | None = None) -> dict[str, Elsewhere]:
+    """Scorers outside reward processes for a person's own run, which may ask any address; without a `base` only to check."""
     http = HttpRewards(Addresses(anywhere=True))
-    return {"http": http, "judge": Judges(directory, http)}
+    return {"http": http, "judge": Judges(directory, http, base)}
