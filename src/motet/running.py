@@ -91,12 +91,8 @@ def run_config(
         try:
             if started is not None:
                 started(workshop, jobs)
-            interrupt = Interrupt(notify)
-            interrupt.run(
-                lambda: _run_jobs(
-                    jobs, workshop, services(workshop, directory, opened.info), slots, interrupt, seen, races
-                )
-            )
+            shared, interrupt = services(workshop, directory, opened.info), Interrupt(notify)
+            interrupt.run(lambda: _run_jobs(jobs, workshop, shared, slots, interrupt, seen, races))
         finally:
             workshop.close()
         results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
