@@ -25,7 +25,7 @@ def place_of(device: str, nth: int = 0) -> torch.device:
         BaseModelError: the device does not exist, or Motet does not support its kind.
     """
     kind = device.partition(":")[0]
-    if kind not in ("auto", "cpu", "cuda"):  # xpu, npu, mps and whatever else torch has
+    if kind not in ("auto", "cpu", "cuda"):  # xpu, npu, mps and other kinds of torch
         raise BaseModelError(f"engine.device is {device}, but Motet does not support {kind}: use `cpu` or `cuda`")
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if kind == "auto" else device)
     if place.type == "cpu":
@@ -56,14 +56,14 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def processor_of(place: torch.device) -> str:
-    """The vector instructions of a CPU, the name of a GPU."""
+    """The vector instructions of a CPU, or the name of a GPU."""
     if place.type == "cpu":
         return torch.backends.cpu.get_cpu_capability()
     return torch.cuda.get_device_name(place)
 
 
 def capability(place: torch.device) -> int:
-    """The generation of a GPU."""
+    """Major compute capability of a GPU."""
     return torch.cuda.get_device_capability(place)[0]
 
 

@@ -2,7 +2,7 @@
 
 On a CPU, products of four rows or more give each row the same bits. Long bfloat16 sums on matrix units (AMX) are an
 exception: oneDNN cuts them depending on the number of rows. GPU libraries choose a kernel by that number. So exact
-arithmetic keeps it constant: such products have the rows of one tile, and on a GPU every pass is padded to whole tiles.
+arithmetic fixes this number: such products have the rows of one tile, and on a GPU every pass is padded to whole tiles.
 Fast arithmetic multiplies all rows at once; the difference between sampler and trainer is measured when a base is
 loaded.
 """
@@ -23,7 +23,7 @@ ROWS = 4
 _SMALL_PRODUCT = 399
 """Up to this many multiplications, torch's CPU products of float32 matrices use a separate loop, with other bits."""
 _SMALL_BATCH = 4096
-"""The same limit for other types, where the multiplications of all matrices of a batch count."""
+"""The same limit for other types, which counts the multiplications of all matrices in a batch."""
 _SMALL_TILE = 64
 """Below this many numbers (rows times summed numbers), oneDNN does not use matrix units, which round differently."""
 
@@ -34,9 +34,9 @@ TILE = 256
 """Rows of an exact product on a GPU: with an 8B base, multiplying them takes about as long as reading the weights."""
 
 _CPU_TILE = 64
-"""Rows of a product with long sums on a CPU: fewer cost more time per row, more slow down a step of decoding."""
+"""Rows of a product with long sums on a CPU: fewer rows take more time per row, more rows slow down decoding."""
 _CPU_LONG_SUM = 256
-"""Length of sums that oneDNN may cut; up to 448 numbers it was never observed to."""
+"""Minimum length of sums that oneDNN may split; it was never observed to split sums of up to 448 numbers."""
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -47,7 +47,7 @@ def round_up(n: int, multiple: int) -> int:
 def least_rows(n_inputs: int, n_outputs: int, dtype: torch.dtype) -> int:
     """Least rows of a product with a weight [N, K], forward and backward, and of each matrix in a batched product.
 
-    With as many rows, the product uses the GEMM, and its bits do not depend on the number of rows or matrices.
+    With at least as many rows, products use the GEMM, and their bits do not depend on the number of rows or matrices.
     """
     if dtype == torch.float32:
         least = _SMALL_PRODUCT // (n_inputs * n_outputs) + 1
@@ -63,13 +63,13 @@ class Arithmetic:
     rows: int = ROWS
     """Every pass through the decoder, and each adapter's rows in a training batch, are a multiple of this."""
     tile: int = 0
-    """Rows multiplied at a time; 0 is all."""
+    """Rows multiplied at a time; 0 multiplies all rows at once."""
     long_sum: int = 0
-    """Shorter sums take all rows at once."""
+    """Products with shorter sums multiply all rows at once."""
     logit_rows: int = 8
     """Rows of logits in memory at a time; few enough for a CPU's caches."""
     long_rows: int = 8192
-    """Longer segments run MLPs in tiles, and sum adapter gradients there tile by tile."""
+    """MLPs of longer segments run in tiles, and their adapter gradients are summed tile by tile."""
     mlp_rows: int = 1024
     """Rows of such a tile, counted from the segment's first row."""
     attention: Literal["torch", "triton"] = "torch"
@@ -82,12 +82,12 @@ class Arithmetic:
     """Whether layers with states that have no kernels process whole sequences in chunks of tokens."""
 
     def tile_of(self, n_summed: int) -> int:
-        """Rows multiplied at a time in a product with sums of `n_summed` numbers; 0 is all."""
+        """Rows multiplied at a time in a product with sums of `n_summed` numbers; 0 for all."""
         return self.tile if n_summed >= self.long_sum else 0
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, numerics: Numerics) -> Arithmetic:
-        """The arithmetic for a device. On a CPU, fast differs from exact only where exact needs tiles or single tokens."""
+        """The arithmetic for a device. On a CPU, fast differs from exact only if exact needs tiles or single tokens."""
         if device.type != "cuda":
             cut = dtype == torch.bfloat16 and _has_matrix_units() and numerics == "exact"
             return cls(tile=_CPU_TILE, long_sum=_CPU_LONG_SUM) if cut else cls(chunked=numerics == "fast")
@@ -103,5 +103,5 @@ class Arithmetic:
 
 
 def _has_matrix_units() -> bool:
-    asked = getattr(torch.cpu, "_is_amx_tile_supported", None)  # private, and there since torch 2.6
+    asked = getattr(torch.cpu, "_is_amx_tile_supported", None)  # private, available since torch 2.6
     return bool(asked and asked())

@@ -1,4 +1,4 @@
-"""The files of a base: unpacked to numbers, or kept packed (GGUF files, fp8 with block scales, MXFP4, nf4).
+"""Load the files of a base, with weights unpacked, or kept packed (GGUF files, fp8 with block scales, MXFP4, nf4).
 
 transformers creates and fills the model; this module decides the storage form of each layer's weights.
 """
@@ -37,9 +37,9 @@ _UNPACK = "set engine.base_format: unpacked"
 _EXPANDED = ("fp8", "mxfp4")
 """Methods whose weights transformers unpacks."""
 _NF4 = "bitsandbytes"
-"""Unpacked here, because the package has kernels that a CPU may lack."""
+"""Method that is unpacked here, because the bitsandbytes package needs kernels that a CPU may lack."""
 _ROOM = 3
-"""A base is unpacked if this many times its size is free: for a second copy, adapters and caches."""
+"""A base is unpacked if free memory is this many times its size, for a second copy, adapters and caches."""
 _ROTATED: dict[str, tuple[str, ...]] = {"llama": ("q_proj", "k_proj"), "qwen2": (), "qwen3": ()}
 """GGUF architectures that can stay packed, and their layers whose head rows are in ggml's order."""
 
@@ -82,7 +82,7 @@ class _PackedLayers(HfQuantizer):
 
 
 def _mxfp4_names() -> list[Any]:
-    """A projection's tensors are in a separate module here."""
+    """Rename tensors: a projection's tensors are in a separate module here."""
     return [
         WeightRenaming(f"experts.{projection}_{part}", f"experts.{projection}.{part}")
         for projection in ("gate_up_proj", "down_proj")
@@ -91,7 +91,7 @@ def _mxfp4_names() -> list[Any]:
 
 
 def _nf4_names() -> list[Any]:
-    """Parameter names have no dots here, and one number is in a JSON text that is stored as bytes."""
+    """Rename tensors, because parameter names have no dots, and read the offset from JSON text stored as bytes."""
     parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     offset = WeightConverter("weight.quant_state.bitsandbytes__nf4", "nested_offset", [_Offset()])
     return [*(WeightRenaming(f"weight.{part}", part) for part in parts), offset]

@@ -1,4 +1,4 @@
-"""Decoding as CUDA graphs: recorded once and replayed, with one launch per token of all sequences instead of thousands.
+"""Decoding with CUDA graphs, which are recorded once and replayed: one launch per decoding step instead of thousands.
 
 Values that change from token to token (tokens, positions, cache positions, adapters of rows) are written into fixed
 tensors that a graph reads. There is one graph per shape: number of rows, blocks of the longest sequence, and layouts of
@@ -33,7 +33,7 @@ _KEPT = 16
 """Most cached graphs; the least recently used is dropped first."""
 
 _STEP = 64
-"""Numbers of rows are powers of two up to this, and multiples of it above."""
+"""Row counts are rounded up to powers of two up to this number, and to its multiples above."""
 
 
 class AdapterTable:
@@ -62,7 +62,7 @@ class AdapterTable:
         self._clock = 0
 
     def place(self, adapters: Sequence[AdapterWeights]) -> tuple[int, ...]:
-        """The slot of each adapter; missing adapters are copied into slots that none of these needs.
+        """The slot of each adapter; missing adapters are copied into slots that none of these adapters uses.
 
         Slots of freed adapters are reused first, then the least recently used.
 
@@ -119,7 +119,7 @@ class TableRouting:
         return self._order_T, self._inverse_T, self._ends_S
 
     def values(self, slots_T: Sequence[int]) -> tuple[Tensor, ...]:
-        """New contents of the tensors, on the host, for a slot per row; 0 is the base, and padding.
+        """New contents of the tensors, on the host, from the slot of each row; 0 is for the base and padding.
 
         Raises:
             ValueError: another number of rows, or an invalid slot.
@@ -173,8 +173,8 @@ class CudaGraphRunner:
 
         Args:
             token_ids: the latest token of each sequence.
-            spans: its position, each of length 1.
-            adapters: its adapter; None for the base.
+            spans: that token's position, as a span of length 1.
+            adapters: the adapter of each sequence; None for the base.
         """
         base = self._base
         layouts = _layouts(adapters)
@@ -194,7 +194,7 @@ class CudaGraphRunner:
                 graph.replay = self._record(graph)
             except torch.OutOfMemoryError:
                 return None
-            except RuntimeError as error:  # the model synchronises with the device, such as a mixture of experts
+            except RuntimeError as error:  # the model synchronises with the device, as a mixture of experts does
                 cause = error.__context__ if isinstance(error.__context__, Exception) else error
                 base.compute_slower(replace(base.arithmetic, graphs=False), "graphs", cause)
                 _log.warning("%s", base.info.notes[-1])
@@ -215,7 +215,7 @@ class CudaGraphRunner:
         return _Graph(token_ids_T, positions_T, attention, tuple(table.routing(rows) for table in tables))
 
     def _shape(self, spans: Sequence[Span]) -> tuple[int, int]:
-        """Rows and blocks of the graph for these sequences, rounded to few different sizes."""
+        """Rows and blocks of the graph for these sequences, rounded up to limit the number of graphs."""
         rows = round_up(len(spans), self._base.arithmetic.rows)
         blocks = max(-(-(span.start + 1) // self._cache.block_size) for span in spans)
         return _power_of_two(rows) if rows <= _STEP else round_up(rows, _STEP), _power_of_two(blocks)

@@ -29,7 +29,7 @@ class MathKernels(LossFunctions, Protocol):
     def draw(
         self, logits_NV: Tensor, params: Sequence[SamplingParams], uniforms_N: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `draw`."""
+        """Same as the function `draw`."""
         ...
 
     def logprobs(
@@ -61,13 +61,13 @@ class Distribution:
     peak_N1: Tensor
     """Largest logit of each row."""
     log_peak_N1: Tensor
-    """Logprob of that largest logit; not finite where the row's logits are not."""
+    """Logprob of that largest logit; not finite if the row's logits are not finite."""
 
     @classmethod
     def of(cls, logits_NV: Tensor, temperatures: Sequence[float], own: MathKernels | None = None) -> Distribution:
         """Distribution of fp32 logits, with one temperature per row or one for all.
 
-        Own kernels compute no probabilities.
+        With `own` kernels, `probs_NV` is empty.
         """
         if any(temperature != 1 for temperature in temperatures):
             logits_NV = logits_NV / torch.tensor(temperatures, device=logits_NV.device)[:, None]
@@ -143,7 +143,7 @@ def _invert(weights_NV: Tensor, usable_N: Tensor, uniforms_N: Tensor) -> Tensor:
 
 
 def _below(target_N1: Tensor, total_N1: Tensor) -> Tensor:
-    """Keep a target below the total, which it may reach by rounding; no token has weight there."""
+    """Keep a target below the total: rounding may make them equal, and no token covers the total itself."""
     return torch.minimum(target_N1, torch.nextafter(total_N1, torch.zeros_like(total_N1)))
 
 

@@ -1,4 +1,4 @@
-"""Proof that a row has the same bits with any other rows: packed, alone, decoded, and in passes as long as in training."""
+"""Check that a row has the same bits with any other rows: packed, alone, decoded, and in passes of training length."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ RANK = 4
 _CROWD = 128
 """Rows of the largest tested pass: many libraries use another kernel from this size on."""
 _CROWD_TILES = 8
-"""Tiles in that pass, if there are tiles."""
+"""Tiles in that pass, if the arithmetic has tiles."""
 _TILE = 12
-"""Rows of the tiles for the test of MLPs."""
+"""Rows per tile in the test of MLPs."""
 
 
 def check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
@@ -82,7 +82,7 @@ def _known_to_differ(base: LoraModel) -> str:
 
 
 def _experts_agree(base: LoraModel) -> bool:
-    """Whether an expert's rows agree if few or many choose it, with an adapter and without."""
+    """Whether an expert's rows have the same bits if few or many rows choose it, with and without an adapter."""
     if not base.experts:
         return True
     layout = base.adapter_layout(EXPERTS, RANK)

@@ -120,9 +120,9 @@ def _products(module: str, products: Mapping[str, Mapping[str, Mapping[int, Tens
 
 
 def apart(tensors: Mapping[str, Tensor], rank: int, targets: Sequence[str], names: Sequence[str]) -> dict[str, Tensor]:
-    """Separate experts, named after gate, up and down; products without an adapter get zeros.
+    """Split combined tensors by expert; `names` are those of gate, up and down. Products without an adapter get zeros.
 
-    `targets` names the product if a module has only one pair.
+    `targets` determines the product of a module that has only one pair of matrices.
     """
     others, wrapped = {}, dict[str, dict[int, dict[str, Tensor]]]()
     for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
 """Adapters on experts: assigns an expert's rows to adapters, and adds the adapters' products.
 
-An expert's rows are ordered by adapter, and each adapter's rows are padded separately. So every product and sum over
-rows that an adapter takes part in contains only its own rows. Sampling and training multiply in the same way.
+An expert's rows are ordered by adapter, and each adapter's rows are padded separately. So an adapter's products and
+sums over rows contain only its own rows. Sampling and training multiply in the same way.
 
 Legend: T packed rows, K inputs, N outputs, R rank, W padded rank, M padded rows of an expert.
 """
@@ -24,12 +24,12 @@ from motet.model.packed import PackedExperts
 
 @dataclass(frozen=True)
 class ExpertProjection:
-    """One of an expert's frozen products, with what adapters need to know."""
+    """One of an expert's frozen products, with the facts that its adapters need."""
 
     path: str
     """Path of the parameter with the weights of all experts."""
     number: int
-    weights: Tensor | PackedExperts  # [E, N, K], or [E, K, N] where they are transposed
+    weights: Tensor | PackedExperts  # [E, N, K], or [E, K, N] if transposed
     bias: Tensor | None  # [N]
     transposed: bool
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
@@ -40,7 +40,7 @@ class ExpertProjection:
 
     @property
     def in_tiles(self) -> bool:
-        """Whether some of its sums are too long for products of any number of rows."""
+        """Whether some of its sums are so long that its products need tiles."""
         return any(self.arithmetic.tile_of(size) for size in self.weights.shape[1:])
 
     def base(self, rows_MK: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class ExpertProjection:
         return product_MN if self.bias is None else product_MN.add_(self.bias)
 
     def back(self, grad_MN: Tensor) -> Tensor:
-        """Gradient with respect to its rows, [M, K], from that of the product."""
+        """Gradient with respect to the rows, [M, K], from that of the product."""
         return self.product(grad_MN, self._weight())
 
     def product(self, left_MK: Tensor, right_KN: Tensor) -> Tensor:
@@ -65,13 +65,13 @@ class ExpertProjection:
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """Rows of one expert that one run of the batch has."""
+    """The rows of one expert that belong to one run of the batch."""
 
     run: int
     """Index of the run; one past the last for rows without an adapter."""
     first: int
     last: int
-    """End of its rows among the expert's, including padding."""
+    """End of the run's rows among the expert's rows, including padding."""
 
 
 def runs_of_rows(runs: Sequence[ExpertRun], n_rows: int) -> Tensor:

@@ -1,10 +1,10 @@
-"""Experts on a CPU: a row has the same bits however many other rows choose its expert.
+"""Experts on a CPU: a row's bits do not depend on how many other rows choose its expert.
 
-Each expert multiplies its own rows, padded so that the product is a GEMM. A row's expert outputs are added in fp32, in
-the order of expert numbers. Routers remain the model's own.
+Each expert multiplies its rows, padded so that the product is a GEMM. A row's expert outputs are added in fp32, in
+order of expert number. The model's routers are unchanged.
 
-Legend: T rows, E experts, J experts that a row chooses, P = T · J pairs of both, M padded rows of all experts, D model
-width, K inputs, N outputs.
+Legend: T rows, E experts, J experts chosen per row, P = T · J pairs of row and expert, M padded rows of all experts,
+D model width, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = "motet"
 
 
 class NarrowLinear(nn.Module):
-    """A frozen layer with fewer outputs than `ROWS`, padded because a product with a vector is no GEMM."""
+    """A frozen layer with fewer outputs than `ROWS`, padded because a product with a vector is not a GEMM."""
 
     weight: Tensor
     bias: Tensor | None
@@ -49,7 +49,7 @@ class NarrowLinear(nn.Module):
 
 
 NEED_OWN_SAMPLING = "with adapters on experts Motet samples itself (rollout.engine: embedded)"
-"""Why a base supports none if servers sample."""
+"""Why a base supports no adapters on experts if inference servers sample."""
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -66,13 +66,13 @@ class ExpertsAt:
 
 
 def compute_experts_one_by_one(model: Any) -> None:
-    """Let transformers multiply each expert alone: its grouped product needs widths that are multiples of eight."""
+    """Make transformers multiply experts one by one: its grouped product requires widths that are multiples of 8."""
     if model.device.type == "cpu" and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
 
 
 def compute_experts(model: Any, context: LoraContext) -> None:
-    """Compute a model's experts, and the gates of shared experts, with this module where its class allows it."""
+    """Use this module for a model's experts, if its class allows that, and pad the gates of shared experts."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     for parent in list(model.modules()):
@@ -107,7 +107,7 @@ def are_computed_here(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def rows_agree(model: nn.Module, n_rows: int, weights: AdapterWeights | None, shards: Shards | None = None) -> bool:
-    """Whether one to five rows that choose an expert have the same bits as among many rows that choose it."""
+    """Whether 1 to 5 rows that choose an expert have the same bits as among `n_rows` rows that choose it."""
     tried: set[tuple[torch.Size, ...]] = set()
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
@@ -130,7 +130,7 @@ def rows_agree(model: nn.Module, n_rows: int, weights: AdapterWeights | None, sh
 
 
 def _on_one_expert(experts: Any, rows_TD: Tensor, weights: AdapterWeights | None) -> Tensor:
-    """What the last expert alone says of rows."""
+    """Outputs [T, D] of the last expert for all rows."""
     context, chosen = experts.at.context, torch.full((len(rows_TD), 1), experts.down_proj.shape[0] - 1)
     routing, context.routing = context.routing, NoAdapters()
     try:
@@ -152,16 +152,16 @@ def _up(experts: Any) -> str:
 
 @dataclass(frozen=True)
 class _ExpertRows:
-    """Rows that chose one expert, among those of all."""
+    """The rows that chose one expert."""
 
     number: int
     n_rows: int
-    """With padding."""
+    """Including padding."""
     shares: tuple[ExpertShare, ...]
 
 
 def motet_experts(experts: Any, hidden_TD: Tensor, top_TJ: Tensor, share_TJ: Tensor) -> Tensor:
-    """What transformers calls in every layer of experts → [T, D]."""
+    """Called by transformers in every layer of experts; returns [T, D]."""
     by_number = top_TJ.argsort(dim=-1)
     chosen_TJ, share_TJ = top_TJ.gather(1, by_number), share_TJ.gather(1, by_number)
     runs = experts.at.context.routing.expert_runs
@@ -184,7 +184,7 @@ def motet_experts(experts: Any, hidden_TD: Tensor, top_TJ: Tensor, share_TJ: Ten
 
 
 def _lay_out(experts: Any, key_P: Tensor, dtype: torch.dtype) -> tuple[list[_ExpertRows], Tensor]:
-    """Give every pair its row, [P]: expert by expert, and in it run by run. A key is both numbers in one."""
+    """Assign each pair its padded row [P], ordered by expert, then run. A key is expert · (len(runs) + 1) + run."""
     runs = experts.at.context.routing.expert_runs
     n_runs = len(runs) + 1
     weights = getattr(experts, _up(experts)), experts.down_proj

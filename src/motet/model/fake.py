@@ -35,7 +35,7 @@ VOCABULARY = len(CHARACTERS) + 1
 
 
 class FakeTokenizer:
-    """One token per character, and one that ends a turn.
+    """One token per character, and one end-of-turn token.
 
     Implements the part of a `transformers` tokenizer that `tasks.chat` uses.
     """
@@ -68,7 +68,7 @@ _LOGITS = _pair_logits()
 
 @dataclass(frozen=True)
 class FakeAdapter:
-    """What shifts the base: alpha / rank · A ∘ B is added to the logits of every next character."""
+    """Shifts the base: adds alpha / rank · A ∘ B to the logits of the next character in any context."""
 
     rank: int
     alpha: float
@@ -115,7 +115,7 @@ class FakePolicy:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write and sync; the directory exists."""
+    """Write and sync files in an existing directory."""
     for name, data in files.items():
         with (directory / name).open("wb") as file:
             file.write(data)
@@ -136,7 +136,7 @@ def read_tensors(path: Path) -> dict[str, Vector]:
     """Read a safetensors file.
 
     Raises:
-        AdapterError: it is not there or damaged.
+        AdapterError: it is missing or damaged.
     """
     try:
         return load(path.read_bytes())
@@ -145,10 +145,10 @@ def read_tensors(path: Path) -> dict[str, Vector]:
 
 
 def read_adapter(directory: Path) -> FakeAdapter:
-    """Read what `write_adapter` wrote.
+    """Read an adapter written by `write_adapter`.
 
     Raises:
-        AdapterError: it is not there, damaged, or not an adapter of this base.
+        AdapterError: it is missing, damaged, or not an adapter of this base.
     """
     tensors = read_tensors(directory / ADAPTER_WEIGHTS)
     try:

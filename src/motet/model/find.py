@@ -1,4 +1,4 @@
-"""Finds the files of a base or an adapter. Nothing is loaded here."""
+"""Find the files of a base or an adapter, without loading them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def cache_directory() -> Path:
 
 
 def find_base(name: str) -> tuple[str, str | None]:
-    """Resolve a name to what transformers loads: (hub id or directory, gguf file name).
+    """Resolve a name to what transformers loads: hub id or directory, and the name of a GGUF file or None.
 
     Raises:
-        BaseModelError: it names a local path that does not exist.
+        BaseModelError: the name is misspelled, or is a local path that does not exist or holds no model.
     """
     if name == "small":
         return str(SMALL_BASE), None

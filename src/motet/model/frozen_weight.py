@@ -1,11 +1,10 @@
 """Frozen weights: used in products, never changed.
 
-Where a library chooses its kernel by the number of rows, products have the rows of one tile each (see `arithmetic.py`).
+If a library chooses its kernel by the number of rows, each product has the rows of one tile (see `arithmetic.py`).
 
-On a CPU, weights are stored in the layout of its kernels, converted once. oneDNN otherwise reorders a bfloat16 weight
-in every product, which at 4 to 32 rows takes a quarter to a half of the time. torch has the reordered form and its
-product as private operators, so they are tested on every shape first. If they are missing, or one bit differs from
-`F.linear`, the weight keeps its form.
+On a CPU, a bfloat16 weight gets a second copy in oneDNN's layout. Otherwise oneDNN reorders the weight in every
+product, which takes a quarter to a half of the time at 4 to 32 rows. Both operators are private in torch, so each shape
+is tested first. If an operator is missing, or one bit differs from `F.linear`, the copy is dropped.
 
 Legend: T rows, K inputs, N outputs of a product.
 """
@@ -24,10 +23,10 @@ _ROWS_TRIED = (4, 32, 128)
 
 
 class FrozenWeight(nn.Module):
-    """A weight [N, K] and its bias, read for each product, because sharding may replace the parameters.
+    """A weight [N, K] and its bias. Each product reads the parameters anew, because sharding may replace them.
 
-    Nothing else refers to the parameters except tied ones. A subclass stores the weight in another form and implements
-    `dense` (see `packed.py`).
+    No other module refers to the parameters unless they are tied. A subclass that stores the weight in another form
+    implements `dense` (see `packed.py`).
     """
 
     weight: nn.Parameter
@@ -60,7 +59,7 @@ class FrozenWeight(nn.Module):
         return self.weight.dtype
 
     def dense(self) -> Tensor:
-        """The weights [N, K] in products."""
+        """The weights [N, K] that products use."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +91,7 @@ class FrozenWeight(nn.Module):
         return lambda rows, out: torch.addmm(bias, rows, weight_KN, out=out)
 
     def _with_enough_rows(self, rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-        """Pad few rows [..., T, K]: a small weight's product would otherwise not use the GEMM, and would have other bits."""
+        """Pad rows [..., T, K] to the minimum of a small weight's GEMM; products of fewer rows differ in bits."""
         n_rows = rows.shape[-2]
         if n_rows >= self._least:
             return product(rows)
@@ -129,7 +128,7 @@ def by_tiles(x: Tensor, tile: int, n_outputs: int, product: Callable[[Tensor, Te
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    """A tensor that is a parameter already is returned unchanged, because it may be tied to another."""
+    """Wrap a tensor; a parameter is returned unchanged, because it may be tied to another module's."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 

@@ -1,8 +1,8 @@
-"""Copies of evicted KV blocks and states in host memory, so that they need not be computed again.
+"""Copies of evicted KV cache blocks and states in host memory, so that they need not be recomputed.
 
-Full blocks do not change, so a block that several sequences share is copied and restored once: the copy knows the cache
-block with the same contents while that is held. Copies between a GPU and pinned memory are queued on the computing
-stream: a block is read before its next owner writes to it, and written before it is read.
+Full blocks do not change, so a block that several sequences share is copied and restored once: its copy refers to the
+cache block with the same contents while that block is held. Copies between a GPU and pinned memory are queued on the
+compute stream, so a block is read before its next owner writes to it, and written before it is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HostBlock:
     holders: int = 0
     """Number of sequence copies that contain it."""
     twin: int = KVCache.zero_block
-    """The cache block with the same contents, if it was not reallocated since."""
+    """The cache block with the same contents, unless that block was reallocated since."""
     turn: int = 0
     """Allocation count of that block at the time of copying."""
 
@@ -35,7 +35,7 @@ class HostCopy:
 
     blocks: list[HostBlock]
     states: Tensor | None
-    """None without a slot."""
+    """None if the sequence has no slot."""
     gone: bool = False
     """Whether the copy was dropped."""
 
@@ -56,14 +56,14 @@ class HostCache:
         """Sequences and prompts that were restored."""
         self._by_block: dict[int, HostBlock] = {}
         self._spare: dict[HostCopy, Callable[[], None]] = {}
-        """Copies that may be dropped, least recently used first, with the callback for it."""
+        """Copies that may be dropped, least recently used first, each with its callback."""
 
     def put(
         self, blocks: Sequence[int], slot: int, n_tokens: int, *, spare: Callable[[], None] | None = None
     ) -> HostCopy | None:
-        """Copy the first `n_tokens` of a sequence; None without room. Its blocks and slot stay allocated.
+        """Copy the first `n_tokens` of a sequence; None if memory is short. Its blocks and slot stay allocated.
 
-        `spare` is called, and must drop the copy, if others need its room.
+        `spare` is called if other copies need the memory; it must drop this copy.
         """
         n_full, rest = divmod(n_tokens, self._cache.block_size)
         blocks = blocks[: n_full + bool(rest)]
@@ -83,7 +83,7 @@ class HostCache:
                 if one is None
             }
             states = self._to_host(self._cache.states.contents(slot)) if state_bytes else None
-        except RuntimeError:  # raised by torch without memory: evicted sequences are computed again
+        except RuntimeError:  # torch is out of memory: evicted sequences are recomputed
             self._most = self.used
             return None
         copy = HostCopy([one or fresh[place] for place, one in enumerate(present)], states)
@@ -99,7 +99,7 @@ class HostCache:
         return copy
 
     def present(self, copy: HostCopy, n_tokens: int) -> list[int]:
-        """Cache blocks that still hold the beginning of a copy's first `n_tokens`; they may be shared."""
+        """Cache blocks that still hold the start of a copy's first `n_tokens`; callers may share them."""
         blocks = []
         for one in copy.blocks[: n_tokens // self._cache.block_size]:
             if not self._is_current(one):
@@ -108,7 +108,7 @@ class HostCache:
         return blocks
 
     def restore(self, copy: HostCopy, n_tokens: int, blocks: Sequence[int], slot: int, n_present: int) -> None:
-        """Restore the first tokens of a copy into blocks and a slot, except `n_present` blocks. The copy stays."""
+        """Restore a copy's first `n_tokens`, except the first `n_present` blocks, and its states. The copy stays."""
         n_full, rest = divmod(n_tokens, self._cache.block_size)
         for place in range(n_present, n_full + bool(rest)):
             self._cache.restore(blocks[place], self._to_device(copy.blocks[place].contents))

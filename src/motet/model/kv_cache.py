@@ -65,12 +65,12 @@ class KVCache:
         return self._references[block]
 
     def turn(self, block: int) -> int:
-        """Number of times that a block was allocated: while it is held and this number stays, its full rows do not change."""
+        """Number of allocations of a block; a held block's full rows do not change while this number is the same."""
         return self._turns[block]
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block's keys and values, of the layers that have written so far."""
+        """Bytes of one block's keys and values, in the layers that have written so far."""
         return sum(pool[0].nbytes for pool in self._pools())
 
     @property
@@ -154,7 +154,7 @@ class KVCache:
             pool[block] = part.view(pool.dtype).view_as(pool[block])
 
     def give_back(self, blocks: list[int]) -> None:
-        """Drop a reference to each block; those without any become free."""
+        """Drop a reference to each block; blocks without references become free."""
         for block in blocks:
             self._references[block] -= 1
             if self._references[block] == 0:

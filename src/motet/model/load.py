@@ -20,7 +20,7 @@ from motet.model.shards import Shards
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOKENIZERS = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
-"""What a directory with a tokenizer has some of."""
+"""File patterns; a directory with a tokenizer matches at least one."""
 
 
 @without_collections()
@@ -42,7 +42,7 @@ def load_base(
     """Load, wrap and prove a base model; with `shards`, as one rank of several. `arithmetic` overrides the default.
 
     `check` is called with the configuration before weights are read, and may raise. If `leaves` returns True, other
-    kernels compute the passes: torch's are not proved exact, and nothing is packed.
+    kernels will compute the passes, so torch's products are neither prepared nor checked for exactness.
 
     Raises:
         BaseModelError: it cannot be found or loaded, or failed the proof; the message suggests alternatives.

@@ -1,6 +1,6 @@
-"""Tests products of training length, alone and with other rows: libraries may choose another kernel for many rows.
+"""Test products of training length, alone and with other rows: libraries may choose another kernel for many rows.
 
-Sizes decide how a product is cut among threads, so each size is tested once per process and number of threads.
+Sizes determine how a product is split among threads, so each size is tested once per process and number of threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from motet.model.routing import TrainerRouting, TrainSegment
 _ROWS = (700, 468, 236)
 """Row counts of adapters that train together; the second is also tested alone."""
 _WORK = 2 * 10**9
-"""Most multiplications of a tested product; larger ones get fewer rows."""
+"""Maximum multiplications of a tested product; larger products are tested with fewer rows."""
 _RANKS = (4, 8)
 _tried: dict[tuple[Any, ...], bool] = {}
 
@@ -61,7 +61,7 @@ def _train(
     x_TK: Tensor,
     slope_TN: Tensor,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The layers' outputs [T, N], the gradient of their input [T, K], and those of the adapters."""
+    """The layers' outputs [T, N], the gradient of their input [T, K], and the flat gradients of the adapters."""
     segments, arenas, start = list[TrainSegment](), list[Tensor](), 0
     for weights, length in members:
         arenas.append(torch.zeros(layout.size))

@@ -1,16 +1,16 @@
 """Many LoRA adapters on the linear layers of one frozen base: y = W x + (alpha / rank) · B A x.
 
-An adapter is one flat tensor: Aᵀ of every adapted layer, then Bᵀ of every adapted layer, the layout that both the sampler and
-the trainer multiply with, so that their products agree bit for bit. Masters, gradients and moments share this layout. In
-the copy that is multiplied with, A carries the scaling alpha / rank.
+An adapter is one flat tensor: Aᵀ of every adapted layer, then Bᵀ of every adapted layer. Sampler and trainer multiply
+with this layout, so their products agree bit for bit. Masters, gradients and moments have the same layout. In the
+compute copy, A is already multiplied by alpha / rank.
 
-Layers that read the same input (queries, keys and values; gate and up) are fused: one product with their stacked weights, and
-one with their adapters' A side by side, serves them all.
+Layers that read the same input (queries, keys and values; gate and up) are fused: one product with their stacked
+weights, and one with their adapters' A side by side, serve all of them.
 
-A projection of a layer's experts has an A and a B for each of them, one behind the other.
+A projection of a layer's experts has one A and one B per expert, stored consecutively.
 
-Legend: T packed rows, K inputs, N outputs, R rank, I adapted ones of fused layers, W width of their A side by side, A adapters
-in a batch, M padded rows of each, E experts.
+Legend: T packed rows, K inputs, N outputs, R rank, I adapted layers among fused ones, W width of their A side by side,
+A adapters in a batch, M padded rows of each, E experts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LinearPlace:
     n_in: int
     n_out: int
     offset: int
-    """Of its Bᵀ [R, N]."""
+    """Offset of its Bᵀ [R, N]."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class FusedPlace:
     """Position of the Aᵀ of fused layers, side by side as [K, W]; W is I·R rounded up to a multiple of four."""
 
     leader: str
-    """Path of the first of all fused layers, adapted or not."""
+    """Path of the first fused layer, adapted or not."""
     members: tuple[tuple[int, LinearPlace], ...]
-    """The adapted layers, each with its index among all."""
+    """The adapted layers, each with its index among the fused layers."""
     width: int
     offset: int
 
@@ -65,16 +65,16 @@ class ExpertsPlace:
     """Position of the matrices of one projection of a layer's experts; each expert's begin at a multiple of `ALIGNMENT`."""
 
     path: str
-    """Of the parameter that holds the weights of all experts."""
+    """Path of the parameter with the weights of all experts."""
     n_experts: int
     n_in: int
     n_out: int
     width: int
-    """Of Aᵀ: R rounded up to a multiple of four."""
+    """Width of Aᵀ: R rounded up to a multiple of four."""
     offset_a: int
-    """Of the first expert's Aᵀ [K, W]."""
+    """Offset of the first expert's Aᵀ [K, W]."""
     offset: int
-    """Of the first expert's Bᵀ [R, N]."""
+    """Offset of the first expert's Bᵀ [R, N]."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class AdapterLayout:
         return [*(place.path for place in self.places), *(place.path for place in self.experts)]
 
     def least_expert_rows(self, dtype: torch.dtype) -> int:
-        """Least rows of an adapter's part of an expert's product."""
+        """Minimum rows of an adapter's part of an expert's product."""
         return max(least_rows(*shape, dtype) for shape in self._expert_shapes)
 
     def least_rows(self, dtype: torch.dtype) -> int:
-        """Least rows of each adapter's part of a batched product."""
+        """Minimum rows of each adapter's part of a batched product."""
         return max((least_rows(*shape, dtype) for shape in self._shapes), default=ROWS)
 
     @functools.cached_property
@@ -143,7 +143,7 @@ class AdapterLayout:
         }
 
     def matrices(self, flat: Tensor) -> dict[str, LoraMatrices]:
-        """By leader, and those of experts by path, as views of flat [..., size]."""
+        """Matrices by leader, or by path for experts, as views of flat [..., size]."""
         by_leader = {}
         for group in self.fused:
             n_in = group.members[0][1].n_in
@@ -162,7 +162,7 @@ class AdapterLayout:
         return b.unflatten(-1, (self.rank, place.n_out))  # type: ignore[no-any-return]
 
     def views(self, flat: Tensor) -> Views:
-        """Aᵀ [..., K, R] and Bᵀ [..., R, N] of each layer, as views of flat [..., size]; with E before K and R, of experts."""
+        """Aᵀ [..., K, R] and Bᵀ [..., R, N] of each layer, as views of flat [..., size]; experts add E before."""
         views: Views = {}
         every = self.matrices(flat)
         for group in self.fused:
@@ -225,7 +225,7 @@ def make_layout(
 def initial_weights(layout: AdapterLayout, seed: int, *, in_two_steps: bool = False) -> Tensor:
     """Initial fp32 weights on the CPU: A uniform in ±1/√K (PEFT's default), a function of (seed, path, shape); B zero.
 
-    `in_two_steps` scales, then shifts: some processors otherwise fuse both with one rounding.
+    `in_two_steps` scales and shifts separately: some processors otherwise fuse both steps and round once.
     """
     flat = new_vector(layout.size, torch.float32, torch.device("cpu"))
     for path, (a, _) in layout.views(flat).items():
@@ -258,7 +258,7 @@ class AdapterWeights:
 
 
 def new_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A vector of zeros; on a CPU it is allocated outside the heap, so that freeing it leaves no hole."""
+    """A vector of zeros; on a CPU it is allocated outside the heap, so that freeing it does not fragment the heap."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.frombuffer(memory_apart(size * dtype.itemsize), dtype=dtype, count=size)
@@ -296,7 +296,7 @@ class FusedLinears(nn.Module):
     """Linear layers with the same input; one product with their stacked weights serves them all."""
 
     def __init__(self, paths: tuple[str, ...], frozen: FrozenWeight, sizes: tuple[int, ...]) -> None:
-        """Paths (the first is the name), stacked weights, and the number of outputs of each layer."""
+        """Paths (the first is the leader), stacked weights, and the number of outputs of each layer."""
         super().__init__()
         self.paths, self.leader, self.frozen, self.sizes = paths, paths[0], frozen, sizes
 
@@ -323,11 +323,11 @@ class LoraContext:
         self.arithmetic = Arithmetic()
         self.routing: Routing = NoAdapters()
         self.joint: tuple[FusedLinears, Tensor, tuple[Tensor, ...]] | None = None
-        """The latest joint product with its input, until the last layer has taken its part."""
+        """The latest joint product and its input, until the last of the fused layers has read its columns."""
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer to which adapters add."""
+    """A frozen linear layer with adapters."""
 
     def __init__(self, linear: nn.Linear | PackedLinear, path: str, context: LoraContext) -> None:
         super().__init__()
@@ -341,17 +341,17 @@ class LoraLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Used by some models."""
+        """The dense weight [N, K]; some models read it."""
         return self.fused.frozen.dense()[self.fused.columns(self.index)]
 
     @property
     def bias(self) -> Tensor | None:
-        """Used by some models."""
+        """The bias [N], if there is one; some models read it."""
         bias = self.fused.frozen.bias
         return None if bias is None else bias[self.fused.columns(self.index)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The base's output, plus adapters as the context routes them."""
+        """The base's output plus the adapters of the context's routing."""
         y = self._routed(x)
         return y.clone() if self.changed else y
 

@@ -1,6 +1,6 @@
 """One frozen base model: transformers' own code, with LoRA-ready linear layers and Motet's attention.
 
-The same module samples and trains, which is what makes the two agree. `motet.model.load` finds, loads, wraps and proves it.
+The same module samples and trains, so that both agree. `motet.model.load` finds, loads, wraps and proves a base.
 
 Legend: T packed rows, D model width, N head rows, V vocabulary.
 """
@@ -40,13 +40,13 @@ _LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 class Kernels(Protocol):
-    """Own kernels that compute a base's passes instead of torch modules, for sampling and training alike."""
+    """Motet's own kernels, which compute a base's passes instead of torch modules, for sampling and training."""
 
     attention: AttentionBackend
 
     @property
     def math(self) -> MathKernels:
-        """Functions besides passes."""
+        """Functions other than passes, such as drawing tokens and AdamW."""
         ...
 
     def read_keys_in_blocks(self, block_size: int) -> None:
@@ -58,7 +58,7 @@ class Kernels(Protocol):
         ...
 
     def pass_bytes(self, routing: Routing, n_rows: int, *, recompute: bool) -> int:
-        """Memory of a forward and backward pass over one sequence; computes nothing."""
+        """Bytes that a forward and backward pass over one sequence needs; runs nothing."""
         ...
 
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass, routing: Routing) -> Tensor:
@@ -79,7 +79,7 @@ class LoraModel:
     """The loaded base. Weights are frozen; `context` selects the adapters of the next forward pass."""
 
     info: ModelInfo
-    """Changes only while the base is proved."""
+    """`revise` replaces it: during loading, and if graphs fail later."""
     model: Any
     decoder: nn.Module
     head: FrozenWeight
@@ -95,7 +95,7 @@ class LoraModel:
     """Layers that keep a state instead of keys and values (see `motet.model.mixers`)."""
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     shards: Shards | None = None
-    """Distribution of the weights over ranks; None if all are here."""
+    """Distribution of the weights over ranks; None if this process has all of them."""
     kernels: Kernels | None = None
     """Own kernels for passes; None if torch computes them."""
     attention: AttentionBackend = field(init=False)
@@ -103,7 +103,7 @@ class LoraModel:
     _layouts: dict[tuple[tuple[str, ...], int], AdapterLayout] = field(default_factory=dict)
 
     def revise(self, note: str = "", **facts: Any) -> None:
-        """Update facts about the base, and add a note for people."""
+        """Update facts in `info`, and add a note for users."""
         notes = (*self.info.notes, note) if note else self.info.notes
         self.info = replace(self.info, notes=notes, **facts)
 
@@ -131,7 +131,7 @@ class LoraModel:
         self.compute_with(self.arithmetic)
 
     def compute_with(self, arithmetic: Arithmetic) -> None:
-        """Choose the backends of an arithmetic, for every pass from now on."""
+        """Use the backends of an arithmetic for all later passes."""
         self.arithmetic = self.context.arithmetic = arithmetic
         self.products = products_backend(arithmetic, self.device, self.dtype)
         self.read_keys_in_blocks(self.block_size)
@@ -164,7 +164,7 @@ class LoraModel:
         return [*fused.values(), self.head]
 
     def reorder_weights(self) -> None:
-        """Create a second copy of frozen weights if its products are faster and have the same bits."""
+        """On a CPU, create a reordered second copy of frozen bfloat16 weights if its products have the same bits."""
         reorder_all(self._frozen_weights())
 
     @contextlib.contextmanager
@@ -252,7 +252,7 @@ class LoraModel:
 
     @torch.no_grad()
     def fingerprint(self) -> str:
-        """A digest of the logits of fixed tokens; equal only if every bit is."""
+        """SHA-256 of the logits of fixed tokens; equal only if every bit is equal."""
         tokens_T = self.pad(torch.arange(16, device=self.device) * 97 % self.info.vocab_size)
         positions_T = torch.arange(len(tokens_T), device=self.device)
         with self.routed(NoAdapters()):

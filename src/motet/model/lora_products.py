@@ -37,13 +37,13 @@ _BATCHED_THREADS = 2
 """With more threads, MKL cuts an fp32 batched product differently from a single one, for about one shape in five."""
 
 _NARROW_TILE = 64
-"""With more threads, fp32 products of narrow layouts have other bits above a hundred rows."""
+"""Rows per tile of narrow fp32 layouts with more threads: above a hundred rows, their products have other bits."""
 
 _ROWS_TRIED = (1, 7, 300)
-"""On Hopper, torch takes another kernel if groups have more than 128 rows on average."""
+"""Tested group sizes: on Hopper, torch uses another kernel if groups have more than 128 rows on average."""
 
 _FEW = (1, 4)
-"""Longest groups that are also tested alone."""
+"""Numbers of the last group's first rows that are also tested alone."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest difference from plain products, as a share of the largest number."""
@@ -65,10 +65,10 @@ class LoraProducts(Protocol):
     """The products of a batch's adapters; chosen once, when a base is loaded."""
 
     least_fill: float
-    """Least rows of an adapter, as a share of the most, among adapters that share products."""
+    """Fewest rows of an adapter in a shared product, as a share of the most."""
 
     def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
-        """Product rows for runs of these lengths, and their products; may depend on nothing else."""
+        """Rows reserved for runs of these lengths, and their products; must not depend on anything else."""
         ...
 
     def stack(self, adapters: Sequence[AdapterWeights]) -> dict[str, LoraMatrices]:
@@ -93,7 +93,7 @@ class LoraProducts(Protocol):
 
 @dataclass(frozen=True)
 class Padded:
-    """Equally many rows per adapter; a sum is rounded once, together with its product."""
+    """Equal row counts for all adapters; `add` rounds product and sum together, once."""
 
     n_adapters: int
 
@@ -104,7 +104,7 @@ class Padded:
         return torch.bmm(rows_MK.unflatten(0, (self.n_adapters, -1)), weights_AKN).flatten(0, 1)
 
     def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
-        """Add what `multiply` would give, in place."""
+        """Add the result of `multiply` in place."""
         if self.n_adapters == 1:
             sums_MN.addmm_(rows_MK, weights_AKN[0])
         else:
@@ -114,7 +114,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Any number of rows per adapter (`GroupedProducts.fits_table`). A sum is rounded after its product."""
+    """Any number of rows per adapter (`GroupedProducts.fits_table`). `add` rounds the product, then the sum."""
 
     ends_A: Tensor
     """int32, on the device: the end row of each adapter. Later rows are undefined."""
@@ -124,20 +124,20 @@ class Grouped:
         return F.grouped_mm(_aligned(rows_MK), weights_AKN, offs=self.ends_A)
 
     def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
-        """Add what `multiply` would give, in place."""
+        """Add the result of `multiply` in place."""
         sums_MN.add_(self.multiply(rows_MK, weights_AKN))
 
 
 @dataclass(frozen=True)
 class Tiled:
-    """One product per tile of each adapter; a sum is rounded once, together with its product."""
+    """One product per tile of each adapter; `add` rounds product and sum together, once."""
 
     tiles: tuple[tuple[int, int, int], ...]
     """Adapter, first row and end row."""
 
     @classmethod
     def of(cls, rooms: Sequence[int], tile: int) -> Tiled:
-        """Tiles of adapters with the given rows; `tile` divides each number, and 0 takes all rows of an adapter at once."""
+        """Tiles of adapters with these row counts, which are multiples of `tile`; 0 makes one tile per adapter."""
         tiles: list[tuple[int, int, int]] = []
         first = 0
         for adapter, room in enumerate(rooms):
@@ -153,7 +153,7 @@ class Tiled:
         return out_MN
 
     def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
-        """Add what `multiply` would give, in place."""
+        """Add the result of `multiply` in place."""
         for adapter, first, last in self.tiles:
             sums_MN[first:last].addmm_(rows_MK[first:last], weights_AKN[adapter])
 
@@ -177,7 +177,7 @@ def _aligned(rows_MK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BySums:
-    """One form for products with long sums, another for the others."""
+    """One form for products with long sums, another for other products."""
 
     long: RowProducts
     short: RowProducts
@@ -188,7 +188,7 @@ class BySums:
         return self._form(rows_MK).multiply(rows_MK, weights_AKN)
 
     def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
-        """Add what `multiply` would give, in place."""
+        """Add the result of `multiply` in place."""
         self._form(rows_MK).add(sums_MN, rows_MK, weights_AKN)
 
     def _form(self, rows_MK: Tensor) -> RowProducts:
@@ -205,7 +205,7 @@ class PaddedProducts:
     least_fill = LEAST_FILL
 
     def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
-        """One batched product; with many threads one per adapter; tiles where needed."""
+        """One batched product, or with many threads one per adapter; tiles for long sums and narrow layouts."""
         batched = self.dtype != torch.float32 or torch.get_num_threads() <= _BATCHED_THREADS
         narrow = _NARROW_TILE if layout.narrow and not batched else 0
         tile = self.arithmetic.tile_of(layout.longest_sum) or narrow
@@ -231,7 +231,7 @@ class PaddedProducts:
         return [torch.mm(left_MK[first:last].t(), right_MN[first:last]) for first, last in spans]
 
     def fits_table(self, layout: AdapterLayout) -> bool:
-        """Never: padding depends on each adapter's number of rows."""
+        """False: padding depends on each adapter's number of rows."""
         return False
 
     def in_table(self, ends_A: Tensor) -> RowProducts:
@@ -253,7 +253,7 @@ class GroupedProducts:
         """
 
     def plan(self, layout: AdapterLayout, lengths: Sequence[int]) -> tuple[list[int], RowProducts]:
-        """`Grouped` where the layout fits the table, else `Tiled`."""
+        """`Grouped` if the layout fits a table, else `Tiled`."""
         if self.fits_table(layout):
             return list(lengths), Grouped(ends(lengths, self._device))
         rooms = [round_up(length, self._tile or 1) for length in lengths]
@@ -266,7 +266,7 @@ class GroupedProducts:
         return adapters[0].layout.matrices(torch.stack([weights.flat for weights in adapters]))
 
     def sums(self, left_MK: Tensor, right_MN: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Of copies if exact: libraries also choose kernels by strides."""
+        """If exact, uses contiguous copies: libraries also choose kernels by strides."""
         parts = [(left_MK[first:last], right_MN[first:last]) for first, last in spans]
         if self._tile:
             return [torch.mm(left.contiguous().t(), right.contiguous()) for left, right in parts]
@@ -298,7 +298,7 @@ PRODUCTS: Mapping[str, Callable[[Arithmetic, torch.device, torch.dtype], LoraPro
 
 
 def products_backend(arithmetic: Arithmetic, device: torch.device, dtype: torch.dtype) -> LoraProducts:
-    """The backend that an arithmetic names."""
+    """The backend named by `arithmetic.products`."""
     return PRODUCTS[arithmetic.products](arithmetic, device, dtype)
 
 

@@ -1,9 +1,9 @@
-"""RMS norms with a closed-form gradient. Autograd's takes seven passes over fp32 copies, which it keeps for each norm.
+"""RMS norms with a closed-form gradient.
 
-With autograd's, a row's bits may also depend on its position: `pow` rounds differently at the end of a tensor.
+Autograd's gradient takes seven passes over fp32 copies, which it stores for each norm. Its bits may also depend on a
+row's position: `pow` rounds differently at the end of a tensor.
 
-The forward pass is unchanged. Each norm is checked when a base is loaded; one with a different gradient (for instance, a
-weight that is added to one) is left as it is.
+The forward pass is unchanged. Each norm is checked at load; other forms, such as 1 + weight, keep autograd's gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights that stay as a checkpoint packed them, in a quarter to a half of the memory of bfloat16.
+"""Weights that stay packed as in the checkpoint and take a quarter to a half of the memory of bfloat16.
 
 For each product, the weights are unpacked into a temporary matrix, a slice of rows at a time. The product is the same as
 with unpacked weights, so a packed base gives the same bits as the unpacked one.
@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
         self.register_parameter("bias", linear.bias)
 
     def write(self, out_NK: Tensor) -> None:
-        """Unpack the weight into `out_NK`, in its type."""
+        """Unpack the weight into `out_NK`, in the dtype of `out_NK`."""
         tensors = {name: getattr(self, name) for name in self._names}
         step = max(1, _SLICE // self.in_features)
         for start in range(0, self.out_features, step):
@@ -140,7 +140,7 @@ def unpack(model: nn.Module) -> None:
 
 
 def n_hidden(model: nn.Module) -> int:
-    """Numbers of weights that the parameters' sizes leave out, because one element packs several."""
+    """Number of weights missing from the parameters' sizes, because one element packs several weights."""
     sizes = {
         module: module.in_features * module.out_features if isinstance(module, PackedLinear) else module.shape.numel()
         for module in model.modules()

@@ -53,7 +53,7 @@ class GgufBlocks:
 
 @dataclass(frozen=True)
 class Float8Blocks:
-    """Numbers of eight bits, and a scale for every block of rows and columns."""
+    """Eight-bit numbers (e4m3), with a scale for every block of rows and columns."""
 
     block: tuple[int, int]
 
@@ -73,7 +73,7 @@ class Float8Blocks:
 
 @dataclass(frozen=True)
 class Mxfp4Blocks:
-    """Numbers of four bits, the lower half of a byte first, and an exponent for every 32 of a row (OCP's MXFP4)."""
+    """Four-bit numbers, the lower half of a byte first, with an exponent for every 32 in a row (OCP's MXFP4)."""
 
     def tensors(self, n_out: int, n_in: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """The numbers, two in a byte, and the exponents."""
@@ -92,13 +92,13 @@ class Mxfp4Blocks:
 
 @dataclass(frozen=True)
 class Nf4Blocks:
-    """Numbers of four bits, the upper half of a byte first, and a scale for each run of 64; those of bitsandbytes.
+    """Four-bit numbers of bitsandbytes, the upper half of a byte first, with a scale for each run of 64.
 
     Runs continue across rows. `nested` scales are eight-bit numbers with one scale per 256 of them.
     """
 
     n_in: int
-    """An even number."""
+    """Inputs of the layer; must be even."""
     nested: bool
 
     def tensors(self, n_out: int, n_in: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -153,7 +153,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
     path.chmod(
         path.parent.stat().st_mode & 0o666
-    )  # for those who may read the directory, such as servers of other users
+    )  # readable by everyone who can read the directory, such as servers of other users
     sync(path)
 
 

@@ -1,8 +1,8 @@
-"""Checks of a base before it is used: Motet's attention must reproduce the stock model, or the model is refused.
+"""Check a base before it is used; a base that does not reproduce the stock model is refused.
 
-Checked on two short random sequences: one attention call per layer, logits equal to transformers' own eager attention within
-tolerance (experts chosen as there), packed, cached and solo passes equal bit for bit (where they are not, `inexact` says so,
-and by how much), and a backward pass through an adapter on every layer.
+On two short random sequences, each attention layer must call its function once, logits must match transformers' eager
+attention within `TOLERANCE` (with the same experts chosen), and a backward pass through all adapters must run.
+Packed, cached and solo passes should agree bit for bit; if not, `inexact` gives the reason and the difference.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LENGTHS = (9, 22)
 _MIXERS = ("attention", "attn", "mixer", "mamba", "conv")
 """Words in the names of modules that mix positions."""
 _MIX_NOTHING = ("mlp", "moe")
-"""Kinds of layers that have no mixer."""
+"""Layer types without a mixer."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Largest accepted difference of logits, relative to the largest logit."""
 
@@ -55,9 +55,9 @@ def prove(
     shards: Shards | None = None,
     leaves: Callable[[LoraModel], bool] = lambda base: False,
 ) -> LoraModel:
-    """Wrap a stock eager model and check that it computes the same; with `shards`, on every rank at once.
+    """Wrap a stock eager model and check that it computes the same; with `shards`, all ranks call this together.
 
-    The exactness of a base that `leaves` is checked where it arrives.
+    If `leaves(base)` is true, the caller replaces torch's kernels and checks exactness itself.
 
     Raises:
         BaseModelError: a check failed; the message names it.
@@ -71,7 +71,7 @@ def prove(
     with torch.no_grad(), _refused(f"{name} does not run as Motet runs it"):
         base = wrapper()
         base.block_size, arithmetic, place = block_size, arithmetic or Arithmetic(), base.device
-        if shards is not None:  # no GPU needs room for all of it
+        if shards is not None:  # no GPU needs memory for the whole base
             base.device = model.device
         here = arithmetic if base.device.type == place.type else Arithmetic()
         calls, watch = _computed(base, here, lambda: _first_pass(base, sequences, stock, routers))
@@ -84,7 +84,7 @@ def prove(
             base.shards, base.device = shards, place
             moved = [logits.to(place) for logits in stock]
             _computed(base, arithmetic, lambda: _second_pass(base, moved))
-        base.compute_with(base.arithmetic)  # of the fused weights too
+        base.compute_with(base.arithmetic)  # also for the fused weights
         _limit_to_window(base, {call.layer: call.window for call in calls})
         if not leaves(base):
             stay_with_torch(base, pack=pack)
@@ -95,7 +95,7 @@ def prove(
 
 @torch.no_grad()
 def stay_with_torch(base: LoraModel, *, pack: bool) -> None:
-    """Prepare for torch's products: lay weights out differently, cut MLPs, and check that rows are exact."""
+    """Prepare a base for torch's products: reorder weights, run MLPs in tiles, and check exactness."""
     if pack and base.shards is None:
         base.reorder_weights()
     cut_mlps(base)
@@ -111,7 +111,7 @@ def _sequences(model: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _refused(what: str) -> Iterator[None]:
-    """Turn any exception of a model into a message that names the module."""
+    """Convert any exception of a model into a `BaseModelError` that names the module."""
     try:
         yield
     except BaseModelError:
@@ -122,7 +122,7 @@ def _refused(what: str) -> Iterator[None]:
 
 
 def _where(error: Exception) -> str:
-    """The model's module that was running, as "Name: "."""
+    """Class of the innermost running module of the model, as "Name: "; empty if there is none."""
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [type(one).__name__ for one in callers if isinstance(one, nn.Module) and not _is_ours(one)]
     return f"{names[-1]}: " if names else ""
@@ -135,7 +135,7 @@ def _is_ours(module: nn.Module) -> bool:
 def _first_pass(
     base: LoraModel, sequences: list[Tensor], stock: list[Tensor], routers: Routers
 ) -> tuple[list[LayerCall], _Watch]:
-    """Each layer's calls and inputs in a pass whose logits are checked against the stock model's."""
+    """Run a packed pass and check its calls and logits; returns the attention calls and the recorded facts."""
     watch, uneven = _Watch(), Uneven(base.model)
     with base.routed(watch), routers.replayed(), uneven if base.device.type == "cpu" else contextlib.nullcontext():
         packed, calls = packed_logits(base, sequences)
@@ -147,13 +147,13 @@ def _first_pass(
 
 
 def _computed(base: LoraModel, arithmetic: Arithmetic, passes: Callable[[], Found]) -> Found:
-    """The results of passes under an arithmetic, or under a slower one if its kernels fail."""
+    """Run passes with an arithmetic, or with a slower one if its kernels fail; returns their result."""
     try:
         base.compute_with(arithmetic)
         found = passes()
         if arithmetic.attention == "triton":
             _backward_pass(base, _sequences(base.model))
-    except Exception as error:  # kernels are compiled now, and may fail in any way
+    except Exception as error:  # kernels are compiled here, which can raise any exception
         if arithmetic.attention == "torch":
             raise
         base.compute_slower(replace(arithmetic, attention="torch", graphs=False), "kernels and graphs", error)
@@ -162,7 +162,7 @@ def _computed(base: LoraModel, arithmetic: Arithmetic, passes: Callable[[], Foun
 
 
 def _second_pass(base: LoraModel, stock: list[Tensor]) -> None:
-    """Check that a sharded base computes the same on its own device, where rounding may route a row to other experts."""
+    """Check a sharded base's logits on its device; not with experts, because rounding may change the chosen ones."""
     with base.routed(NoAdapters()):
         packed, _ = packed_logits(base, _sequences(base.model))
     if not base.has_experts:
@@ -170,7 +170,7 @@ def _second_pass(base: LoraModel, stock: list[Tensor]) -> None:
 
 
 def _check_training(base: LoraModel, sequence: Tensor) -> None:
-    """Run a training step as jobs do, except for the loss: a failure here would occur in every job."""
+    """Run a training step like a job's, with a sum as the loss: a failure here would occur in every job."""
     layout = base.adapter_layout("all-linear", RANK)
     weights = AdapterWeights.from_masters(layout, 1.0, torch.full((layout.size,), 1e-3, device=base.device), base.dtype)
     rows = round_up(len(sequence), base.arithmetic.rows)
@@ -189,9 +189,9 @@ def _backward_pass(base: LoraModel, sequences: list[Tensor]) -> None:
 
 
 class _Watch:
-    """A routing that adds nothing and records facts that adapters need.
+    """A routing without adapters that records facts about linear layers.
 
-    They are: which layers see exactly the rows of the batch, and which consecutive ones read the same input.
+    The facts are how many rows each layer sees, and which consecutive layers read the same input.
     """
 
     expert_runs = ()
@@ -200,7 +200,7 @@ class _Watch:
         self.rows: dict[str, set[int]] = {}
         self._families: list[tuple[Tensor, list[str]]] = []
         self._outputs: dict[str, tuple[Tensor, int]] = {}
-        """Each layer's latest output, and its version."""
+        """Each layer's latest output, and its autograd version counter."""
 
     def linear(self, fused: FusedLinears, x: Tensor) -> tuple[Tensor, ...]:
         """Apply the base to x [1, T, K] → [1, T, N]."""
@@ -220,7 +220,7 @@ class _Watch:
             base.linears[path].changed = y._version != version
 
     def fuse(self, base: LoraModel, inside: nn.Module) -> None:
-        """Fuse the layers inside a module that read the same input, where each is called once."""
+        """Fuse layers inside a module that read the same input, if each of them is called once."""
         calls = [path for _, paths in self._families for path in paths]
         within = {module.path for module in inside.modules() if isinstance(module, LoraLinear)}
         for _, paths in self._families:
@@ -229,7 +229,7 @@ class _Watch:
 
 
 def _leave_out(base: LoraModel, watch: _Watch) -> None:
-    """Give no adapter to layers that are skipped or see other rows: it would silently do nothing, or be wrong."""
+    """Exclude layers that are skipped or see other rows: an adapter there would have no effect, or be wrong."""
     rows = round_up(sum(LENGTHS), base.arithmetic.rows)
     unfit = [path for path in base.linears if watch.rows.get(path) != {rows}]
     for path in unfit:
@@ -244,7 +244,7 @@ def _leave_out(base: LoraModel, watch: _Watch) -> None:
 
 
 def _limit_to_window(base: LoraModel, windows: dict[int, int | None]) -> None:
-    """Limit sequences where only the mask cuts attention (Llama 4's chunks): longer ones would be computed wrongly."""
+    """Limit sequence length if only the mask limits attention (Llama 4's chunks): longer ones would be wrong."""
     config = base.model.config.get_text_config()
     limits = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     kinds = getattr(config, "layer_types", None)
@@ -280,7 +280,7 @@ def _check_calls(base: LoraModel, calls: list[int]) -> None:
 
 
 def _what_mixes(base: LoraModel, layers: Iterable[int]) -> str:
-    """The modules that these layers have in the place of attention."""
+    """The modules that these layers use instead of attention, as part of a message."""
     kinds = {
         type(module).__name__
         for path, module in base.decoder.named_modules()

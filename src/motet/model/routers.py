@@ -1,4 +1,4 @@
-"""Recorded outputs of routers. Rounding may route a row to another expert, and then results cannot be compared."""
+"""Record and replay router outputs: if rounding changed the chosen experts, results could not be compared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Routers:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record their outputs for each sequence in order."""
+        """Record the routers' outputs for each sequence, in order."""
 
         def record(module: nn.Module, inputs: object, output: Any) -> None:
             self._outputs.setdefault(module, []).append(output if isinstance(output, tuple) else (output,))
@@ -37,7 +37,7 @@ class Routers:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Replay the recorded outputs for the packed sequences; further rows repeat the last one."""
+        """Replay the recorded outputs for the packed sequences; padding rows repeat the last row."""
 
         def replay(module: nn.Module, inputs: object, output: Any) -> Any:
             parts = output if isinstance(output, tuple) else (output,)
@@ -58,7 +58,7 @@ class Routers:
 
 
 def _packed(recorded: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Recorded rows [T, …] or [1, T, …] of each sequence as the rows of `output`; `output` itself if it is no such tensor."""
+    """Recorded rows [T, …] or [1, T, …] of all sequences in the shape of `output`; `output` if they do not fit."""
     rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in recorded])
     more = output.numel() // output.shape[-1] - len(rows)
     if rows.shape[-1] != output.shape[-1] or more < 0:

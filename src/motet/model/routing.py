@@ -1,7 +1,7 @@
-"""The adapter of each row of a packed batch, in sampling and in training.
+"""Assigns the rows of a packed batch to adapters, in sampling and in training.
 
 Adapters of equal layout share one batched product (`LoraProducts`). Sums over rows, which only gradients need, are
-computed for each segment alone, so no reduction mixes tenants' rows. A row's bits do not depend on the other rows.
+computed per segment, so no reduction mixes tenants' rows. A row's bits do not depend on the other rows.
 
 Legend: T packed rows, K inputs, N outputs, R rank, W width of fused layers' A side by side, A adapters in a batch, M product
 rows (those of a bucket's adapters, one adapter after another), S segments of a bucket.
@@ -39,18 +39,18 @@ class _Bucket:
     covers: slice | Tensor
     """Rows of the packed input that have one of these adapters."""
     rows_M: Tensor | None
-    """Row of each product row; None if they are exactly the covered rows."""
+    """Packed row of each product row; None if the product rows are exactly the covered rows."""
     source: Tensor | None
-    """Index of each covered row among the product rows; None if they agree."""
+    """Index of each covered row among the product rows; None if both are the same rows."""
     starts: tuple[int, ...]
     """First product row of each run."""
 
     def gather(self, x_TK: Tensor) -> Tensor:
-        """The rows of the products: [T, K] → [M, K]; a view if they are exactly the covered rows."""
+        """Gather the product rows: [T, K] → [M, K]; a view if they are exactly the covered rows."""
         return x_TK[self.covers] if self.rows_M is None else x_TK.index_select(0, self.rows_M)
 
     def put(self, y_TN: Tensor, rows: Tensor) -> None:
-        """Write rows of `gather`'s order [M, N] back into y, in place."""
+        """Write product rows [M, N] back into y in place; does nothing if `gather` returned a view of y."""
         if self.source is not None:
             y_TN[self.covers] = rows.index_select(0, self.source)
 
@@ -68,7 +68,7 @@ class _Bucket:
 
 
 Member = tuple[AdapterWeights, int, int]
-"""A run that has an adapter."""
+"""A run of rows with an adapter: weights, first row, number of rows."""
 
 
 def _bucket(
@@ -134,7 +134,7 @@ class SamplerRouting:
 
 
 class AdapterStacks:
-    """Stacked adapters of a batch; recent compositions are kept, so an unchanged batch copies nothing."""
+    """Stacked weights of a batch's adapters; recent stacks are cached, so an unchanged batch copies nothing."""
 
     def __init__(self, products: LoraProducts, keep: int = 4) -> None:
         self._products, self._keep = products, keep
@@ -151,11 +151,11 @@ class AdapterStacks:
         return stacked[1]
 
     def forget(self) -> None:
-        """Drop every stack, because a version was unloaded."""
+        """Drop all stacks; call this when a version is unloaded."""
         self._made.clear()
 
     def routing(self, runs: Sequence[AdapterRows], device: torch.device) -> SamplerRouting:
-        """Routing of runs that each belong to one adapter, in the order of their rows."""
+        """The routing of runs that are in row order; each run has one adapter or none."""
         adapting = [
             ExpertRun(start, start + length, weights)
             for weights, start, length in runs
@@ -185,7 +185,7 @@ def _by_layout(runs: Iterable[AdapterRows]) -> list[list[Member]]:
 
 @dataclass(frozen=True)
 class TrainSegment:
-    """A stretch of packed rows that trains one adapter."""
+    """Consecutive packed rows that train one adapter."""
 
     start: int
     stop: int
@@ -193,7 +193,7 @@ class TrainSegment:
     gradients: dict[str, LoraMatrices] | None
     """Views that gradients are added to; None without a backward pass."""
     unscaled: bool = False
-    """Whether the gradient of A is added without alpha / rank: a sum rounded once has other bits than one rounded twice."""
+    """Whether to add the gradient of A without alpha / rank; `row_tiles` scales the sum of all tiles after rounding."""
 
     @property
     def scaling(self) -> float:
@@ -228,7 +228,7 @@ class _Trained:
 
 
 class TrainerRouting:
-    """Rows of a packed training batch; gradients of the adapters are added as the backward pass meets each layer."""
+    """Rows of a packed training batch; the backward pass adds the gradients of adapters layer by layer."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class TrainerRouting:
 def _alike(segments: Sequence[TrainSegment], least_fill: float) -> list[list[TrainSegment]]:
     """Group segments of one layout and similar length: much shorter ones would be mostly padding.
 
-    An adapter's segments stay together, so that its gradients are added in their order.
+    An adapter's segments stay together, so that its gradients are added in row order.
     """
     runs: dict[int, list[TrainSegment]] = {}
     for segment in segments:
@@ -291,7 +291,7 @@ def _rows_of(segments: Sequence[TrainSegment]) -> int:
 
 
 class _TrainedLinears(torch.autograd.Function):
-    """Base and adapters of fused layers in one node: the base gets no gradient, the adapters' go straight to their arenas."""
+    """Base and adapters of fused layers in one autograd node; adapter gradients are added directly to their arenas."""
 
     @staticmethod
     def forward(
@@ -307,7 +307,7 @@ class _TrainedLinears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         fused, routing = ctx.fused, ctx.routing
         x, *inners = ctx.saved_tensors
-        # a model may pass it transposed (Gemma 3n, LFM2): only rows of a larger batch would be copied
+        # a transposed gradient (Gemma 3n, LFM2) would be copied only in larger batches, which changes bits
         grad_y = torch.cat(grads, dim=-1) if len(grads) > 1 else grads[0].contiguous()
         grad_x = fused.frozen.back(grad_y) if ctx.needs_input_grad[0] else None
         for trained, inner in zip(routing.trained, inners, strict=True):
@@ -321,7 +321,7 @@ class _TrainedLinears(torch.autograd.Function):
 
 
 def _backward(trained: _Trained, fused: FusedLinears, x_TK: Tensor, inner: Tensor, grad_TN: Tensor) -> Tensor:
-    """Add up the gradients of a bucket's adapters; returns the gradient of the products with A, [M, W]."""
+    """Add the gradients of a bucket's adapters; returns the gradient of the products with A, [M, W]."""
     matrices = trained.bucket.matrices[fused.leader]
     rank = matrices.bs[0][1].shape[-2]
     gradients = [None if segment.gradients is None else segment.gradients[fused.leader] for segment in trained.segments]
@@ -329,7 +329,7 @@ def _backward(trained: _Trained, fused: FusedLinears, x_TK: Tensor, inner: Tenso
     for column, (index, b) in enumerate(matrices.bs):
         grad = trained.bucket.gather(grad_TN[:, fused.columns(index)])
         back = b.transpose(-1, -2)
-        if rank == 1:  # a vector's product chooses its kernel by the number of rows; added zeros make it a matrix
+        if rank == 1:  # products with a vector choose a kernel by the number of rows; zero columns make it a matrix
             back = F.pad(back, (0, ROWS - 1))
         parts.append(trained.bucket.form.multiply(grad, back)[:, :rank])
         for sums, own in zip(

@@ -1,8 +1,8 @@
-"""MLPs over long sequences, one tile of rows at a time: their memory grows with the tile, not with the sequence.
+"""Run MLPs over long sequences one tile of rows at a time: memory grows with the tile, not with the sequence.
 
-A row's bits do not depend on other rows, so tiles change no logprob. Gradients of adapters are summed tile by tile, which
-has other bits than one sum over all rows. So only segments longer than `Arithmetic.long_rows` are cut, each from its own
-first row, whatever else is in the batch.
+A row's bits do not depend on other rows, so tiles do not change logprobs. Adapter gradients are summed tile by tile,
+which differs in bits from one sum over all rows. So only segments longer than `Arithmetic.long_rows` are tiled, each
+from its first row, regardless of the rest of the batch.
 
 Legend: T packed rows, D model width.
 """
@@ -24,20 +24,20 @@ from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
 
 _NAMES = ("mlp", "feed_forward")
-"""Names of a layer's MLP in models."""
+"""Names of MLP modules in transformers' layers."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows that go through an MLP together."""
+    """Rows that an MLP processes together."""
 
     start: int
     stop: int
     routing: TrainerRouting
     segment: TrainSegment | None = None
-    """The long segment that contains it."""
+    """The long segment that contains the tile; None for other tiles."""
     sums: dict[str, LoraMatrices] | None = None
-    """Sums of that segment's gradients during a backward pass over its tiles, in fp32, by leader."""
+    """fp32 sums of that segment's gradients over its tiles, by leader; filled during a backward pass."""
 
 
 def cut(routing: TrainerRouting, n_rows: int, arithmetic: Arithmetic) -> list[Tile]:
@@ -73,7 +73,7 @@ class _Mlp:
     """A layer's MLP, applied to long segments tile by tile."""
 
     def __init__(self, module: nn.Module, leaders: tuple[str, ...], base: LoraModel) -> None:
-        """`leaders` of its fused layers."""
+        """`leaders` are the leaders of the module's fused layers."""
         self._stock: Callable[[Tensor], Tensor] = module.forward
         self._leaders, self._base = leaders, base
 
@@ -88,7 +88,7 @@ class _Mlp:
         return output
 
     def rows(self, x: Tensor, routing: TrainerRouting) -> Tensor:
-        """The module's output for a tile."""
+        """The module's output for the rows of a tile."""
         context = self._base.context
         whole, context.routing = context.routing, routing
         try:
@@ -97,7 +97,7 @@ class _Mlp:
             context.routing, context.joint = whole, None
 
     def begin(self, tile: Tile) -> None:
-        """Zeros for the gradients of a long segment's adapter."""
+        """Before the first tile of a long segment, allocate zeros for its gradient sums."""
         if tile.segment is None or tile.sums is None or tile.start > tile.segment.start:
             return
         for leader in self._leaders:
@@ -107,7 +107,7 @@ class _Mlp:
                 tile.sums[leader] = LoraMatrices(torch.zeros_like(like.a, dtype=torch.float32), zeros)
 
     def finish(self, tile: Tile) -> None:
-        """Add the sums to the gradients, rounded to the products' type as for other segments."""
+        """After the last tile of a long segment, round its sums to the base's dtype and add them to the gradients."""
         if tile.segment is None or tile.sums is None or tile.stop < tile.segment.stop:
             return
         assert tile.segment.gradients is not None

@@ -1,7 +1,7 @@
-"""A frozen base over several ranks, by torch's own FSDP2: each rank keeps a part of every weight and gathers a layer to use it.
+"""A frozen base sharded over ranks with torch's FSDP2: each rank stores a part of every weight and gathers it for use.
 
-Weights are frozen, so ranks only gather and never reduce, and a gathered weight has the bits of the whole one. Every rank
-must make the same forward and backward passes, or the others wait for it.
+Weights are frozen, so ranks only gather and never reduce, and a gathered weight has the bits of the original. Every
+rank must run the same forward and backward passes; otherwise the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Shards:
         self._layers: list[FSDPModule] = []
 
     def settle(self, model: nn.Module, decoder: nn.Module, fuse: Callable[[nn.Module], None]) -> None:
-        """Keep this rank's part of every weight, layer by layer, so that at most one layer is whole at a time.
+        """Shard every weight, layer by layer, so that at most one layer is complete at a time.
 
         Args:
             model: as loaded; weights mapped from files are read into memory layer by layer.
@@ -48,14 +48,14 @@ class Shards:
             yield
 
     def layer_gathered(self, inside: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Gather a layer while a module inside it is used alone; all ranks at once."""
+        """Gather a layer while a module inside it is used on its own; all ranks must call this together."""
         modules = ((layer, cast("nn.Module", layer)) for layer in self._layers)
         return _gathered(next(layer for layer, module in modules if inside in set(module.modules())))
 
     def _shard(self, module: nn.Module) -> FSDPModule:
         from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
 
-        numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}  # cannot be cut
+        numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}  # cannot be sharded
         sharded: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, ignored_params=numbers)
         assert isinstance(sharded, FSDPModule)
         return sharded

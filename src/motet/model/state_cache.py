@@ -1,6 +1,6 @@
-"""States of running sequences: the memory of mixers other than attention, of a size independent of the length.
+"""States of running sequences in layers without attention; their size does not depend on a sequence's length.
 
-A sequence has one slot for all layers. A slot is zeroed when it is handed out: zero is the state before the first token,
+A sequence has one slot for all layers. A slot is zeroed when it is allocated: zero is the state before the first token,
 and a stale NaN must not reach the next owner.
 """
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 class StateCache:
-    """A pool of slots; storage is made when a layer first writes, so a base without such layers has none.
+    """A pool of slots; a layer's storage is allocated at its first read, so a base without such layers has none.
 
-    Slot 0 is never handed out; it means that a sequence has no slot.
+    Slot 0 is never allocated; it means that a sequence has no slot.
     """
 
     no_slot = 0
@@ -32,29 +32,29 @@ class StateCache:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one sequence's states, in the layers that have written so far."""
+        """Bytes of one sequence's states, in the layers used so far."""
         return sum(pool[0].nbytes for pool in self._pools.values())
 
     def take(self) -> int:
-        """Hand out a zeroed slot.
+        """Allocate a zeroed slot.
 
         Raises:
-            ValueError: no slot is free; there must be one for each running sequence, and one for a prompt.
+            ValueError: no slot is free; each running sequence needs one, and a prompt needs one.
         """
         if not self._free:
             raise ValueError(f"a slot for states asked for, all {self.n_slots} are taken")
         slot = self._free[-1]
-        for pool in self._pools.values():  # before the slot is taken: after a device fault it stays free
+        for pool in self._pools.values():  # first, so that a device error leaves the slot free
             pool[slot].zero_()
         return self._free.pop()
 
     def copy(self, source: int) -> int:
-        """Hand out a slot with a copy of another slot's states."""
+        """Allocate a slot with a copy of another slot's states."""
         slot = self.take()
         try:
             for pool in self._pools.values():
                 pool[slot] = pool[source]
-        except Exception:  # a device fault: nothing else refers to the slot yet
+        except Exception:  # device error: no caller knows the slot yet
             self.give_back(slot)
             raise
         return slot
@@ -65,7 +65,7 @@ class StateCache:
         return torch.cat(parts) if parts else torch.empty(0, device=self.device)
 
     def restore(self, slot: int, contents: Tensor) -> None:
-        """Write states that `contents` returned."""
+        """Set a slot's states from the result of `contents`."""
         pools = list(self._pools.values())
         for pool, part in zip(pools, contents.split([pool[0].numel() for pool in pools]), strict=True):
             pool[slot] = part.view_as(pool[slot])
@@ -76,7 +76,7 @@ class StateCache:
             self._free.append(slot)
 
     def read(self, layer: int, kind: str, slots_S: Tensor, shape: Sequence[int]) -> Tensor:
-        """States of one kind, of this shape each: fp32 [S, ...]."""
+        """States of one kind, each of the given shape: fp32 [S, *shape]."""
         pool = self._pools.get((layer, kind))
         if pool is None:
             pool = self._pools[(layer, kind)] = torch.zeros(self.n_slots + 1, *shape, device=self.device)

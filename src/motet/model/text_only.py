@@ -8,15 +8,15 @@ from typing import Any
 def decoder_of(model: Any) -> Any:
     """The decoder of a causal language model, below any number of wrapping classes."""
     decoder = model.get_decoder()
-    if decoder is model:  # some classes do not name it
+    if decoder is model:  # classes that do not name their decoder
         return model.model
     return decoder if getattr(decoder, "get_decoder", lambda: decoder)() is decoder else decoder_of(decoder)
 
 
 def without_towers(config: Any) -> Any:
-    """A subclass of the checkpoint's class that names its towers but does not build them; None if it has none.
+    """A subclass of the checkpoint's class that drops its towers and lists them in `towers`; None for text models.
 
-    The language model keeps its paths, by which servers find the layers of an adapter.
+    The language model's paths do not change, because servers find the layers of an adapter by path.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -37,5 +37,5 @@ def without_towers(config: Any) -> Any:
                     self.towers.append(type(child).__name__)
                     setattr(parent, child_name, None)
 
-    # transformers looks for a class's features in its module's source
+    # transformers reads the source of a class's module to detect its features
     return type(name, (whole,), {"__init__": make, "__module__": whole.__module__})

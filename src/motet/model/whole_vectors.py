@@ -1,10 +1,10 @@
 """Elementwise functions on a CPU, with bits independent of a number's position, its neighbours and the threads.
 
-torch computes some functions (`silu`, `sigmoid`, …) with other code at the end of a stretch than in whole vectors, and each
-thread gets one stretch. So the number of rows decides where stretches end, and which numbers get other bits. This module
-cuts a tensor first, so that every stretch has whole vectors or whole rows.
+torch computes some functions (`silu`, `sigmoid`, …) with other code at the end of a stretch than in whole SIMD vectors,
+and each thread gets one stretch. So the number of rows determines where stretches end, and thus which numbers get other
+bits. This module splits a tensor first, so that every stretch has whole vectors or whole rows.
 
-The checks of a base find the modules that call such functions; the others cost no time.
+The proof of a base finds the modules that call such functions; other modules do not become slower.
 
 Legend: T rows, N numbers of a row.
 """
@@ -31,7 +31,7 @@ Function = Callable[[Tensor], Tensor]
 _LANES = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 """Numbers that torch computes at a time: two vectors of AVX512, or four of AVX2."""
 _STRETCH = 32768
-"""Fewest numbers that a thread gets (`at::internal::GRAIN_SIZE`)."""
+"""Minimum numbers per thread (`at::internal::GRAIN_SIZE`)."""
 _GELU = 16384
 """Above this many numbers, all threads share a `gelu`, but not its gradient."""
 
@@ -41,7 +41,7 @@ _FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         Tensor.sigmoid, Tensor.exp2, Tensor.pow, Tensor.__pow__, Tensor.rsqrt,
     }
 )  # fmt: skip
-"""Functions that are cut here."""
+"""Functions whose input is split here."""
 _OPERATORS = {
     "aten::silu", "aten::silu_", "aten::sigmoid", "aten::sigmoid_", "aten::gelu", "aten::softplus", "aten::mish", "aten::mish_",
     "aten::elu", "aten::elu_", "aten::exp2", "aten::exp2_", "aten::glu",
@@ -52,7 +52,7 @@ _PLAIN_POWERS = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)
 
 
 def by_whole_vectors(function: Function, x: Tensor, *, gelu: bool = False) -> Tensor:
-    """Apply an elementwise function; the gradient, if x needs one, has the same property."""
+    """Apply an elementwise function by whole vectors; the gradient, if x needs one, is computed in the same way."""
     lanes = _LANES.get(x.dtype, 0)
     if x.device.type != "cpu" or not lanes or not x.numel():
         return function(x)
@@ -77,7 +77,7 @@ def _are_rows(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a tensor is cut before a function is computed."""
+    """How a tensor is split before a function is applied."""
 
     function: Function
     lanes: int
@@ -94,7 +94,7 @@ class _Cut:
         return n % (self.stretches(n) * self.lanes) == 0
 
     def of_numbers(self, flat: Tensor) -> Tensor:
-        """Compute whole vectors, as many at a time as threads share evenly; the rest is padded to a vector."""
+        """Compute whole vectors, as many at a time as threads share evenly; the remainder is padded to a vector."""
         n, parts, start = len(flat) - len(flat) % self.lanes, list[Tensor](), 0
         while start < n:
             count = n - start
@@ -107,7 +107,7 @@ class _Cut:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """Compute rows with gaps between them in stretches of whole rows; each row ends the same way anywhere."""
+        """Compute rows with gaps between them in stretches of whole rows, so that all rows end in the same way."""
         n_rows, width = x.numel() // x.shape[-1], x.shape[-1]
         if n_rows % self.stretches(x.numel()) == 0:
             return self.function(x)
@@ -124,7 +124,7 @@ class _Cut:
 
 
 class _ByWholeVectors(TorchFunctionMode):
-    """Cuts the functions that are called inside."""
+    """Applies `by_whole_vectors` to the functions called inside it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -139,12 +139,12 @@ class _ByWholeVectors(TorchFunctionMode):
 
 
 def _is_one_way(func: Any, args: Any, options: dict[str, Any]) -> bool:
-    """Whether a call only makes a new tensor, from one."""
+    """Whether a call only computes a new tensor from a single tensor."""
     return not options.get("inplace") and "out" not in options and not any(isinstance(one, Tensor) for one in args[1:])
 
 
 class Uneven(TorchDispatchMode):
-    """Records the modules that call functions with other bits at the end of a stretch."""
+    """Records the modules that call functions whose bits differ at the end of a stretch."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -165,7 +165,7 @@ class Uneven(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _caller(self) -> nn.Module | Callable[..., Any] | None:
-        """The running module, or `by_whole_vectors` if that runs, or None."""
+        """The innermost running one of the model's modules and `by_whole_vectors`; None if neither runs."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code is by_whole_vectors.__code__:
@@ -187,7 +187,7 @@ def _depends_on_place(func: Any, args: Any) -> bool:
 
 
 def take_whole_vectors(module: nn.Module) -> None:
-    """Compute a module's functions by whole vectors, in both passes."""
+    """Make a module compute its functions by whole vectors, in the forward and the backward pass."""
     stock, mode = module.forward, _ByWholeVectors()
 
     @functools.wraps(stock)

@@ -26,7 +26,7 @@ _UNDERSTOOD = {"use_cache", "position_ids", "cache_position", "output_attentions
 def attention_backend(
     arithmetic: Arithmetic, device: torch.device, dtype: torch.dtype, *, width: int, block_size: int
 ) -> AttentionBackend:
-    """The backend that an arithmetic selects; torch's reads `block_size` keys at a time, of heads of at least `width`."""
+    """The backend of an arithmetic. Torch's reads `block_size` keys at a time; `width` is the narrowest head's."""
     if arithmetic.attention == "torch":
         return TorchAttention(device, dtype, width=width, block_size=block_size, rows=arithmetic.rows)
     from motet.model.attention.triton_attention import (

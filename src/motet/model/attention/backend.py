@@ -104,7 +104,7 @@ class AttentionBackend(Protocol):
     def packed(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> AttentionPass:
         """A pass over whole sequences that together form all rows (training, scoring).
 
-        Each may continue the rows of an earlier one, its prefix.
+        A sequence may continue rows of earlier sequences, its prefix.
         """
         ...
 

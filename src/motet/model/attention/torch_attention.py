@@ -1,15 +1,15 @@
-"""Attention written out in torch, so that decoding a token equals the full forward pass bit for bit.
+"""Attention in plain torch operations, so that decoding a token equals the full forward pass bit for bit.
 
 Three rules make a row's result independent of everything but its own sequence:
 
-* keys are read in blocks of a fixed size, in order, and partial results are added block by block, so blocks that lie
-  wholly in the future add exact zeros, or are left out;
+* keys are read in blocks of a fixed size, in order, and partial results are added block by block, so blocks that are
+  entirely in the future add exact zeros, or are skipped;
 * the query heads that share a KV head are folded into rows, and rows come in multiples of four (GEMM kernels treat
   fewer rows differently);
 * masked scores are replaced, never added to, so that another tenant's Inf or NaN cannot pass through a mask.
 
-The backward pass computes the weights again from the saved row sums (Dao et al. 2022), so that nothing of size queries × keys
-is kept.
+The backward pass recomputes the weights from the saved row sums (Dao et al. 2022), so that no tensor of size
+queries × keys is stored.
 
 Legend: T packed rows, S sequences, Q padded queries of a sequence, C keys of a block, B blocks, H query heads, K KV heads,
 G = H / K, R = Q·G folded rows, E head width.
@@ -40,12 +40,12 @@ from motet.model.attention.torch_metadata import (
 from motet.model.kv_cache import KVCache
 
 KEPT_SCORES = 1 << 24
-"""Scores of a group that stay in memory while each row's largest is searched; later blocks are computed twice."""
+"""Scores of a group kept while each row's largest score is determined; scores of later blocks are computed twice."""
 
 LEAST_EXPONENT = -87.0
-"""Lower limit of a weight's exponent, whose exponential is just not subnormal; below it `exp` is up to 30 times slower.
+"""Lower limit of a weight's exponent. Below it, results are subnormal in fp32, and `exp` is up to 30 times slower.
 
-Compared with the row's largest weight, 1, such a weight is negligible; hidden keys get 0 instead.
+Such a weight is negligible compared with the row's largest weight, 1. Hidden keys get the weight 0 instead.
 """
 
 
@@ -97,7 +97,7 @@ class TorchAttention:
     def __init__(
         self, device: torch.device, dtype: torch.dtype, *, width: int, block_size: int, rows: int = ROWS
     ) -> None:
-        """`width` of the narrowest head: its products of queries and a key block then have enough rows."""
+        """`width` is that of the narrowest head; it determines the minimum queries in a product with a key block."""
         self._device, self._block_size, self._rows = device, block_size, rows
         self._queries = least_rows(width, block_size, dtype)
 
@@ -136,14 +136,14 @@ class _Part:
     reach: Reach
 
     def scores(self, query_SKRE: Tensor, keys_BSKCE: Tensor, call: _FoldedCall) -> Tensor:
-        """Scores of its rows, −∞ for hidden keys; equal bits each time they are computed."""
+        """Scores of the part's rows, −∞ for hidden keys; recomputing them gives the same bits."""
         score = _scores(query_SKRE[:, :, self.first : self.stop], keys_BSKCE[self.run.start : self.run.stop], call)
         self.reach.replace_hidden(score, self.first, infinite=True)
         return score
 
 
 def _parts(index: int, call: _FoldedCall, n_rows: int, multiple: int, begin: int = 1) -> list[_Part]:
-    """Parts in order; each begins at a multiple of `begin` and has a multiple of `multiple` rows."""
+    """A group's parts in order; each begins at a multiple of `begin` and has a multiple of `multiple` rows."""
     parts = []
     for run in call.metadata.groups[index].runs:
         first = run.first_query * call.fold // begin * begin
@@ -281,7 +281,7 @@ def _blocks(states_TKE: Tensor, group: SpanGroup, block: int) -> Tensor:
 
 
 def _keys_back(grads: list[Tensor], like_TKE: Tensor, metadata: TorchMetadata) -> Tensor:
-    """Gradients of padded keys [B, S, K, C, E] per group, as packed rows; those of a shared prefix are summed."""
+    """Gradients of padded keys [B, S, K, C, E] per group, as packed rows; gradients of a shared prefix are summed."""
     padded = torch.cat([grad.permute(1, 0, 3, 2, 4).reshape(-1, *like_TKE.shape[1:]) for grad in grads])
     rows_TKE = _rows([padded], metadata.key_places_T)
     for shared in metadata.shared:
@@ -297,7 +297,7 @@ def _keys_back(grads: list[Tensor], like_TKE: Tensor, metadata: TorchMetadata) -
 def _over_queries(left_SKRC: Tensor, right_SKRE: Tensor) -> Tensor:
     """leftᵀ · right, summed over the rows of each sequence, R a multiple of TILE: fp32 [S, K, C, E].
 
-    Products of other lengths have other bits, even if only zeros were added, and other sequences determine the padding.
+    A product's length changes its bits, even if the extra rows are zeros, and other sequences determine the padding.
     So the rows are summed in order, in tiles that begin at the sequence's first row.
     """
     left, right = left_SKRC.unflatten(2, (-1, TILE)), right_SKRE.unflatten(2, (-1, TILE))

@@ -33,7 +33,7 @@ MINUS_INFINITY = -(1 << 23)
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Consecutive key blocks read in one product, by all queries from some row on."""
+    """Consecutive key blocks that all queries from `first_query` on read in one product."""
 
     start: int
     stop: int
@@ -48,9 +48,9 @@ class Mask:
     """Bits that hide keys of a run. Scores are replaced, not added to, so that another tenant's Inf or NaN cannot spread."""
 
     block: int
-    """First block of the run that it covers; it covers all later ones."""
+    """First block of the run that the mask covers; it also covers all later blocks."""
     row: int
-    """First folded query row of the group that it covers."""
+    """First folded query row of the group that the mask covers."""
     keep_BSRC: Tensor
     """int32 [B, S, 1, R, C]: all bits set for seen keys, none for hidden ones."""
     hide_BSRC: Tensor
@@ -62,9 +62,9 @@ class Reach:
     """The folded query rows of a group that attend to a run of blocks."""
 
     stop: int
-    """No row from this one on sees a key of it."""
+    """End of the rows that see a key of the run."""
     masks: tuple[Mask, ...]
-    """For rows that see a part of it; rows between them see all."""
+    """Masks for rows that see only some keys of the run; rows without a mask see all of them."""
 
     def replace_hidden(self, states_BSKRC: Tensor, first: int, *, infinite: bool) -> None:
         """Replace hidden entries of rows from `first` on: scores by −∞, weights by 0."""
@@ -143,7 +143,7 @@ class TorchMetadata:
         window = window or NO_WINDOW
         partial_R = ((positions_SR < last_key) | (positions_SR - key_L[0] >= window)).any(0)
         masks = []
-        # as many rows as a product may have
+        # the most rows that a product may have
         covered = round_up(max(stop, run.first_query * fold + 1), TILE) + self.rows
         for start, end in _stretches(partial_R[: covered - first]):
             distance_SRL = positions_SR[:, start:end, None] - key_L
@@ -238,7 +238,7 @@ def _alike(lengths: Sequence[int], reach: Sequence[int]) -> list[tuple[int, list
 def _runs(
     least_first: int, most_first: int, n_queries: int, n_blocks: int, block_size: int, rows: int
 ) -> tuple[KeyRange, ...]:
-    """One run per block, for a group whose sequences' first positions are in the given range."""
+    """One run per block, for a group whose first positions range from `least_first` to `most_first`."""
     firsts = _first_queries(most_first, n_queries, n_blocks, block_size, rows)
     return tuple(
         KeyRange(block, block + 1, first, block if least_first < (block + 1) * block_size - 1 else block + 1)
@@ -247,13 +247,13 @@ def _runs(
 
 
 def _first_queries(first_position: int, n_queries: int, n_blocks: int, block_size: int, rows: int) -> tuple[int, ...]:
-    """Multiples of `rows`, so that the number of remaining queries is one too."""
+    """First query of each block, a multiple of `rows`, so that the number of remaining queries is a multiple too."""
     firsts = [max(0, block * block_size - first_position) // rows * rows for block in range(n_blocks)]
     return tuple(min(first, n_queries - rows) for first in firsts)
 
 
 def _shared_keys(prefixes: list[Prefix | None], first_keys: list[int], device: torch.device) -> list[SharedKeys]:
-    """By prefix; sequences in their own order, independent of the groups."""
+    """Group sequences by prefix, in batch order, independent of the span groups."""
     members: dict[Prefix, list[int]] = {}
     for prefix, first in zip(prefixes, first_keys, strict=True):
         if prefix is not None:

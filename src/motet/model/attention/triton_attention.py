@@ -2,8 +2,8 @@
 
 A row depends only on its own sequence, by the rules of `torch_attention`:
 
-* one program has a tile of one sequence's queries and reads that sequence's keys in blocks of a fixed size, in order; a
-  fully hidden block leaves a row's results unchanged, so blocks may be skipped;
+* one program processes a tile of one sequence's queries and reads that sequence's keys in blocks of a fixed size, in
+  order; a fully hidden block leaves a row's results unchanged, so blocks may be skipped;
 * tiles have the same size in decoding and training, and values that differ between the two (strides, block size, window)
   are arguments, never compiled in, so both use the same machine code;
 * hidden scores and weights are replaced, and keys after the tile's last query are never read, so another tenant's Inf or
@@ -153,7 +153,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _unit(width: int) -> int:
-    """A power of two that divides the width. Strides are counted in it, so the compiler knows that it divides them."""
+    """A power of two that divides the width. Strides are passed in this unit, so that the compiler knows a divisor."""
     return min(width & -width, 16)
 
 
@@ -180,8 +180,8 @@ def _row_places(*states_TKE: Tensor) -> tuple[int, ...]:
 def _options(query_THE: Tensor, fold: int, softcap: float, narrow: int = 128, smaller: str = "") -> dict[str, Any]:
     """Compile-time options, which depend only on the model's shape and dtype.
 
-    Up to `narrow` lanes of two bytes fit the registers of four warps (64 with a soft cap), unless some are masked. Of 256
-    lanes they fit eight where the `smaller` side of a tile (ROWS or KEYS) is half.
+    Up to `narrow` lanes of two bytes (64 with a soft cap) fit into the registers of four warps if no lane is masked.
+    256 lanes fit into those of eight warps if the `smaller` side of a tile (ROWS or KEYS) is halved.
     """
     width = query_THE.shape[-1]
     lanes = max(16, triton.next_power_of_2(width))

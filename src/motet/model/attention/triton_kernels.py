@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What one program of each attention kernel does; `triton_attention` launches them and says what their bits depend on.
+"""Attention kernels. `triton_attention` launches them and documents what their bits depend on.
 
-A program has a tile of folded rows of one sequence, row r being query r // FOLD and query head r % FOLD of its KV head, or a
-block of one sequence's keys. A key lies at keys[sequence, l // block_size] and, in that block, at l % block_size: a block of
-the cache, or a single packed row.
+A program processes a tile of one sequence's folded rows, where row r is query r // FOLD and query head r % FOLD of a KV
+head, or a block of one sequence's keys. Key l is at offset l % block_size of block keys[sequence, l // block_size]; a
+block is a KV cache block, or a single packed row.
 
-Arguments in capitals are compiled in: the model's shape (FOLD query heads of a KV head, WIDTH of a head, padded to LANES,
-SOFTCAP, whether it has SINKS), the size of tiles (ROWS, of which STEP whole queries; KEYS), UNIT in which strides are
-counted, and WIDEN on the interpreter.
+Uppercase arguments are compile-time constants: the model's shape (FOLD query heads per KV head, WIDTH of a head, padded
+to LANES, SOFTCAP, whether it has SINKS), the size of tiles (ROWS, which hold STEP whole queries; KEYS), the UNIT of
+strides, and WIDEN for the interpreter.
 
 Legend: R rows of a tile, C keys of a block, E head width.
 """
@@ -41,7 +41,7 @@ def _part(function: Callable[..., Any]) -> Any:
 
 @_part
 def _dot(left, right, total, WIDEN: tl.constexpr):
-    """Left · right, added to total in fp32. The interpreter does not know bfloat16, whose products are exact in fp32."""
+    """Left · right, added to total in fp32. The interpreter lacks bfloat16, whose products are exact in fp32."""
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")
@@ -49,7 +49,7 @@ def _dot(left, right, total, WIDEN: tl.constexpr):
 
 @_part
 def _load(states, place_R, live_R, WIDTH: tl.constexpr, LANES: tl.constexpr):
-    """Rows of states [R, LANES], zeros for dead rows: hidden memory may hold anything, and 0 · NaN is NaN."""
+    """Load rows of states [R, LANES], with zeros for dead rows: their memory may hold NaN, and 0 · NaN is NaN."""
     lane_E = tl.arange(0, LANES)
     mask = live_R[:, None] & (lane_E < WIDTH)[None, :]
     return tl.load(states + place_R[:, None] + lane_E[None, :], mask=mask, other=0.0)
@@ -78,7 +78,7 @@ def _seen(position_R, live_R, key_C, window):
 
 @_part
 def _tanh(x):
-    """From exp, which is exact enough away from 0; near 0 from the Taylor series, to 3e-7 of the result."""
+    """Tanh from exp, which is accurate away from 0; near 0 from the Taylor series, with a relative error up to 3e-7."""
     small = tl.exp(-2.0 * tl.abs(x))
     far = tl.where(x < 0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
     square = x * x

@@ -22,7 +22,7 @@ from motet.model.attention.backend import Prefix, Span, prefix_length
 from motet.model.kv_cache import KVCache, Writes
 
 TILE_ROWS = 64
-"""Folded query rows per program; each query has one for every query head of a KV head."""
+"""Folded query rows per program; a query has one row for each query head of a KV head."""
 
 TILE_KEYS = 64
 """Keys that a program reads at a time."""
@@ -34,7 +34,7 @@ def queries_per_tile(fold: int) -> int:
     """Whole queries in a tile, if `fold` query heads share a KV head.
 
     Raises:
-        ValueError: a tile cannot hold one.
+        ValueError: a tile cannot hold one query.
     """
     if fold > TILE_ROWS:
         raise ValueError(
@@ -48,17 +48,17 @@ class Tiles:
     """Tiles of queries, each of one sequence."""
 
     sequence_N: Tensor
-    """int32."""
+    """int32: the tile's sequence."""
     query_N: Tensor
     """int32: the tile's first query, counted from the sequence's first own query."""
 
 
 @dataclass(frozen=True)
 class KeyBlocks:
-    """Where gradients of keys are summed, and their readers. A sequence's keys are padded to whole blocks."""
+    """Blocks of keys for the backward pass, and the places to sum for each row. Keys are padded to whole blocks."""
 
     sequence_M: Tensor
-    """int32."""
+    """int32: the block's sequence."""
     key_M: Tensor
     """int32: the block's first key in its sequence."""
     readers_T: Tensor

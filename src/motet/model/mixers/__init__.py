@@ -1,8 +1,8 @@
 """Layers that mix positions without attention: short convolutions, Gated DeltaNet, Mamba2.
 
-The model's code remains transformers'. Only the functions that its mixers call are replaced, those that transformers
-offers for kernels to replace (`functions`). A pass says which row continues which state (`passes`, `stretches`), and
-`StateCache` keeps states while sequences are sampled.
+The model's code is that of transformers, except for the mixer functions that transformers lets kernel packages replace
+(`functions`). A pass records which row continues which state (`passes`, `stretches`), and `StateCache` stores states
+while sequences are sampled.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _KNOWN = frozenset(MixerFunctions(0, "").by_name)
 
 
 def replace_mixers(decoder: nn.Module) -> frozenset[int]:
-    """Let every mixer call Motet's functions; returns the layers with a mixer.
+    """Make every mixer call Motet's functions; returns the indices of layers with a mixer.
 
     Raises:
-        BaseModelError: a mixer calls another replaceable function.
+        BaseModelError: a mixer calls a replaceable function that Motet does not implement.
     """
     layers = []
     for module, calls in list(_mixers(decoder)):
@@ -44,7 +44,7 @@ def replace_mixers(decoder: nn.Module) -> frozenset[int]:
 
 @contextlib.contextmanager
 def in_plain_torch(model: nn.Module) -> Iterator[None]:
-    """Let mixers call transformers' torch functions, whatever kernel packages are installed."""
+    """Make mixers call transformers' torch functions even if kernel packages are installed."""
     mixers = list(_mixers(model))
     for module, calls in mixers:
         _call_instead(module, {name: inspect.unwrap(function) for name, function in calls.items()})
@@ -68,7 +68,7 @@ def _mixers(model: nn.Module) -> Iterator[tuple[nn.Module, Mapping[str, Callable
 
 
 def _for_kernels(value: Any) -> bool:
-    """Whether transformers lets packages replace this function: it is wrapped where it is defined."""
+    """Whether transformers lets packages replace this function; such functions are wrapped at their definition."""
     return (
         isinstance(value, FunctionType)
         and value.__module__.startswith("transformers.models.")
@@ -77,7 +77,7 @@ def _for_kernels(value: Any) -> bool:
 
 
 def _call_instead(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Give one module a forward pass with these functions under their names; other modules are unchanged."""
+    """Make one module's forward pass use these functions for their names; other modules are unchanged."""
     forward = inspect.unwrap(type(module).forward)
     own = FunctionType(
         forward.__code__, forward.__globals__ | functions, forward.__name__, forward.__defaults__, forward.__closure__

@@ -1,12 +1,12 @@
-"""The recurrences of `recurrence` in chunks of tokens: for fast arithmetic, whose bits may depend on the cut.
+"""The recurrences of `recurrence` in chunks of tokens, for fast arithmetic: bits may depend on where a chunk begins.
 
-Within a chunk that begins with the state S, and with G_t the sum of log decays up to t (Yang et al. 2024, in the WY form):
+For a chunk with the initial state S, where G_t is the sum of log decays up to t (Yang et al. 2024, in the WY form):
 
     (I + L) Δ = β (V − e^G K S)                L_tj = β_t e^(G_t − G_j) k_t · k_j for j < t; without the delta rule Δ = V
     o_t = e^(G_t) Sᵀ q_t + Σ_(j≤t) e^(G_t − G_j) (q_t · k_j) δ_j
     S' = e^(G_C) S + Σ_j e^(G_C − G_j) k_j δ_jᵀ
 
-All but the sums with S is made for every chunk at once. The backward pass makes it again: what is kept are the rows.
+All terms without S are computed for all chunks at once. The backward pass recomputes everything from the saved inputs.
 
 Legend: R rows of a wave in the order of its steps, S stretches of the wave, N chunks, C rows of a chunk, H heads, K key width,
 V value width.
@@ -93,9 +93,9 @@ def _through(
 
 
 def _chunks(wave: Wave) -> tuple[Tensor, list[int]]:
-    """Rows of each chunk: the first chunk of every stretch, then the second; unused places are after the last row.
+    """Rows [N, C] of all first chunks, then of all second chunks, …; unused places hold the number of rows.
 
-    Also returns the number of stretches with a first chunk, a second, and so on.
+    Also returns the number of stretches with at least 1, 2, … chunks.
     """
     counts = torch.tensor(wave.counts)
     n_rows, n_steps = int(counts.sum()), -(-len(counts) // CHUNK) * CHUNK

@@ -1,8 +1,8 @@
 """Replacements for transformers' mixer kernels: a causal convolution, and a recurrence token by token.
 
-transformers' own functions process prompts in chunks but single tokens one by one, which differ in bits. They ignore
-packed rows, and are silently exchanged if `fla`, `causal_conv1d` or `mamba_ssm` is installed. These replace them by
-name.
+transformers' own functions process prompts in chunks and decoded tokens one by one, with different bits. They ignore
+the boundaries of packed sequences, and are silently replaced if `fla`, `causal_conv1d` or `mamba_ssm` is installed.
+The functions here replace them by name.
 
 Legend: T packed rows, C channels, W taps, H heads, K key width, V value width, G groups of heads.
 """
@@ -26,14 +26,14 @@ _LANES = 32
 
 
 class MixerFunctions:
-    """The functions of one layer's mixer, with the arguments of those that they replace."""
+    """The functions of one layer's mixer; they take the arguments of the functions that they replace."""
 
     def __init__(self, layer: int, mixer: str) -> None:
         self._layer, self._mixer = layer, mixer
 
     @property
     def by_name(self) -> dict[str, Callable[..., Any]]:
-        """Their names in transformers' mixers."""
+        """The functions by their names in transformers' mixers."""
         return {
             "causal_conv1d_fn": self.convolve,
             "torch_chunk_gated_delta_rule": self.delta_rule,
@@ -133,10 +133,10 @@ class MixerFunctions:
         return output_THV[None]
 
     def no_shortcut(self, *_: Any, **__: Any) -> None:
-        """None, as without kernels: the mixer then uses its default path."""
+        """Return None, as transformers does without kernels: the mixer then uses its default path."""
 
     def no_cache(self, *_: Any, **__: Any) -> None:
-        """Raise if a mixer uses transformers' own cache."""
+        """Raise BaseModelError, because the mixer was run with transformers' own cache."""
         raise BaseModelError(f"{self._mixer} was run with a cache of transformers; use Motet's passes")
 
     def _stretches(self, attention_pass: StatefulPass | None) -> Stretches:
@@ -158,5 +158,5 @@ def _normal(rows_TGK: Tensor) -> Tensor:
 
 
 def _for_heads(rows_TGK: Tensor, n_heads: int) -> Tensor:
-    """Groups repeated for the heads that share them: [T, H, K]."""
+    """Repeat each group for the heads that share it: [T, G, K] → [T, H, K]."""
     return rows_TGK.repeat_interleave(n_heads // rows_TGK.shape[1], dim=1)

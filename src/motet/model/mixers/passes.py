@@ -15,7 +15,7 @@ from motet.model.mixers.stretches import Stretches, cached_stretches, packed_str
 
 @dataclass
 class StatefulPass:
-    """An `AttentionPass` that mixers read too."""
+    """An `AttentionPass` that mixers also read."""
 
     attention: AttentionPass
     stretches: Stretches
@@ -30,7 +30,7 @@ class StatefulPass:
 
 
 class StatefulBackend:
-    """The `AttentionBackend` of a base with such layers, around that of its attention."""
+    """The `AttentionBackend` of a base whose layers keep states; wraps the backend of its attention layers."""
 
     def __init__(
         self, attention: AttentionBackend, device: torch.device, *, kernels: bool, chunked: bool = False

@@ -1,13 +1,13 @@
-"""Linear recurrences with a gate, token by token: of Gated DeltaNet (Yang et al. 2024) and of Mamba2 (Dao and Gu 2024).
+"""Gated linear recurrences, token by token: Gated DeltaNet (Yang et al. 2024) and Mamba2 (Dao and Gu 2024).
 
     S_t = a_t S_(t-1) + k_t δ_tᵀ        δ_t = β_t (v_t − a_t S_(t-1)ᵀ k_t), or v_t without the delta rule
     o_t = S_tᵀ q_t = a_t S_(t-1)ᵀ q_t + (q_t · k_t) δ_t
 
-Every token takes one step of one shape, in a prompt, in a packed batch and in decoding alike. So a sequence may be cut
-anywhere, and its bits do not depend on company. What reads S is one product of four rows, k and q and two of zeros: products of
-fewer rows have other bits in other company.
+Every token is one step of the same shape in prompts, packed batches and decoding. So a sequence may be cut anywhere,
+and its bits do not depend on other sequences. S is read by a product with four rows (k, q and two rows of zeros): the
+bits of products with fewer rows depend on the other sequences.
 
-The backward pass goes back step by step; it has S every KEPT steps, and takes those between again.
+The backward pass processes the steps in reverse; it has S saved every KEPT steps, and recomputes the states in between.
 
 Legend: R rows of a wave in the order of its steps, N stretches of a step, S stretches of the wave, H heads, K key width, V
 value width.
@@ -38,7 +38,7 @@ class RecurrentRows:
     log_decay_TH: Tensor
     """Log of a, at most 0."""
     beta_TH: Tensor | None
-    """Share of a value that replaces the old one; None without the delta rule."""
+    """Share of the old value that the new value replaces; None without the delta rule."""
 
 
 def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
@@ -122,7 +122,7 @@ class _Recurrence(torch.autograd.Function):
 
 
 def _delta(value_NHV: Tensor, decay_NH1: Tensor, held_NHV: Tensor, beta_NH: Tensor | None) -> Tensor:
-    """Added to the value that a key holds."""
+    """The amount added to the value stored under a key, [N, H, V]."""
     return value_NHV if beta_NH is None else beta_NH[..., None] * (value_NHV - decay_NH1 * held_NHV)
 
 

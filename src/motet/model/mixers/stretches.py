@@ -1,8 +1,8 @@
 """The order of packed rows within their sequences, for mixers that process a sequence token by token.
 
-Sequences are cut into stretches of consecutive rows, where others branch off (the end of a shared prefix). A stretch
-begins with the end state of another one, the state of a slot, or zeros. Stretches of one wave depend only on earlier
-waves, so they are processed together.
+A sequence is split into stretches of consecutive rows at each point where another sequence branches off (the end of a
+shared prefix). A stretch starts from the end state of another stretch, the state of a slot, or zeros. Stretches of one
+wave depend only on earlier waves, so they are processed together.
 
 Legend: T packed rows, S stretches of a wave, R rows of a wave, W taps of a convolution.
 """
@@ -21,7 +21,7 @@ from motet.model.attention.backend import Prefix, Span
 from motet.model.state_cache import StateCache
 
 KEPT = 32
-"""Steps between the states that are kept for the backward pass."""
+"""Steps between the states that are saved for the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Wave:
     """Stretches that are processed together, longest first."""
 
     rows_R: Tensor
-    """Packed rows: the first of every stretch, then the second of those that have one, and so on."""
+    """Packed rows by step: the first row of every stretch, then all second rows, and so on."""
     counts: tuple[int, ...]
-    """Number of stretches with a first row, a second, and so on."""
+    """Number of stretches with at least 1, 2, … rows."""
     before_S: Tensor | None
     """The state before each stretch: its slot, or its index among the ends of earlier waves; None for zeros."""
     ends_S: Tensor
@@ -69,7 +69,7 @@ class Stretches:
     kernels: bool = False
     """Whether kernels compute the recurrence."""
     chunked: bool = False
-    """Whether it is computed in chunks of tokens, without kernels."""
+    """Whether the recurrence is computed in chunks of tokens, without kernels."""
     _taps: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def taps(self, width: int, n_rows: int) -> Tensor:
@@ -113,7 +113,7 @@ def packed_stretches(
     kernels: bool = False,
     chunked: bool = False,
 ) -> Stretches:
-    """Stretches of whole sequences that together form all rows; each may continue an earlier one, its prefix.
+    """Stretches of whole sequences that together form all rows; a sequence may continue an earlier one, its prefix.
 
     Raises:
         ValueError: a prefix does not end in an earlier sequence.
@@ -158,7 +158,7 @@ def packed_stretches(
 def cached_stretches(
     spans: Sequence[Span], states: StateCache, device: torch.device, *, kernels: bool = False
 ) -> Stretches:
-    """Stretches of spans that continue the states of their slots, and store theirs there.
+    """Stretches of spans, which start from the states of their slots and write their end states back.
 
     Raises:
         ValueError: a span has no slot.

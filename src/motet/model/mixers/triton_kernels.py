@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The recurrence as Triton kernels: a program has one head of one stretch, and some columns of its state, in registers.
+"""The recurrence as Triton kernels. A program keeps some columns of the state of one head and stretch in registers.
 
-It goes through the stretch token by token, whatever its length, so a prompt, a packed batch and a decoded token take the same
-machine code. Sums over keys are inside a program; what the programs of a head's columns have in common is added by whoever
-launches them, in order. `triton_recurrence` launches them.
+It processes the stretch token by token, so prompts, packed batches and decoded tokens use the same machine code. Sums
+over keys stay within a program. For gradients shared by all columns of a head, each program writes its part, and
+`triton_recurrence`, which launches the kernels, adds the parts in order.
 
-Arguments in capitals are compiled in: the model's shape (KEYS and VALUES of a head, keys padded to LANES), the columns of a
-program (TILE), and whether there is the delta rule (DELTA).
+Uppercase arguments are compile-time constants: the model's shape (KEYS and VALUES of a head, keys padded to LANES), the
+columns per program (TILE), and whether the delta rule is used (DELTA).
 
 Legend: K keys, V columns of a program, R rows of a wave in the order of its steps, H heads.
 """
@@ -22,7 +22,7 @@ import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
-    """Compiled for the types of its arguments, so that no size or address changes the machine code."""
+    """Compile for argument types only, so that no size or address changes the machine code."""
     names = [name for name in inspect.signature(function).parameters if name.islower()]
     return triton.jit(function, do_not_specialize=names)
 
@@ -36,7 +36,7 @@ def _part(function: Callable[..., Any]) -> Any:
 def _state_places(
     index, head, n_heads, tile, KEYS: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr
 ):
-    """Where a program's part of a state [H, K, V] lies, and which of it there is."""
+    """Offsets of a program's part of a state [H, K, V], and the mask of offsets inside the state."""
     key_K, value_V = tl.arange(0, LANES)[:, None], tile * TILE + tl.arange(0, TILE)[None, :]
     first = (index.to(tl.int64) * n_heads + head) * (KEYS * VALUES)
     return first + key_K * VALUES + value_V, (key_K < KEYS) & (value_V < VALUES)
@@ -47,7 +47,7 @@ def _token(
     reads, value, decay, match, beta, place, tile,
     KEYS: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """What a row has for a head: k, q, v, a, q · k and beta."""
+    """Load the inputs of a row and head: k, q, v, a, q · k and beta."""
     key_K, value_V = tl.arange(0, LANES), tile * TILE + tl.arange(0, TILE)
     k_K = tl.load(reads + place * 4 * KEYS + key_K, mask=key_K < KEYS, other=0.0)
     q_K = tl.load(reads + (place * 4 + 1) * KEYS + key_K, mask=key_K < KEYS, other=0.0)
@@ -90,7 +90,7 @@ def forward(
     reads, value, decay, match, beta, begin, output, end, kept, starts, kept_starts, lengths, n_heads, keep, every,
     KEYS: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """What each row reads, the state after each stretch, and, where `keep` is 1, that before every so many steps."""
+    """Outputs, the state after each stretch and, if `keep` is 1, the state before steps 0, `every`, 2 · `every`, …"""
     stretch, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     value_V = tile * TILE + tl.arange(0, TILE)
     places, there = _state_places(stretch, head, n_heads, tile, KEYS, VALUES, LANES, TILE)
@@ -116,9 +116,9 @@ def backward(
     starts, kept_starts, lengths, n_heads, n_rows, every,
     KEYS: tl.constexpr, VALUES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Gradients: of k and q [tiles, R, H, 2, K], v [R, H, V], a, q · k and beta [tiles, R, H, 3], the states before.
+    """Gradients of k and q [tiles, R, H, 2, K], v [R, H, V], (a, q · k, beta) [tiles, R, H, 3] and the initial states.
 
-    `between` holds the states of `every` steps, for each stretch.
+    `between` is a buffer for the recomputed states of `every` steps of each stretch.
     """
     stretch, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     value_V = tile * TILE + tl.arange(0, TILE)

@@ -1,4 +1,4 @@
-"""The recurrence of `recurrence` with Triton kernels: one launch for all stretches of a wave, whatever their lengths.
+"""The recurrence of `recurrence` with Triton kernels: one launch for all stretches of a wave, of any lengths.
 
 With TRITON_INTERPRET=1 in the environment when this module is imported, the kernels run on a CPU, slowly.
 
@@ -19,7 +19,7 @@ from motet.model.mixers import triton_kernels
 from motet.model.mixers.stretches import KEPT, Wave
 
 TILE = 32
-"""Columns of a program's part of a state."""
+"""Columns of a state that one program computes."""
 
 
 def recur_by_kernels(wave: Wave, begin_SHKV: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
