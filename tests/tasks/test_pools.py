@@ -51,7 +51,7 @@ def test_each_pool_has_its_share_of_a_block_and_of_every_stretch(weights: list[f
 
 def test_every_step_has_the_shares_and_each_pool_goes_through_its_rows_pass_by_pass(tmp_path: Path) -> None:
     mixed = data(tmp_path, {"weights": {"easy": 3, "hard": 1}})
-    assert mixed.notes == ("rows by level: easy: 12, hard: 5; 3 rows of other values are left out",)
+    assert mixed.notes == ("rows by level: easy: 12, hard: 5; rows left out, with other values: 3",)
     steps = [mixed.window(8 * step, 8, 1, 8) for step in range(300)]
     for step in steps:
         assert Counter(problem.metadata["level"] for problem in step) == {"easy": 6, "hard": 2}
@@ -82,7 +82,7 @@ def test_weights_change_at_their_step(tmp_path: Path) -> None:
 
 def test_numbers_truths_and_nothing_are_values(tmp_path: Path) -> None:
     mixed = data(tmp_path, {"weights": {1.0: 1, 2.5: 1, "true": 1, None: 1}}, [1, 1.0, "1", 2.5, True, None, 7])
-    assert mixed.notes == ("rows by level: 1: 3, 2.5: 1, true: 1, null: 1; 1 rows of other values are left out",)
+    assert mixed.notes == ("rows by level: 1: 3, 2.5: 1, true: 1, null: 1; rows left out, with other values: 1",)
 
 
 def test_an_order_holds_within_each_pool(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_bad_weights_are_refused(tmp_path: Path, pools: dict[str, Any], said: st
 
 
 def test_values_that_no_row_has_are_told_with_those_that_are_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no row to train on has level 'hrad'; .* its 3 values: easy, hard, odd"):
+    with pytest.raises(DataError, match=r"no row to train on has level 'hrad'; rows have easy, hard, odd"):
         data(tmp_path, {"weights": {"easy": 1}, "changes": {9: {"hrad": 1}}})
     with pytest.raises(DataError, match=r"rows.jsonl row 1 has no column 'lvl'. Its columns: level"):
         data(tmp_path, {"column": "lvl", "weights": {"easy": 1}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from motet.errors import DataError
 from motet.types import Problem
 
 Places = NDArray[np.int64]
+_MOST_NAMED, _SAID, _SHOWN = 1000, 10, 60
+"""Values without a weight that are counted; values in a message; characters of a value there."""
 BLOCK = 1024
 """Positions in which each pool has its share exactly, to one position."""
 
@@ -56,41 +59,42 @@ def block(weights: Sequence[float]) -> Places:
     return pools[np.argsort(places, kind="stable")]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Pools:
     """Which row is at which position; a pure function of the configuration, the rows and the seed."""
 
     config: PoolsConfig
-    rows: tuple[tuple[int, ...], ...]
+    rows: tuple[Places, ...]
     """Places of each pool's rows in the training data, in the order of `config.values`."""
 
     @classmethod
-    def of(cls, config: PoolsConfig, problems: Sequence[Problem], source: str) -> tuple[Pools, list[int], str]:
+    def of(cls, config: PoolsConfig, problems: Sequence[Problem], source: str) -> tuple[Pools, Places, str]:
         """The pools, the rows that they have, by their places in `problems`, and a note about both.
 
         Raises:
             DataError: rows lack the column, or no row has a value that has a weight.
         """
-        found: dict[str, list[int]] = {}
+        pools, others = {value: number for number, value in enumerate(config.values)}, Counter[str]()
+        found = np.full(len(problems), -1, np.int32)
         for place, problem in enumerate(problems):
             if config.column not in problem.metadata:
                 raise DataError(
                     f"data.pools: {source} row {problem.id + 1} has no column {config.column!r}. Its columns: "
                     f"{', '.join(problem.metadata) or 'none'}"
                 )
-            found.setdefault(pool_of(problem.metadata[config.column]), []).append(place)
-        if missing := [value for value in config.values if value not in found]:
-            most = sorted(found, key=lambda value: -len(found[value]))[:10]
-            raise DataError(
-                f"data.pools: no row to train on has {config.column} {missing[0]!r}; the most frequent of its "
-                f"{len(found)} values: {', '.join(most)}"
-            )
-        used = sorted(place for value in config.values for place in found[value])
-        new = {place: index for index, place in enumerate(used)}
-        rows = tuple(tuple(new[place] for place in found[value]) for value in config.values)
-        counts = ", ".join(f"{value}: {len(own)}" for value, own in zip(config.values[:10], rows, strict=False))
+            value = pool_of(problem.metadata[config.column])
+            found[place] = pools.get(value, -1)
+            if found[place] < 0 and len(others) < _MOST_NAMED:
+                others[value[:_SHOWN]] += 1
+        used = np.flatnonzero(found >= 0)
+        rows = tuple(np.flatnonzero(found[used] == number) for number in pools.values())
+        named = {value[:_SHOWN]: len(own) for value, own in zip(pools, rows, strict=True)}
+        if missing := [value for value, n in named.items() if not n]:
+            known = ", ".join(value for value, n in (Counter(named) + others).most_common(_SAID))
+            raise DataError(f"data.pools: no row to train on has {config.column} {missing[0]!r}; rows have {known}")
+        counts = ", ".join(f"{value}: {n}" for value, n in [*named.items()][:_SAID])
         left_out = len(problems) - len(used)
-        rest = f"; {left_out} rows of other values are left out" if left_out else ""
+        rest = f"; rows left out, with other values: {left_out}" if left_out else ""
         return cls(config, rows), used, f"rows by {config.column}: {counts}{rest}"
 
     def window(self, first: int, stop: int, seed: int, per_step: int, shuffle: bool) -> list[int]:
@@ -108,7 +112,7 @@ class Pools:
             mine, rows = here == pool, self.rows[pool]
             order = order_of(len(rows), seed, f"shuffle {self.config.values[pool]}", shuffle)
             wanted = passes(len(rows), before[pool], before[pool] + mine.sum(), order)
-            places[mine] = [rows[index] for index in wanted]
+            places[mine] = rows[wanted]
         return places.tolist()
 
 
