@@ -1,6 +1,6 @@
 """Keeps freed tensor memory in the process: glibc would return it to the system after every large tensor.
 
-Each forward pass would then touch fresh pages, a fifth of the time of decoding SmolLM2 on a CPU.
+Each forward pass would then fault in fresh pages, which takes a fifth of SmolLM2's decoding time on a CPU.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def give_back_freed_memory() -> bool:
 
 
 def memory_apart(n_bytes: int) -> mmap.mmap:
-    """Zeros whose memory returns to the system as soon as it is unused, for vectors with long and unequal lives.
+    """Zeroed memory outside the heap that returns to the system when unused, for vectors with unequal lifetimes.
 
-    In the heap such a vector leaves a hole when it is freed. glibc before 2.38 gives an aligned vector of the same size no such
-    hole, so that the heap grew by 8 bytes for each parameter of an adapter that was parked.
+    In the heap, a freed vector leaves a hole. glibc before 2.38 does not reuse it for an aligned vector of the same
+    size, so the heap grew by 8 bytes per parameter of each parked adapter.
     """
     return mmap.mmap(-1, max(1, n_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Disable garbage collection while importing libraries: their objects stay, and collections took a sixth of the time."""
+    """Disable garbage collection while importing libraries: it took a sixth of the time, and their objects stay."""
     enabled = gc.isenabled()
     gc.disable()
     try:

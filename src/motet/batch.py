@@ -37,10 +37,10 @@ class Sample:
     advantages: FloatArray  # [T]
     versions: IntArray  # [T]
     weights: FloatArray | None = None  # [T] or [T, K] factor of each token's loss in the sum; None is all ones
-    targets: IntArray | None = None  # [T] or [T, K] what the tokens before each place predict; None is the token there
-    reference_logprobs: FloatArray | None = None  # [T] of the base, where a loss or a metric asks for it
+    targets: IntArray | None = None  # [T] or [T, K] tokens to predict at each position; None is token_ids
+    reference_logprobs: FloatArray | None = None  # [T] of the base, if a loss or a metric needs it
     proximal_logprobs: FloatArray | None = None  # [T] of the policy at the step's start, for off-policy corrections
-    ratio_mask: FloatArray | None = None  # [T] 1 where a token counts in the ratio of its sequence; None is everywhere
+    ratio_mask: FloatArray | None = None  # [T] 1 where a token counts in the ratio of its sequence; None is all ones
 
     @property
     def n_tokens(self) -> int:
@@ -54,7 +54,7 @@ class Sample:
 
     @property
     def n_targets(self) -> int:
-        """Targets of each such token."""
+        """Number of targets of each trainable token."""
         return 1 if self.targets is None or self.targets.ndim == 1 else self.targets.shape[1]
 
     @property
@@ -65,22 +65,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class Example:
-    """A sequence of a row of data, and which of its tokens are learned."""
+    """A token sequence from a data row, and which of its tokens are trained."""
 
     token_ids: IntArray  # [T]
     loss_mask: BoolArray  # [T]
-    targets: IntArray | None = None  # [T, K] what a teacher thought likely at each place; None is the token there
-    shares: FloatArray | None = None  # [T, K] the probabilities that it gave them
+    targets: IntArray | None = None  # [T, K] tokens that a teacher finds likely at each position; None is token_ids
+    shares: FloatArray | None = None  # [T, K] the teacher's probabilities of them
 
     @property
     def n_learned(self) -> int:
-        """Tokens that are learned."""
+        """Number of trained tokens."""
         return int(self.loss_mask.sum())
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of data as an algorithm learns it: one example, or several that are compared."""
+    """A data row in the form that an algorithm trains on: one example, or several to compare."""
 
     examples: tuple[Example, ...]
     liked: bool = True
@@ -104,9 +104,9 @@ def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
 
 
 def shared_prefixes(samples: Sequence[Sample]) -> tuple[int, ...]:
-    """For each sample how many tokens it begins with as the sample before it does; its last token is always its own.
+    """For each sample, the length of its common prefix with the sample before it; its last token never counts.
 
-    So the branches of a rollout, and the rollouts of a group that began alike, leave out all that was read before they parted.
+    Branches of a rollout, and rollouts of a group that begin alike, thus compute their common prefix once.
     """
     shared = [0] * len(samples)
     for index in range(1, len(samples)):
@@ -119,7 +119,7 @@ def shared_prefixes(samples: Sequence[Sample]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class AdamW:
-    """One step of AdamW; the moments are the trainer's, everything else comes with the step."""
+    """Settings of one AdamW step; the trainer keeps the moments."""
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
@@ -150,7 +150,7 @@ class LossInputs:
     """Inputs of a loss; float32 on one device. Logprobs are `log_softmax(fp32 logits / temperature)` of the token."""
 
     logprobs_N: Tensor  # [N]
-    """Of the policy; the one tensor with a gradient."""
+    """Of the policy; the only tensor with a gradient."""
     entropy_N: Tensor  # [N]
     """Of the policy's whole distribution; a metric only."""
     sampler_logprobs_N: Tensor  # [N]
@@ -167,7 +167,7 @@ class LossInputs:
     ratio_mask_N: Tensor | None = None  # [N]
     """1 where a token counts in the ratio of its sequence, else 0; a client's `gspo` uses it."""
     functions: LossFunctions | None = None
-    """Own kernels' functions; None is torch's."""
+    """Functions of Motet's kernels; None uses torch's."""
 
 
 class Loss(Protocol):
@@ -189,13 +189,13 @@ class Segment:
     denominator: float = 1.0
     """Divides summed token losses; computed from the job's complete step."""
     temperature: float = 1.0
-    """Of the logprobs."""
+    """Temperature of the logprobs."""
     share_prefixes: bool = False
-    """Whether neighbouring samples share all that they begin with, not only a group's prompt."""
+    """Whether neighbouring samples share their whole common prefix, not only a group's prompt."""
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
-        """For each sample, the number of initial tokens whose rows are those of the sample before it."""
+        """For each sample, the number of initial tokens that use the rows of the sample before it."""
         return shared_prefixes(self.samples) if self.share_prefixes else shared_prompts(self.samples)
 
     @property
@@ -261,7 +261,7 @@ class Trained:
 
     stats: LossStats
     logprobs: tuple[FloatArray, ...]  # [T] or [T, K] per sample
-    """Of the targets, by the weights that were in use; 0 where nothing is trained."""
+    """Logprobs of the targets under the weights in use; 0 at positions that are not trained."""
 
 
 @dataclass(frozen=True)
@@ -274,4 +274,4 @@ class OptimStats:
     skipped: bool
     """The gradient was not finite: weights, moments and AdamW's count are as before."""
     adapter_norm: float | None = None
-    """Of all weights of the adapter after the step; None where the trainer does not say."""
+    """Norm of all weights of the adapter after the step; None if the trainer does not report it."""

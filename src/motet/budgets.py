@@ -16,7 +16,7 @@ _SMALL_MODEL = 500_000_000
 
 
 _JUDGED_AT_ONCE = 8
-"""Questions to the base as a judge for which there is room beside a full decode batch."""
+"""Questions to the base as a judge that fit into the KV cache in addition to a full decode batch."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Need:
     prompt_tokens: int
     new_tokens: int
     judge_tokens: int = 0
-    """A question to the base as a judge, with its answer."""
+    """Tokens of one question to the base as a judge, with its answer."""
 
 
 def cores() -> int:
@@ -50,7 +50,7 @@ def gpus() -> int:
 
 
 def idle_gpus(config: HostConfig, device: str, gpus: int) -> list[str]:
-    """A note for each part that uses the CPU of a machine with GPUs although no setting says so; `device` is the trainer's."""
+    """Notes about parts that use the CPU by default on a machine with GPUs; `device` is the trainer's."""
     if not gpus or device != "cpu":
         return []
     have, lines = f"this machine has {gpus} GPU{'s' if gpus > 1 else ''}", []
@@ -65,13 +65,13 @@ def idle_gpus(config: HostConfig, device: str, gpus: int) -> list[str]:
 
 
 def samplers(threads: int, base_bytes: int, memory: int) -> int:
-    """Sampling processes: one for each further core, as far as copies of the base take a quarter of the free memory."""
+    """Number of sampling processes: one per core but the first, while their bases fit into a quarter of `memory`."""
     copies = memory // 4 // max(1, 2 * base_bytes)  # weights and their second copy
     return max(0, min(threads - 1, copies, _MOST_SAMPLERS))
 
 
 def tick_threads(threads: int, n_samplers: int, n_parameters: int) -> int:
-    """Torch threads of this process while it samples: one where others sample beside it, or the base is small."""
+    """Torch threads of this process while it samples: one if other processes sample too, or if the base is small."""
     return 1 if n_samplers or n_parameters < _SMALL_MODEL else threads
 
 
@@ -113,7 +113,7 @@ def _in_stat(stat: Path, name: str) -> int:
 
 
 def rows_with_states(max_rows: int, state_bytes: int, memory: int) -> int:
-    """Rows of the decode batch whose states, and those of a prompt beside them, fit into half of the memory; at least one."""
+    """Rows of the decode batch whose states, plus one prompt's, fit into half of the memory; at least one."""
     if not state_bytes:
         return max_rows
     return max(1, min(max_rows, memory // 2 // state_bytes - 1))

@@ -1,7 +1,7 @@
 """A typed channel to a child process: tagged structs, one line of JSON each, over its standard input and output.
 
-The parent has a `Child` in an event loop or a `ChildProcess` in threads; the child has its `Parent`. A child ends when
-its input ends, so also when its parent is killed. Dataclasses and numpy arrays may be fields. Floats are preserved bit
+The parent uses `Child` in an event loop or `ChildProcess` in threads; the child uses `Parent`. A child exits when its
+input ends, as it does when the parent is killed. Dataclasses and numpy arrays may be fields. Floats are preserved bit
 for bit, including NaN, and texts may contain invalid UTF-8.
 """
 
@@ -28,20 +28,20 @@ from motet import wall
 from motet.errors import EngineError
 
 LONGEST_LINE = 2**26
-"""Bytes of a line: a reader gives up at a longer one."""
+"""Longest line in bytes; a reader fails on a longer one."""
 END_SECONDS = 5.0
-"""Time for a process to end by itself."""
+"""Time that a process gets to exit before it is killed."""
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
-    """Base of all messages; the name of its class is its tag."""
+    """Base class of all messages; a message's tag is its class name."""
 
 
 Received = TypeVar("Received")
 
 
 def encode(message: ChannelMessage) -> bytes:
-    """A message as a line.
+    """Encode a message as one line.
 
     Raises:
         EngineError: it is too long for the reader.
@@ -53,10 +53,10 @@ def encode(message: ChannelMessage) -> bytes:
 
 
 def decode(line: bytes, kinds: Any) -> Any:
-    """The message of a line; `kinds` is the union of the messages that may come.
+    """Decode a line; `kinds` is the union of the expected message types.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the line is none of them.
     """
     return msgspec.convert(json.loads(line), kinds, dec_hook=_array)
 
@@ -68,13 +68,13 @@ def _plain(value: Any) -> Any:
 
 
 def _array(kind: Any, value: Any) -> Any:
-    """An array as its annotation says: `NDArray[np.float32]`."""
+    """Convert to an array of the annotated dtype, such as `NDArray[np.float32]`."""
     (dtype,) = get_args(get_args(kind)[1])
     return np.asarray(value, dtype)
 
 
 class Child(Generic[Received]):
-    """A child process, as its parent sees it. Lives in one event loop."""
+    """The parent's end of the channel to a child process, for one event loop."""
 
     def __init__(
         self,
@@ -83,18 +83,18 @@ class Child(Generic[Received]):
         writer: asyncio.StreamWriter,
         end: Callable[[], Awaitable[None]],
     ) -> None:
-        """`kinds` is the union of the messages that it may send; `end` ends it where it has not ended, and waits for that."""
+        """`kinds` is the union of messages it may send; `end` kills it if it still runs, and waits for its exit."""
         self._kinds, self._reader, self._writer, self._end = kinds, reader, writer, end
         self.translate: Callable[[ChannelMessage], ChannelMessage] = lambda message: message
-        """What is sent in place of a message."""
+        """Replaces each message before it is sent."""
 
     @classmethod
     async def start(
         cls, module: str, kinds: Any, log: Path | None, *, without: Collection[str] = ()
     ) -> Child[Received]:
-        """Start `python -m module`; its output is appended to a file, or goes to standard error.
+        """Start `python -m module`; its standard error is appended to `log`, or inherited if None.
 
-        It gets this process's environment `without` these variables.
+        The child gets this process's environment, except the variables in `without`.
         """
         with contextlib.ExitStack() as stack:
             out = None if log is None else stack.enter_context(log.open("ab"))
@@ -110,48 +110,48 @@ class Child(Generic[Received]):
         async def end() -> None:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)  # not its `kill`, which may take the exit status from the loop
+                    os.kill(process.pid, signal.SIGKILL)  # `process.kill` could take the exit status from the loop
             await process.wait()
 
         return cls(kinds, process.stdout, process.stdin, end)
 
     def send(self, message: ChannelMessage) -> None:
-        """Send one message; to a process that is gone, nothing."""
+        """Send one message; does nothing if the process is gone."""
         if not self._writer.is_closing():
             self._writer.write(encode(self.translate(message)))
 
     async def messages(self) -> AsyncIterator[Received]:
-        """Yield its messages until it dies."""
+        """Yield its messages until it exits."""
         with contextlib.suppress(ConnectionError):
             async for line in self._reader:
-                if line.endswith(b"\n"):  # not one that was cut off when the process was killed
+                if line.endswith(b"\n"):  # else it was cut off when the process was killed
                     yield decode(line, self._kinds)
 
     def close_input(self) -> None:
-        """Let it end."""
+        """Close its input, so that the process exits."""
         self._writer.close()
 
     async def kill(self) -> None:
-        """End it, where it has not ended, and wait for that."""
+        """Kill the process if it still runs, and wait for its exit."""
         self.close_input()
         await self._end()
 
 
 class ProcessStreams:
-    """The two streams of a process, for threads."""
+    """Input and output streams of a process, for use in threads."""
 
     def __init__(self, lines: IO[bytes], out: IO[bytes]) -> None:
         """`lines` is its output, `out` its input."""
         self.lines, self.out = lines, out
 
     def send(self, message: ChannelMessage) -> None:
-        """Send one message; only the reader notices that a process is gone."""
+        """Send one message. No error if the process is gone: the reader notices that."""
         with contextlib.suppress(OSError, ValueError):
             self.out.write(encode(message))
             self.out.flush()
 
     def messages(self, kinds: Any) -> Iterator[Any]:
-        """Yield its messages, each of one of `kinds`, until it is gone."""
+        """Yield its messages until it is gone; `kinds` as in `decode`."""
         with contextlib.suppress(OSError):
             for line in self.lines:
                 if not line.endswith(b"\n"):  # it was killed while it wrote
@@ -160,10 +160,10 @@ class ProcessStreams:
 
 
 class ChildProcess(ProcessStreams):
-    """A process that this one starts: `python -m module`."""
+    """A child process, started with `python -m module`."""
 
     def __init__(self, module: str, log: Path | None, **variables: str) -> None:
-        """`log` is where its errors go, thrown away without one; `variables` are set in its environment."""
+        """Its standard error is appended to `log`, or discarded if None; `variables` are added to its environment."""
         self._log = log
         with contextlib.ExitStack() as stack:
             stderr = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
@@ -178,17 +178,17 @@ class ChildProcess(ProcessStreams):
         self.pid = self._process.pid
 
     def how_it_ended(self) -> str:
-        """Wait for its end: its status, and where its errors are."""
+        """Wait for its exit; returns its status and the path of its errors."""
         status = self._process.wait()
         what = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         return what if self._log is None else f"{what}; its last words are in {self._log}"
 
     def kill(self) -> None:
-        """End it at once, by its id."""
+        """Kill the process at once."""
         self._process.kill()
 
     def close(self) -> None:
-        """Close its input, and kill it where it does not end."""
+        """Close its input, and kill the process if it does not exit within `END_SECONDS`."""
         with contextlib.suppress(OSError):
             self.out.close()
         try:
@@ -199,10 +199,10 @@ class ChildProcess(ProcessStreams):
 
 
 class Parent(Generic[Received]):
-    """The parent of this process, which has given it its standard streams or an address. Threads may share it."""
+    """The child's end of the channel: its standard streams, or a connection. Any thread may send."""
 
     def __init__(self, kinds: Any, lines: BinaryIO | None = None, out: BinaryIO | None = None) -> None:
-        """Take the streams over: nothing that a library prints may pass for a message. `kinds` as in `Child`."""
+        """Redirect stdout to stderr, so that prints of libraries are not read as messages. `kinds` as in `decode`."""
         self.lines, self._kinds = lines or sys.stdin.buffer, kinds
         self._out: BinaryIO = out or os.fdopen(os.dup(sys.stdout.fileno()), "wb")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -210,7 +210,7 @@ class Parent(Generic[Received]):
 
     @classmethod
     def at(cls, address: str, token: str, kinds: Any) -> Parent[Received]:
-        """Connect to a parent on another machine, which listens at `host:port` and knows the token."""
+        """Connect to a parent that listens at `host:port`, perhaps on another machine; the first line is the token."""
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host, int(port)))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -229,13 +229,13 @@ class Parent(Generic[Received]):
             self._out.flush()
 
     def first(self) -> Received | None:
-        """Wait for one message; None where the input has ended."""
+        """Wait for one message; None if the input has ended."""
         line = self.lines.readline()
         message: Received | None = decode(line, self._kinds) if line else None
         return message
 
     def resume(self) -> None:
-        """Send from now on, which this one does from the start."""
+        """Do nothing: this class sends from the start (compare `motet.hosting.line`)."""
 
     def on_hang_up(self, call: Callable[[], object]) -> None:
         """Call a function in a separate thread as soon as the parent is gone, whatever this process is doing."""
@@ -256,7 +256,7 @@ class Parent(Generic[Received]):
             try:
                 for line in self.lines:
                     loop.call_soon_threadsafe(messages.put_nowait, decode(line, self._kinds))
-            finally:  # also when it sent nonsense
+            finally:  # also after an invalid message
                 loop.call_soon_threadsafe(messages.put_nowait, None)
 
         threading.Thread(target=read, name="motet-messages", daemon=True).start()

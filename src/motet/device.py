@@ -1,8 +1,8 @@
 """Runs work on the device: decode ticks and training calls take turns on one thread.
 
-Engines and trainers have no thread; the code that composes a run creates one `Device` for both. Tenants take turns by
-the time that they have used. Within a tenant, ticks get as much time as the last call took, and vice versa, so neither
-sampling nor training starves; one without work passes its turn on.
+Engines and trainers have no thread; the code that composes a run creates one `Device` for both. The tenant that has
+used the least time is next. Within a tenant, ticks get as much time as the last call took, and vice versa, so neither
+sampling nor training starves; if one has no work, the other continues.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 
 
 _NEXT_CALL_SECONDS = 0.005
-"""For which ticks wait for the next call of a job that has just made one, while calls are owed time: a step makes several."""
+"""While calls are owed time, ticks wait this long after a call for the job's next one: a step makes several."""
 
 
 _CALLS, DECODES, WAITS = "calls", "decodes", "waits"
-"""Where tenants may have something to do: calls; tokens that the next tick can make; anything at the decoder."""
+"""Places where tenants have work: queued calls; sequences that the next tick can decode; anything at the decoder."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class BusyTime:
     accepted: int = 0
     """Accepted drafts among these."""
     turns: float = 0.0
-    """Of all calls and ticks on the device's thread."""
+    """Seconds of all calls and ticks on the device's thread."""
     started: float = field(default_factory=time.monotonic)
     _decoded: Counter[str] = field(default_factory=Counter)
     _spent: dict[str, float] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class BusyTime:
         Args:
             seconds: duration.
             full: part of it with a full batch.
-            parts: microseconds by name; the rest of the seconds is divided in proportion.
+            parts: microseconds by job; the rest of the seconds is divided in proportion.
         """
         with self._lock:
             self.decode += seconds
@@ -64,20 +64,20 @@ class BusyTime:
             self._decoded.update(parts)
 
     def checked(self, drafted: int, accepted: int) -> None:
-        """Add drafts that were checked, and how many of them were right."""
+        """Add numbers of checked and accepted drafts."""
         with self._lock:
             self.drafted += drafted
             self.accepted += accepted
 
     def called(self, seconds: float, owners: Mapping[str, float]) -> None:
-        """Add time of a training call to those it was for, by their parts of it; `train` and `full` are the caller's."""
+        """Divide a call's time among its owners in proportion to their parts; the caller updates `train` and `full`."""
         whole = sum(owners.values())
         with self._lock:
             for name, part in owners.items():
                 self._spent[name] = self._spent.get(name, 0.0) + seconds * (part / whole if whole else 1 / len(owners))
 
     def read(self) -> tuple[float, dict[str, int], dict[str, float]]:
-        """Seconds of decoding, their microseconds by name, and seconds in training calls by name, all so far."""
+        """Totals so far: seconds of decoding, microseconds of decoding by job, and seconds of calls by job."""
         with self._lock:
             return self.decode, dict(self._decoded), dict(self._spent)
 
@@ -87,9 +87,9 @@ _payer: ContextVar[Payer] = ContextVar("payer of calls of a device", default=Pay
 
 @contextlib.contextmanager
 def used_by(owner: str, tenant: str = "", share: float = 1.0) -> Iterator[None]:
-    """Charge calls in the block to a job or to a tenant's completions, and wait for that tenant's turn.
+    """Charge calls in the block to a job or to a tenant's completions; they run when it is that tenant's turn.
 
-    Without a name they only wait: they are charged separately.
+    With an empty `owner` they are not charged here, but wait for the tenant's turn all the same.
     """
     token = _payer.set(Payer(owner, tenant, share))
     try:
@@ -125,11 +125,11 @@ class Device:
     def __init__(
         self, turn: Callable[[bool], None] | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`turn` is called in the device's thread: with True before calls run, with False before ticks and light calls do."""
+        """`turn` is called in the device's thread: with True before calls, with False before ticks and light calls."""
         self._clock = clock
         self.busy = BusyTime()
         self.turns = TenantTurns()
-        """Used in the device's thread, by whoever decodes too."""
+        """Used in the device's thread only, also by the decoder."""
         self._turn = turn
         self._calling: bool | None = None
         self._owners: Mapping[Payer, float] = {}
@@ -239,7 +239,7 @@ class Device:
                 return
 
     def _next_call(self, owed: float, *, working: bool) -> _QueuedCall | None:
-        """Take the first call of the tenant that had the least time; None where ticks come first."""
+        """Take the first call of the tenant that has used the least time; None if ticks come first."""
         if not self._calls and not working:
             return None
         self.turns.come({one.payer.tenant for one in self._calls}, _CALLS)
@@ -268,7 +268,7 @@ class Device:
 
 
 def _any_left(ticks: list[Callable[[], bool]]) -> bool:
-    """Give every tick its turn (no short cut at the first that has more)."""
+    """Run every tick, without stopping at the first that has more work; returns whether any has."""
     left = False
     for tick in ticks:
         left = tick() or left

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from motet.training.torch_trainer import TorchTrainer
 
 _SPINS = "2000"
-"""Turns of libgomp's waiting loop, some ten microseconds."""
+"""Iterations of libgomp's spin loop before a thread sleeps, about ten microseconds."""
 
 
 def _spin_briefly() -> None:
-    """Let OpenMP's threads sleep soon at a barrier, unless the environment says how they wait; before torch is imported.
+    """Make OpenMP threads sleep soon at a barrier, unless OMP_WAIT_POLICY is set; call before torch is imported.
 
-    Where another process takes a core, a thread that spins burns the time slice that its partner needs: with GNU OpenMP's
-    default, training on two busy cores took up to ten times as long. A short spin costs nothing measurable on a quiet machine.
+    If another process takes a core, a spinning thread uses up the time slice that its partner needs: with GNU OpenMP's
+    default, training on two busy cores took up to ten times as long. A short spin has no measurable cost otherwise.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
@@ -54,12 +54,12 @@ def _spin_briefly() -> None:
 
 @without_collections()
 def warm_up() -> None:
-    """Import what loading a base needs, which takes most of its time; for a process that does nothing else."""
+    """Import the modules that loading a base needs, which is most of its time; for a process that does nothing else."""
     keep_freed_memory()
     _spin_briefly()
     importlib.import_module("motet.model.load")
-    importlib.import_module("transformers.modeling_utils")  # with most of the library
-    gc.freeze()  # modules are no garbage: nobody looks through them again
+    importlib.import_module("transformers.modeling_utils")  # imports most of the library
+    gc.freeze()  # exclude imported modules from later collections
 
 
 def open_base(
@@ -70,13 +70,13 @@ def open_base(
     *,
     of_torchrun: bool = False,
 ) -> LoraModel | ShardedBase:
-    """Load and prove the base of a host; where it asks for ranks, their processes end with `stack`. `own` as in `load`.
+    """Load and prove the base of a host. If it has ranks, their processes end with `stack`. `own` as in `load`.
 
-    Torchrun has started those processes already where `of_torchrun` is true.
+    With `of_torchrun`, torchrun has already started those processes.
 
     Raises:
-        BaseModelError: with the reason.
-        RankGone: a process that a part of it was to lie on ended.
+        BaseModelError: the base cannot be used; the message says why.
+        RankGone: the process of a rank ended.
     """
     engine = config.engine
     if engine.n_ranks == 1:
@@ -96,7 +96,7 @@ def open_base(
 
 
 def load_for(config: HostConfig, own: Choice | None = None) -> LoraModel:
-    """`load`, for adapters that whoever samples can have."""
+    """`load`; without adapters on experts if servers sample, because they cannot use them."""
     base = load(config.base, config.engine, own)
     if base.info.experts and config.rollout.engine != "embedded":
         from motet.model.experts import NEED_OWN_SAMPLING
@@ -106,11 +106,11 @@ def load_for(config: HostConfig, own: Choice | None = None) -> LoraModel:
 
 
 def load(base: str, config: EngineConfig, own: Choice | None = None) -> LoraModel:
-    """Load and prove a base. `own` is what kernels `auto` means where own kernels cover the base, the fastest by default.
+    """Load and prove a base. `own` is the choice for `engine.kernels: auto`, by default the fastest here.
 
     Raises:
-        BaseModelError: with the reason.
-        ConfigError: own kernels are asked for and are not compiled.
+        BaseModelError: the base cannot be used; the message says why.
+        ConfigError: Motet's kernels are selected but not compiled.
     """
     keep_freed_memory()
     _spin_briefly()
@@ -118,16 +118,16 @@ def load(base: str, config: EngineConfig, own: Choice | None = None) -> LoraMode
 
     with ThreadPoolExecutor(1) as passing:
         loaded = passing.submit(_load, base, config, own).result()
-    torch.set_num_threads(1)  # of threads that start from now on; the device's takes what it needs
+    torch.set_num_threads(1)  # for threads that start from now on; the device's thread sets its own number
     return loaded
 
 
 @without_collections()
 def _load(base: str, config: EngineConfig, own: Choice | None) -> LoraModel:
-    """Runs in a thread that ends afterwards.
+    """Run in a thread that ends afterwards, so that only the device's thread keeps an OpenMP team.
 
-    OpenMP keeps a team for each thread that ever asked for one, and as soon as there are more threads than cores, every
-    team waits by sleeping: training took half as long again. So only the device's thread may have a team that lasts.
+    OpenMP keeps a team for each thread that has used one. With more threads than cores, every team waits by sleeping,
+    and training took 1.5 times as long.
     """
     import torch
 
@@ -146,12 +146,12 @@ def assemble(
     *,
     alone: bool = True,
 ) -> Workshop:
-    """Everything that jobs on a host share: `wanted` are its jobs, or the largest that may come.
+    """Build everything that jobs on a host share; `wanted` are its jobs, or the largest job that may come.
 
-    Where no other host takes memory (`alone`), it is seen whether there is enough for adapters in all slots.
+    If no other host uses the memory (`alone`), also checks that adapters in all slots fit.
 
     Raises:
-        ConfigError: the settings of servers cannot work, or there is no memory for a single adapter.
+        ConfigError: the settings of servers cannot work, or not even one adapter fits.
     """
     from motet.model.lora_model import LoraModel
     from motet.training.sharded.trainer import ShardedTrainer
@@ -184,7 +184,7 @@ def _build_on_servers(
     wanted: Sequence[JobConfig] | Largest,
     trainer: Trainer | None,
 ) -> Workshop:
-    """A trainer, on this device where none is given, and an engine that asks servers."""
+    """An engine that samples on servers, and a trainer: the given one, or one on this device."""
     import torch
 
     from motet import servers
@@ -223,10 +223,10 @@ def _build_on_servers(
 
 
 def check_directories(config: EngineConfig) -> None:
-    """Refuse a place for what is not to be on the device that is no directory.
+    """Check that `engine.parking` and `engine.offload`, if set, are directories.
 
     Raises:
-        ConfigError: which it is.
+        ConfigError: one of them is not; the message names it.
     """
     for name, path in (("parking", config.parking), ("offload", config.offload)):
         if path is not None and not (place := Path(os.path.expanduser(path))).is_dir():
@@ -237,7 +237,7 @@ def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
     """The trainer that a configuration asks for.
 
     Raises:
-        ConfigError: there is no directory for what is not to be on the device.
+        ConfigError: see `check_directories`.
     """
     from motet.training.torch_trainer import TorchTrainer
 
@@ -252,14 +252,14 @@ def build(
     log: Path | None = None,
     elsewhere: Trainer | None = None,
 ) -> Workshop:
-    """Engine and trainer on one base and one device; errors of sampling processes go to `log`. `elsewhere` trains instead."""
+    """An embedded engine and a trainer, or `elsewhere`, on one device; sampling processes write errors to `log`."""
     import torch
 
     from motet.model.accelerator import free_memory
     from motet.rollout.embedded import EmbeddedEngine, SameTensors, SavedFiles
     from motet.rollout.spread import SpreadEngine
 
-    base.read_keys_in_blocks(config.block_size)  # who brings a base of their own may have loaded it with another
+    base.read_keys_in_blocks(config.block_size)  # callers may have loaded their base with another block size
     n_samplers = _samplers(base, config)
     rows, threads = max(4, -(-config.max_rows // (1 + n_samplers))), budgets.threads_of(config)
     if base.kernels is not None:
@@ -277,7 +277,7 @@ def build(
     tick_threads = budgets.tick_threads(threads, n_samplers, base.info.n_parameters)
 
     def turn(training: bool) -> None:
-        """Training takes every core; sampling takes one in each process."""
+        """Training uses every core. Sampling uses `tick_threads` here, and one core in each sampling process."""
         if base.info.device == "cpu":
             torch.set_num_threads(threads if training else tick_threads)
         if spread is not None:
@@ -307,7 +307,7 @@ def build(
 
 
 def _memory_beside(info: ModelInfo, free: int, n_samplers: int, limits: dict[str, int]) -> FreeMemory:
-    """`limits` are those of each process that samples; those besides this one have a base each."""
+    """`limits` apply to each process that samples; sampling processes also have a copy of the base each."""
     caches = limits["kv_tokens"] * info.kv_bytes_per_token + (limits["max_rows"] + 1) * info.state_bytes
     if info.device != "cpu":
         return FreeMemory(free, caches, limits["host_kv_bytes"])
@@ -349,7 +349,7 @@ def _start_samplers(
 
 @contextlib.contextmanager
 def sampling(base: LoraModel, config: EngineConfig, rows: int, tokens: int) -> Iterator[EmbeddedEngine]:
-    """An engine without a trainer, on a device of its own: `rows` completions at a time, of `tokens` tokens in all."""
+    """An engine without a trainer, on its own device, for `rows` completions at a time of `tokens` tokens in total."""
     import torch
 
     from motet.rollout.embedded import EmbeddedEngine
@@ -376,7 +376,7 @@ def sampling(base: LoraModel, config: EngineConfig, rows: int, tokens: int) -> I
 def services(
     workshop: Workshop, directory: RunDirectory, info: ModelInfo, rewards: RewardPool | None = None
 ) -> Services:
-    """What the jobs of a run share; rewards at HTTP addresses may be anywhere, unless `rewards` says otherwise."""
+    """The services that jobs of a run share; the default reward pool may call any HTTP address."""
     config = workshop.config
     scheduler = FairScheduler(workshop.engine.capacity + workshop.engine.capacity // 2)
     if rewards is None:

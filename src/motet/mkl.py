@@ -1,7 +1,7 @@
-"""Ask MKL, which multiplies float32 on a CPU, to add in one order however many rows a product has.
+"""Makes MKL, which multiplies float32 matrices on CPUs, sum in the same order for any number of rows.
 
-On some Intel processors it otherwise has other bits for fewer than sixteen rows, or for any number that is no multiple of six.
-With this mode every row has the bits that large products had without it, as fast. For others than Intel's it has no such mode.
+Otherwise some Intel processors give different bits for fewer than 16 rows, or for a number that is no multiple of six.
+In this mode every row has the bits of large products, at the same speed. It exists for Intel processors only.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 def add_in_one_order() -> None:
-    """Call it before the first product of the process; what the environment says already stays."""
+    """Set MKL_CBWR on Intel processors, unless it is set already; call before the first product of the process."""
     try:
         with Path("/proc/cpuinfo").open("rb") as processors:
             intel = b"GenuineIntel" in processors.read(256)
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         intel = False
     if intel:
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

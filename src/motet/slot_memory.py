@@ -1,4 +1,4 @@
-"""Whether adapters of the largest rank fit into all slots: what one takes, and what the base and sampling leave."""
+"""Checks that adapters of the largest rank in all slots fit into the memory that base and sampling leave free."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
 
 _TRAINED = 4 * 4
-"""Bytes of four numbers in fp32: master, gradient and the two moments of AdamW."""
+"""Bytes per parameter of master, gradient and AdamW's two moments, in fp32."""
 
 
 @dataclass(frozen=True)
 class SlotMemory:
-    """Bytes of the adapter of one slot."""
+    """Bytes that the adapter of one slot takes."""
 
     trained: int
-    """On the device while the adapter is resident."""
+    """Masters, gradient and moments; on the device while the adapter is resident."""
     versions: int
-    """As they are multiplied with: the one in use, and older ones that rollouts still read. They stay on the device."""
+    """Compute copies, always on the device: the version in use, and older ones that rollouts still read."""
 
     @classmethod
     def of(cls, base: LoraModel, targets: str | Sequence[str], rank: int, versions: int = 1) -> SlotMemory:
-        """Of an adapter on these layers."""
-        copies = versions if base.kernels is None else 2 * versions + 1  # packed, and one as gradients read it
+        """Memory of an adapter on these layers, with this number of versions."""
+        copies = versions if base.kernels is None else 2 * versions + 1  # each packed too, one also for gradients
         return cls.of_size(base.adapter_layout(targets, rank).size, copies * base.dtype.itemsize)
 
     @classmethod
     def of_size(cls, size: int, version_bytes: int) -> SlotMemory:
-        """Of an adapter with so many parameters, all whose versions together take so many bytes a parameter."""
+        """Memory of an adapter with `size` parameters; its versions together take `version_bytes` per parameter."""
         return cls(_TRAINED * size, version_bytes * size)
 
     def fitting(self, slots: int, resident: int, device: int, host: int | None) -> int:
-        """How many of so many slots there is memory for: of the device, and of the host where what is parked goes there."""
+        """How many slots fit, if `resident` (0: all) are on the device, the others in `host` bytes (None: no limit)."""
 
         def lacks(n: int) -> bool:
             whole = min(n, resident or n)
@@ -56,10 +56,10 @@ class SlotMemory:
 def check_slots(
     base: LoraModel, config: HostConfig, memory: FreeMemory, wanted: Sequence[JobConfig] | Largest
 ) -> list[str]:
-    """A note where they do not fit; `wanted` are the jobs, or the largest that may come.
+    """Returns a note if they do not fit; `wanted` are the jobs, or the largest job that may come.
 
     Raises:
-        ConfigError: a single adapter that jobs ask for, or may ask for, does not fit beside the base.
+        ConfigError: a single adapter of the largest rank does not fit beside the base.
     """
     engine, on_card = config.engine, base.device.type != "cpu"
     unlimited, shapes = False, list[tuple[str | Sequence[str], int, str]]()

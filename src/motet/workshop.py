@@ -1,4 +1,4 @@
-"""The parts on a base's device, while a run or a host has them."""
+"""The parts of a run or host that share a base's device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class FreeMemory:
     """Memory beside a base, in bytes."""
 
     of_device: int
-    """Before anything else was put there."""
+    """Free memory of the device, before anything but the base is put there."""
     sampling: int = 0
-    """Of it, what sampling may take."""
+    """Part of it that sampling may take."""
     of_host: int = 0
-    """What sampling may take of the memory of the host, where the device has its own."""
+    """Host memory that sampling may take, if the device has memory of its own."""
     processes: int = 1
-    """That have each version."""
+    """Number of processes with a copy of each version."""
 
 
 @dataclass
@@ -45,26 +45,26 @@ class Workshop:
     probe_tolerance: float = 0.0
     """Largest mean difference between the engine's and the trainer's logprobs of a probe."""
     keep_versions: int | None = None
-    """Versions that the engine keeps besides those that are needed."""
+    """Number of versions that the engine keeps in addition to those that are needed."""
     servers: ServerEngine | None = None
-    """The engine, where it asks servers."""
+    """The engine, if it samples on servers."""
     spread: SpreadEngine | None = None
-    """The engine, where processes of their own sample too."""
+    """The engine, if it uses sampling processes."""
     kv_tokens: int = 0
-    """Room of this process's KV cache; servers have their own."""
+    """Capacity of this process's KV cache in tokens; servers have their own."""
     memory: FreeMemory | None = None
-    """None where servers sample for a base in shards."""
+    """None if servers sample and ranks train."""
     inexact: tuple[str, ...] = ()
     """Why the bytes of every job may depend on more than the job."""
     ranks: RankGroup | None = None
-    """The processes that a base in shards lies over."""
+    """The ranks of a base on several processes."""
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """The engine while requests are sent: servers are there, and are let go or ended afterwards.
+        """Context in which requests can be sent. Waits for servers, and disconnects or ends them afterwards.
 
         Raises:
-            MotetError: no server can be used, or a rank of the base ended meanwhile.
+            MotetError: no server can be used, or a rank of the base ended.
         """
         with contextlib.nullcontext() if self.ranks is None else self.ranks.watched():
             if self.servers is None:
@@ -77,7 +77,7 @@ class Workshop:
                 await self.servers.close()
 
     def loads(self) -> Sequence[ServerLoad]:
-        """What each server is doing; empty where there is none."""
+        """The load of each server; empty without servers."""
         return () if self.servers is None else self.servers.loads()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Which rows of a pass of own kernels attend to which keys.
+"""Attention metadata for passes of Motet's kernels: which rows attend to which KV blocks.
 
-Legend: T packed rows, H query heads, K heads of keys, E head width.
+Legend: T packed rows, H query heads, K key-value heads, E head width.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from motet.model.kv_cache import KVCache
 
 @dataclass
 class NativePass:
-    """An `AttentionPass` of rows whose attention the kernels compute with all else."""
+    """An `AttentionPass` that holds metadata only: the kernels compute attention within the pass."""
 
     spans: list[tuple[int, int, int, int]]
-    """First row, rows, position of the first, and which table of blocks."""
+    """Runs of rows that attend: first row, number of rows, position of the first row, index into `tables`."""
     writes: list[tuple[int, int, int, int]]
-    """The same of rows whose keys and values go to those blocks."""
+    """The same for rows whose keys and values are written to the blocks of that table."""
     tables: list[NDArray[np.int32]]
     n_blocks: int
     block_size: int
     cache: KVCache | None = None
-    """Where the blocks are; None where they are this pass's own."""
+    """The cache that holds the blocks; None if they are temporary memory of the pass."""
     calls: list[LayerCall] = field(default_factory=list)
 
     def attend(self, call: LayerCall, query_THE: Tensor, key_TKE: Tensor, value_TKE: Tensor) -> Tensor:
-        """Never called: no module of torch runs in such a pass."""
+        """Never called, because no torch module runs in such a pass."""
         raise AssertionError("kernels compute this pass")
 
 
 class NativeAttention:
-    """The `AttentionBackend` of a base that own kernels compute."""
+    """The `AttentionBackend` of a base that Motet's kernels compute."""
 
     fixed_shapes = True
     reads_past_end = False
@@ -46,7 +46,7 @@ class NativeAttention:
         self._block_size = block_size
 
     def packed(self, lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> NativePass:
-        """A pass over whole sequences; keys and values of a prefix are copied to the blocks of each that has it."""
+        """A pass over whole sequences. A prefix's keys and values are copied to the blocks of each sequence with it."""
         spans, writes, tables = [], [], []
         row = n_blocks = 0
         for index, length in enumerate(lengths):
@@ -63,7 +63,7 @@ class NativeAttention:
         return NativePass(spans, writes, tables, n_blocks, self._block_size)
 
     def cached(self, spans: Sequence[Span], cache: KVCache) -> NativePass:
-        """A pass over spans whose keys and values go to a cache."""
+        """A pass over spans whose keys and values are written to a cache."""
         placed, row = [], 0
         for index, span in enumerate(spans):
             placed.append((row, span.length, span.start, index))
@@ -72,5 +72,5 @@ class NativeAttention:
         return NativePass(placed, placed, tables, cache.n_blocks + 2, cache.block_size, cache)
 
     def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> None:
-        """Nothing is recorded on a CPU."""
+        """Returns None: CPU passes are not recorded as graphs."""
         return

@@ -1,4 +1,4 @@
-"""A base whose passes own kernels compute, for sampling and training alike.
+"""A base whose passes run in Motet's kernels, for both sampling and training.
 
 Legend: T packed rows, N head rows, D model width, V vocabulary, E head width.
 """
@@ -54,13 +54,13 @@ from motet.native.plan import (
 )
 
 _ATTENTION_ROWS = 5
-"""Copies in fp32 of a head's keys that a thread has in attention's backward pass (csrc/attention_backward.cpp)."""
+"""fp32 copies of one head's keys that each thread holds in attention's backward pass (csrc/attention_backward.cpp)."""
 
 # --- the base ---------------------------------------------------------------------------------------------------------
 
 
 class NativeBase:
-    """The `Kernels` of a base: its weights, packed, and the calls."""
+    """Implements `Kernels` for one base: packs its weights and calls the library."""
 
     def __init__(self, base: LoraModel, library: Calls, arithmetic: int) -> None:
         """`base` must be covered (see `motet.native.cover`)."""
@@ -74,12 +74,12 @@ class NativeBase:
         self._backward = False
         self.threads = 0
         self.spare: Tensor | None = None
-        """Memory of the pass before."""
+        """Buffer of the last training pass, for the next one."""
         self._plan = self._make()
 
     @property
     def n_threads(self) -> int:
-        """Threads that share a call: `threads`, or where that is 0 as many as torch has."""
+        """Threads per call: `threads`, or torch's number if that is 0."""
         return self.threads or torch.get_num_threads()
 
     def prepare(self, threads: int) -> None:
@@ -88,7 +88,7 @@ class NativeBase:
         self.pack_for_training()
 
     def read_keys_in_blocks(self, block_size: int) -> None:
-        """Choose the KV blocks of passes without a cache."""
+        """Set the KV block size of passes without a cache."""
         self.attention = NativeAttention(block_size)
 
     # --- weights ------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class NativeBase:
         return plan
 
     def _numbers(self, tensor: Tensor) -> int:
-        """The address of a copy in fp32."""
+        """Address of an fp32 copy that lives as long as this object."""
         numbers = tensor.detach().float().contiguous()
         self._memory.append(numbers)
         return numbers.data_ptr()
@@ -176,7 +176,7 @@ class NativeBase:
         self._memory.append(experts)
 
     def pack_for_training(self) -> None:
-        """Pack weights a second time, as gradients read them, where torch's own copy cannot be read instead."""
+        """Pack weights again in the order of backward passes, except those that are read from torch's tensors."""
         if self._backward:
             return
         for weight, weight_NK in self._weights:
@@ -185,7 +185,7 @@ class NativeBase:
         self._backward = True
 
     def packed(self, weights: AdapterWeights, *, backward: bool) -> PackedAdapter:
-        """An adapter's matrices as the kernels read them, packed once for each version."""
+        """An adapter's matrices, packed for the kernels once per version."""
         known = self._adapters.get(id(weights))
         if known is not None and (known[1].backward or not backward):
             return known[1]
@@ -213,12 +213,12 @@ class NativeBase:
         return call.n_bytes(recompute) + self.n_threads * n_rows * _ATTENTION_ROWS * 4 * int(self._plan.head_width)
 
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
-        """What the head's product gives [N, V], fp32."""
+        """Output of the head's product, [N, V], fp32."""
         plan = self._plan
         return self._rows(self._library.head, hidden_ND, plan.vocabulary)
 
     def through_head(self, slope_NV: Tensor) -> Tensor:
-        """From a gradient with respect to `raw_logits(hidden)` to one with respect to hidden [N, D]."""
+        """Gradient with respect to hidden [N, D] from that with respect to `raw_logits(hidden)`."""
         self.pack_for_training()
         return self._rows(self._library.head_back, slope_NV, self._plan.width)
 
@@ -229,7 +229,7 @@ class NativeBase:
         return out
 
     def pools(self, cache: KVCache) -> tuple[Any, Any]:
-        """Addresses of each layer's keys and values."""
+        """Two ctypes arrays with the addresses of each layer's keys and values."""
         known = self._pools.get(cache)
         if known is None:
             nothing = torch.empty(0, self._plan.kv_heads, self._plan.head_width, dtype=self.base.dtype)
@@ -241,7 +241,7 @@ class NativeBase:
 
 
 class _OnePass:
-    """One pass: what its structures point to lives as long as it does."""
+    """One pass. Holds references to everything that its ctypes structures point to."""
 
     def __init__(
         self, own: NativeBase, token_ids_T: Tensor, positions_T: Tensor, attention: NativePass, routing: Routing
@@ -293,7 +293,7 @@ class _OnePass:
             ]
         backward = any(gradient is not None for *_, gradient in members)
         packed = [self._own.packed(weights, backward=backward) for weights, *_ in members]
-        self._adapters = packed  # their matrices stay while they are used
+        self._adapters = packed  # keeps their matrices alive
         runs = (AdaptedRows * len(members))()
         for run, own, (_, first, last, scaling, gradient) in zip(runs, packed, members, strict=True):
             run.first, run.last, run.scaling, run.gradient = first, last, scaling, gradient
@@ -301,7 +301,7 @@ class _OnePass:
         return runs
 
     def room(self) -> Tensor:
-        """Memory for what the backward pass reads; the inputs of layers alone where they are computed again."""
+        """Buffer for the activations that the backward pass reads; with recomputation, the inputs of layers only."""
         own, layers = self._own, self._own.base.decoder.layers
         self._pass.recompute = int(layers[0].training)  # type: ignore[index,union-attr]
         n_bytes = own._library.kept_bytes(ctypes.byref(own._plan), ctypes.byref(self._pass))
@@ -309,13 +309,13 @@ class _OnePass:
         return spare if spare is not None and n_bytes <= len(spare) <= 4 * n_bytes else room(n_bytes)
 
     def n_bytes(self, recompute: bool) -> int:
-        """What a pass keeps for its backward pass, and what it needs beside."""
-        self._pass.recompute, self._pass.kept = int(recompute), 1  # it is kept somewhere
+        """Bytes that a pass keeps for its backward pass, plus its scratch memory."""
+        self._pass.recompute, self._pass.kept = int(recompute), 1  # any address but null
         plan, own = ctypes.byref(self._own._plan), ctypes.byref(self._pass)
         return self._own._library.kept_bytes(plan, own) + self._own._library.scratch_bytes(plan, own)
 
     def give_back(self, kept: Tensor) -> None:
-        """Let the next pass have the memory: fresh pages would take a tenth of its time."""
+        """Keep the buffer for the next pass, which would spend a tenth of its time on fresh pages."""
         self._own.spare = kept
 
     def forward(self, kept: Tensor | None = None) -> Tensor:
@@ -327,14 +327,14 @@ class _OnePass:
         return hidden_TD
 
     def backward(self, kept: Tensor, grad_TD: Tensor) -> None:
-        """Add the gradients of the adapters."""
+        """Add the adapters' gradients to those of the routing."""
         own, grad_TD = self._own, grad_TD.float().contiguous()
         self._pass.kept = kept.data_ptr()
         _check(own._library.backward(ctypes.byref(own._plan), ctypes.byref(self._pass), grad_TD.data_ptr()))
 
 
 class _Hidden(torch.autograd.Function):
-    """A pass whose backward pass adds the gradients of adapters where their routing says."""
+    """A pass whose backward pass adds the adapters' gradients to those of the routing."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, call: _OnePass) -> Tensor:
@@ -351,7 +351,7 @@ class _Hidden(torch.autograd.Function):
 
 
 def _flat(weights: AdapterWeights, gradients: dict[str, Any]) -> int:
-    """Where the vector begins whose parts an adapter's gradients are."""
+    """Address of the flat fp32 vector that contains an adapter's gradients."""
     first = weights.layout.fused[0]
     return int(gradients[first.leader].a.data_ptr()) - 4 * first.offset
 

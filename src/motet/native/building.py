@@ -1,6 +1,6 @@
-"""Compiles the C++ kernels: one library for each form of the code, from the same sources.
+"""Compiles the C++ kernels: one library per form (instruction set), from the same sources.
 
-It needs nothing but this file and a C++ compiler, so that `pip install` can run it before Motet is installed.
+Imports nothing else of Motet, so that `pip install` can run it before Motet is installed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FORMS: dict[str, tuple[str, ...]] = {
     "avx2": ("-DMOTET_AVX2", "-mavx2", "-mfma"),
     "portable": (),
 }
-"""Flags of each form, the fastest first. Only `portable` compiles for other processors than x86-64."""
+"""Compiler flags of each form, the fastest first. Other processors than x86-64 have `portable` only."""
 
 SECONDS = 600
-"""Within which one form must be compiled."""
+"""Time limit for compiling one form."""
 
 
 class CannotBuild(Exception):
-    """There is no compiler, or it failed; the message has its words."""
+    """There is no compiler, or it failed; the message contains the end of its output."""
 
 
 def compiler() -> list[str]:
@@ -58,12 +58,12 @@ def forms_here() -> list[str]:
 
 
 def file_name(form: str) -> str:
-    """Of a form's library."""
+    """File name of a form's library."""
     return f"libmotet_{form}.so"
 
 
 def fingerprint() -> str:
-    """Of the sources and the flags: a library with another one is out of date."""
+    """Hash of sources and flags, 16 hex digits; a library with another one is out of date."""
     digest = hashlib.sha256(repr((FLAGS, FORMS)).encode())
     for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.hpp")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -71,10 +71,10 @@ def fingerprint() -> str:
 
 
 def build(directory: Path, forms: list[str] | None = None, extra: tuple[str, ...] = ()) -> dict[str, str | None]:
-    """Compile forms into a directory, each file whole or not at all; gives for each form why it failed, or None.
+    """Compile forms into a directory, each file atomically. Returns an error message for each form, or None.
 
     Raises:
-        CannotBuild: there is no compiler, or the portable form, which all others are compared with, did not compile.
+        CannotBuild: there is no compiler, or the portable form, the reference for all others, did not compile.
     """
     command = compiler()
     directory.mkdir(parents=True, exist_ok=True)

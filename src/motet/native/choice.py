@@ -1,4 +1,4 @@
-"""What `engine.kernels: auto` means on a machine, and for jobs that have begun."""
+"""Resolves `engine.kernels: auto`: the fastest kernels on a machine, or those that existing jobs began with."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from motet.errors import ConfigError
 from motet.native import library
 
 FASTER = 1.5
-"""How many times as fast as `exact` the arithmetic of `vdpbf16ps` must be: processors have about half of it, the same or twice,
-so a busy machine does not change the answer."""
+"""Least speed of `exact-dpbf16` relative to `exact` at which `auto` chooses it. Processors have about 0.5, 1 or 2, so a
+busy machine does not change the choice."""
 _BEGAN = "torch's kernels compute this base: jobs began with them, and engine.kernels is auto"
 _SLOW = "torch's kernels compute this base: Motet's own have only their portable form for this processor, which is slow"
 _NOT_COMPILED = "torch's kernels compute this base: Motet's own are not compiled here, run motet doctor --build"
@@ -22,24 +22,24 @@ _NOT_COMPILED = "torch's kernels compute this base: Motet's own are not compiled
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes a base that own kernels cover; torch computes any other."""
+    """The kernels for a base that Motet's kernels cover; torch computes any other."""
 
     kernels: NamedKernels
     why: str = ""
-    """Why torch, for a person."""
+    """Why torch was chosen, for people."""
     kept: bool = False
-    """Whether jobs that have begun ask for it."""
+    """Whether jobs have begun with these kernels."""
 
 
 def kernels_of(processor: str) -> NamedKernels:
-    """What gave a `ModelInfo.processor`."""
+    """The kernels that a `ModelInfo.processor` stands for."""
     names: dict[str, NamedKernels] = {"motet exact": "native", "motet exact-dpbf16": "native-dpbf16"}
     return names.get(processor, "torch")
 
 
 @functools.cache
 def of_machine() -> Choice:
-    """The fastest on this machine."""
+    """The fastest kernels on this machine."""
     try:
         native = library.load()
     except ConfigError:
@@ -51,12 +51,12 @@ def of_machine() -> Choice:
 
 
 def of_jobs(processors: Iterable[str]) -> Choice:
-    """What most jobs that have begun began with, by their `ModelInfo.processor`; the fastest here where there are none."""
+    """The kernels that most jobs began with, given their `ModelInfo.processor`; the fastest here if there are none."""
     return of_tenants([processors])
 
 
 def of_tenants(processors: Iterable[Iterable[str]]) -> Choice:
-    """What the jobs of most tenants began with: each tenant counts once, by most of its jobs, however many it has."""
+    """The kernels of most tenants: each tenant has one vote, for the kernels that most of its jobs began with."""
     votes = [most for counts in map(_counts, processors) if (most := _most(counts)) is not None]
     most = _most(Counter(votes))
     return of_machine() if most is None else Choice(most, _BEGAN if most == "torch" else "", kept=True)

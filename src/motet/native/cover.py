@@ -1,4 +1,4 @@
-"""Which bases own kernels compute, and how one that torch computed is handed to them and proved again."""
+"""Decides which bases Motet's kernels compute, hands a loaded base over to them, and proves it again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ARITHMETICS = {"native": "exact", "native-dpbf16": "exact-dpbf16"}
 
 
 def refusal(base: LoraModel) -> str:
-    """Why own kernels do not compute a base; empty where they do."""
+    """Why Motet's kernels cannot compute a base; empty if they can."""
     if base.device.type != "cpu":
         return f"own kernels run on CPUs, and engine.device is {base.device.type}"
     if base.shards is not None:
@@ -46,20 +46,20 @@ def refusal(base: LoraModel) -> str:
 
 
 def check_covered(name: str, config: EngineConfig, model: Any) -> None:
-    """Before weights are read: whether own kernels that are asked for by name compute bases of a configuration of transformers.
+    """Check a transformers configuration before weights are read, if Motet's kernels are selected by name.
 
     Raises:
-        BaseModelError: they do not.
+        BaseModelError: the kernels cannot compute such a base.
     """
     if config.kernels not in ("auto", "torch") and (reason := refusal_of(model, config.block_size)):
         raise BaseModelError(f"{name}: {reason}; {_INSTEAD}")
 
 
 def chosen(config: EngineConfig, own: Choice | None) -> Choice:
-    """What computes the base, where own kernels cover it; `own` is what `auto` is, the fastest here by default.
+    """The kernels that a configuration selects; `own` is the choice for `auto`, by default the fastest here.
 
     Raises:
-        ConfigError: they are to, and are not compiled.
+        ConfigError: Motet's kernels are selected but not compiled.
     """
     if config.kernels != "auto":
         choice = Choice(config.kernels)
@@ -77,11 +77,11 @@ def chosen(config: EngineConfig, own: Choice | None) -> Choice:
 def load_as_configured(
     name: str, config: EngineConfig, own: Choice | None = None, *, shards: Shards | None = None
 ) -> LoraModel:
-    """Load and prove a base, computed by the kernels that a configuration asks for; `own` as in `chosen`.
+    """Load and prove a base with the kernels that a configuration selects; `own` as in `chosen`.
 
     Raises:
-        BaseModelError: with the reason.
-        ConfigError: own kernels are asked for and are not compiled.
+        BaseModelError: the base cannot be used; the message says why.
+        ConfigError: Motet's kernels are selected but not compiled.
     """
     choice = chosen(config, own)
     loaded = load_base(
@@ -102,7 +102,7 @@ def load_as_configured(
 
 
 def against(base: LoraModel, config: EngineConfig) -> str:
-    """`refusal`, and where nobody names own kernels, also what they would take away."""
+    """`refusal`; with `auto`, also features of the base that only torch has."""
     if config.kernels == "auto" and base.quantised:
         return f"its files are quantised ({base.quantised}), and own kernels read whole numbers"
     if config.kernels == "auto" and base.has_experts:
@@ -111,10 +111,10 @@ def against(base: LoraModel, config: EngineConfig) -> str:
 
 
 def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
-    """`compute_with` what was chosen; where `auto` chose and they do not cover the base, torch computes, and a note says why.
+    """`compute_with` the chosen kernels. With `auto`, torch computes a base that they cannot; a note says why.
 
     Raises:
-        BaseModelError: they are asked for by name, or jobs began with them, and do not cover it, or logits differ from torch's.
+        BaseModelError: `compute_with` failed, for kernels that are selected by name or that jobs began with.
     """
     if config.kernels != "auto":
         compute_with(base, choice.kernels)
@@ -128,7 +128,7 @@ def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
         try:
             compute_with(base, choice.kernels)
         except (BaseModelError, OSError, MemoryError) as error:
-            if choice.kept:  # the jobs would have other bytes
+            if choice.kept:  # torch would give these jobs other bytes
                 raise
             base.kernels = None
             base.read_keys_in_blocks(base.block_size)
@@ -137,11 +137,11 @@ def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
 
 
 class NoRoom(BaseModelError):
-    """A second copy of the weights does not fit."""
+    """There is no memory for a second copy of the weights."""
 
 
 def check_room(base: LoraModel, free: int) -> None:
-    """Whether the copy of a base's weights that own kernels read fits in `free` bytes.
+    """Check that a packed copy of a base's weights fits into `free` bytes.
 
     Raises:
         NoRoom: it does not.
@@ -156,11 +156,11 @@ def check_room(base: LoraModel, free: int) -> None:
 
 @torch.no_grad()
 def compute_with(base: LoraModel, kernels: NamedKernels) -> None:
-    """Hand a base's passes to the kernels of a setting, and prove that they compute the same, in bits that no company changes.
+    """Let kernels compute a base's passes; check logits against torch's, and that no row's bits depend on other rows.
 
     Raises:
-        BaseModelError: they do not cover it, or logits differ from torch's.
-        ConfigError: they are not compiled.
+        BaseModelError: the kernels cannot compute the base, memory is short, or logits differ from torch's.
+        ConfigError: the kernels are not compiled.
     """
     if kernels == "torch":
         return

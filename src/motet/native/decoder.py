@@ -1,6 +1,6 @@
-"""The decoders of transformers that own kernels compute: which they are, and where their layers keep what the plan needs.
+"""The transformers decoders that Motet's kernels compute, and where they keep the weights and constants of a `Plan`.
 
-Legend: D model width, E rotated numbers of a head.
+Legend: D model width, E rotated elements of a head.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ FAMILIES = {
     "smollm3": "SmolLM3",
     "vaultgemma": "VaultGemma",
 }
-"""What the plan can compute, by `model_type`."""
+"""Supported families, by `model_type`."""
 
 _MOST_FOLDED = 64
-"""Query heads for each head of keys."""
+"""Largest number of query heads per key-value head."""
 
 _ELSEWHERE = (
     (
@@ -58,7 +58,7 @@ _ELSEWHERE = (
     ),
     (("kv_lora_rank",), "latent attention"),
 )
-"""Fields of configurations, and what a base that has one has."""
+"""Configuration fields, and the unsupported feature that a base with one of them has."""
 
 
 _OTHERWISE = {
@@ -68,11 +68,11 @@ _OTHERWISE = {
     "norms after rotation": ("hunyuan_v1_dense",),
     "embeddings for each layer": ("gemma3n_text", "gemma4_text"),
 }
-"""What dense bases have that the plan does not."""
+"""Unsupported features of dense bases, with their `model_type`s."""
 
 
 def refusal_of(config: Any, block_size: int) -> str:
-    """Why own kernels do not compute bases of a configuration (of transformers); empty where they do."""
+    """Why Motet's kernels cannot compute bases with this transformers configuration; empty if they can."""
     config = config.get_text_config()
     if config.model_type not in FAMILIES:
         found = [what for fields, what in _ELSEWHERE if any(getattr(config, each, None) for each in fields)]
@@ -96,17 +96,17 @@ def refusal_of(config: Any, block_size: int) -> str:
 
 
 def gate_of(config: Any) -> str:
-    """The activation of the MLPs."""
+    """Name of the MLPs' activation function."""
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
 def head_width(config: Any) -> int:
-    """Numbers of a head."""
+    """Elements of an attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def linears_of(layer: Any) -> list[tuple[LoraLinear, ...]]:
-    """The linear layers of each product of the plan."""
+    """The linear layers of a decoder layer, grouped by the plan's fused products."""
     attention, mlp = layer.self_attn, layer.mlp
     queries = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
     gates = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
@@ -117,14 +117,14 @@ def linears_of(layer: Any) -> list[tuple[LoraLinear, ...]]:
 
 
 def experts_of(layer: Any) -> tuple[Tensor, list[Tensor]]:
-    """A layer's router [experts, D], and for each expert gate and up as one weight, and down."""
+    """A layer's router [experts, D], and two weights for each expert: gate and up together, and down."""
     mlp = layer.mlp
     both = zip(mlp.experts.gate_up_proj, mlp.experts.down_proj, strict=True)
     return mlp.gate.weight, [weight for pair in both for weight in pair]
 
 
 def norms_of(layer: Any) -> dict[str, Any]:
-    """The norms of a layer, by their names in the plan; None where it has none."""
+    """The norms of a layer, by their names in the plan; None for those that it lacks."""
 
     def norm(name: str) -> Any:
         return getattr(layer, f"{name}_layernorm", None)
@@ -142,40 +142,40 @@ def norms_of(layer: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def norm_weight(norm: Any) -> Tensor:
-    """What a norm multiplies with, fp32. Some store it less one."""
+    """The factors of a norm, fp32. Some norms store them minus one."""
     weight: Tensor = norm.weight.float()
     shown: Tensor = norm(torch.ones(1, len(weight)))[0]
     return weight + (shown - weight).mean().round()
 
 
 def embedding_scale(decoder: Any, config: Any) -> float:
-    """What embeddings are multiplied with."""
+    """Factor of the embeddings, rounded to their dtype."""
     table = decoder.embed_tokens
     scale = getattr(table, "embed_scale", getattr(config, "embedding_multiplier", 1.0))
     return float(torch.as_tensor(scale).to(table.weight.dtype))
 
 
 def query_scales(config: Any, positions: int) -> Tensor | None:
-    """What Ministral 3 multiplies queries with, for each position; None where it is one."""
+    """Factor of Ministral 3's queries at each position, fp32 [positions]; None for models without it."""
     rotary = getattr(config, "rope_parameters", None) or {}
     beta = rotary.get("llama_4_scaling_beta")
     if not beta:
         return None
     passed_T = torch.arange(positions) // rotary["original_max_position_embeddings"]
-    with localcontext(prec=40):  # each logarithm is rounded to fp32 as exact ones are
+    with localcontext(prec=40):  # exact logarithms, so that all processors round alike
         logarithms = [float(Decimal(1 + passed).ln()) for passed in range(int(passed_T[-1]) + 1)]
     return 1 + float(beta) * torch.tensor(logarithms, dtype=torch.float64).float()[passed_T]
 
 
 def rotates(attention: Any, config: Any) -> bool:
-    """Whether a layer knows positions by rotation."""
+    """Whether an attention layer applies rotary embeddings."""
     if config.model_type == "exaone4":
         return attention.sliding_window is None or bool(attention.is_sliding)
     return bool(getattr(attention, "use_rope", True))
 
 
 def angles(decoder: Any, config: Any, positions: int, math: OwnMath) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """For a layer: cosines and sines [positions, E / 2], as the model itself makes them, once for each kind of layers."""
+    """A function from a layer to its cosines and sines [positions, E / 2], made by the model's own rotary module."""
     by_kind = "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
     made: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
 
@@ -183,7 +183,7 @@ def angles(decoder: Any, config: Any, positions: int, math: OwnMath) -> Callable
         kind = (config.layer_types[index],) if by_kind else ()
         if kind not in made:
             with torch.no_grad(), math.angles():
-                fresh = type(decoder.rotary_emb)(decoder.rotary_emb.config)  # its frequencies too
+                fresh = type(decoder.rotary_emb)(decoder.rotary_emb.config)  # recomputes the frequencies too
                 cosines, sines = fresh(torch.zeros(1, 1, 1), torch.arange(positions)[None], *kind)
             half = cosines.shape[-1] // 2
             made[kind] = cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
@@ -193,7 +193,7 @@ def angles(decoder: Any, config: Any, positions: int, math: OwnMath) -> Callable
 
 
 def attention_calls(base: LoraModel) -> dict[int, LayerCall]:
-    """What each layer asks of its attention."""
+    """The arguments of each layer's attention (window, scaling, softcap), recorded in a short pass."""
     tokens = torch.zeros(base.arithmetic.rows, dtype=torch.long)
     attention = base.attention.packed([len(tokens)])
     with torch.no_grad():

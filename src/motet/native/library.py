@@ -1,6 +1,6 @@
-"""Finds the compiled kernels, tries each form on this processor, and gives the fastest that computes what it should.
+"""Finds the compiled kernels, and selects the fastest form that runs on this processor and gives the right results.
 
-Nothing is compiled here: `pip install` does that where a compiler is, and `motet doctor --build` later.
+Nothing is compiled here: `pip install` does that if there is a compiler, and `motet doctor --build` later.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from motet.errors import ConfigError
 from motet.native import building
 
 ARITHMETICS = {"exact": 0, "exact-dpbf16": 1}
-"""Orders of sums by name: `Arithmetic` of csrc/kernels.hpp."""
+"""Summation orders by name: values of `Arithmetic` in csrc/kernels.hpp."""
 
 FORM = "MOTET_KERNELS_FORM"
-"""The environment variable that names the one form to take."""
+"""Environment variable that selects a form by name."""
 
 INSTALLED = Path(__file__).parent / "built"
-"""Where `pip install` puts the libraries."""
+"""Directory in which `pip install` puts the libraries."""
 
 
 class Product(ctypes.Structure):
-    """`Product` of csrc/kernels.hpp."""
+    """The struct `Product` of csrc/kernels.hpp."""
 
     _fields_ = [
         ("a", ctypes.c_void_p),
@@ -55,20 +55,20 @@ class Native:
     form: str
     path: Path
     passed_over: tuple[str, ...]
-    """Why faster forms were not taken."""
+    """Why faster forms were not selected."""
 
     @property
     def multiplies_pairs(self) -> bool:
-        """Whether the processor has `vdpbf16ps`; without it `exact-dpbf16` is as exact, and slow."""
+        """Whether the processor has `vdpbf16ps`; without it, `exact-dpbf16` gives the same bits, but slowly."""
         return bool(self.calls.motet_has_dpbf16())
 
     def ceiling(self, arithmetic: str) -> float:
-        """The most that one core multiplies in an arithmetic, in GFLOP/s, measured now."""
+        """Measure the peak speed of one core in an arithmetic, in GFLOP/s."""
         return float(self.calls.motet_ceiling(ARITHMETICS[arithmetic]))
 
 
 def cache_directory() -> Path:
-    """Where `motet doctor --build` puts libraries of these sources."""
+    """Directory in which `motet doctor --build` puts the libraries of these sources."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "motet" / "native" / building.fingerprint()
 
@@ -91,7 +91,7 @@ def load() -> Native:
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
-    """A library, unless it is missing, of other sources, or of another system."""
+    """Load a library; None if it is missing, built from other sources, or for another system."""
     try:
         calls = ctypes.CDLL(str(path))
     except OSError:
@@ -107,7 +107,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def declare(calls: ctypes.CDLL) -> None:
-    """Say what the calls that this module makes return and take."""
+    """Declare the argument and return types of the functions that this module calls."""
     i64, i32, pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
     calls.motet_form.restype = calls.motet_fingerprint.restype = ctypes.c_char_p
     calls.motet_form_runs.argtypes = [ctypes.c_char_p]
@@ -142,7 +142,7 @@ def _fastest(directory: Path, portable: ctypes.CDLL) -> Native:
 
 
 def trial(calls: ctypes.CDLL) -> bytes:
-    """Bits of products in all arithmetics and of the functions, the same in every form."""
+    """Results of sample products in each arithmetic and of the functions, as bytes that every form must reproduce."""
     random = np.random.default_rng(0)
     rows, k, n = 37, 75, 40
     a, b = (_bf16(random.standard_normal(shape, np.float32)) for shape in ((rows, k), (n, k)))
@@ -164,7 +164,7 @@ def trial(calls: ctypes.CDLL) -> bytes:
 
 
 def _bf16(x: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper halves of fp32 numbers."""
+    """The upper 16 bits of fp32 numbers."""
     return np.ascontiguousarray(x.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 

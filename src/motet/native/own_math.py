@@ -1,4 +1,4 @@
-"""What sampling and training compute beside a base's passes, by own kernels: the same bits on every processor.
+"""Math of sampling and training outside a base's passes, by Motet's kernels: the same bits on every processor.
 
 Legend: N rows, V vocabulary, D width.
 """
@@ -34,16 +34,16 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class AdamWStep(ctypes.Structure):
-    """`AdamW` of csrc/kernels.hpp."""
+    """The struct `AdamW` of csrc/kernels.hpp."""
 
     _fields_ = [(name, c_float) for name in ("lr", "beta1", "beta2", "epsilon", "weight_decay")] + [("step", c_int64)]
 
 
 class OwnMath:
-    """The calls of `csrc/step.cpp` and `csrc/logits.cpp`."""
+    """Calls the functions of `csrc/step.cpp` and `csrc/logits.cpp`."""
 
     def __init__(self, library: ctypes.CDLL, threads: Callable[[], int] = torch.get_num_threads) -> None:
-        """`threads` gives how many share a call on logits."""
+        """`threads` returns the number of threads for a call on logits."""
         self._calls, self._threads = library, threads
         for name, (result, arguments) in _PROTOTYPES.items():
             function = getattr(library, f"motet_{name}")
@@ -54,7 +54,7 @@ class OwnMath:
     def draw(
         self, logits_NV: Tensor, params: Sequence[SamplingParams], uniforms_N: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `model.distribution.draw`."""
+        """See `model.distribution.draw`."""
         logits_NV = logits_NV.contiguous()
         n_rows, n_tokens = logits_NV.shape
         temperatures_N = torch.tensor([row.temperature for row in params], dtype=torch.float32)
@@ -71,7 +71,7 @@ class OwnMath:
         return tokens_N, logprobs_N, usable_N.bool()
 
     def _truncated(self, logits_V: Tensor, param: SamplingParams, uniform: float) -> int:
-        """One token of what min-p, top-k and top-p leave, in that order; sums run from the likeliest token on, in doubles."""
+        """Draw a token after min-p, top-k and top-p, in that order; top-p sums from the likeliest token on, in fp64."""
         weights_V = torch.empty_like(logits_V)
         self._calls.motet_weights(logits_V.data_ptr(), len(logits_V), param.temperature, weights_V.data_ptr())
         order = torch.argsort(weights_V, descending=True, stable=True).numpy()
@@ -90,7 +90,7 @@ class OwnMath:
     def logprobs(
         self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, *, slope: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs of one token per row, and entropies [N]; with `slope` logits become the slopes of the logprobs."""
+        """Logprob of a token per row, and entropies, [N] each; `slope` replaces logits by gradients of the logprobs."""
         logits_NV = logits_NV if slope else logits_NV.contiguous()
         assert logits_NV.is_contiguous() and logits_NV.dtype == torch.float32
         (n_rows, n_tokens), tokens_N = logits_NV.shape, tokens_N.contiguous()
@@ -104,22 +104,22 @@ class OwnMath:
     # --- losses -------------------------------------------------------------------------------------------------------
 
     def exp(self, x: Tensor) -> Tensor:
-        """e^x in doubles, rounded to the type of x; its gradient is itself."""
+        """e^x in fp64, rounded to the dtype of x; differentiable."""
         return _Exp.apply(x, self, 0.0)  # type: ignore[no-any-return,no-untyped-call]
 
     def expm1(self, x: Tensor) -> Tensor:
-        """e^x − 1, subtracted in doubles."""
+        """e^x − 1 in fp64, rounded to the dtype of x; differentiable."""
         return _Exp.apply(x, self, 1.0)  # type: ignore[no-any-return,no-untyped-call]
 
     def exp_doubles(self, x: Tensor) -> Tensor:
-        """Of doubles."""
+        """e^x as fp64, without a gradient."""
         x = x.detach().double().contiguous()
         out = torch.empty_like(x)
         self._calls.motet_exp(x.data_ptr(), out.data_ptr(), x.numel())
         return out
 
     def total(self, x: Tensor) -> float:
-        """A sum of doubles, rounded once."""
+        """Sum in fp64 with a single rounding (`math.fsum`); NaN on overflow."""
         numbers = x.tolist()
         try:
             return math.fsum(numbers)
@@ -127,11 +127,11 @@ class OwnMath:
             return math.nan
 
     def values(self, hidden_ND: Tensor, head: Tensor) -> Tensor:
-        """Hidden · head[:-1] + head[-1], [N]."""
+        """Values [N] of a value head: hidden · head[:-1] + head[-1]."""
         return _Values.apply(hidden_ND, head, self)  # type: ignore[no-any-return,no-untyped-call]
 
     def product(self, a_MK: Tensor, b_KN: Tensor) -> Tensor:
-        """Of fp32 matrices."""
+        """Product [M, N] of fp32 matrices."""
         a_MK, b_KN = a_MK.detach().float().contiguous(), b_KN.detach().float().contiguous()
         (m, k), n = a_MK.shape, b_KN.shape[1]
         packed, out_MN = torch.empty(self._calls.motet_packed_bytes(0, k, n), dtype=torch.uint8), torch.empty(m, n)
@@ -147,7 +147,7 @@ class OwnMath:
         return float(self._calls.motet_norm(x.data_ptr(), x.numel()))
 
     def adamw(self, adamw: AdamW, step: int, masters: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
-        """Step number `step`, from 1."""
+        """Update masters and moments in place; `step` counts from 1."""
         options = AdamWStep(adamw.lr, *adamw.betas, adamw.eps, adamw.weight_decay, step)
         vectors = (each.data_ptr() for each in (masters, gradient, mean, square))
         self._calls.motet_adamw(ctypes.byref(options), *vectors, masters.numel())
@@ -156,12 +156,12 @@ class OwnMath:
 
     @contextlib.contextmanager
     def angles(self) -> Iterator[None]:
-        """Inside, torch's powers of a number, cosines and sines are own ones."""
+        """Context in which torch's cosines, sines and powers of a scalar have the same bits on every processor."""
         with _OwnAngles(self):
             yield
 
     def cos_sin(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of fp32 numbers below 2^20."""
+        """Cosines and sines of fp32 numbers below 2^20."""
         x = x.float().contiguous()
         cosines, sines = torch.empty_like(x), torch.empty_like(x)
         self._calls.motet_cos_sin(x.data_ptr(), cosines.data_ptr(), sines.data_ptr(), x.numel())
@@ -169,7 +169,7 @@ class OwnMath:
 
 
 class _Exp(torch.autograd.Function):
-    """e^x less a constant."""
+    """e^x minus a constant."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, own: OwnMath, less: float) -> Tensor:
@@ -201,7 +201,7 @@ class _Values(torch.autograd.Function):
 
 
 class _OwnAngles(TorchDispatchMode):
-    """Computes what rotary embeddings need; everything else of theirs is exact to the last bit on any processor."""
+    """Replaces the operations of rotary embeddings whose bits depend on the processor."""
 
     def __init__(self, own: OwnMath) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

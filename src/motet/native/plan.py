@@ -1,4 +1,4 @@
-"""The structures of `csrc/plan.hpp`, field for field, and a base's weights in them.
+"""The structs of `csrc/plan.hpp`, field for field, and the packing of weights into them.
 
 Legend: K inputs, N outputs of a product, R rank, W columns of A.
 """
@@ -20,12 +20,12 @@ from motet.allocator import memory_apart
 from motet.model.lora import AdapterWeights
 
 ALIGNMENT = 64
-"""Bytes."""
+"""Alignment of packed matrices, in bytes."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1}
-"""`Gate` of csrc/kernels.hpp, by the names of transformers."""
+"""Values of `Gate` in csrc/kernels.hpp, by the names of transformers."""
 LINEARS = 4
-"""Fused products of a layer: queries keys values, output, gate up, down."""
+"""Fused products of a layer: queries, keys and values; attention output; gate and up; down."""
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "kept_bytes": (c_int64, [c_void_p, c_void_p]),
@@ -38,7 +38,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Calls:
-    """The calls of `csrc/plan.hpp`, as a library has them."""
+    """The functions of `csrc/plan.hpp` in a loaded library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -59,7 +59,7 @@ class Calls:
 
 
 class Weight(ctypes.Structure):
-    """A frozen weight, or several that lie side by side."""
+    """A frozen weight, or several fused along their outputs."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("forward", "rows", "back", "bias")),
@@ -85,7 +85,7 @@ class Layer(ctypes.Structure):
 
 
 class Plan(ctypes.Structure):
-    """A base."""
+    """A base: its shapes, constants and layers."""
 
     _fields_ = [
         *(
@@ -117,7 +117,7 @@ class Plan(ctypes.Structure):
 
 
 class Part(ctypes.Structure):
-    """An adapted layer among fused ones."""
+    """One adapted layer of a fused product."""
 
     _fields_ = [("first", c_int64), ("n", c_int64), ("b", c_void_p), ("b_back", c_void_p), ("gradient", c_int64)]
 
@@ -137,13 +137,13 @@ class Lora(ctypes.Structure):
 
 
 class Adapter(ctypes.Structure):
-    """An adapter's matrices on all of them."""
+    """An adapter's matrices on all fused products."""
 
     _fields_ = [("linears", ctypes.POINTER(Lora))]
 
 
 class AdaptedRows(ctypes.Structure):
-    """Rows that have an adapter."""
+    """Consecutive rows with one adapter (`Run` in C++)."""
 
     _fields_ = [
         ("first", c_int64),
@@ -155,7 +155,7 @@ class AdaptedRows(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """One call."""
+    """The arguments of one pass."""
 
     _fields_ = [
         *((name, c_int64) for name in ("n_rows", "n_spans", "n_writes", "n_runs", "threads")),
@@ -175,25 +175,25 @@ class Pass(ctypes.Structure):
 
 
 _HUGE = 4 << 20
-"""Bytes from which memory is asked for in large pages."""
+"""Bytes from which memory is requested in huge pages."""
 
 
 def room(n_bytes: int) -> Tensor:
-    """Memory that begins at a multiple of `ALIGNMENT`, in large pages where there is much of it and Linux has them."""
+    """Memory that begins at a multiple of `ALIGNMENT`; large sizes are in huge pages, if Linux has them."""
     if n_bytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(n_bytes, dtype=torch.uint8)
     memory = memory_apart(n_bytes)
-    with contextlib.suppress(OSError):  # a kernel without large pages
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 Matrix = tuple[Tensor, int, int, int, int]
-"""What is packed: a tensor, its strides over k and n, k, and n."""
+"""A matrix to pack: a tensor, its strides over k and n, k, and n."""
 
 
 def pack_all(library: Calls, matrices: Sequence[Matrix], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
-    """Matrices packed into one piece of memory, and the address of each."""
+    """Pack matrices into one buffer; returns it and the address of each."""
     kind = TYPES[dtype]
     sizes = [-(-library.packed_bytes(kind, k, n) // ALIGNMENT) * ALIGNMENT for _, _, _, k, n in matrices]
     memory = room(sum(sizes) + ALIGNMENT)
@@ -207,26 +207,26 @@ def pack_all(library: Calls, matrices: Sequence[Matrix], dtype: torch.dtype) -> 
 
 
 def forth(weight_NK: Tensor) -> Matrix:
-    """For products x Wᵀ."""
+    """The weight as packed for x · Wᵀ."""
     n_outputs, n_inputs = weight_NK.shape
     return weight_NK, 1, n_inputs, n_inputs, n_outputs
 
 
 def back(weight_NK: Tensor) -> Matrix:
-    """For products of gradients with W."""
+    """The weight as packed for gradient · W."""
     n_outputs, n_inputs = weight_NK.shape
     return weight_NK, n_inputs, 1, n_outputs, n_inputs
 
 
 @dataclass
 class PackedAdapter:
-    """An adapter's matrices as the kernels read them."""
+    """An adapter's matrices, packed for the kernels."""
 
     adapter: Adapter
     backward: bool
-    """Whether the matrices of the backward pass are there too."""
+    """Whether it includes the matrices of the backward pass."""
     memory: list[Any] = field(default_factory=list)
-    """What the structure points to."""
+    """Keeps alive what `adapter` points to."""
 
     @classmethod
     def of(
@@ -237,7 +237,7 @@ class PackedAdapter:
         *,
         backward: bool,
     ) -> PackedAdapter:
-        """`places`: for the leader of fused layers, which linear of the plan it is, and the outputs of each layer."""
+        """`places` maps the leader of fused layers to their linear in the plan, and the outputs of each layer."""
         rank = weights.layout.rank
         matrices: list[Matrix] = []
         for group in weights.layout.fused:

@@ -1,4 +1,4 @@
-// The report of a run: what page.py read from its directory, drawn with the parts of the dashboard.
+// The report of a run: draws the data of page.py with the dashboard's components.
 import {area, Chart, curves, look} from "./charts.js";
 import {jobCurves} from "./curves.js";
 import {add, el} from "./dom.js";
@@ -11,7 +11,7 @@ const hidden = new Set();
 const DEVICE = {decode: "#5f7ea8", train: "#c2a15f", idle: "#8b919c"};
 const WARNING = {failed: "bad", paused: "warm"};
 
-/** The mark of a job in its colour. */
+/** The symbol of a job, in its colour. */
 function mark({place}) {
   const {colour, glyph} = look(place), made = el("i", {class: "mark", "aria-hidden": "true"}, glyph);
   made.style.color = colour;
@@ -28,7 +28,7 @@ function header() {
   return el("header", {}, el("p", {class: "small faint"}, "Motet run"), el("h1", {}, run.name), el("p", {class: "soft"}, facts.join(" · ")));
 }
 
-/** A button for each job that hides it in all charts; with Shift, it alone is shown. */
+/** A button for each job that shows or hides it in all charts; with Shift or Alt, only this job is shown. */
 function legend(changed) {
   const chips = jobs.map(job => el("button", {type: "button", class: "chip", "aria-pressed": "true", title: `Show or hide ${job.name}; with Shift, show it alone`,
     onclick: event => {
@@ -41,7 +41,7 @@ function legend(changed) {
   return el("nav", {class: "legend row", "aria-label": "Jobs shown in the charts"}, chips);
 }
 
-/** From before (hollow) to after (filled), on a scale that all jobs share. */
+/** First (hollow) and last (filled) evaluation of a job, on a scale that all jobs share. */
 function change(job, low, high) {
   const first = job.evaluations[0], last = job.evaluations.at(-1), place = value => `${100 * (value - low) / (high - low)}%`;
   const made = el("span", {class: "range", "aria-hidden": "true"}, el("i", {class: "from"}), el("i"));
@@ -75,7 +75,7 @@ function summary() {
   return el("section", {class: "card"}, el("table", {class: "jobs"}, el("thead", {}, el("tr", {}, headings.map(text => el("th", {scope: "col"}, text)))), el("tbody", {}, rows)), ask);
 }
 
-/** What the seeds of each setting came to. */
+/** Results of each setting over its seeds. */
 function seeds() {
   const several = run.settings;
   const cell = (label, ...children) => el("td", {data: {label}, class: "number"}, children);
@@ -86,14 +86,14 @@ function seeds() {
     el("div", {class: "card"}, el("table", {class: "jobs"}, el("thead", {}, el("tr", {}, ["setting", "place", "seeds", "held-out before → after"].map(text => el("th", {scope: "col"}, text)))), el("tbody", {}, rows))));
 }
 
-/** Who was dropped at which decision, and why. */
+/** Which job was dropped at which decision of a race, and why. */
 function races() {
   return run.races.map(race => el("section", {}, el("h2", {}, `Race ${race.name}`), el("p", {class: "soft"}, race.verdict),
     el("div", {class: "card"}, el("table", {class: "jobs"}, el("thead", {}, el("tr", {}, race.headings.map(text => el("th", {scope: "col"}, text)))),
       el("tbody", {}, race.rows.map(row => el("tr", {}, row.map((text, place) => el("td", {data: {label: race.headings[place]}, class: place ? "number" : "name"}, text)))))))));
 }
 
-/** What the device did, by the clock; it is shared, so that all jobs tell of one device. */
+/** Charts of the device over time; all jobs report the same device. */
 function deviceCharts() {
   const time = {xTitle: "minutes", share: true}, parts = Object.entries(DEVICE).filter(([name]) => run.device[name].x.length);
   const device = new Chart("Device time", "share of the time so far", {...time, range: [0, 1], latest: false});

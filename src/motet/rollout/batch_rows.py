@@ -1,4 +1,4 @@
-"""Rows of a decode batch: assigns them to tenants by share, and preempts sequences when tenants want more than there are."""
+"""Assigns the rows of a decode batch to tenants by share, and preempts sequences when demand exceeds the rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Taken = TypeVar("Taken")
 
 
 class BatchRows:
-    """Prompts and sequences of a decoder, and each tenant's part of rows and cache."""
+    """Prompts and sequences of a decoder, and each tenant's share of the rows and the KV cache."""
 
     def __init__(self, cache: KVCache, blocks: BlockAllocator, most: int) -> None:
         """`most` is the largest number of running sequences."""
@@ -30,7 +30,7 @@ class BatchRows:
         self._had: Counter[str] = Counter()
         self._preemptible: list[SampledSequence] = []
         self._large: Prompt | SampledSequence | None = None
-        """Needs more than its tenant's part of the cache. Until it begins, nothing else begins; it is not preempted."""
+        """Item that needs more than its tenant's share of the cache. Nothing starts before it; it is preempted last."""
 
     @property
     def free(self) -> int:
@@ -58,10 +58,10 @@ class BatchRows:
         large, there = self._large, (*self.running, *self.preempted, *self.waiting)
         if large is not None and (large not in there or (self._large_waits and self.left(large) <= 0)):
             self._large = None
-        self._preemptible = list(self.running)  # what starts in this tick is part of a prefill
+        self._preemptible = list(self.running)  # sequences that start in this tick are still being prefilled
 
     def left(self, item: Prompt | SampledSequence) -> int:
-        """Rows that the item's tenant may still take."""
+        """Number of rows that the item's tenant may still take."""
         return self._limits[tenant_of(item)] - self._had[tenant_of(item)]
 
     @property
@@ -83,7 +83,7 @@ class BatchRows:
         self._had = Counter(map(tenant_of, self.running))
 
     def may_begin(self) -> set[str]:
-        """Tenants whose prompts may begin. Preempted sequences come first, except before tenants with little of the cache."""
+        """Tenants whose prompts may start; preempted sequences precede all but tenants below their cache share."""
         names = {tenant_of(item) for item in self.waiting if self.left(item) > 0}
         if self._large is not None and self._large_waits:
             return names & {tenant_of(self._large)} if isinstance(self._large, Prompt) else set()
@@ -91,13 +91,13 @@ class BatchRows:
         return (names - stuck) & self._below_share() if stuck else names
 
     def may_resume(self, sequence: SampledSequence) -> bool:
-        """Whether a preempted sequence may have a row and blocks."""
+        """Whether a preempted sequence may take a row and blocks."""
         return self.left(sequence) > 0 and (sequence is self._large or not self._large_waits)
 
     def with_room(self, item: Prompt | SampledSequence, take: Callable[[], Taken], more: int = 0) -> Taken:
-        """Allocate blocks for a prompt or sequence, with `more` further blocks left free.
+        """Call `take`, which allocates the item's blocks and leaves `more` further blocks free; returns its result.
 
-        Preempts other items until the allocation succeeds, or none if preempting all candidates would not be enough.
+        Preempts other items until `take` succeeds, or none if preempting all candidates would not be enough.
         """
         taken = take()
         if taken is not None and taken is not False:
@@ -117,11 +117,11 @@ class BatchRows:
         return taken
 
     def _candidates(self, item: Prompt | SampledSequence, more: int) -> list[Prompt | SampledSequence]:
-        """Candidates for preemption: prompts that cannot begin now, then the youngest rows and prompts of others.
+        """Candidates for preemption: prompts that may not start now, then other tenants' youngest rows, then prompts.
 
-        The second kind only from tenants with much of the cache, and only if the item's tenant stays within its part;
-        otherwise the item itself would be preempted next. An item that needs more than that part becomes the large one,
-        if there is none.
+        Other tenants' rows and prompts qualify only if their tenant exceeds its share of the cache, and if the item's
+        tenant stays within its own; otherwise the item would be preempted next. An item that needs more than its
+        tenant's share becomes the large one, if there is none.
         """
         may_begin, held = self.may_begin(), self._held()
         prompts = [one for one in self.waiting if one is not item and one.logits is not None and one.blocks]
@@ -142,9 +142,9 @@ class BatchRows:
         return candidates
 
     def grow(self, chosen: set[SampledSequence]) -> list[SampledSequence]:
-        """Give running sequences a block for their next tokens, oldest first; the youngest are preempted.
+        """Give the chosen sequences blocks for their next tokens, oldest first; preempts the youngest if none is free.
 
-        The large item comes first, and tenants with little of the cache come before others.
+        If blocks are short, the large item comes first, and tenants below their cache share come before others.
         """
         kept: set[SampledSequence] = set()
         queue = deque(self.running)
@@ -172,11 +172,11 @@ class BatchRows:
         return [item for item in self.running if item in chosen]
 
     def _below_share(self) -> set[str]:
-        """Tenants that have less than their part of the cache."""
+        """Tenants that hold less than their share of the cache."""
         return {name for name, blocks in self._held().items() if len(blocks) < self._fair_blocks(name)}
 
     def _held(self) -> dict[str, Counter[int]]:
-        """Blocks of each tenant, with the number of its rows and prompts that hold each."""
+        """For each tenant, the blocks that it holds, and how many of its sequences and prompts hold each."""
         held = {tenant: Counter[int]() for tenant in self._shares}
         everything: list[Prompt | SampledSequence] = [*self.running, *self.waiting]
         for item in everything:

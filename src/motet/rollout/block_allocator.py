@@ -1,6 +1,6 @@
-"""Allocates cache blocks and slots to prompts and sequences, shares them in a group, and copies them to host memory.
+"""Allocates KV cache blocks and state slots, shares blocks within a group, and copies both to host memory.
 
-Sequences kept between turns are evicted first. What does not fit into host memory is computed again.
+Sequences kept between turns are evicted first. Sequences that do not fit into host memory are prefilled again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from motet.rollout.sequences import Prompt, SampledSequence
 
 
 class BlockAllocator:
-    """Allocates a cache and its copies in host memory."""
+    """Allocates the blocks and slots of a cache, and copies of them in host memory."""
 
     def __init__(self, cache: KVCache, host: HostCache, kept: KeptSequences) -> None:
         self._cache, self._host, self._kept = cache, host, kept
@@ -22,7 +22,7 @@ class BlockAllocator:
     def begin(self, prompt: Prompt, more: int, budget: int | None) -> int | None:
         """Allocate a prompt's blocks and slot. Returns how many of its tokens are already computed; None if it must wait.
 
-        Leaves `more` further blocks free; `budget` is the most tokens to compute.
+        Leaves `more` further blocks free; `budget` is the largest number of tokens to compute.
         """
         n_tokens = len(prompt.request.prompt_ids)
         n_blocks = self._blocks_of(n_tokens)
@@ -43,10 +43,10 @@ class BlockAllocator:
         return 0
 
     def fork(self, prompt: Prompt, *, alone: bool) -> SampledSequence | None:
-        """Start the prompt's next completion: share full blocks; copy a partly filled one, or move it at the last.
+        """Start the prompt's next completion; None if it must wait. Full blocks are shared, states are copied.
 
-        States are copied: each row of the decode batch has a slot, and the current prompt has one. If no block is free
-        and the prompt is `alone`, its block is moved anyway and the prompt is prefilled again later.
+        A partly filled block is copied. The last completion takes it over, and so does any completion if no block is
+        free and the prompt is `alone`; the prompt is then prefilled again later.
         """
         n_full, rest = divmod(len(prompt.request.prompt_ids), self._cache.block_size)
         last = len(prompt.waiting) == 1
@@ -79,11 +79,11 @@ class BlockAllocator:
         return True
 
     def needs(self, item: Prompt | SampledSequence) -> int:
-        """Blocks for all its tokens."""
+        """Number of blocks for all tokens of the item."""
         return self._blocks_of(item.length if isinstance(item, SampledSequence) else len(item.request.prompt_ids))
 
     def suffices(self, item: Prompt | SampledSequence, more: int, giving: Iterable[Prompt | SampledSequence]) -> bool:
-        """Whether enough blocks would be free if the items in `giving` had none, for this item and `more` further blocks."""
+        """Whether freeing the blocks of `giving` would leave enough for this item and `more` further blocks."""
         n_blocks, present, copy = self.needs(item), list[int](), item.copy
         if item.blocks:
             n_blocks = 1
@@ -115,20 +115,20 @@ class BlockAllocator:
         return min(n_tokens, len(sequence.blocks) * self._cache.block_size - sequence.length)
 
     def trim(self, sequence: SampledSequence) -> None:
-        """Free blocks beyond its tokens."""
+        """Free the blocks beyond the sequence's tokens."""
         n_blocks = self._blocks_of(sequence.length)
         self._cache.give_back(sequence.blocks[n_blocks:])
         del sequence.blocks[n_blocks:]
 
     def page_out(self, owner: Prompt | SampledSequence) -> None:
-        """Free its blocks and slot, with a copy in host memory if there is room."""
+        """Free the owner's blocks and slot, after copying them to host memory if there is room."""
         n_tokens = owner.length - 1 if isinstance(owner, SampledSequence) else len(owner.request.prompt_ids)
         copy = self._host.put(owner.blocks, owner.slot, n_tokens)
         self.give_back(owner)
         owner.copy = copy
 
     def give_back(self, owner: Prompt | SampledSequence) -> None:
-        """Free its blocks, slot and host copy."""
+        """Free the owner's blocks, slot and host copy."""
         if owner.copy is not None:
             self._host.forget(owner.copy)
             owner.copy = None
@@ -144,7 +144,7 @@ class BlockAllocator:
         return True
 
     def _go_on(self, prompt: Prompt, kept: KeptSequence, known: int, n_blocks: int, more: int) -> bool:
-        """Begin from a kept sequence: share full blocks, copy a partly filled one."""
+        """Start a prompt from a kept sequence: share full blocks, copy a partly filled one."""
         if kept.copy is not None:
             return self._copy_back(prompt, kept.copy, known, n_blocks, more)
         n_full, rest = divmod(known, self._cache.block_size)
@@ -163,7 +163,7 @@ class BlockAllocator:
         self, owner: Prompt | SampledSequence, copy: HostCopy, n_tokens: int, n_blocks: int, more: int
     ) -> bool:
         present = self._host.present(copy, n_tokens)
-        self._cache.share(present)  # before evictions, whose owners may be the only holders
+        self._cache.share(present)  # before evictions, which could free these blocks
         if not self._kept.make_room(n_blocks - len(present) + more, 1) or copy.gone:
             self._cache.give_back(present)
             return False

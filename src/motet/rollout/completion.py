@@ -1,4 +1,4 @@
-"""One completion from a server: its tokens so far, across attempts, and the part that may be delivered already."""
+"""One completion from a server: its tokens so far, across attempts, and the part that can be delivered already."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Completion:
     _continued: bool = False
 
     def ask(self, attempt: int) -> Ask:
-        """The request for the remaining tokens. After a break it continues behind the received tokens, with another seed."""
+        """The request for the remaining tokens. A retry continues after the received tokens, with another seed."""
         request, seed = self.request, self.request.seeds[self.index]
         self._continued = bool(self._tokens)
         if self._continued:
@@ -66,14 +66,14 @@ class Completion:
             self.finish = ending(self._tokens, self.request.sampling)
 
     def _cut(self) -> None:
-        """End at a stop string that began before the break; the server saw only its second part."""
+        """Truncate at a stop string that began before the break, of which the server saw only the second part."""
         n_tokens = until_stop(self._tokens, self.request.sampling.stop, self.decode)
         if n_tokens is not None:
             del self._tokens[n_tokens:], self._logprobs[n_tokens:]
             self.finish = FinishReason.STOP
 
     def mark(self) -> int:
-        """Current length, to return to with `back`."""
+        """Current length in tokens, to return to with `back`."""
         return len(self._tokens)
 
     def back(self, mark: int) -> bool:

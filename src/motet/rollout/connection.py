@@ -1,4 +1,4 @@
-"""HTTP to one server: requests with time limits, event streams, and a reason for each failure."""
+"""HTTP client for one server: requests with time limits, event streams, and a reason for each failure."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class ServerConnection:
     clocks: Clocks
     headers: Mapping[str, str] = field(default_factory=dict)
     verify: Any = True
-    """TLS: False, True, or an `ssl.SSLContext`."""
+    """TLS verification: False, True, or an `ssl.SSLContext`."""
     note: str = ""
-    """Why the server is away."""
+    """Why the server is gone."""
 
     def __post_init__(self) -> None:
         self._client: httpx2.AsyncClient | None = None
@@ -80,7 +80,7 @@ class ServerConnection:
             self._client = None
 
     async def request(self, request: HttpRequest, seconds: float) -> Any:
-        """Send a request and return its JSON answer, None if it has none.
+        """Send a request and return the JSON of its answer, or None if the answer is not JSON.
 
         Raises:
             ServerGone: no answer in time.
@@ -130,8 +130,8 @@ class ServerConnection:
     async def _in_time(self, answer: Awaitable[Result], request: HttpRequest, begun: float, seconds: float) -> Result:
         """Wait for an answer until the limit, or until the server is gone.
 
-        Uses an anyio cancel scope because httpx shields its cleanup from that. An asyncio timeout could hit the cleanup
-        of closed connections and leave other connections open.
+        Uses an anyio cancel scope, because httpx shields its cleanup from that. An asyncio timeout could interrupt the
+        cleanup of closed connections and leave other connections open.
         """
         with anyio.CancelScope(deadline=begun + seconds) as limit:
             self._waiting.add(limit)

@@ -44,9 +44,9 @@ class Decoder:
         turns: TenantTurns | None = None,
         speculates: bool = False,
     ) -> None:
-        """At most `kept_blocks` stay allocated between turns of episodes; 0 keeps none.
+        """At most `kept_blocks` KV cache blocks stay allocated between turns of episodes; 0 keeps none.
 
-        Preempted and evicted items are copied to host memory, up to `host_bytes`. `speculates`: see `Drafts`.
+        Preempted and evicted sequences are copied to host memory, up to `host_bytes`. `speculates`: see `Drafts`.
         """
         self.cache = cache
         self.host = HostCache(cache, host_bytes)
@@ -63,7 +63,7 @@ class Decoder:
         self.spent: Counter[str] = Counter()
         """Microseconds by job; the reader resets it."""
         self._turns = TickTurns(turns or TenantTurns(), max_rows, prefill_tokens)
-        self._no_blocks = False  # of the first waiting prompt
+        self._no_blocks = False  # whether a waiting prompt found no free blocks in the last tick
 
     @property
     def idle(self) -> bool:
@@ -193,7 +193,7 @@ class Decoder:
             if not prompt.blocks:
                 more = reserved + bool(inputs or self.rows.running)
                 begin = functools.partial(self.blocks.begin, prompt, more, budget if inputs else None)
-                # short of this tick's token budget, not of room
+                # exceeds this tick's token budget: preempting others would not help
                 short = bool(inputs) and len(prompt.request.prompt_ids) > budget
                 known = begin() if short else self.rows.with_room(prompt, begin, more)
                 if known is None:

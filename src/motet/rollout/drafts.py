@@ -1,8 +1,8 @@
-"""Speculative decoding: guesses the next tokens, which a tick checks in rows beside the required ones.
+"""Speculative decoding: drafts the next tokens, which a tick verifies in extra rows.
 
-A draft is accepted if it equals the token drawn at its place. A row's logits do not depend on the other rows, so drafts
-change the speed, never the tokens. Guesses come from the prompt, from its other completions, and from the job's earlier
-answers to the same prompt.
+A draft is accepted if it equals the token sampled at its position. A row's logits do not depend on other rows, so
+drafts change the speed, never the tokens. Guesses come from the prompt, from its other completions, and from the job's
+earlier answers to the same prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from motet.rollout.sequences import Prompt, SampledSequence
 from motet.types import IntArray
 
 _ORDERS = (4, 2)
-"""Context lengths in tokens for guesses, where no other completion began in the same way."""
+"""Context lengths, in tokens, of n-gram guesses; used if no other completion began in the same way."""
 _LONGEST = 8
 """Most tokens of one draft."""
 _ANSWERS = 8
@@ -37,11 +37,11 @@ _PROMPT_TOKENS = 1024
 _GAIN = 1.03
 """Smallest expected speed-up that justifies drafts."""
 _LEAST = 2e-4
-"""Seconds per token without drafts, below which guessing would take too much of the time."""
+"""Seconds per row of a tick below which drafting costs too much of the time."""
 _LONGEST_REST = 16
 """Most ticks without drafts after drafts did not pay off."""
 _TRIALS = 64
-"""Interval, in ticks, at which likely drafts are checked to measure the cost of rows."""
+"""One in this many decisions uses all likely drafts, to measure the cost of rows."""
 _LIKELY = 0.6
 
 Key = tuple[str, str, str, bytes]
@@ -107,7 +107,7 @@ class _Position:
         return position
 
     def numbers(self) -> list[tuple[int, int]]:
-        """Lookup keys in order of specificity: (hash, sort of key)."""
+        """Lookup keys, the most specific first: (hash, kind of key)."""
         found = [(self.seeded, 0), (self.prefix, 1 + (self.length >= 8))]
         return found + [
             (hash(tuple(self.recent[-order:])), 3 + index)
@@ -223,7 +223,7 @@ class Drafts:
     """Answers with their seeds, by tenant, job and prompt; least recently used first."""
     _tokens: int = 0
     _hits: dict[tuple[str, float], _Hits] = field(default_factory=dict)
-    """By job and temperature."""
+    """Hit rates by job and temperature."""
     _ticks: _Ticks = field(default_factory=_Ticks)
     _continuations: weakref.WeakKeyDictionary[Prompt, _Continuations] = field(default_factory=weakref.WeakKeyDictionary)
     _rest: int = 0
@@ -278,7 +278,7 @@ class Drafts:
             self._tokens -= sum(map(_size, self._answers.pop(key)))
 
     def _draft(self, sequence: SampledSequence) -> list[tuple[int, float]]:
-        if sequence.grammar is not None:  # a grammar advances with each token
+        if sequence.grammar is not None:  # a grammar's mask depends on the token before
             return []
         prompt, sampling = sequence.prompt, sequence.prompt.request.sampling
         known = self._continuations.get(prompt)

@@ -51,10 +51,10 @@ class EmbeddedEngine:
         share: float = 1.0,
         speculates: bool = False,
     ) -> None:
-        """Of the cache, at most `kept_tokens` tokens may be kept for episodes between two turns.
+        """At most `kept_tokens` tokens of the KV cache are kept between turns of episodes.
 
-        `host_kv_bytes` of host memory hold preempted sequences. `speculates`: see `Decoder`. `share` scales decoding
-        time in the measurements if other processes sample too.
+        `host_kv_bytes` of host memory hold preempted sequences. `speculates`: see `Decoder`. `share` scales the
+        measured decoding time if other processes sample too.
         """
         self.base = base
         self.cache = KVCache(
@@ -115,7 +115,7 @@ class EmbeddedEngine:
         return AdapterWeights.from_masters(layout, peft.alpha / peft.rank, masters, self.base.dtype)
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
-        """Drop a version; running requests keep their own pointer to it."""
+        """Drop a version; running requests keep a reference to its weights."""
         if self._versions.pop(ref, None) is not None:
             await self._device.run(lambda: self._forget(ref), light=True)
 
@@ -300,7 +300,7 @@ class SavedFiles:
                 made = tempfile.TemporaryDirectory(prefix="motet-version-", ignore_cleanup_errors=True)  # it may stay
                 place = Path(stack.enter_context(made))
                 await asyncio.to_thread(self._trainer.save_adapter, name, place, optimizer=False)
-            except OSError as error:  # another disk than the run's: do not wait for room there
+            except OSError as error:  # not on the run's disk: fail instead of waiting for space
                 raise EngineError(
                     f"version {ref.version} of adapter {ref.name!r} could not be written to {tempfile.gettempdir()}: {error}; "
                     "free space there, or set TMPDIR to another directory"

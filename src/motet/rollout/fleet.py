@@ -1,4 +1,4 @@
-"""The replicas of an engine: watched, drained when they fail, restarted if Motet started them, and taken back."""
+"""Watches the replicas of an engine: drains failed ones, restarts those that Motet started, and takes them back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Fleet:
         wait_seconds: float,
         back: Callable[[Replica], Awaitable[None]],
     ) -> None:
-        """Connect to no replica before the first call of `wait`.
+        """No replica is contacted before the first call of `wait`.
 
         Args:
             replicas: the servers.

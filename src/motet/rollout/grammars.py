@@ -16,13 +16,13 @@ from motet.model_info import ModelInfo
 from motet.types import BoolArray, SamplingParams
 
 _KEPT = 16
-"""Compiled grammars in the cache. Callers check grammars from strangers first (`chat.structure.check_grammar`)."""
+"""Size of the cache of compiled grammars. Callers validate untrusted ones first (`chat.structure.check_grammar`)."""
 _SLOW_SECONDS = 0.25
-"""CPU time per token, during which all sampling waits."""
+"""Limit of CPU time for one token's mask; all sampling waits for it."""
 
 
 class Grammar:
-    """The state of one completion in its grammar."""
+    """The grammar state of one completion."""
 
     def __init__(self, matcher: Any, n_vocab: int) -> None:
         self._matcher, self._n_vocab = matcher, n_vocab
@@ -40,7 +40,7 @@ class Grammar:
         return np.unpackbits(bits, count=self._n_vocab, bitorder="little").astype(np.bool_)
 
     def take(self, token: int) -> str:
-        """Advance by a token; returns an error message, or an empty text."""
+        """Advance by a token; returns an error message, or an empty string."""
         if self._slow:
             return f"its grammar takes more than {_SLOW_SECONDS} s for one token, and delays other requests; make it simpler"
         whole = self._matcher.consume_token(token) and not self._matcher.is_error()

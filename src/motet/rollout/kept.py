@@ -31,7 +31,7 @@ class KeptSequence:
     slot: int
     """Slot of its states after the last token; `no_slot` on a base without states."""
     copy: HostCopy | None = None
-    """Replaces blocks and slot once it was evicted."""
+    """Host copy that replaces blocks and slot after eviction."""
 
 
 class KeptSequences:
@@ -100,7 +100,7 @@ class KeptSequences:
         return False
 
     def most_free(self, giving: Iterable[Iterable[int]] = (), but: Collection[int] = ()) -> int:
-        """Blocks that would be free if nothing was kept and the owners in `giving` had none; `but` stay allocated."""
+        """Blocks that would be free without kept sequences and the blocks of `giving`; those in `but` stay taken."""
         held = self._held.copy()
         for blocks in giving:
             held.update(blocks)

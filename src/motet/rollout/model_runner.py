@@ -89,8 +89,8 @@ class ModelRunner:
     def sample(self, sequences: Sequence[SampledSequence], raw_NV: Tensor, drafts: Sequence[Sequence[int]] = ()) -> int:
         """Draw each sequence's next tokens and check whether it ends.
 
-        `raw_NV` has one row per sequence, followed by one per draft with the logits that hold if all drafts up to it
-        are right. Returns the number of accepted drafts.
+        `raw_NV` has, for each sequence in turn, a row for its next token and one for the token after each draft, which
+        counts if all drafts up to there are right. Returns the number of accepted drafts.
         """
         drafts = drafts or [()] * len(sequences)
         at_a_time = self.base.arithmetic.logit_rows
@@ -129,7 +129,7 @@ class ModelRunner:
 
 
 def _kept_to_grammars(logits_NV: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:
-    """Logits with the tokens that a row's grammar forbids masked; other rows stay unchanged."""
+    """Set the logits of tokens that a row's grammar forbids to −∞; returns a copy if any row has a grammar."""
     bound = [(row, item.grammar.allowed()) for row, item in enumerate(sequences) if item.grammar is not None]
     if not bound:
         return logits_NV

@@ -1,7 +1,7 @@
-"""The node agent runs beside a server: it receives versions over HTTP, writes them, and lets the server load them.
+"""The node agent runs beside a server: it receives versions over HTTP, writes them, and tells the server to load them.
 
-So no shared file system is needed. A version arrives as bytes with their hash; the response is the server's own. The
-agent can also start the server, keep it running and end it.
+No shared file system is needed. A version arrives as bytes with their hash; the agent returns the server's response.
+It can also start the server, keep it running and end it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from motet.rollout.version_files import VersionFiles
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _SECONDS = 600.0
-"""Limit for a load; the sender's limit is shorter."""
+"""Time limit of a request to the server; the sender's limit is shorter."""
 LOOK_SECONDS = 5.0
 """Interval between health checks."""
 _EARLY_SECONDS = 0.5
-"""Interval until the first answer."""
+"""Interval between health checks until the server first answers."""
 HANGS_SECONDS = 120.0
 """A server that has answered before and is silent for this long is restarted."""
 LOADS_SECONDS = 1800.0
@@ -56,11 +56,11 @@ class NodeServer:
         self._process = ServerProcess(command, dict(os.environ), log)
         self._look, self._hangs, self._loads = look_seconds, hangs_seconds, loads_seconds
         self._answered = False
-        """Since its last start."""
+        """Whether the server has answered since its last start."""
         self._since = 0.0
-        """Time of its last answer or start."""
+        """Time of the server's last answer or start."""
         self.failure = "it is starting"
-        """Why it cannot be used, for a person; empty if it can."""
+        """Why the server is not available, for people; empty if it is."""
 
     @contextlib.asynccontextmanager
     async def running(self, healthy: Callable[[], Awaitable[bool]]) -> AsyncIterator[None]:
@@ -106,18 +106,18 @@ class NodeServer:
 
 
 class NodeAgent:
-    """Stores versions on one node for the server there."""
+    """The HTTP API that stores versions on one node and loads them into the server there."""
 
     def __init__(
         self, server: str, dialect: Dialect, directory: Path, key: str | None, kept: NodeServer | None = None
     ) -> None:
-        """Write nothing before the app starts.
+        """Nothing is written before the app starts.
 
         Args:
             server: URL of the server on this node.
             dialect: the server's protocol.
-            directory: for versions only; best in memory, such as below /dev/shm.
-            key: required from requests and sent to the server; None disables it.
+            directory: for versions only; preferably in memory, such as under /dev/shm.
+            key: required in requests and sent to the server; None disables authentication.
             kept: the server's process, if the agent starts and ends it.
         """
         self._dialect, self._directory, self._key, self._kept = dialect, directory, key, kept
@@ -157,7 +157,7 @@ class NodeAgent:
         return answer.status_code == 200
 
     async def _served(self) -> Callable[[str], bool]:
-        """Returns a test for versions of an earlier start to keep: those the server may read again, or all if unknown."""
+        """A test of which versions of an earlier start to keep: those the server may read again, or all if unknown."""
         answers = {}
         try:
             for path in self._dialect.about:
@@ -193,7 +193,7 @@ class NodeAgent:
         return JSONResponse({"versions": self._files.names()})
 
     async def _put(self, name: str, request: Request) -> Response:
-        """Write a version unless it exists, and let the server load it."""
+        """Write a version unless it exists, and tell the server to load it."""
         content, digest = await request.body(), request.headers.get(DIGEST, "")
         async with self._writing:
             try:
@@ -215,7 +215,7 @@ class NodeAgent:
             unpack(content, digest, draft)
 
     async def _delete(self, name: str, request: Request) -> Response:
-        """Let the server unload a version; its files are deleted later, because the server may still read them."""
+        """Tell the server to unload a version; its files are deleted later, because the server may still read them."""
         answer = await self._asked(self._dialect.unload(name))
         if answer.status_code == 200 or self._dialect.unknown(answer.status_code, bytes(answer.body).decode()):
             self._digests.pop(name, None)

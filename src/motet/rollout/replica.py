@@ -43,13 +43,13 @@ class Replica:
     clocks: Clocks
     headers: Mapping[str, str] = field(default_factory=dict)
     verify: Any = True
-    """TLS: False, True, or an `ssl.SSLContext`."""
+    """TLS verification: False, True, or an `ssl.SSLContext`."""
     agent: str = ""
     """URL of its node agent, which receives versions; without one, the server reads them from a shared path."""
     versions: VersionServer | None = None
-    """Where its workers fetch versions from, instead of a path."""
+    """The server from which its workers fetch versions; None if they read them from a path."""
     from_files: str = ""
-    """Why its workers read from a path instead; reset by `greet`."""
+    """Why its workers read from a path in spite of `versions`; reset by `greet`."""
     untried: str = ""
     """Warning that its release is not covered by tests; empty otherwise."""
     facts: Facts = field(default_factory=Facts)
@@ -73,11 +73,11 @@ class Replica:
     # --- availability -------------------------------------------------------------------------------------------------
 
     async def greet(self) -> None:
-        """Check its health and read what it serves; it is up when this returns.
+        """Check the server's health and read what it serves; it is up when this returns.
 
         Raises:
             ServerUnfit: it rejects the key.
-            EngineError: no answer, or not the answer of such a server.
+            EngineError: no answer, or an answer that does not fit the dialect.
         """
         await self.healthy()
         answers = {}
@@ -120,7 +120,7 @@ class Replica:
             await self._agent.healthy(seconds)
 
     def leave(self, reason: str) -> None:
-        """Mark it as gone: running requests fail, and no new ones are sent until `greet` succeeds."""
+        """Mark the server as gone: running requests fail, and no new ones are sent until `greet` succeeds."""
         self.up, self.note = False, reason
         self.loaded.clear()
         for connection in self._connections():
@@ -139,7 +139,7 @@ class Replica:
     # --- requests ---------------------------------------------------------------------------------------------------------
 
     async def load(self, name: str, path: str) -> None:
-        """Load a version. If the name is loaded already, that is the same version, because names are used once.
+        """Load a version. A name that is loaded already is no error: names are used once, so it is the same version.
 
         Raises:
             EngineError: it cannot be loaded; the message says why.
@@ -157,7 +157,7 @@ class Replica:
         self.loaded.add(name)
 
     async def _ask_to_load(self, name: str, path: str) -> Any:
-        """Let the server fetch a version, or read it if it does not fetch."""
+        """Ask the server to fetch a version, or to read it from files if it does not fetch."""
         if self.versions is not None and not self.from_files:
             try:
                 location = await asyncio.to_thread(self.versions.location, name, self.url)
@@ -172,7 +172,7 @@ class Replica:
         return await self.server.request(self.dialect.load(name, path), self.clocks.load)
 
     async def _read_instead(self, name: str, path: str, refused: ServerRefused) -> Any:
-        """After a failed fetch, let the server read this and all later versions. If that fails too, it fetches again."""
+        """After a failed fetch, use files for this and all later versions; if that fails too, raises `refused`."""
         try:
             answer = await self.server.request(self.dialect.load(name, path), self.clocks.load)
         except ServerRefused as error:
@@ -185,7 +185,7 @@ class Replica:
         return answer
 
     async def unload(self, name: str) -> None:
-        """Unload a version; a missing one is no error.
+        """Unload a version; a missing one is not an error.
 
         Raises:
             EngineError: it stays loaded; the message says why.
@@ -217,7 +217,7 @@ class Replica:
         """The k most likely tokens [T, k] and their logprobs at temperature 1, best first; position 0 has zeros.
 
         Raises:
-            ServerRefused: the server returns fewer of them.
+            ServerRefused: the server returns fewer than k.
         """
         request = self.dialect.top(token_ids.tolist(), model, self.facts.base, k)
         answer = await self.server.request(request, self.clocks.request)
@@ -233,7 +233,7 @@ class Replica:
         """One completion: tokens as they arrive with `ask.stream`, otherwise all at once.
 
         Raises:
-            ServerGone: the server left before the end; earlier pieces are valid.
+            ServerGone: the server was gone before the end; earlier pieces are valid.
             ServerRefused: an error status, with the server's message.
             ServerFault: an invalid answer.
         """
@@ -286,7 +286,7 @@ class _Reading:
         return piece
 
     def end(self) -> None:
-        """Check that there was an end."""
+        """Check that the completion has a finish reason; raises `ServerGone` otherwise."""
         if self._finish not in ("stop", "length"):
             raise ServerGone(f"{self._replica.url} broke off a completion after {self._n} tokens ({self._finish})")
 

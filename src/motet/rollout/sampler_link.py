@@ -1,4 +1,4 @@
-"""The parent's side of a sampling process: starts it, sends versions and requests, and detects its end."""
+"""The parent's side of a sampling process: starts it, sends versions and requests, and detects its exit."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Outcome = Chunk | Exception
 
 
 class SamplerLink:
-    """One sampling process. It takes requests once it has loaded the base and computed the same fingerprint as the parent."""
+    """One sampling process. It takes requests after it has loaded the base and computed the parent's fingerprint."""
 
     def __init__(self, load: m.LoadSampler, fingerprint: str, busy: BusyTime, share: float, log: Path | None) -> None:
         """Start the process; it loads in the background.
 
         Args:
             load: base and limits.
-            fingerprint: result of `LoraModel.fingerprint` here.
-            busy: receives the process's time.
-            share: weight of its seconds in `busy`.
+            fingerprint: result of `LoraModel.fingerprint` in this process.
+            busy: the sampling time of the process is added to it.
+            share: factor on the seconds that are added to `busy`.
             log: file for its errors; discarded if None.
         """
         self._fingerprint, self._busy, self._share = fingerprint, busy, share
@@ -48,11 +48,11 @@ class SamplerLink:
         self._closing = self._held = False
         self.ready = False
         self.on_ready: Callable[[], None] = lambda: None
-        """Called once, in another thread, when it is ready for requests."""
+        """Called once, in another thread, when the process has loaded the base."""
         self.seconds = 0.0
         """Seconds in which the process sampled, as reported so far."""
         self.note = ""
-        """Why the process does not take part, for a person."""
+        """Why the process is not used, for people; empty otherwise."""
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         self._process = ChildProcess("motet.rollout.sampler_process", log, **threads)
         self._outbox: queue.SimpleQueue[m.ToSampler | tuple[AdapterRef, AdapterWeights] | None] = queue.SimpleQueue()
@@ -70,7 +70,7 @@ class SamplerLink:
     # --- to the process ---------------------------------------------------------------------------------------------
 
     def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
-        """Make a version available there."""
+        """Make a version available in the process."""
         with self._lock:
             self._versions[ref] = weights
             if self.ready:
@@ -83,7 +83,7 @@ class SamplerLink:
                 self._outbox.put(m.Unload(ref))
 
     def hold(self) -> None:
-        """Let the process rest after its current tokens, or once it is ready, because its core is needed elsewhere."""
+        """Pause the process after its current tokens, or once it is ready, because its core is needed elsewhere."""
         self._rest(held=True)
 
     def go(self) -> None:
@@ -132,7 +132,7 @@ class SamplerLink:
     def close(self) -> None:
         """End the process."""
         self._closing, loaded, self.ready = True, self.ready, False
-        if not loaded:  # it does not read messages now
+        if not loaded:  # it does not read messages while it loads
             self._process.kill()
         self._outbox.put(None)
         self._writer.join(END_SECONDS)

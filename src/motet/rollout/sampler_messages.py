@@ -60,7 +60,7 @@ class Unload(ChannelMessage, frozen=True):
 
 
 class Hold(ChannelMessage, frozen=True):
-    """Rest after the current tokens."""
+    """Pause after the current tokens, until `Go`."""
 
 
 class Go(ChannelMessage, frozen=True):
@@ -88,9 +88,9 @@ class Busy(ChannelMessage, frozen=True):
     """Work done since the last report."""
 
     decode: float
-    """Seconds."""
+    """Seconds of sampling."""
     full: float
-    """Seconds with a full batch."""
+    """Seconds of these with a full batch."""
     parts: dict[str, int]
     """Microseconds by job."""
     drafted: int = 0

@@ -1,8 +1,8 @@
 """A sampling process: the same base and engine as in the parent, with one torch thread.
 
 Two Python threads that each make thousands of small torch calls per second contend for the interpreter's lock; two
-processes do not. The parent (`motet.rollout.sampler_link`) sends messages over the channel. The process ends when its
-input ends, also when the parent dies.
+processes do not. The parent (`motet.rollout.sampler_link`) sends messages over the channel. The process exits when its
+input ends, which also happens when the parent dies.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SamplerProcess:
         self._tasks: set[asyncio.Task[None]] = set()
         self._sent: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
         self._sent_drafts = (0, 0)
-        """Seconds of decoding, seconds with a full batch, and microseconds by job that were already reported."""
+        """Reported drafted and accepted tokens; `_sent`: decoding seconds, those with a full batch, µs by job."""
 
     async def serve(self) -> None:
         """Handle messages until the input ends."""
@@ -64,7 +64,7 @@ class SamplerProcess:
         reporting.cancel()
 
     def handle(self, message: m.ToSampler) -> None:
-        """Start the work of one message. Never waits: the next message may be the one that lets the device continue."""
+        """Start the work of one message. Never waits: the next message may be the `Go` that resumes the device."""
         match message:
             case m.SampleRequest():
                 self._begin(self._generate(message.key, message.request))
@@ -91,7 +91,7 @@ class SamplerProcess:
             self._send_busy()
         except EngineError as error:
             self._parent.send(m.RequestRefused(key, str(error)))
-        except Exception as error:  # the parent samples this request itself then
+        except Exception as error:  # the parent then samples this request itself
             self._parent.send(m.Broken(key, f"{type(error).__name__}: {error}"))
 
     async def _report_busy(self) -> None:
@@ -136,7 +136,7 @@ def main() -> None:
         parent.send(m.SamplerFailed(str(error)))
     finally:
         shutil.rmtree(load.files, ignore_errors=True)  # a killed parent leaves them behind
-    os._exit(0)  # nothing reads what is still being sampled
+    os._exit(0)  # do not wait for open completions, which nobody reads
 
 
 if __name__ == "__main__":

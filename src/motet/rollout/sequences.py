@@ -16,7 +16,7 @@ from motet.types import Chunk, FinishReason, GenerateRequest
 
 Emit = Callable[[Chunk | Exception], None]
 _TAIL = 16
-"""Tokens beyond a stop string's own bytes that are decoded to find it."""
+"""Number of last tokens, in addition to one per byte of a stop string, that are decoded to find it."""
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class SampledSequence:
     finish: FinishReason | None = None
     error: str = ""
     grammar: Grammar | None = None
-    """Its state in the grammar."""
+    """Grammar state; None without a grammar."""
     tick: int = 0
     """The last tick that gave it a token."""
     sent_tokens: int = 0

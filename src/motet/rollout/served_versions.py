@@ -1,4 +1,4 @@
-"""The versions that servers hold: written once, loaded on their job's home servers, and on other servers before a request."""
+"""Versions on servers: written once, loaded on their job's home servers, and elsewhere when a request needs them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOSSES = 5
 class Homes:
     """Home servers of each adapter: enough to keep all servers busy, those with the fewest other adapters first.
 
-    Chosen again at each publish, so that adapters spread as adapters and servers come and go.
+    They are chosen again at each publish, so that the load stays balanced as adapters and servers come and go.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Version:
 
     path: Path
     homes: frozenset[str] = frozenset()
-    """URLs of the replicas that load it before it is announced."""
+    """URLs of the replicas that load the version before it is announced."""
     probe: tuple[IntArray, FloatArray] | None = None
     """Token ids and logprobs of its first probe; a replica that loads the version later must agree."""
 
@@ -103,7 +103,7 @@ class ServedVersions:
             try:
                 with self._files.write_draft(ref.served_name) as directory:
                     write(directory)
-            except OSError as error:  # another disk than the run's: do not wait for room there
+            except OSError as error:  # not on the run's disk: fail instead of waiting for space
                 raise EngineError(
                     f"version {ref.version} of adapter {ref.name!r} could not be written to {self._files.directory} "
                     f"(rollout.directory): {error}; free space there, or name another directory"
@@ -123,7 +123,7 @@ class ServedVersions:
             raise
 
     async def _hand_to_all(self, ref: AdapterRef, fleet: Fleet) -> None:
-        """Load a version on its homes; one success is enough, others load it before their first request."""
+        """Load a version on its homes. One success is enough; the other homes load it before their first request."""
         clock = asyncio.get_running_loop().time
         for loss in range(_LOSSES):
             await fleet.wait()

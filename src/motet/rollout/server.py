@@ -102,7 +102,7 @@ class ServerEngine:
         bounds: ServerLimits,
         run: str,
     ) -> None:
-        """Send nothing to a server before `ready`.
+        """Nothing is sent to a server before `ready`.
 
         Args:
             replicas: the servers.
@@ -261,7 +261,7 @@ class ServerEngine:
         if isinstance(error, ServerRefused) and error.status < 500 and error.status not in _BUSY:
             if adapter is None or not replica.dialect.unknown(error.status, error.detail):
                 raise error
-            replica.loaded.discard(adapter.served_name)  # it is loaded again
+            replica.loaded.discard(adapter.served_name)  # the next attempt loads it again
         else:
             self.fleet.doubt(replica)
 

@@ -44,7 +44,7 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it is running."""
+        """Whether the server is running."""
         return self._process is not None and self._status() is None
 
     @property
@@ -97,7 +97,7 @@ class ServerProcess:
         self._swept = False
 
     def close(self) -> None:
-        """End it and wait for the end."""
+        """End the server and wait for its exit."""
         self._reap()
 
     def _reap(self) -> None:

@@ -52,7 +52,7 @@ def unpack(content: bytes, digest: str, directory: Path) -> None:
 
 
 async def send(agent: ServerConnection, name: str, directory: str) -> Any:
-    """Let an agent write and load a version; returns its server's answer.
+    """Tell an agent to write and load a version; returns its server's answer.
 
     Raises:
         ServerGone: the agent or its server does not answer.
@@ -64,7 +64,7 @@ async def send(agent: ServerConnection, name: str, directory: str) -> Any:
 
 
 async def take_back(agent: ServerConnection, name: str) -> Any:
-    """Let an agent unload a version and delete its files; raises as `send`."""
+    """Tell an agent to unload a version and delete its files; raises as `send`."""
     return await _answer(agent, HttpRequest(f"/versions/{name}", verb="DELETE"))
 
 

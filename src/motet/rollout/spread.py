@@ -1,6 +1,6 @@
-"""The embedded engine spread over processes: each request goes whole to the least loaded process once that has a free row.
+"""Spreads the embedded engine over processes: each request goes to the least loaded one as soon as a row is free.
 
-The choice depends on time; the tokens do not, because a row's bits never depend on other rows.
+The choice depends on timing; the tokens do not, because a row's bits never depend on other rows.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class SpreadEngine:
         self._rows = Counter[str]()
         """Open completions in all processes, by tenant."""
         self._shares: dict[str, float] = {}
-        """Of tenants with rows."""
+        """Shares of the tenants that have open completions."""
         self._waiting: deque[_Waiting] = deque()
         self._kept: dict[str, int] = {}
-        """The process of each episode's last turn, which may have kept its sequence."""
+        """Index of the process that sampled each episode's last turn, and may have kept its sequence."""
         for link in links:
             link.on_ready = self._start_waiting_soon
 
     @property
     def capacity(self) -> int:
-        """Rows of all decode batches."""
+        """Rows of the decode batches of all processes."""
         return self.here.capacity * (1 + len(self.links))
 
     def _samplers(self) -> list[int]:
@@ -82,7 +82,7 @@ class SpreadEngine:
             self._start_waiting()
 
     async def _turn(self, request: GenerateRequest) -> int | None:
-        """Wait for a process with a free row, after earlier requests of the tenant; counts the rows there."""
+        """Wait for a process with a free row, after the tenant's earlier requests; counts the request's rows there."""
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._start_waiting()
@@ -106,7 +106,7 @@ class SpreadEngine:
     def _start_waiting(self) -> None:
         """Assign processes to waiting requests while rows are free; tenants with the fewest rows per share come first.
 
-        Without a free row, only tenants within their shares begin; other tenants' rows are preempted there.
+        Without a free row, only tenants within their share start; the process then preempts rows of other tenants.
         """
         while self._waiting:
             waiting = min(self._waiting, key=lambda one: self._rows[one.request.tenant] / one.request.share)
@@ -132,7 +132,7 @@ class SpreadEngine:
             self._waiting[0].turn.get_loop().call_soon_threadsafe(self._start_waiting)
 
     async def _there(self, request: GenerateRequest, sampler: int) -> AsyncIterator[Chunk]:
-        """Sample in another process; if it dies, its remaining completions are sampled here, with the same bits."""
+        """Sample in another process; if it dies, this process samples the remaining completions, with the same bits."""
         left = list(range(len(request.seeds)))
         try:
             async for chunk in self.links[sampler - 1].generate(request):
@@ -155,9 +155,9 @@ class SpreadEngine:
         return [sampler for sampler in self._samplers() if self._open[sampler].total() < self.here.capacity]
 
     def _choose(self, request: GenerateRequest) -> int:
-        """The process of the episode's last turn, or the one with the fewest open completions; a free row comes first.
+        """Of the processes with a free row, or else of all: that of the episode's last turn, or the least loaded one.
 
-        Near a tie, prefer one that already has the adapter's weights in use.
+        If loads are almost equal, prefer a process that is sampling with the adapter already.
         """
         samplers = self._with_free_rows() or self._samplers()
         if (before := self._kept.get(request.episodes[0]) if request.episodes else None) in samplers:

@@ -1,4 +1,4 @@
-"""What a decoder tick works on: the tenants whose turn it is, for a limited time while several tenants are active."""
+"""Chooses the tenants that a decoder tick works for, and limits its time while several tenants are active."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TickTurns:
     """Tenants' turns in one decoder, and the cost of its ticks."""
 
     def __init__(self, turns: TenantTurns, rows: int, tokens: int) -> None:
-        """`rows` and `tokens` are the most that a tick may decode and prefill."""
+        """A tick decodes at most `rows` rows and prefills at most `tokens` tokens."""
         self._turns, self._rows, self._tokens = turns, rows, tokens
         self._reading, self._decoding, self._ticks = Cost(), Cost(), 0
 
@@ -34,11 +34,11 @@ class TickTurns:
         self._turns.come(map(tenant_of, there), WAITS)
 
     def can_go_on(self, items: Iterable[Prompt | SampledSequence]) -> None:
-        """Report which of them the next tick could serve."""
+        """Report the tenants of items that the next tick could serve."""
         self._turns.come(map(tenant_of, items), DECODES)
 
     def had(self, item: Prompt | SampledSequence) -> float:
-        """What the item's tenant has used; orders tenants."""
+        """Device seconds that the item's tenant has used, divided by its share; tenants with less come first."""
         return self._turns.had(tenant_of(item))
 
     def due(self, items: Iterable[Prompt | SampledSequence]) -> set[str]:
@@ -50,7 +50,7 @@ class TickTurns:
         return tenant_of(item) in due
 
     def chosen(self, running: Sequence[SampledSequence]) -> set[SampledSequence]:
-        """The sequences that get a token in this tick: of the tenants with the least use, the longest waiting."""
+        """The sequences that get a token in this tick: those of tenants whose turn it is, the longest waiting first."""
         due = self.due(running)
         chosen = [item for item in running if tenant_of(item) in due]
         if self.company:
@@ -69,7 +69,7 @@ class TickTurns:
         return self._turns.charge(spent, [(_payer(prompt), part) for prompt, part in parts])
 
     def spare(self, n_rows: int) -> int:
-        """Rows that a tick may have beside `n_rows`."""
+        """Number of rows that a tick may have in addition to `n_rows`."""
         most = self._decoding.most(self._rows) if self.company else 2 * self._rows + 32
         return max(0, most - n_rows)
 

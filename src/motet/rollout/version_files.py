@@ -1,6 +1,6 @@
-"""Directories of published versions: staged, renamed into place, and deleted when nothing can ask for them.
+"""Directories of published versions: staged, renamed into place, and deleted when no request can need them.
 
-A name is never reused, so a server may cache what it read under a name, or read it again.
+A name is never reused, so a server may cache a version by name, or read it again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from motet.errors import EngineError
 
 _GRACE = 2
-"""Directories kept for a while after unloading, because a server may still read one."""
+"""Number of unloaded versions whose directories are kept, because a server may still read them."""
 
 
 class VersionFiles:
     """The versions of one run, in a directory that servers see under the same path."""
 
     def __init__(self, directory: Path, keep: Callable[[str], bool] = lambda name: False) -> None:
-        """Deletes existing content unless `keep` accepts its name: a killed attempt has left it."""
+        """Delete what a killed attempt has left in the directory, except names that `keep` accepts."""
         self.directory = directory
         self._retired: deque[Path] = deque()
         self._owned: list[Path] = []
@@ -59,7 +59,7 @@ class VersionFiles:
         draft = Path(tempfile.mkdtemp(prefix=".staged-", dir=self.directory))
         try:
             yield draft
-            draft.chmod(0o755)  # a server of another user must read it
+            draft.chmod(0o755)  # a server that another user runs must read it
             os.rename(draft, final)
         finally:
             shutil.rmtree(draft, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Serves versions over HTTP to server workers that load them into memory; servers then read no adapter files."""
+"""Serves versions over HTTP, so that the workers of a server load them into memory without reading adapter files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from motet.rollout.in_vllm.motet_vllm import PREFIX
 from motet.rollout.shipping import packed
 
 _SECONDS = 15.0
-"""Seconds without reading after which a worker is disconnected."""
+"""Socket timeout: a worker that stops reading is disconnected."""
 
 
 class VersionServer:
@@ -32,7 +32,7 @@ class VersionServer:
             keys: keys of those servers; a request must present one.
 
         Raises:
-            ConfigError: others on the network could fetch too.
+            ConfigError: a server is remote and there is no key, so anyone on the network could fetch.
         """
         self._directory, self._keys = directory, [key.encode() for key in keys]
         self._host = "127.0.0.1" if all(map(_is_here, servers)) else ""
@@ -45,7 +45,7 @@ class VersionServer:
         self._http: ThreadingHTTPServer | None = None
 
     def location(self, name: str, server: str) -> str:
-        """The address that a server gets instead of a version's path; packs the version, which takes time."""
+        """The location (see `motet_vllm.fetch`) that replaces a version's path; packs the version, which takes time."""
         with self._packing:
             _, digest = packed(str(self._directory / name))
         with self._starting:

@@ -33,7 +33,7 @@ class ValueHead:
 
 
 class AdapterArena:
-    """The trainer makes a new arena for each adapter, so nothing remains of a slot's last owner.
+    """Training state of one adapter. Each adapter gets a new arena, so nothing remains of a slot's last owner.
 
     A parked arena keeps only its version in use on the device; call `bring_in` before using anything but `weights`.
     """
@@ -48,9 +48,9 @@ class AdapterArena:
         head: int = 0,
         own: MathKernels | None = None,
     ) -> None:
-        """Start from masters; `own` kernels step, or torch does.
+        """Start from masters; the optimizer step uses `own`, or torch if None.
 
-        `head` further numbers, initially zero, follow the matrices: weights as wide as the model, and a bias.
+        `head` further elements, initially zero, follow the matrices: the value head's weights [D] and its bias.
         """
         flat = new_vector(len(masters) + head, masters.dtype, masters.device)
         flat[: len(masters)] = masters
@@ -98,7 +98,7 @@ class AdapterArena:
     def add(self, parts: dict[str, LoraMatrices]) -> None:
         """Add the gradient of a segment; A's part comes without alpha / rank, which is applied here.
 
-        That is the order of a backward pass. Own kernels round after scaling, before adding.
+        That is the order of a backward pass. Motet's kernels round after scaling, before adding.
         """
         for leader, own in self.gradient_matrices.items():
             if self._own is None:

@@ -79,7 +79,7 @@ def _chunk(
 def _own_chunk(
     base: LoraModel, own: MathKernels, raw_NV: Tensor, target_N: Tensor, temperature: float, slope_ND: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`_chunk` with own kernels, which overwrite the logits with slopes."""
+    """`_chunk` with Motet's kernels, which overwrite the logits with slopes."""
     logits_NV = base.finish_logits(raw_NV)
     if slope_ND is None:
         return own.logprobs(logits_NV, target_N, temperature)

@@ -33,7 +33,7 @@ class _Stored:
 
 
 class LayerInputs:
-    """The layer inputs of one pass. A recomputed layer keeps no other tensor as long as the pass."""
+    """The layer inputs of one pass: the only tensors that recomputed layers keep for the whole pass."""
 
     def __init__(self, directory: Path | None) -> None:
         """`directory` is where the file is created; None moves nothing."""

@@ -39,10 +39,10 @@ class PassMemory:
     long_rows: int
     heads: int
     tile: int
-    """Of an MLP tile."""
+    """Temporary memory of an MLP tile."""
 
     def of(self, n_tokens: int) -> int:
-        """Bytes for a sequence of `n_tokens`; measured values are between half and twice of it."""
+        """Bytes for a sequence of `n_tokens`; measured values are between half and twice the result."""
         scores = 4 * min(KEPT_SCORES, self.heads * n_tokens**2 // 2)
         if n_tokens <= self.long_rows:
             return scores + n_tokens * self.whole
@@ -74,7 +74,7 @@ def pass_memory(base: LoraModel, *, recompute: bool, offload: bool = False) -> P
 
 
 def _of_own_kernels(base: LoraModel, recompute: bool) -> PassMemory:
-    """Own kernels report their memory themselves; the head adds a block of logits."""
+    """Motet's kernels report their memory themselves; the head adds a block of logits."""
     assert base.kernels is not None
     weights = _adapter(base)
     few, many = (
@@ -98,7 +98,7 @@ def _routing(base: LoraModel, rows: int, weights: AdapterWeights) -> TrainerRout
 
 
 def _for_each_row(base: LoraModel, rows: int, recompute: bool, inputs: int) -> int:
-    """With `recompute`, `inputs` layers' inputs are in memory."""
+    """Bytes per row; with `recompute`, the inputs of `inputs` layers are in memory."""
     config, size = base.model.config.get_text_config(), base.dtype.itemsize
     kept, layers = _kept(base, rows) / rows, int(config.num_hidden_layers)
     scores = _SCORES * 4 * base.block_size * int(config.num_attention_heads)
@@ -126,7 +126,7 @@ def _kept(base: LoraModel, rows: int) -> int:
 
     training = [module for module in base.model.modules() if module.training]
     for module in training:
-        module.training = False  # recomputed layers keep nothing that this would see
+        module.training = False  # the hooks do not see what recomputed layers keep
     places = torch.arange(rows, device=base.device)
     try:
         with base.routed(routing), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, _same):

@@ -58,7 +58,7 @@ class PackedPass:
         self._base, self._batch = base, batch
         self._inputs = LayerInputs(inputs)
         self.in_step = False
-        """Whether `train` made every gather that other ranks wait for."""
+        """Whether `train` has run every gather that other ranks wait for."""
         self._plan = _Plan.of(batch, base, share=share)
         self._rows = [
             _TrainableRows.of(segment, places, base.device)
@@ -105,9 +105,9 @@ class PackedPass:
     def score(
         self, adapters: Sequence[AdapterWeights] | None, heads: Sequence[ValueHead | None] = ()
     ) -> Pieces[tuple[tuple[FloatArray, ...], ...]]:
-        """Logprobs [T] per sample per segment, no gradient; of the base alone where there are no adapters.
+        """Logprobs [T] per sample per segment, no gradient; of the base alone if `adapters` is None.
 
-        Segments with a head have values instead.
+        Segments with a value head have values instead.
         """
         base, spans, outputs = self._base, self._plan.spans, []
         segments = [
@@ -183,7 +183,7 @@ class PackedPass:
 
 @contextlib.contextmanager
 def _one_order(device: torch.device) -> Iterator[None]:
-    """On a GPU, use deterministic additions where several values are added to one row."""
+    """On a GPU, use deterministic algorithms, so that values are added to a row in a fixed order."""
     if device.type != "cuda":
         yield
         return
@@ -196,7 +196,7 @@ def _one_order(device: torch.device) -> Iterator[None]:
 
 
 _Stretches = tuple[tuple[int, int], ...]
-"""Position of a sample's tokens in its segment's rows: first row and length of each stretch; the last is its own."""
+"""Where a sample's tokens are in its segment's rows: first row and length of each stretch; the last is its own."""
 
 
 def _beginning(place: _Stretches, length: int) -> _Stretches:
@@ -224,7 +224,7 @@ class _Plan:
     prefixes: list[Prefix | None]
     spans: list[tuple[int, int]]
     places: list[list[_Stretches]]
-    """By segment and sample."""
+    """Positions by segment and sample."""
 
     @classmethod
     def of(cls, batch: Batch, base: LoraModel, *, share: bool) -> _Plan:

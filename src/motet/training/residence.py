@@ -21,7 +21,7 @@ class Residence:
         """Start without arenas.
 
         Args:
-            room: most arenas on the device that are not in use; 0 keeps all.
+            room: arenas to keep on the device, exceeded only by arenas in use; 0 keeps all.
             parking: a directory for parked arenas; None uses host memory.
         """
         self.room, self._parking = room, parking
@@ -30,7 +30,7 @@ class Residence:
         self._users: Counter[str] = Counter()
         self._moving: dict[str, threading.Lock] = {}
         """Held while an arena moves; other arenas remain usable."""
-        self._changing = threading.Lock()  # taken inside those locks, never the other way around
+        self._changing = threading.Lock()  # taken while holding a lock of `_moving`, never the reverse
 
     def add(self, name: str, arena: AdapterArena) -> None:
         """Add an arena."""

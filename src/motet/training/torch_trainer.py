@@ -45,8 +45,8 @@ class TorchTrainer:
             recompute: compute activations again in the backward pass.
             share_prompts: run the prompt of neighbouring samples once; logprobs have the same bits either way.
             resident: adapters that keep masters and moments on the device; 0 keeps all there.
-            parking: a directory for those of the others; None uses host memory.
-            inputs: with `recompute`, a directory for the inputs of layers; None keeps them on the device.
+            parking: a directory for the masters and moments of the others; None uses host memory.
+            inputs: with `recompute`, a directory for layer inputs; None keeps them on the device.
 
         Raises:
             BaseModelError: the base cannot recompute.
@@ -153,7 +153,7 @@ class TorchTrainer:
             return arena.step(adamw)
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
-        """Write PEFT files, with `optimizer` also the optimizer's state; the directory exists. May run beside the device."""
+        """Write PEFT files to an existing directory; `optimizer` adds AdamW's state. May run during device calls."""
         with self._using(name) as (arena,), _no_openmp_team():
             shape = self._shapes[name]
             write_adapter(directory, self.base, arena.layout, shape.alpha, shape.target_modules, arena.masters)
@@ -176,7 +176,7 @@ class TorchTrainer:
 
     @property
     def parks(self) -> bool:
-        """Whether some adapters have their training state off the device."""
+        """Whether adapters may have their training state off the device."""
         return self._residence.room > 0
 
     def bring_in(self, names: Sequence[str], beside: Sequence[str] = ()) -> None:

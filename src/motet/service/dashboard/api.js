@@ -1,10 +1,10 @@
-// What is asked of the service. A key is in the header of requests and in this tab's storage, nowhere else; the key of a
-// sign-in is in a cookie that no script reads, and that counts only beside the header X-Motet-Page.
+// Requests to the service. An API key is kept only in this tab's storage and sent in a header; the key of a sign-in is in
+// a cookie that no script can read, and that the service accepts only together with the header X-Motet-Page.
 
 const KEY = "motet.key";
-const QUIET = 40000; // milliseconds; the service says something every fifteen seconds
+const QUIET = 40000; // milliseconds; the service sends something every fifteen seconds
 
-/** An answer that is not a success; `status` is 0 where nothing answered. */
+/** An error response; `status` is 0 if there was no response. */
 export class Refused extends Error {
   constructor(message, status) {
     super(message);
@@ -15,10 +15,10 @@ export class Refused extends Error {
 export const session = {
   get key() { return sessionStorage.getItem(KEY) || ""; },
   set key(text) { text ? sessionStorage.setItem(KEY, text) : sessionStorage.removeItem(KEY); },
-  locked: () => {}, // called when the key is not taken
+  locked: () => {}, // called when the service rejects the key
 };
 
-/** A response that is a success. A request too many is made again when the service says so, a few times. */
+/** Send a request; throws `Refused` unless it succeeds. After a 429, retries up to three times, after Retry-After. */
 export async function request(method, path, options = {}) {
   for (let again = 3; ; again--) {
     const response = await send(method, path, options);
@@ -33,7 +33,7 @@ export async function request(method, path, options = {}) {
   }
 }
 
-/** Any response, with the key or the cookie. */
+/** Send a request with the key or the cookie; returns the response whatever its status. */
 export async function send(method, path, {body, headers = {}, signal}) {
   const sent = {...headers, "X-Motet-Page": "1"};
   if (session.key) sent.Authorization = `Bearer ${session.key}`;
@@ -49,16 +49,16 @@ export async function send(method, path, {body, headers = {}, signal}) {
   }
 }
 
-/** The JSON of an answer. */
+/** Send a request and return the JSON of its answer; null for 204. */
 export async function ask(method, path, body, headers) {
   const response = await request(method, path, {body, headers});
   return response.status === 204 ? null : response.json();
 }
 
-/** Where a job's things are. */
+/** URL of a job's resources. */
 export const jobPath = (id, rest = "") => `v1/jobs/${encodeURIComponent(id)}${rest}`;
 
-/** Server-sent events of a response: {id, event, data} each; a sign of life has no data. */
+/** Yield the server-sent events of a response as {id, event, data}; a keep-alive has no data. */
 export async function* streamed(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -84,21 +84,21 @@ function readEvent(text) {
   return event;
 }
 
-/** Events of all jobs for as long as the page is open; a lost connection is taken up again where it was lost. */
+/** Events of all jobs while the page is open; resumes after the last event when a connection is lost. */
 export class Live {
   constructor() {
     this.listeners = new Set();
-    this.lost = () => {}; // called with whether the connection is lost
+    this.lost = () => {}; // called with true when the connection is lost, with false when it works
     this.last = null;
   }
 
-  /** Hear of every event; returns how to stop. */
+  /** Call `heard` with every event; returns a function that stops it. */
   listen(heard) {
     this.listeners.add(heard);
     return () => this.listeners.delete(heard);
   }
 
-  /** Begin; resolves once events are heard, so that nothing is missed between what is asked for afterwards and what is heard. */
+  /** Connect; resolves when events arrive, so that data which is requested afterwards and later events leave no gap. */
   start() {
     this.stop();
     const running = this.running = new AbortController();

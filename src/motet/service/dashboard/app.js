@@ -1,4 +1,4 @@
-// The dashboard: who asks, which page is shown, and whether the service is there.
+// The dashboard: sign-in, routing between pages, and the state of the service.
 import {ask, Live, request, send, session} from "./api.js";
 import {Board} from "./board.js";
 import {el, fill, say} from "./dom.js";
@@ -38,7 +38,7 @@ function show() {
   window.scrollTo(0, 0);
 }
 
-/** The pages that the asker may use, who that is, and how to leave. */
+/** The header: links to the pages that the user may open, the user's name, and a button to sign out. */
 function head(keys) {
   const {me, may} = context;
   for (const name of Object.keys(links)) delete links[name];
@@ -63,13 +63,13 @@ async function lookAtEngine() {
     several = bases.length > 1;
     context.base = names || context.base;
     [text, state] = response.ok ? [names, "ok"] : [health.message, /starting/.test(health.message) ? "" : "down"];
-  } catch { /* said below */ }
+  } catch { /* shown below */ }
   engine.className = `engine ${state}`;
   engine.title = state === "ok" ? `The engine is ready; ${several ? "its bases are" : "its base is"} ${text}.` : text;
   say(engine.firstChild, text);
 }
 
-/** The key of a sign-in ends; one that somebody typed is only forgotten here. */
+/** Sign out: ends the key of a sign-in; a typed key is only forgotten in this tab. */
 async function signOut() {
   const ended = context.me.signed_in && !session.key ? request("DELETE", "v1/login") : Promise.resolve();
   await ended.then(() => leave(""), error => { if (shown) say(connection, error.message); });

@@ -1,18 +1,18 @@
-// The tenant's jobs as they stand: asked for every few seconds, and at once when something happens to one.
+// The tenant's jobs: requested every few seconds, and immediately when the state of one changes.
 import {ask} from "./api.js";
 
-const EVERY = 3000; // milliseconds between looks at the jobs that run
-const WHOLE = 5; // every so many looks, at all of them
+const EVERY = 3000; // milliseconds between requests for the running jobs
+const WHOLE = 5; // one in this many requests asks for all jobs
 const PAGE = 100;
 
 export class Board {
   constructor(live) {
     this.live = live;
     this.jobs = []; // newest first
-    this.older = null; // where the page after these begins
+    this.older = null; // cursor of the next page; null at the end
     this.asked = 0;
     this.listeners = new Set();
-    this.places = new Map(); // id → place in the order of colours
+    this.places = new Map(); // id → index of the job's colour
     live.listen(event => { if (event.kind === "state") this.soon(); });
     document.addEventListener("visibilitychange", () => { if (!document.hidden) this.soon(); });
   }
@@ -46,14 +46,14 @@ export class Board {
   async refresh() {
     const asked = ++this.asked;
     const page = await ask("GET", `v1/jobs?limit=${PAGE}`);
-    if (asked !== this.asked) return; // a later answer is here, or will be
+    if (asked !== this.asked) return; // a later request replaces this answer
     const seen = new Set(page.data.map(job => job.id)), oldest = page.data.at(-1)?.created ?? Infinity;
     const beyond = page.next === null ? [] : this.jobs.filter(job => !seen.has(job.id) && job.created < oldest);
     if (!beyond.length) this.older = page.next;
     this.take([...page.data, ...beyond]);
   }
 
-  /** How the jobs that run get on; what else happens to jobs comes as events. */
+  /** Update the running jobs; other changes arrive as events. */
   async look() {
     if (!this.jobs.some(job => job.state === "running")) return;
     const asked = this.asked;
@@ -63,16 +63,16 @@ export class Board {
     this.take(this.jobs.map(job => progress.get(job.id) || job));
   }
 
-  /** Load the page of jobs after those that are here. */
+  /** Load the next page of jobs. */
   async more() {
     const page = await ask("GET", `v1/jobs?limit=${PAGE}&after=${this.older}`);
     this.older = page.next;
     this.take([...this.jobs, ...page.data]);
   }
 
-  /** Forget one that was deleted. */
+  /** Remove a deleted job. */
   drop(id) {
-    this.asked += 1; // what is on its way is older
+    this.asked += 1; // ignore answers to earlier requests
     this.take(this.jobs.filter(job => job.id !== id));
   }
 

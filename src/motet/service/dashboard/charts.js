@@ -1,4 +1,4 @@
-// Charts, drawn by plotly.js: the report of `motet run` holds it, the dashboard fetches it for the first chart.
+// Charts, drawn by plotly.js: the report of `motet run` contains it, the dashboard loads it for the first chart.
 import {el, fill, say} from "./dom.js";
 import {COLOURS} from "./palette.js";
 import {measured} from "./words.js";
@@ -12,7 +12,7 @@ const touch = window.matchMedia("(pointer: coarse)");
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const escaped = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
-/** Whether a value is no gap. */
+/** Whether a value is not a gap. */
 export const known = value => value !== null;
 
 let loading = window.Plotly ? Promise.resolve(window.Plotly) : null;
@@ -27,20 +27,20 @@ function plotly() {
   return loading;
 }
 
-/** The colour, the dash and the mark of the n-th job: the dash and the mark are others when its colour comes again. */
+/** Colour, dash and symbol of the n-th job; jobs of the same colour differ in dash and symbol. */
 export function look(place) {
   const again = Math.floor(place / COLOURS.length), [symbol, glyph] = SYMBOLS[(place + again) % SYMBOLS.length];
   return {colour: COLOURS[place % COLOURS.length], dash: DASHES[again % DASHES.length], symbol, glyph};
 }
 
-/** An exponential mean that starts at the first value and reaches about a tenth of the curve back; gaps stay. */
+/** Exponential moving average over about a tenth of the curve, starting at the first value; gaps stay. */
 export function smoothed(values) {
   const weight = Math.max(2 / (values.length / 5 + 1), 0.04);
   let mean = values.find(known);
   return values.map(value => (known(value) ? (mean += Math.min(weight, 1) * (value - mean)) : null));
 }
 
-/** Curves of some values over steps: thin as measured, thick smoothed, or one line where there are few. A null is a gap. */
+/** Traces of values over steps: a thin measured line and a thick smoothed one, or one line for few points. A null is a gap. */
 export function curves({name, x, y, colour, dash = "solid", plain = false, crowd = 1}) {
   const line = {type: "scatter", mode: "lines", x, y, name, line: {color: colour, width: 2, dash}};
   const alone = y.map((value, at) => known(value) && !known(y[at - 1] ?? null) && !known(y[at + 1] ?? null));
@@ -53,18 +53,18 @@ export function curves({name, x, y, colour, dash = "solid", plain = false, crowd
   ];
 }
 
-/** Values that stand apart, with marks. */
+/** A trace of sparse values, with a symbol at each. */
 export const marks = ({name, x, y, colour, dash = "solid", symbol = "circle"}) => [{
   type: "scatter", mode: "lines+markers", x, y, name, cliponaxis: false,
   line: {color: colour, width: 2, dash}, marker: {size: 8, symbol, color: colour},
 }];
 
-/** Shares of one whole, one above the other. */
+/** A trace of a stacked area chart. */
 export const area = ({name, x, y, colour, opacity = "d0"}) => [{
   type: "scatter", mode: "lines", x, y, name, stackgroup: "all", fillcolor: colour + opacity, line: {width: 0, color: colour},
 }];
 
-/** One picture: `node` goes into the page, `draw(traces)` as often as one likes. */
+/** One chart: add `node` to the page, and call `draw(traces)` for every update. */
 export class Chart {
   constructor(title, note, {size = "", xTitle = "step", share = false, range = null, empty = "no data yet", latest = true} = {}) {
     Object.assign(this, {xTitle, share, range, traces: [], due: null, drawn: 0});
@@ -79,13 +79,13 @@ export class Chart {
     dark.addEventListener("change", this.turned);
   }
 
-  /** Show these traces, soon. `keys` are [colour, name] or [colour, name, dash] where more than one thing is drawn. */
+  /** Draw traces, soon. `keys` is the legend, [colour, name] or [colour, name, dash] each; shown for two or more. */
   draw(traces, keys = []) {
     this.traces = traces;
     const points = traces.reduce((sum, trace) => sum + (trace.hoverinfo === "skip" ? 0 : trace.y.filter(known).length), 0);
     this.node.dataset.points = points;
     this.plot.classList.toggle("none", points === 0);
-    const alone = new Set(traces.map(trace => trace.name)).size === 1, flat = alone ? null : this.flat(); // of several, no one's value is the chart's
+    const alone = new Set(traces.map(trace => trace.name)).size === 1, flat = alone ? null : this.flat(); // of several traces, only a common value
     const latest = flat !== null ? `${this.value(flat)} throughout` : points && alone ? this.value(traces[0].y.findLast(known)) : "";
     if (this.latest) say(this.latest, latest);
     this.keys.hidden = keys.length < 2;
@@ -121,7 +121,7 @@ export class Chart {
     const axis = {
       color: soft, gridcolor: css("--grid"), zeroline: false, linecolor: css("--line"), tickfont: {size: 11},
       fixedrange: touch.matches, automargin: true, nticks: large ? 7 : 5,
-      ticklabelstandoff: 5, // a mark at zero does not cover a number
+      ticklabelstandoff: 5, // keeps symbols at zero off the numbers
     };
     return {
       margin: {l: 42, r: 8, t: 12, b: 34}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -135,7 +135,7 @@ export class Chart {
     };
   }
 
-  /** The value where all are the same: an axis around it, not through noise. */
+  /** The value if all are equal, else null: the axis is then centred on it. */
   flat() {
     const values = new Set();
     for (const trace of this.traces) for (const value of trace.y.filter(known)) if (values.add(value).size > 1) return null;
@@ -150,14 +150,14 @@ export class Chart {
   }
 }
 
-/** A piece of a curve beside a name. */
+/** A line sample for the legend. */
 function stroke(colour, dash) {
   const made = el("i", {class: "stroke", "aria-hidden": "true"});
   made.style.borderTop = `3px ${{dash: "dashed", dot: "dotted", dashdot: "dashed"}[dash] || "solid"} ${colour}`;
   return made;
 }
 
-/** A spot of colour beside a name. */
+/** A colour sample for the legend. */
 export function dot(colour) {
   const made = el("i", {"aria-hidden": "true"});
   made.style.color = colour;

@@ -1,8 +1,8 @@
-// A conversation with the base, the best and the latest version side by side.
+// Conversations with the base, the best and the latest version, side by side.
 import {ask, jobPath, request, streamed} from "./api.js";
 import {add, el, fill, say} from "./dom.js";
 
-/** One of the three: its own conversation, because answers differ. */
+/** One of the three conversations; each has its own history, because answers differ. */
 class Talk {
   constructor(title, system) {
     this.system = system;
@@ -82,7 +82,7 @@ export function chatTab(context, job) {
     }
   }
 
-  /** Models by column; what is not there yet is left out. */
+  /** [model, title] by column; undefined for versions that do not exist yet. */
   async function models() {
     const versions = (await ask("GET", jobPath(job.id, "/versions"))).data;
     const best = versions.find(one => one.best), latest = versions.find(one => one.latest);

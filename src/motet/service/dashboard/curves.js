@@ -1,4 +1,4 @@
-// The curves of one job, or of all jobs of a run: the dashboard and the report of `motet run` both draw them here.
+// Charts of one job, or of all jobs of a run, for the dashboard and the report of `motet run`.
 import {Chart, curves, known, look, marks} from "./charts.js";
 import {add, el} from "./dom.js";
 import {COLOURS} from "./palette.js";
@@ -21,7 +21,7 @@ const SMALL = [ // field of metrics.jsonl, title, note, options
 ];
 const PARTS = "reward_parts/", HELD = "eval/";
 
-/** Lines of metrics.jsonl as {field: {x, y}}, the fields of a table inside as "eval/reward"; a null is a gap. */
+/** Lines of metrics.jsonl as {field: {x, y}}, with nested fields as "eval/reward"; a null is a gap. */
 export function columns(lines) {
   const byField = {};
   const take = (step, table, prefix) => {
@@ -37,7 +37,7 @@ export function columns(lines) {
   return byField;
 }
 
-/** What one job's field looks like; nothing where it has no value. */
+/** Traces of one field of a job; none if it has no value. */
 function drawn(job, field, {plain, joined, crowd}) {
   const {x, y} = job.series[field] || {x: [], y: []}, places = [...y.keys()].filter(place => known(y[place]));
   if (!places.length) return [];
@@ -46,7 +46,7 @@ function drawn(job, field, {plain, joined, crowd}) {
   return curves({...style, x, y, plain, crowd});
 }
 
-/** All charts: `update(jobs)` as often as one likes; a job is {name, place, series}, `series` as `columns` makes them. */
+/** All charts. `update(jobs)` draws jobs of the form {name, place, series}, with `series` from `columns`. */
 export function jobCurves() {
   const reward = new Chart("Training reward", "mean of each step’s rollouts, thin; smoothed, thick", {size: "large", empty: "no step yet"});
   const held = new Chart("Held-out reward", "the same problems at every evaluation", {size: "large", xTitle: "version", empty: "no evaluation yet"});
@@ -56,7 +56,7 @@ export function jobCurves() {
   const node = el("div", {class: "charts"});
   add(node, all.map(([chart]) => chart.node));
 
-  /** Of a job that is shown alone and whose reward has parts. */
+  /** Draw the reward parts of a job that is shown alone. */
   function drawParts(jobs) {
     const series = jobs.length === 1 ? jobs[0].series : {};
     const names = Object.keys(series).filter(field => field.startsWith(PARTS)).map(field => field.slice(PARTS.length));
@@ -74,7 +74,7 @@ export function jobCurves() {
   return {node, update(jobs) {
     const begun = jobs.some(job => job.series.loss);
     for (const [chart, field, options] of all) {
-      chart.node.style.display = begun && !jobs.some(job => job.series[field]) ? "none" : ""; // not every job has every figure
+      chart.node.style.display = begun && !jobs.some(job => job.series[field]) ? "none" : ""; // once there are steps, hide charts without data
       chart.draw(jobs.flatMap(job => drawn(job, field, {...options, crowd: jobs.length})));
     }
     drawParts(jobs);

@@ -1,6 +1,6 @@
-// Elements. What jobs, models and people wrote enters the page here and only as text.
+// DOM helpers. Text of jobs, models and people enters the page only here, and only as text nodes.
 
-/** An element; children that are not nodes become text, those that are null or false are left out. */
+/** Create an element. Children that are not nodes become text; null, undefined and false are left out. */
 export function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -14,25 +14,25 @@ export function el(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** Put children at the end of an element. */
+/** Append children to an element. */
 export function add(parent, ...children) {
   for (const child of children.flat(4)) {
     if (child !== null && child !== undefined && child !== false) parent.append(child instanceof Node ? child : String(child));
   }
 }
 
-/** Give an element these children instead of those it has. */
+/** Replace the children of an element. */
 export function fill(parent, ...children) {
   parent.replaceChildren();
   add(parent, ...children);
 }
 
-/** Set text where it differs, so that screen readers hear only of changes. */
+/** Set an element's text if it differs, so that screen readers announce changes only. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Make the children of an element these nodes in this order; nodes that stay are not touched, so focus stays too. */
+/** Make these nodes, in this order, the children of an element; nodes that stay are not touched and keep the focus. */
 export function arrange(parent, nodes) {
   const wanted = new Set(nodes);
   for (const child of [...parent.childNodes]) if (!wanted.has(child)) child.remove();
@@ -41,7 +41,7 @@ export function arrange(parent, nodes) {
   });
 }
 
-/** Buttons of which one is pressed. Returns the element, with `choose(value)` and `offer(options)`. */
+/** A group of buttons, one of which is pressed. Returns the element, with `choose(value)` and `offer(options)`. */
 export function choice(label, options, chosen, changed) {
   const group = el("div", {class: "switch", role: "group", "aria-label": label});
   let buttons = [];
@@ -66,7 +66,7 @@ export function choice(label, options, chosen, changed) {
   return group;
 }
 
-/** A button that copies the text of an element; where pages may not write to the clipboard (http), its text is selected first. */
+/** A button that copies the text of an element; if the browser does not allow that, the text stays selected. */
 export function copyOf(element, label = "Copy") {
   const button = el("button", {type: "button", "aria-label": label, onclick: async () => {
     const selection = getSelection();
@@ -79,7 +79,7 @@ export function copyOf(element, label = "Copy") {
   return button;
 }
 
-/** Ask before something that cannot be taken back; resolves to whether to do it. */
+/** Ask for confirmation of something irreversible; resolves to true or false. */
 export function sure(title, text, action) {
   return new Promise(resolve => {
     const dialog = el("dialog", {"aria-labelledby": "sure"},

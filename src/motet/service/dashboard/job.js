@@ -1,4 +1,4 @@
-// One job: where it stands, what can be done with it, and its tabs.
+// The page of one job: its state, its buttons, and its tabs.
 import {ask, jobPath, request} from "./api.js";
 import {chatTab} from "./chat.js";
 import {columns, jobCurves} from "./curves.js";
@@ -11,7 +11,7 @@ const POINTS = 600;
 const TABS = [["curves", "Curves"], ["rollouts", "Rollouts"], ["chat", "Chat"], ["use", "Use it"], ["configuration", "Configuration"], ["events", "Events"]];
 const MOST_EVENTS = 300;
 
-/** A line of the list of events. */
+/** One entry of the list of events. */
 function eventLine(event) {
   const data = event.data;
   let text = data.message || "";
@@ -37,7 +37,7 @@ function eventsTab(job, live) {
     let hear = event => waiting.push(event);
     deaf();
     deaf = live.listen(event => { if (event.job === job.id) hear(event); });
-    for (;;) { // all of them: states are among the oldest
+    for (;;) { // load all pages: state events are among the oldest
       const page = (await ask("GET", jobPath(job.id, `/events?after=${last}`))).data;
       page.forEach(put);
       if (!page.length) break;
@@ -57,7 +57,7 @@ function configurationTab(context, job) {
   return {node: el("div", {class: "card"}, el("div", {class: "head"}, el("h2", {}, "As it was validated"), el("div", {class: "row"}, copyOf(shown), again)), shown), begin() {}, update() {}, stop() {}};
 }
 
-/** Offer the saved versions, as archives of PEFT directories. */
+/** Open a dialog to download saved versions, as archives of PEFT directories. */
 async function download(job, complain) {
   const {data} = await ask("GET", jobPath(job.id, "/versions"));
   const list = el("ul", {class: "versions"});
@@ -99,7 +99,7 @@ function makeHead(context, refreshed, complain, leaving) {
     waits = [job.state, {pause: "pausing after this step", resume: "resuming", cancel: "cancelling"}[word]];
     refreshed();
     await ask("POST", jobPath(job.id, `/${word}`)).catch(error => { waits = null; throw error; });
-    context.board.soon(); // not what came back: by now the job may have gone further
+    context.board.soon(); // ignore the answer: the job may have changed since
   };
   const buttons = {
     pause: button("Pause", steer("pause")), resume: button("Resume", steer("resume"), "primary"),
@@ -109,7 +109,7 @@ function makeHead(context, refreshed, complain, leaving) {
     download: button("Download", () => download(job, complain)),
     remove: button("Delete", async () => {
       if (!await sure(`Delete ${job.name}?`, "Its versions, rollouts and events are removed for good.", "Delete the job")) return;
-      leaving(true); // nobody asks for it any more
+      leaving(true); // stop requesting the job
       await ask("DELETE", jobPath(job.id)).catch(error => { leaving(false); throw error; });
       context.board.drop(job.id);
       location.hash = "#/";
@@ -143,7 +143,7 @@ function makeHead(context, refreshed, complain, leaving) {
   }};
 }
 
-/** Tabs after the pattern that screen readers know: arrow keys move, one tab stop. */
+/** Tabs after the ARIA tabs pattern: one tab stop, arrow keys move. */
 function makeTabs(context, job, chosen, opened) {
   const offered = TABS.filter(([key]) => !["chat", "use"].includes(key) || context.may("completions"));
   const list = el("div", {role: "tablist", "aria-label": "What to see of the job"}), panel = el("div", {role: "tabpanel", id: "panel", "aria-labelledby": "", tabindex: -1});
@@ -222,7 +222,7 @@ export function jobPage(context, id, tab) {
     early.forEach(hear);
     early = [];
     drawCurves();
-    context.board.soon(); // what happened to it while it was asked for
+    context.board.soon(); // changes that happened during the requests
   }
 
   const deaf = [context.live.listen(hear), context.board.listen(jobs => {

@@ -1,11 +1,11 @@
-// API keys: those that the asker may see. They are made and ended here; a key's text is shown once.
+// API keys that the user may see: creates and revokes them. The text of a key is shown once.
 import {ask} from "./api.js";
 import {el, fill, say, sure} from "./dom.js";
 import {age, clock} from "./words.js";
 
-const ROLES = ["reader", "member", "tenant-admin", "admin"]; // from the least on
+const ROLES = ["reader", "member", "tenant-admin", "admin"]; // in order of rights, least first
 
-/** Show a new key, this once. */
+/** Show a new key; it cannot be shown again. */
 function reveal({name, key}) {
   const copy = navigator.clipboard && el("button", {value: "copy", onclick: event => { event.preventDefault(); navigator.clipboard.writeText(key).then(() => say(copy, "Copied")); }}, "Copy");
   const dialog = el("dialog", {"aria-labelledby": "made"}, el("h2", {id: "made"}, `The key ${name}`),

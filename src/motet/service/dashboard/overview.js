@@ -1,4 +1,4 @@
-// All jobs: their reward on one chart, a table, and who has the device now.
+// All jobs: their rewards in one chart, a table, and the device time of today.
 import {ask, jobPath} from "./api.js";
 import {Chart, curves, dot, look} from "./charts.js";
 import {add, arrange, choice, el, fill, say} from "./dom.js";
@@ -8,10 +8,10 @@ const STATES = ["running", "queued", "paused", "succeeded", "failed", "cancelled
 const AT_MOST = 24; // curves
 const AT_ONCE = 4; // requests
 const POINTS = 240;
-const PARTS = 10; // of the device time
+const PARTS = 10; // of the device time; the others are combined
 const USAGE_EVERY = 10000; // milliseconds
 
-/** The reward of jobs over steps, loaded once and then heard live. */
+/** Rewards of jobs over steps: loaded once, then updated by events. */
 class Rewards {
   constructor(board, changed) {
     this.series = new Map(); // id → {x, y, after, heard}
@@ -40,7 +40,7 @@ class Rewards {
       for (const event of series.heard) if (event.id > series.after) this.put(series, event.data);
       this.changed();
     } catch {
-      this.series.delete(id); // asked again with the next look at the board
+      this.series.delete(id); // requested again with the next update of the board
     }
     this.busy -= 1;
     this.next();
@@ -65,7 +65,7 @@ class Rewards {
   last(id) { return this.series.get(id)?.y.at(-1); }
 }
 
-/** A row of the table, which stays the same element for as long as the job is there. */
+/** A row of the table; its element stays the same while the job exists. */
 function makeRow(board, hidden, changed) {
   const row = {node: el("tr"), why: el("tr", {class: "why"}), reason: el("td", {colspan: 11})};
   row.why.append(row.reason);
@@ -126,7 +126,7 @@ function headings(bases, admin) {
   return el("tr", {}, names.map(name => el("th", {scope: "col", class: name.startsWith(">") && "right"}, name.replace(">", ""))));
 }
 
-/** Numbers at the head of the page. */
+/** Figures at the top of the page. */
 function makeStats() {
   const parts = Object.fromEntries(["running", "queued", "tokens/s", "longest to go"].map(name => [name, el("dd", {}, "–")]));
   const node = el("dl", {class: "stats", "aria-label": "Now"}, Object.entries(parts).map(([name, value]) => el("div", {}, el("dt", {}, name), value)));
@@ -140,7 +140,7 @@ function makeStats() {
   }};
 }
 
-/** Who had the device today. */
+/** Device time of today, by job. */
 function makeDevice(board) {
   const bar = el("div", {class: "split", role: "img"}), keys = el("div", {class: "keys"});
   const node = el("section", {class: "card", hidden: true}, el("div", {class: "head"}, el("h2", {}, "Device time"),

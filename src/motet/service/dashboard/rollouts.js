@@ -1,4 +1,4 @@
-// What a job wrote, side by side at two steps.
+// Rollouts of a job at two steps, side by side.
 import {ask, jobPath} from "./api.js";
 import {choice, el, fill, say} from "./dom.js";
 import {rolloutCard, scale} from "./tokens.js";
@@ -21,7 +21,7 @@ function named(known) {
   return [...known].slice(0, 200).map(([id, one], place) => [id, `${place + 1}. ${String(one.prompt ?? "").replaceAll(/\s+/g, " ").slice(0, 48)}`]);
 }
 
-/** One of the two: a step, a problem, and what was written. */
+/** One of the two sides: a step, a problem, and its rollouts. */
 class Side {
   constructor(name, job, changed) {
     Object.assign(this, {job, step: null, problem: null, texts: new Map(), asked: 0});
@@ -34,14 +34,14 @@ class Side {
       el("div", {class: "head"}, el("div", {class: "row"}, this.steps, this.problems), this.mean), this.asked_, this.list);
   }
 
-  /** What the step holds, without tokens; kept, because it does not change. */
+  /** Rollouts of a step without tokens; cached, because they do not change. */
   async index(kind, step) {
     const key = `${kind} ${step}`;
     if (!this.texts.has(key)) this.texts.set(key, (await ask("GET", jobPath(this.job, `/rollouts?purpose=${kind}&step=${step}&limit=1000`))).data);
     return this.texts.get(key);
   }
 
-  /** Training steps have problems of their own; those of an evaluation are chosen for both sides. */
+  /** Choose the problem of this side. Each training step has other problems; evaluations share one choice for both sides. */
   choose(kind, list) {
     this.problems.hidden = this.asked_.hidden = kind === "eval";
     if (kind === "eval") return;
@@ -77,17 +77,17 @@ export function rolloutsTab(job) {
     say(status, text);
   }
 
-  /** Look which steps there are; the two sides begin at the first and the newest. */
+  /** Load the list of steps; `anew` sets the sides to the first and the newest step. */
   async function follow(anew) {
     const meant = kind, answer = await ask("GET", jobPath(job.id, `/rollouts?purpose=${kind}&limit=1`)).catch(error => error);
-    if (meant !== kind) return; // whoever chose something else follows that
+    if (meant !== kind) return; // another kind was chosen meanwhile
     if (answer instanceof Error) {
       if (!begun && kind === "eval" && answer.status === 404) return kinds.choose(kind = "train"), begun = true, follow(true);
       return nothing(answer.status === 404 ? `${answer.message[0].toUpperCase()}${answer.message.slice(1)}: come back when it is.` : answer.message);
     }
     begun = true;
     [steps, stepsOf] = [answer.steps, meant];
-    if (!anew && sides.every(side => steps.includes(side.step))) return offer(); // what is looked at stays as it is
+    if (!anew && sides.every(side => steps.includes(side.step))) return offer(); // keep what is shown
     if (anew || !steps.includes(sides[0].step)) sides[0].step = steps[0];
     if (anew || !steps.includes(sides[1].step)) sides[1].step = steps.at(-1);
     await draw();
@@ -111,13 +111,13 @@ export function rolloutsTab(job) {
       nothing(error.message);
     }
     working = false;
-    if (before !== chosen()) draw(); // something else was chosen meanwhile
+    if (before !== chosen()) draw(); // the choice changed meanwhile
   }
 
   async function drawn() {
     offer();
     const began = kind, lists = await Promise.all(sides.map(side => side.index(kind, side.step)));
-    if (kind !== began) return; // its steps are not those of the other
+    if (kind !== began) return; // another kind was chosen meanwhile
     sides.forEach((side, place) => side.choose(kind, lists[place]));
     for (const shared of [both, common]) shared.hidden = kind !== "eval";
     if (kind === "eval") {

@@ -1,4 +1,4 @@
-// Write a job, see what is wrong with it, submit it.
+// The page to write, check and submit a job.
 import {ask} from "./api.js";
 import {el, say} from "./dom.js";
 

@@ -1,8 +1,8 @@
-// A rollout, token by token where they are known: the darker, the less likely the sampler thought it. Hover, or focus and use the arrow keys.
+// A rollout token by token, if tokens are known: the darker, the less likely for the sampler. Details on hover, or with focus and arrow keys.
 import {el, say} from "./dom.js";
 import {measured} from "./words.js";
 
-const LEVELS = [0.05, 0.3, 0.8, 1.6, 2.8, 4.5]; // nats; a level each
+const LEVELS = [0.05, 0.3, 0.8, 1.6, 2.8, 4.5]; // upper bounds of the levels of −logprob, in nats; the last level has none
 
 function level(logprob) {
   return LEVELS.filter(bound => -logprob > bound).length;
@@ -19,7 +19,7 @@ function described(text, logprob) {
   return `${shown} logprob ${logprob.toFixed(3).replace("-", "−")}, probability ${share >= 99.95 ? "100" : share.toPrecision(2)} %`;
 }
 
-/** What the levels mean. */
+/** Legend of the levels. */
 export function scale() {
   return el("span", {class: "scale"}, "likely", el("span", {"aria-hidden": "true"}, [0, 1, 2, 3, 4, 5, 6].map(place => el("i", {class: `lp${place}`}))), "unlikely");
 }
@@ -31,7 +31,7 @@ function reward({reward: value, reward_parts: parts}, earlier) {
     named.length > 1 ? el("span", {}, named.map(([name, part]) => `${name} ${measured(part)}`).join(" · ")) : null];
 }
 
-/** A rollout with its reward, and whether that is better or worse than an earlier one's. */
+/** A rollout with its reward, marked as better or worse than that of an earlier rollout. */
 export function rolloutCard(rollout, earlier = null) {
   const ended = rollout.error ? el("p", {class: "bad small"}, rollout.error)
     : rollout.finish_reason === "length" ? el("p", {class: "warm small"}, "cut off at max_tokens") : null;
@@ -41,7 +41,7 @@ export function rolloutCard(rollout, earlier = null) {
     rollout.turn_rewards && !begins(rollout).size ? el("p", {class: "small"}, `turns: ${rollout.turn_rewards.map(value => value === null ? "–" : measured(value)).join(" · ")}`) : null, ended);
 }
 
-/** Which of several turns begins at a place among the tokens: what is sampled in one go is one; nothing where they cannot be told apart. */
+/** Map from token index to the turn that begins there. A turn is a contiguous run of sampled tokens; empty if ambiguous. */
 function begins({logprobs = [], turns = [], trained, branches = []}) {
   const parted = new Set(branches.map(one => one.token));
   const places = [...logprobs.keys()].filter(place => logprobs[place] !== null && (place === 0 || logprobs[place - 1] === null || parted.has(place)));
@@ -49,7 +49,7 @@ function begins({logprobs = [], turns = [], trained, branches = []}) {
   return new Map(turns.length > 1 && places.length === sampled.length ? places.map((place, number) => [place, sampled[number]]) : []);
 }
 
-/** Which turns the branches have that a test chooses, and where they began. */
+/** [label, branch] of the branches that `chosen` accepts; the label has their turns and where they began. */
 function branches({branches: all = [], turns}, chosen) {
   return all.flatMap((one, number) => {
     if (all.length < 2 || !chosen(one)) return [];
@@ -59,7 +59,7 @@ function branches({branches: all = [], turns}, chosen) {
   });
 }
 
-/** The spans, each turn under its number and what it was worth, each branch under where it began and what was read there. */
+/** The spans, with a heading (number, reward) before each turn, and one (origin, text read there) before each branch. */
 function inTurns(spans, rollout) {
   const turns = begins(rollout);
   return [...spans, null].flatMap((span, place) => {
@@ -72,7 +72,7 @@ function inTurns(spans, rollout) {
   });
 }
 
-/** The tokens of a rollout, and a line that says what is under the pointer. */
+/** The tokens of a rollout, and a line that describes the token under the pointer. */
 function tokens(rollout) {
   const texts = rollout.token_texts, readout = el("p", {class: "readout", "aria-live": "polite"});
   if (!texts?.length) {

@@ -1,10 +1,10 @@
-// How to ask the adapter from elsewhere: a request by curl, and by the client of OpenAI.
+// How to call the adapter from other programs: a request with curl, and with OpenAI's client.
 import {ask, jobPath} from "./api.js";
 import {copyOf, el, fill, say} from "./dom.js";
 
 const shell = text => `'${text.replaceAll("'", "'\\''")}'`;
 
-/** Both requests, for a model by its name@version; a job that is not fed through a chat template is asked to go on with a text. */
+/** Both requests for a model `name@version`; a job without a chat template gets a completion request instead of chat. */
 export function snippets(address, model, {keys, chat, system}) {
   const messages = [...(system ? [{role: "system", content: system}] : []), {role: "user", content: "Hello"}];
   const asked = chat ? {model, messages} : {model, prompt: "Hello", max_tokens: 64};
@@ -19,7 +19,7 @@ answer = client.${chat ? "chat.completions" : "completions"}.create(\n${given}\n
 
 /** The tab. */
 export function useTab(context, job) {
-  const address = new URL("v1", document.baseURI).href, name = context.keys && job.tenant ? job.id : job.name; // an admin reaches others' jobs by id
+  const address = new URL("v1", document.baseURI).href, name = context.keys && job.tenant ? job.id : job.name; // admins address other tenants' jobs by id
   const versions = el("select", {id: "asked", onchange: draw}), status = el("p", {class: "soft", role: "status"});
   const texts = {curl: el("pre", {class: "text", tabindex: 0}), python: el("pre", {class: "text", tabindex: 0})};
   const both = el("div", {hidden: true}, Object.entries({curl: "curl", python: "Python (openai)"}).map(([key, title]) =>

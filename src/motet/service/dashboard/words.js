@@ -1,9 +1,9 @@
-// Numbers and times as people read them.
+// Formats numbers and times for people.
 
 export const FINAL = ["succeeded", "failed", "cancelled"];
 const DASH = "–";
 
-/** A measured value in a few digits. */
+/** A measured value, with few digits. */
 export function measured(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return DASH;
   if (value === 0) return "0";
@@ -18,13 +18,13 @@ export function count(value) {
   return value === null || value === undefined ? DASH : Math.round(value).toLocaleString("en");
 }
 
-/** Why a job failed, or what a person should look at: its message, and what the metrics of a running one warn of. */
+/** A job's message, such as why it failed, and warnings from the metrics of a running job. */
 export function notes(job) {
   const warnings = job.state === "running" ? job.progress?.warnings || [] : [];
   return [job.message, ...warnings].filter(Boolean).join(" · ");
 }
 
-/** A stretch of time. */
+/** A duration. */
 export function span(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return DASH;
   const steps = [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]];
@@ -37,17 +37,17 @@ export function span(seconds) {
   return `${Math.max(0, Math.round(seconds))} s`;
 }
 
-/** How long ago a Unix time was. */
+/** Time since a Unix time. */
 export const age = time => span(Date.now() / 1000 - time);
 
-/** A Unix time as the clock shows it here. */
+/** A Unix time in local time. */
 export function clock(time) {
   const when = new Date(time * 1000), today = new Date().toDateString() === when.toDateString();
   const hours = when.toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", second: "2-digit"});
   return today ? hours : `${when.toLocaleDateString([], {month: "short", day: "numeric"})} ${hours}`;
 }
 
-/** Bytes. */
+/** A size in bytes. */
 export function bytes(value) {
   if (value < 1000) return `${value} B`;
   return value < 1e6 ? `${(value / 1e3).toFixed(0)} kB` : `${(value / 1e6).toFixed(1)} MB`;

@@ -1,4 +1,4 @@
-"""A sharded base, as seen by the process that holds none of it."""
+"""A base on several ranks, as seen by their parent process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ShardedBase:
 
     @classmethod
     def of(cls, group: RankGroup, *, trust_remote_code: bool) -> ShardedBase:
-        """Facts about a base that this process does not load."""
+        """A base that this process does not load; its facts come from the ranks."""
         facts: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in group.joined[0].facts.items()
         }
@@ -52,7 +52,7 @@ class ShardedBase:
 
     @property
     def math(self) -> LossFunctions | None:
-        """Math kernels of the base in this process."""
+        """Math functions of the base in this process; None if it is not loaded here, or torch computes it."""
         return None if self.here is None else self.here.math
 
     def examine(self, directory: Path) -> AdapterConfig:

@@ -18,7 +18,7 @@ class Connected(ProcessStreams):
         super().__init__(connection.makefile("rb"), connection.makefile("wb"))
 
     def how_it_ended(self) -> str:
-        """Only the launcher knows more."""
+        """The reason is known only to the launcher."""
         return "it disconnected; see the output of its launcher"
 
     def kill(self) -> None:

@@ -26,11 +26,11 @@ class Join(ChannelMessage, frozen=True):
     engine: dict[str, Any]
     """Fields of `EngineConfig`; `threads` is per rank."""
     own: Choice | None = None
-    """Kernels that `auto` selects on every rank, if own kernels cover the base."""
+    """Kernels that `auto` selects on every rank, if Motet's kernels cover the base."""
     trust_remote_code: bool = False
     """Separate from `engine`, because no file may set it."""
     embedded: bool = True
-    """Whether Motet samples itself, which adapters on experts require."""
+    """Whether the embedded engine samples, which adapters on experts require."""
     rank: int = 0
     of_torchrun: bool = False
     """Whether torchrun started the ranks and sets their local ranks."""
@@ -39,7 +39,7 @@ class Join(ChannelMessage, frozen=True):
 
     @classmethod
     def of(cls, base: str, engine: EngineConfig, own: Choice | None = None, *, embedded: bool = True) -> Join:
-        """The message for all ranks of a host. No rank changes its kernels alone, as it would when memory is short."""
+        """The message for all ranks of a host. `kept` stops a rank that is short of memory from using torch."""
         fields = engine.model_dump(mode="json") | {"threads": budgets.threads_of(engine)}
         choice = dataclasses.replace(own or of_machine(), kept=True)
         return cls(base, fields, choice, engine.trust_remote_code, embedded)
@@ -123,7 +123,7 @@ class Forward(ChannelMessage, frozen=True):
 
     parts: tuple[RankSegment, ...]
     base: bool
-    """Without adapters."""
+    """Whether to disable the adapters."""
 
 
 class RankStep(ChannelMessage, frozen=True):

@@ -1,6 +1,6 @@
 """The process of one rank: joins the others, loads its part of the base, and answers the trainer's messages.
 
-The parent is `motet.training.sharded.group`. The process ends when its input ends, so also when the parent dies.
+The parent is `motet.training.sharded.group`. The process exits when its input ends, as it does when the parent dies.
 """
 
 from __future__ import annotations

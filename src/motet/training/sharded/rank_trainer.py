@@ -34,12 +34,12 @@ class InStep(Exception):
 
 @dataclass(frozen=True)
 class _Gradient:
-    """Gradient of one segment, unscaled, in the dtype of its products: the base's, or fp32 with own kernels."""
+    """Gradient of one segment, unscaled, in the dtype of its products: the base's, or fp32 with Motet's kernels."""
 
     flat: Tensor
     matrices: dict[str, LoraMatrices]
     head: Tensor | None
-    """Of the value head, in fp32."""
+    """Gradient of the value head, in fp32."""
 
     @classmethod
     def zeros(cls, layout: AdapterLayout, base: LoraModel, *, head: bool) -> _Gradient:
@@ -52,7 +52,7 @@ class RankTrainer:
     """The part of a `Trainer` that runs on one rank."""
 
     def __init__(self, base: LoraModel, owned: TorchTrainer) -> None:
-        """The process group exists; if the base is sharded, it covers all of its ranks or groups of them.
+        """The process group must exist; a sharded base spans all of its ranks, or groups of them.
 
         `owned` trains the adapters that this rank owns.
         """

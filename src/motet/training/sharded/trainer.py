@@ -1,8 +1,8 @@
-"""A `Trainer` over several processes, with the masters, moments and logprobs of a single one.
+"""A `Trainer` over several processes, with the same masters, moments and logprobs as a single process.
 
 This side holds no weights and no process group. It assigns the work, and the ranks
-(`motet.training.sharded.rank_trainer`) exchange gathered weights, gradients and versions. So a dead rank shows as a
-closed pipe, never as a call that hangs.
+(`motet.training.sharded.rank_trainer`) exchange gathered weights, gradients and versions. A dead rank therefore
+appears as a closed pipe, never as a call that hangs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ShardedTrainer:
         return answer.stats
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
-        """Write PEFT files, with `optimizer` also the optimizer's state; the directory exists. Waits for the owner's turn."""
+        """Write PEFT files to an existing directory; `optimizer` adds AdamW's state. Waits for the owner's turn."""
         self._group.ask({self._owner(name): m.SaveAdapter(name, str(directory.absolute()), optimizer)})
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
