@@ -174,7 +174,7 @@ class Told:
 
 def published(*told: Told) -> None:
     """Each version in turn."""
-    probe = Probe("job", np.arange(len(TRAINER), dtype=np.int32), 1.0)
+    probe = Probe("job", np.arange(len(told[0].trainer[0]), dtype=np.int32), 1.0)
     for version, one in enumerate(told):
         trained: Any = one
         asyncio.run(probe.check(trained, AdapterRef("job", version), probe.trained(trained)))

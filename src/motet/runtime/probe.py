@@ -27,6 +27,8 @@ CLEAR = 4.0
 and trainer on the base. By the triangle inequality, a correct engine then shows at least half of the effect, and an
 engine that answers with the base at most half.
 """
+_MANY = 8
+"""Logprobs, all unchanged, that show an answer of the version before: bfloat16 may hide a small change of a few."""
 SURE = 4.0
 """Standard errors between a shown share of a step and the full step that rule out chance."""
 
@@ -114,7 +116,8 @@ class Probe:
         version, trained_before, answered_before = self._before
         wanted, shown = trained - trained_before, answered - answered_before
         size = float(np.linalg.norm(wanted))
-        if size <= least / CLEAR or (size <= least and shown.any()):
+        unchanged = size > least / CLEAR and len(shown) >= _MANY and not shown.any()
+        if size <= least and not unchanged:
             return
         share = float(np.dot(shown, wanted)) / size**2
         noise = float(np.linalg.norm(shown - share * wanted)) / np.sqrt(max(len(wanted) - 2, 1))
