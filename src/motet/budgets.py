@@ -128,7 +128,7 @@ def kv_tokens(needs: Sequence[Need], max_rows: int, block_size: int, bytes_per_t
     judged = max(_blocks(need.judge_tokens, block_size) for need in needs) * block_size
     wanted = (max_rows + 1) * longest + _JUDGED_AT_ONCE * judged
     affordable = memory // bytes_per_token // block_size * block_size
-    return max(longest, judged, min(wanted, affordable))
+    return max(longest, min(wanted, affordable))
 
 
 def _blocks(tokens: int, block_size: int) -> int:

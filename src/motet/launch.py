@@ -380,7 +380,7 @@ def services(
     config = workshop.config
     scheduler = FairScheduler(workshop.engine.capacity + workshop.engine.capacity // 2)
     if rewards is None:
-        judge = BaseJudge(info, workshop.engine, scheduler)
+        judge = BaseJudge(info, workshop.engine, scheduler, workshop.kv_tokens)
         rewards = RewardPool(config.reward_processes, of_a_run(directory.path, judge))
     return Services(
         engine=workshop.engine,

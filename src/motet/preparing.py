@@ -151,17 +151,27 @@ def prepare(
         return job, budgets.Need(read.longest[0], 0)
     turns, new = config.environment.turns, config.sampling.max_tokens
     _check_room(job, info, turns, *read.longest)
-    return job, budgets.Need(
-        read.longest[0] * turns, new * turns, _judge_tokens(job, info, read.longest[1], new * turns)
-    )
+    return job, budgets.Need(read.longest[0] * turns, new * turns, _judge_tokens(job, info, read.longest[1]))
 
 
-def _judge_tokens(job: Job, info: ModelInfo, problem: Problem, new: int) -> int:
-    """Room that the base needs to judge, for the problem with the longest prompt."""
-    rewards, n = job.config.rewards, max(job.config.rl.group_size, job.config.eval.n)
-    chat = Chat.plain(info.tokenizer)
-    wanted = (tokens_of(reward, chat, problem, n, new) for reward in rewards if reward.name == "judge")
-    return min(info.max_positions, max(wanted, default=0))
+def _judge_tokens(job: Job, info: ModelInfo, problem: Problem) -> int:
+    """Room that the base needs to judge, for the problem with the longest prompt.
+
+    Raises:
+        ConfigError: the base has no positions for a question about an empty answer.
+    """
+    config, chat, found = job.config, Chat.plain(info.tokenizer), [0]
+    n = max(config.rl.group_size, config.eval.n)
+    for reward in config.rewards:
+        if reward.name == "judge":
+            if (least := tokens_of(reward, chat, problem, n, 0)) > info.max_positions:
+                raise ConfigError(
+                    f"job {job.name}: reward judge: a question about row {problem.id + 1} and its answer have at least "
+                    f"{least} tokens, and the base has positions for {info.max_positions}; shorten args.input, or lower "
+                    "args.sampling_params.max_completion_tokens"
+                )
+            found.append(tokens_of(reward, chat, problem, n, config.sampling.max_tokens))
+    return min(info.max_positions, max(found))
 
 
 def _rate(config: JobConfig, info: ModelInfo, directory: JobDirectory) -> float:

@@ -75,7 +75,7 @@ def test_a_forecast_is_a_range_around_the_lengths_that_were_seen() -> None:
     answers = each * steps
     even = [group("a", "b", tokens=20)] * 4
     assert forecast(config, even, took, {}, 0) == Forecast(
-        (answers * 20, answers * 20), (20.0, 20.0), 0.0, (each * 20, each * 20), (2.0, 2.0)
+        (answers * 20, answers * 20), (20.0, 20.0), 0.0, (20, 20), (2.0, 2.0)
     )
     mixed = [group("a", tokens=10), group("b", tokens=30)]
     seen = forecast(config, mixed, took, {"cost": 0.5}, 0)
@@ -98,18 +98,33 @@ def test_evaluations_are_part_of_a_forecast(every: int, evaluations: int) -> Non
 def test_the_first_steps_of_a_run_are_compared_with_the_forecast(tmp_path: Path) -> None:
     directory = JobDirectory(tmp_path)
     assert FirstSteps.read(directory) is None
-    lines = [{"step": step, "length": 10 + step, "rollouts": 32} for step in range(20)]
+    lines = [{"step": step, "length": 10 + step, "rollouts": 64 if step == 7 else 32} for step in range(20)]
     directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     times = [0, 3, 5, 7, 9, 20, 22, 24, 1000]  # an evaluation between two of them
     directory.timings.write_text("".join(f'{{"time": {time}}}\n' for time in times) + '{"ti')
     steps = FirstSteps.read(directory)
-    assert steps == FirstSteps(8, 32 * 13.5, 2.0)
-    within = Forecast((0, 0), (0, 0), 0.0, (400, 500), (1.5, 2.5)).against(steps)
+    assert steps == FirstSteps(8, (8 * 10 + 28 + 17) / 9, 2.0)
+    within = Forecast((0, 0), (0, 0), 0.0, (12.9, 20), (1.5, 2.5)).against(steps)
     assert within == (
-        "its first 8 steps sampled 432 tokens each (forecast 400 to 500), and took 2 s each (forecast 1.5 s to 2.5 s)"
+        "its first 8 steps sampled 14 tokens an answer (forecast 13 to 20), and took 2 s each (forecast 1.5 s to 2.5 s)"
     )
-    longer = Forecast((2000, 3000), (0, 0), 0.0, (200, 300), (1.0, 1.0)).against(steps)
-    assert longer.endswith(": answers have become longer, so expect about 4.3k tokens in all")
-    assert "have become shorter" in Forecast((9, 9), (0, 0), 0.0, (500, 600), (1.0, 1.0)).against(
-        FirstSteps(1, 432, None)
+    longer = Forecast((2000, 3000), (0, 0), 0.0, (6, 8), (1.0, 1.0)).against(steps)
+    assert longer.endswith("; answers are longer than here, so expect about 5.0k tokens in all")
+    assert "its first step sampled 14 " in (
+        found := Forecast((9, 9), (0, 0), 0.0, (20, 30)).against(FirstSteps(1, 14, None))
     )
+    assert "answers are shorter than here" in found
+
+
+@pytest.mark.parametrize(
+    "damaged", ["garbage\n", "[1]\n", '{"rollouts": "x", "length": 1}\n', '{"rollouts": 1, "length": {}}\n']
+)
+def test_damaged_logs_are_no_first_steps(tmp_path: Path, damaged: str) -> None:
+    directory = JobDirectory(tmp_path)
+    directory.metrics.write_text(damaged + "\n")
+    directory.timings.write_text('{"time": 1}\n')
+    assert FirstSteps.read(directory) is None
+    directory.metrics.write_text('{"rollouts": 1, "length": 2}\n')
+    assert FirstSteps.read(directory) == FirstSteps(1, 2, None)
+    directory.timings.write_text("{}\n")
+    assert FirstSteps.read(directory) is None

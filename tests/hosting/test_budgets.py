@@ -54,7 +54,8 @@ def test_the_cache_holds_a_full_batch_where_memory_allows_and_the_longest_sequen
     assert budgets.kv_tokens(needs, 8, 64, 10, 100) == 192
     judged = [*needs, budgets.Need(10, 20, 500)]  # eight blocks
     assert budgets.kv_tokens(judged, 8, 64, 1, GIB) == 9 * 192 + 8 * 512
-    assert budgets.kv_tokens(judged, 8, 64, 10, 100) == 512
+    assert budgets.kv_tokens(judged, 8, 64, 10, 6000) == 576
+    assert budgets.kv_tokens(judged, 8, 64, 10, 100) == 192, "never more than there is"
 
 
 def written(root: Path, files: dict[str, object]) -> None:

@@ -131,6 +131,10 @@ def test_a_version_alone_is_checked_as_far_as_its_receipt_goes(project: Path, ca
     assert verify(version, project / "jobs.yaml") == 1
     told = " ".join(capsys.readouterr().out.split())
     assert re.search(r"has no job named 'words'; the nearest of its jobs is 'other': words: \S*optimizer.lr: was", told)
+    far = {**job(), "name": "far", "optimizer": {"lr": 0.02}, "sampling": {"max_tokens": 3}}
+    write_jobs(project, {**job(), "name": "lost", "data": "lost.jsonl"}, far)
+    assert verify(version, project / "jobs.yaml") == 1
+    assert "the nearest of its jobs is 'far':" in " ".join(capsys.readouterr().out.split())
     (version / "adapter_config.json").write_text("{}")
     assert verify(version) == 1
     assert "adapter_config.json is not what was saved" in " ".join(capsys.readouterr().out.split())

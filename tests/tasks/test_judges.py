@@ -16,12 +16,16 @@ import yaml
 
 from motet.commands.replay import replay
 from motet.config import EngineConfig, JobConfig, RewardConfig
-from motet.errors import GraderError, JobFailed, RewardError
+from motet.errors import ConfigError, GraderError, JobFailed, RewardError
 from motet.launch import load
+from motet.rollout.fake import FakeEngine
+from motet.runtime.base_judge import BaseJudge
 from motet.runtime.identity import of_config
+from motet.runtime.scheduler import FairScheduler
 from motet.tasks import judge_http
 from motet.tasks.chat import Chat
 from motet.tasks.graders.shapes import parse
+from motet.tasks.graders.template import UnfilledError
 from motet.tasks.judge_answers import JudgeAnswers, Said, Spend
 from motet.tasks.judge_http import AtOnce, Judges, of_a_run, tokens_of
 from motet.tasks.judging import VerdictError, ranking, verdict
@@ -127,6 +131,31 @@ def test_the_base_of_a_run_is_asked_without_an_address(tmp_path: Path) -> None:
 def test_a_base_that_judges_has_room_for_its_questions(small: Any, args: Any, least: int, most: int) -> None:
     reward = RewardConfig(name="judge", args={"model": "base", **args})
     assert least <= tokens_of(reward, Chat.plain(small.info.tokenizer), PROBLEM, 4, 7) <= most
+
+
+@pytest.mark.parametrize("body", [{"max_tokens": None}, {"temperature": None}, {"chat_template_kwargs": 3}])
+def test_fields_that_the_base_does_not_take_are_refused(body: Any) -> None:
+    with pytest.raises(RewardError, match=r"args.body: the base takes chat_template_kwargs alone"):
+        judge_http.check(RewardConfig(name="judge", args={"type": "rank", "model": "base", "body": body}))
+
+
+def test_a_question_without_room_is_the_same_fault_each_time(small: Any) -> None:
+    fields = {
+        "model": "base",
+        "messages": [{"role": "user", "content": "Say a."}],
+        "temperature": 0.0,
+        "max_tokens": 40,
+    }
+    ask = BaseJudge(small.info, FakeEngine(), FairScheduler(8), kv_tokens=48)
+    with pytest.raises(UnfilledError, match=r"up to 40; together they exceed 48, .* args.sampling_params.max"):
+        asyncio.run(ask("job", fields))
+
+
+def test_a_base_without_positions_for_a_question_is_told_before_training(small: Any, tmp_path: Path) -> None:
+    asked = {"type": "score_model", "model": "base", "input": ASKED, "sampling_params": {"max_completion_tokens": 1020}}
+    job = small_runs.job("a", tmp_path, reward={"name": "judge", "args": asked})
+    with pytest.raises(ConfigError, match=r"at least \d+ tokens, and the base has positions for 1024"):
+        small_runs.run(small, tmp_path / "run", [job], threads=1)
 
 
 def test_a_ranking_shows_all_answers_at_once_and_equal_ones_once(tmp_path: Path) -> None:

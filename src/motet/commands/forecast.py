@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -101,8 +100,8 @@ class Forecast:
     """For the job alone."""
     judge: float = 0.0
     """What judges cost, in the middle of the range."""
-    step_tokens: tuple[float, float] = (0, 0)
-    """Sampled by a step."""
+    length: tuple[float, float] = (0, 0)
+    """Tokens of an answer."""
     step_seconds: tuple[float, float] = (0, 0)
 
     def text(self, prices: PricesConfig) -> str:
@@ -113,17 +112,16 @@ class Forecast:
 
     def against(self, steps: FirstSteps) -> str:
         """The forecast beside what the first steps took, in one line."""
-        tokens, seconds = _range(map(count_text, self.step_tokens)), _range(map(_short_time, self.step_seconds))
+        tokens, seconds = _range(map(count_text, self.length)), _range(map(_short_time, self.step_seconds))
         took = "" if steps.seconds is None else f", and took {_short_time(steps.seconds)} each (forecast {seconds})"
-        line = f"its first {steps.n} steps sampled {count_text(steps.tokens)} tokens each (forecast {tokens}){took}"
-        low, high = self.step_tokens
-        if low <= steps.tokens <= high or not low:
+        first = "step" if steps.n == 1 else f"{steps.n} steps"
+        line = f"its first {first} sampled {count_text(steps.length)} tokens an answer (forecast {tokens}){took}"
+        low, high = self.length
+        if low <= steps.length <= high or not low:
             return line
-        scale = steps.tokens / (low + high) * 2
+        scale = steps.length / (low + high) * 2
         total = count_text(scale * fmean(self.tokens))
-        return (
-            f"{line}: answers have become {'longer' if scale > 1 else 'shorter'}, so expect about {total} tokens in all"
-        )
+        return f"{line}; answers are {'longer' if scale > 1 else 'shorter'} than here, so expect about {total} tokens in all"
 
 
 @dataclass(frozen=True)
@@ -148,28 +146,28 @@ class FirstSteps:
     """What the first steps of a run took."""
 
     n: int
-    tokens: float
-    """Sampled by a step, without evaluations; the mean."""
+    length: float
+    """Tokens of an answer, without evaluations; the mean."""
     seconds: float | None
     """From the end of a step to that of the next, the median; None of one step."""
 
     @classmethod
     def read(cls, job: JobDirectory) -> FirstSteps | None:
-        """Of a job's log; None if it has no step."""
-        lines = [line for line in _first_lines(job.metrics) if line.get("rollouts") and line.get("length") is not None]
-        times = [float(line["time"]) for line in _first_lines(job.timings)]
-        if not lines:
+        """From a job's logs; None if they have no step, or cannot be read."""
+        try:
+            lines = [line for line in _first_lines(job.metrics) if line.get("rollouts") and line.get("length")]
+            times = [float(line["time"]) for line in _first_lines(job.timings)]
+            answers = sum(line["rollouts"] for line in lines)
+            tokens = sum(line["length"] * line["rollouts"] for line in lines)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
         gaps = [later - earlier for earlier, later in pairwise(times)]
-        tokens = fmean(line["length"] * line["rollouts"] for line in lines)
-        return cls(len(lines), tokens, median(gaps) if gaps else None)
+        return cls(len(lines), tokens / answers, median(gaps) if gaps else None) if answers else None
 
 
-def _first_lines(path: Path) -> list[dict[str, Any]]:
-    with contextlib.suppress(OSError), path.open(encoding="utf-8") as file:
-        lines = [line for line in itertools.islice(file, _FIRST_STEPS) if line.endswith("\n")]
-        return [json.loads(line) for line in lines]
-    return []
+def _first_lines(path: Path) -> list[Any]:
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in itertools.islice(file, _FIRST_STEPS) if line.endswith("\n")]
 
 
 def _range(ends: Iterable[str]) -> str:
@@ -211,6 +209,6 @@ def forecast(
         (answers * low, answers * high),
         (seconds * low / mean, seconds * high / mean),
         float(spend.get("cost", 0.0)) / asked * answers,
-        (each * low, each * high),
+        (low, high),
         (took.step * low / mean, took.step * high / mean),
     )

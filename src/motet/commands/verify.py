@@ -31,6 +31,7 @@ from motet.runtime.receipts import (
 )
 from motet.types import ADAPTER_CONFIG, TRAINED_CONFIG
 
+_NOT_COMPARED = "it cannot be compared with the job file"
 _OF_A_JOB = ("state", "job.yaml", MANIFEST)
 
 
@@ -108,7 +109,7 @@ def _verify_version(console: Console, directory: Path, jobs_file: Path | None) -
         for job in [known[name]] if name in known else known.values():
             wanted = job if name in known else _in_a_service(job, settings)
             found[job.name] = list(_changed(name, receipt, wanted, config.base, sources))
-        nearest = min(found, key=lambda job: len(found[job]))
+        nearest = min(found, key=lambda job: (any(_NOT_COMPARED in line for line in found[job]), len(found[job])))
         if name not in known and found[nearest]:
             lines.append(f"{jobs_file} has no job named {name!r}; the nearest of its jobs is {nearest!r}:")
         lines += found[nearest]
@@ -194,7 +195,7 @@ def _changed(name: str, receipt: Mapping[str, Any], job: JobConfig, base: str, s
     try:
         now = Materials(of_config(job), base, sources.split(job.data))
     except MotetError as error:
-        yield f"{name}: it cannot be compared with the job file: {error}"
+        yield f"{name}: {_NOT_COMPARED}: {error}"
         return
     # which rows stay only the tokenizer knows
     skipped = "data/" if job.data.max_prompt_tokens is not None else None

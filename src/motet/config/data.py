@@ -32,7 +32,18 @@ def pool_of(value: Any) -> str:
 
 
 def _by_pool(weights: Any) -> Any:
-    return {pool_of(value): weight for value, weight in weights.items()} if isinstance(weights, dict) else weights
+    if not isinstance(weights, dict):
+        return weights
+    found = {pool_of(value): weight for value, weight in weights.items()}
+    if len(found) < len(weights):
+        raise ValueError("several keys are the same value, such as 1, 1.0 and '1'; give each value once")
+    return found
+
+
+def _by_step(changes: Any) -> Any:
+    if isinstance(changes, dict) and len({str(step).strip().lstrip("0") for step in changes}) < len(changes):
+        raise ValueError("several keys are the same step; give each step once")
+    return changes
 
 
 def _shares_that_can_be_kept(weights: dict[str, float]) -> dict[str, float]:
@@ -59,14 +70,16 @@ class PoolsConfig(Config):
     """A column of the data."""
     weights: Weights
     """Relative weight of each value, as `{easy: 3, hard: 1}`. Rows with another value are left out."""
-    changes: Annotated[dict[Annotated[int, Field(ge=1, le=10**9)], Weights], Field(max_length=MOST_POOLS)] = {}
+    changes: Annotated[
+        dict[Annotated[int, Field(ge=1, le=10**9)], Weights], Field(max_length=MOST_POOLS), BeforeValidator(_by_step)
+    ] = {}
     """Other weights from a step on, as `{100: {easy: 1, hard: 3}}`. A value that a change does not name has none."""
 
     @property
     def values(self) -> list[str]:
-        """All values that ever have a weight, in the order in which they are given."""
+        """All values that ever have a weight, sorted: the order in which they are written changes no byte."""
         phases = [self.weights, *(self.changes[step] for step in sorted(self.changes))]
-        return list(dict.fromkeys(value for weights in phases for value, weight in weights.items() if weight > 0))
+        return sorted({value for weights in phases for value, weight in weights.items() if weight > 0})
 
 
 class DataConfig(Config):

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from motet import seeds
@@ -13,15 +14,19 @@ from motet.model_info import ModelInfo
 from motet.protocols import RolloutEngine
 from motet.runtime.scheduler import FairScheduler
 from motet.tasks.chat import Chat, stop_token_ids
+from motet.tasks.graders.template import UnfilledError
 from motet.tasks.judge_answers import Said
+from motet.tasks.judge_http import TEMPLATE
 from motet.types import Chunk, GenerateRequest, Message, Problem, SamplingParams
 
 
 class BaseJudge:
     """Answers questions from the base without an adapter; the tokens are charged to the job that asks."""
 
-    def __init__(self, info: ModelInfo, engine: RolloutEngine, scheduler: FairScheduler) -> None:
+    def __init__(self, info: ModelInfo, engine: RolloutEngine, scheduler: FairScheduler, kv_tokens: int = 0) -> None:
+        """`kv_tokens` is the size of the KV cache, or 0 if the engine has its own."""
         self._engine, self._scheduler = engine, scheduler
+        self._room = min(info.max_positions, kv_tokens or info.max_positions)
         self._chat = Chat.plain(info.tokenizer)
         self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
         self._numbers = itertools.count()
@@ -30,10 +35,20 @@ class BaseJudge:
         """The answer to a request in the form of OpenAI's chat completions.
 
         Raises:
-            EngineError: the question is too long.
+            UnfilledError: the question is too long.
+            EngineError: the engine cannot answer.
         """
         messages = tuple(Message(one["role"], one["content"]) for one in body["messages"])
-        prompt_ids = await asyncio.to_thread(self._chat.prompt_ids, Problem(0, messages, ""))
+        chat, most = replace(self._chat, template_kwargs=body.get(TEMPLATE, {})), int(body["max_tokens"])
+        prompt_ids = await asyncio.to_thread(chat.prompt_ids, Problem(0, messages, ""))
+        if len(prompt_ids) + most > self._room:
+            raise UnfilledError(
+                "item",
+                f"the question to the base has {len(prompt_ids)} tokens, and its answer up to {most}; together they exceed "
+                f"{self._room}, the room of the base or of its KV cache: shorten args.input, lower "
+                "args.sampling_params.max_completion_tokens, or raise engine.kv_tokens",
+                of_item=True,
+            )
         seed = zlib.crc32(repr(messages).encode()) if body.get("seed") is None else int(body["seed"])
         tenant, share = self._scheduler.payer(job)
         request = GenerateRequest(
@@ -44,7 +59,7 @@ class BaseJudge:
             SamplingParams(
                 temperature=float(body["temperature"]),
                 top_p=float(body.get("top_p") or 1.0),
-                max_tokens=int(body["max_tokens"]),
+                max_tokens=most,
                 stop_token_ids=self._stops,
             ),
             (seeds.key(seed, "judge"),),

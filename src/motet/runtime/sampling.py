@@ -260,7 +260,7 @@ class JobSampler:
         due.sort(key=lambda task: task.position)
         self._aside, self._unfinished = [], []
         due, later = due[:width], due[width:]
-        fresh = [self._next_task(step, purpose) for _ in range(max(0, begin - len(due) - len(later)))]
+        fresh = self._next_tasks(max(0, begin - len(due) - len(later)), step, purpose)
         with self._versions.hold(version):
             running = {
                 asyncio.create_task(self._sample(task, version, purpose, cost)): task for task in (*due, *later, *fresh)
@@ -281,11 +281,12 @@ class JobSampler:
         seconds, positions = time.monotonic() - started, tuple(task.position for task in taken)
         return SampledStep(step, version, groups, seconds, cost.reward_seconds, cost.tokens, positions)
 
-    def _next_task(self, step: int, purpose: _Purpose) -> _Task:
-        position = self.supply.position
-        self.supply.position += 1
-        self.supply.pending.add(position)
-        return self._task_at(position, step, purpose)
+    def _next_tasks(self, n: int, step: int, purpose: _Purpose) -> list[_Task]:
+        job, first = self._job, self.supply.position
+        problems = job.data.window(first, n, job.seed, self._width) if n else []
+        self.supply.position += n
+        self.supply.pending.update(range(first, first + n))
+        return [self._task(problem, position, step, purpose) for position, problem in enumerate(problems, first)]
 
     def _task_at(self, position: int, step: int, purpose: _Purpose) -> _Task:
         job = self._job

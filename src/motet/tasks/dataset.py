@@ -62,7 +62,7 @@ class Dataset:
             places = self.pools.window(first, first + n, seed, per_step, self.shuffle)
         else:
             places = passes(size, first, first + n, order_of(size, seed, "shuffle", self.shuffle))
-        return [self.train[place] for place in places]
+        return [self.train[int(place)] for place in places]
 
     @cached_property
     def evaluation_seed(self) -> int:

@@ -44,6 +44,8 @@ _LONGEST_ANSWER = 200_000
 """Most characters of an answer that is kept."""
 BASE = "base"
 """Name of the run's base as a judge."""
+TEMPLATE = "chat_template_kwargs"
+"""The only further field of a request to it."""
 _NO_URL = (
     "reward judge: args.url is missing: name an OpenAI-compatible server, such as http://localhost:8000/v1, write "
     f"`model: {BASE}` for the base of the run, or submit the job to `motet serve`, whose own models can judge"
@@ -100,6 +102,10 @@ def parts_of(reward: RewardConfig) -> tuple[JudgeAddress, Grader]:
         raise RewardError(f"reward judge: a {grader.type} grader asks no model: take the reward `grader`")
     if address.url is None and any(judge.model != BASE for judge in judges(grader)):
         raise RewardError(_NO_URL)
+    if address.url is None and (set(address.body) - {TEMPLATE} or not isinstance(address.body.get(TEMPLATE, {}), dict)):
+        raise RewardError(
+            f"reward judge: args.body: the base takes {TEMPLATE} alone, a mapping; set args.sampling_params for the rest"
+        )
     return address, grader
 
 
@@ -267,7 +273,7 @@ class Judges:
 
 
 def tokens_of(reward: RewardConfig, chat: Chat, problem: Problem, n: int, new: int) -> int:
-    """Tokens of a question to the run's base and of its answer; 0 of a judge elsewhere.
+    """Tokens of a question to the run's base and of its answer, at most; 0 of a judge elsewhere.
 
     Args:
         reward: a `judge`.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from motet import seeds
-from motet.config.data import PoolsConfig, pool_of
+from motet.config.data import MOST_POOLS, PoolsConfig, pool_of
 from motet.errors import DataError
 from motet.types import Problem
 
@@ -21,7 +22,7 @@ BLOCK = 1024
 """Positions in which each pool has its share exactly, to one position."""
 
 
-def passes(n: int, first: int, stop: int, order: Callable[[int], Sequence[int]]) -> list[int]:
+def passes(n: int, first: int, stop: int, order: Callable[[int], Places]) -> Places:
     """Items first … stop − 1 of endless passes over n items.
 
     Args:
@@ -30,33 +31,49 @@ def passes(n: int, first: int, stop: int, order: Callable[[int], Sequence[int]])
         stop: of the item after the last one.
         order: the items of a pass, by its number.
     """
-    found: list[int] = []
-    for number in range(first // n, (stop - 1) // n + 1):
-        found += order(number)[max(first - number * n, 0) : min(stop - number * n, n)]
-    return found
+    numbers = range(first // n, (stop - 1) // n + 1)
+    parts = [order(number)[max(first - number * n, 0) : min(stop - number * n, n)] for number in numbers]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def order_of(n: int, seed: int, purpose: str, shuffle: bool) -> Callable[[int], Sequence[int]]:
+def order_of(n: int, seed: int, purpose: str, shuffle: bool) -> Callable[[int], Places]:
     """The order of each pass: a new permutation, or that of the source."""
     if not shuffle:
-        return lambda _: range(n)
-    return lambda number: seeds.permutation(seeds.key(seed, purpose, number), n).tolist()
+        return lambda _: np.arange(n)
+    return lambda number: _permutation(seeds.key(seed, purpose, number), n)
+
+
+@lru_cache(8)
+def _permutation(stream: int, n: int) -> Places:
+    """Kept, because windows of one row each ask for the same pass."""
+    order = seeds.permutation(stream, n)
+    order.flags.writeable = False
+    return order
 
 
 def shares(weights: Sequence[float]) -> Places:
     """Positions of a block for each weight, by the largest remainders. [n_weights]"""
-    exact = np.asarray(weights, np.float64) * (BLOCK / sum(weights))
+    exact = np.asarray(weights, np.float64) / sum(weights) * BLOCK
     found = np.floor(exact).astype(np.int64)
     found[np.argsort(found - exact, kind="stable")[: BLOCK - found.sum()]] += 1
     return found
 
 
-def block(weights: Sequence[float]) -> Places:
-    """The pool of each position of a block; those of one pool are spread evenly. [BLOCK]"""
+@lru_cache(2 * MOST_POOLS)
+def block(weights: tuple[float, ...]) -> Places:
+    """The pool of each position of a block. [BLOCK]
+
+    Among the pools that have had fewer positions than their share so far, the one whose next position is due first: so
+    any stretch has each pool's share to within one or two positions.
+    """
     counts = shares(weights)
-    pools = np.repeat(np.arange(len(counts)), counts)
-    places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count])
-    return pools[np.argsort(places, kind="stable")]
+    given, pools = np.zeros_like(counts), np.empty(BLOCK, np.int64)
+    for place in range(BLOCK):
+        due = np.where(counts * (place + 1) > given * BLOCK, (given + 1) / np.maximum(counts, 1), np.inf)
+        pools[place] = due.argmin()
+        given[pools[place]] += 1
+    pools.flags.writeable = False
+    return pools
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,36 +105,46 @@ class Pools:
                 others[value[:_SHOWN]] += 1
         used = np.flatnonzero(found >= 0)
         rows = tuple(np.flatnonzero(found[used] == number) for number in pools.values())
-        named = {value[:_SHOWN]: len(own) for value, own in zip(pools, rows, strict=True)}
-        if missing := [value for value, n in named.items() if not n]:
-            known = ", ".join(value for value, n in (Counter(named) + others).most_common(_SAID))
-            raise DataError(f"data.pools: no row to train on has {config.column} {missing[0]!r}; rows have {known}")
-        counts = ", ".join(f"{value}: {n}" for value, n in [*named.items()][:_SAID])
+        named = [(value[:_SHOWN], len(own)) for value, own in zip(pools, rows, strict=True)]
+        if missing := [value for value, n in named if not n]:
+            known = sorted([(-n, value) for value, n in [*named, *others.items()] if n])[:_SAID]
+            raise DataError(
+                f"data.pools: no row to train on has {config.column} {missing[0]!r}; rows have "
+                f"{', '.join(value for _, value in known)}"
+            )
+        counts = ", ".join(f"{value}: {n}" for value, n in named[:_SAID])
         left_out = len(problems) - len(used)
         rest = f"; rows left out, with other values: {left_out}" if left_out else ""
         return cls(config, rows), used, f"rows by {config.column}: {counts}{rest}"
 
-    def window(self, first: int, stop: int, seed: int, per_step: int, shuffle: bool) -> list[int]:
+    def window(self, first: int, stop: int, seed: int, per_step: int, shuffle: bool) -> Places:
         """Places of the rows at positions first … stop − 1 of a job that has so many positions in a step."""
-        starts = [0, *(step * per_step for step in sorted(self.config.changes))]
-        weights = [self.config.weights, *(self.config.changes[step] for step in sorted(self.config.changes))]
-        before, here = np.zeros(len(self.rows), np.int64), np.zeros(0, np.int64)
-        for start, end, own in zip(starts, [*starts[1:], stop], weights, strict=True):
-            if start < stop:
-                pools = block([own.get(value, 0.0) for value in self.config.values])
-                before += _counts(pools, min(first, end) - start, len(self.rows))
-                here = np.append(here, pools[np.arange(max(first, start) - start, min(stop, end) - start) % BLOCK])
-        places = np.zeros(len(here), np.int64)
-        for pool in np.unique(here):
-            mine, rows = here == pool, self.rows[pool]
+        steps = range(first // per_step, (stop - 1) // per_step + 1)
+        whole = np.concatenate([self._step(step, seed, per_step, shuffle) for step in steps])
+        return whole[first - steps[0] * per_step : stop - steps[0] * per_step]
+
+    def _step(self, step: int, seed: int, per_step: int, shuffle: bool) -> Places:
+        """Places of a step's rows, in a random order: a job may train the first ones alone (`algorithm.oversampling`)."""
+        begun = [0, *(change for change in sorted(self.config.changes) if change <= step)]
+        before = np.zeros(len(self.rows), np.int64)
+        for start, end in zip(begun, [*begun[1:], step], strict=True):
+            before += _counts(self._block(start), (end - start) * per_step, len(self.rows))
+        since = (step - begun[-1]) * per_step
+        pools = self._block(begun[-1])[np.arange(since, since + per_step) % BLOCK]
+        places = np.zeros(per_step, np.int64)
+        for pool in np.unique(pools):
+            mine, rows = pools == pool, self.rows[pool]
             order = order_of(len(rows), seed, f"shuffle {self.config.values[pool]}", shuffle)
-            wanted = passes(len(rows), before[pool], before[pool] + mine.sum(), order)
-            places[mine] = rows[wanted]
-        return places.tolist()
+            places[mine] = rows[passes(len(rows), int(before[pool]), int(before[pool] + mine.sum()), order)]
+        return places[_permutation(seeds.key(seed, "pools", step), per_step)]
+
+    def _block(self, start: int) -> Places:
+        weights = self.config.changes[start] if start else self.config.weights
+        return block(tuple(weights.get(value, 0.0) for value in self.config.values))
 
 
 def _counts(pools: Places, n: int, n_pools: int) -> Places:
-    """How many of the first n positions are of each pool; 0 if n is negative."""
-    whole, rest = divmod(max(0, n), BLOCK)
+    """How many of the first n positions are of each pool."""
+    whole, rest = divmod(n, BLOCK)
     counts: Places = whole * np.bincount(pools, minlength=n_pools) + np.bincount(pools[:rest], minlength=n_pools)
     return counts
