@@ -156,8 +156,7 @@ class JobSampler:
     @property
     def _width(self) -> int:
         """Problems of a step that may be sampled."""
-        algorithm = self._job.config.rl
-        return round(algorithm.groups_per_step * algorithm.oversampling)
+        return round(self._job.config.rl.groups_per_step * self._job.config.rl.oversampling)
 
     async def open(self) -> None:
         """Start the rewards and the environment.
