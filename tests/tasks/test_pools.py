@@ -104,7 +104,8 @@ def test_the_order_of_keys_changes_nothing(tmp_path: Path) -> None:
 def test_names_that_begin_alike_are_other_pools(tmp_path: Path) -> None:
     long = "x" * 100
     mixed = data(tmp_path, {"weights": {f"{long}a": 1, f"{long}b": 1}}, [f"{long}a", f"{long}b", f"{long}b"])
-    assert [pool.tolist() for pool in mixed.pools.rows] == [[0], [1, 2]] if mixed.pools else False
+    assert mixed.pools is not None
+    assert [pool.tolist() for pool in mixed.pools.rows] == [[0], [1, 2]]
     with pytest.raises(DataError, match="no row to train on has level 'xxx"):
         data(tmp_path, {"weights": {f"{long}a": 1, f"{long}b": 1}}, [f"{long}b"])
 

@@ -204,8 +204,8 @@ async def _check_all(
                     continue
                 sampled, took = await _check_job(console, job, shared, rollouts)
                 spend, held_out = shared.rewards.spend(job.name), len(job.data.holdout)
-                evaluating = took.evaluate * job.config.eval.count(job.config.steps) if held_out else 0.0
-                table.add_row(*_row(job, took.step, _figures(sampled.groups), evaluating))
+                whole = took.whole(job.config, held_out)
+                table.add_row(*_row(job, took.step, whole, _figures(sampled.groups)))
                 forecasts.append((job.name, forecast(job.config, sampled.groups, took, spend, held_out)))
                 failures += [
                     f"job {job.name}: {warning}"
@@ -240,10 +240,10 @@ def _no_signal(groups: Sequence[Group]) -> str:
     return no_signal(share, fmean(rewards)) if rewards else ""
 
 
-def _row(job: Job, seconds: float, figures: tuple[str, str, str, str], evaluating: float = 0.0) -> tuple[str, ...]:
-    """Of the table; `seconds` are those of a step, and `figures` those from the reward to what was truncated."""
+def _row(job: Job, step: float, whole: float, figures: tuple[str, str, str, str]) -> tuple[str, ...]:
+    """Of the table: seconds of a step and of the whole job, and the figures from the reward to what was truncated."""
     rows = f"{len(job.data.train)} / {len(job.data.holdout)}"
-    return job.name, rows, *figures, f"≈ {seconds:.1f} s", f"≈ {duration_text(seconds * job.config.steps + evaluating)}"
+    return job.name, rows, *figures, f"≈ {step:.1f} s", f"≈ {duration_text(whole)}"
 
 
 def _figures(groups: Sequence[Group]) -> tuple[str, str, str, str]:
@@ -312,7 +312,8 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
     await shared.on_device(job.name, lambda: shared.trainer.remove_adapter(job.name))
     tokens = sum(sample.n_trainable for sample in batch.samples)
     likelihood = sum(float(some.sum()) for some in logprobs) / tokens
-    return _row(job, seconds, (f"{LOG_LIKELIHOOD} {likelihood:.3g}", "", f"{tokens / len(rows):.0f} tokens", ""))
+    figures = (f"{LOG_LIKELIHOOD} {likelihood:.3g}", "", f"{tokens / len(rows):.0f} tokens", "")
+    return _row(job, seconds, seconds * job.config.steps, figures)
 
 
 def _show(console: Console, job: Job, group: Group) -> None:

@@ -140,6 +140,10 @@ class Seconds:
         """Of a whole step."""
         return self.sample + self.train
 
+    def whole(self, config: JobConfig, held_out: int) -> float:
+        """Of all steps, and of the evaluations on so many problems."""
+        return self.step * config.steps + (self.evaluate * config.eval.count(config.steps) if held_out else 0)
+
 
 @dataclass(frozen=True)
 class FirstSteps:
@@ -203,7 +207,7 @@ def forecast(
     evaluations = config.eval.count(config.steps) if held_out else 0
     each = config.rl.groups_per_step * config.rl.group_size * config.rl.oversampling
     answers = each * config.steps + evaluations * held_out * config.eval.n
-    seconds = took.step * config.steps + took.evaluate * evaluations
+    seconds = took.whole(config, held_out)
     asked = sum(len(group.rollouts) for group in groups)
     return Forecast(
         (answers * low, answers * high),

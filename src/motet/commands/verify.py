@@ -31,7 +31,6 @@ from motet.runtime.receipts import (
 )
 from motet.types import ADAPTER_CONFIG, TRAINED_CONFIG
 
-_NOT_COMPARED = "it cannot be compared with the job file"
 _OF_A_JOB = ("state", "job.yaml", MANIFEST)
 
 
@@ -108,11 +107,12 @@ def _verify_version(console: Console, directory: Path, jobs_file: Path | None) -
         sources, found = Sources(), {}
         for job in [known[name]] if name in known else known.values():
             wanted = job if name in known else _in_a_service(job, settings)
-            found[job.name] = list(_changed(name, receipt, wanted, config.base, sources))
-        nearest = min(found, key=lambda job: (any(_NOT_COMPARED in line for line in found[job]), len(found[job])))
-        if name not in known and found[nearest]:
+            found[job.name] = _compared(name, receipt, wanted, config.base, sources)
+        nearest = min(found, key=lambda job: (not found[job][0], len(found[job][1])))
+        changes = found[nearest][1]
+        if name not in known and changes:
             lines.append(f"{jobs_file} has no job named {name!r}; the nearest of its jobs is {nearest!r}:")
-        lines += found[nearest]
+        lines += changes
         if name not in known and _init_of(settings) is not None:
             unknown.append("the adapter that it began with (the service has it)")
     if not lines:
@@ -184,25 +184,29 @@ def _not_the_same(jobs_file: Path, directories: Sequence[Path]) -> Iterator[str]
             yield from [f"{path}: it has no receipt"] if newest is None else _no_job(path, jobs_file)
             continue
         receipt = read_receipt(path / RECEIPTS / f"v{newest}.json")
-        yield from _changed(path.name, receipt, known[path.name], config.base, sources)
+        yield from _compared(path.name, receipt, known[path.name], config.base, sources)[1]
 
 
 def _no_job(path: Path, jobs_file: Path) -> list[str]:
     return [f"{path}: {jobs_file} has no job of this name"]
 
 
-def _changed(name: str, receipt: Mapping[str, Any], job: JobConfig, base: str, sources: Sources) -> Iterator[str]:
+def _compared(
+    name: str, receipt: Mapping[str, Any], job: JobConfig, base: str, sources: Sources
+) -> tuple[bool, list[str]]:
+    """Whether a job could be compared with a receipt, and what differs, or why it could not."""
     try:
         now = Materials(of_config(job), base, sources.split(job.data))
     except MotetError as error:
-        yield f"{name}: {_NOT_COMPARED}: {error}"
-        return
+        return False, [f"{name}: it cannot be compared with the job file: {error}"]
     # which rows stay only the tokenizer knows
     skipped = "data/" if job.data.max_prompt_tokens is not None else None
-    for line in now.changes(receipt, without=skipped):
-        yield f"{name}: {line}"
+    lines = [f"{name}: {line}" for line in now.changes(receipt, without=skipped)]
     if skipped:
-        yield f"{name}: its rows were not compared, as data.max_prompt_tokens needs the base; `motet replay` does"
+        lines.append(
+            f"{name}: its rows were not compared, as data.max_prompt_tokens needs the base; `motet replay` does"
+        )
+    return True, lines
 
 
 def _is_job(path: Path) -> bool:

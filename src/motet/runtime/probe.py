@@ -108,8 +108,8 @@ class Probe:
         """Check that the engine shows the change of the last step.
 
         A least-squares fit of the engine's change by the trainer's gives the share that the engine shows; the residual
-        gives its standard error. A correct engine shows 1, an engine with the version before shows 0. Of a change with a
-        norm below `least`, only an engine whose answer has not changed by a bit is told.
+        gives its standard error. A correct engine shows 1, an engine with the version before shows 0. If the norm of the
+        change is at most `least`, only an answer that has not changed at all is a fault.
         """
         if self._before is None:
             return

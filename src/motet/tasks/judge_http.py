@@ -29,7 +29,7 @@ from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, Rank, judges, parse
 from motet.tasks.graders.template import UnfilledError
 from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, Spend, key_of
-from motet.tasks.judging import MAX_TOKENS, Graders, prompt, score_or_reason
+from motet.tasks.judging import Graders, most_tokens, prompt, score_or_reason
 from motet.tasks.reward_elsewhere import Elsewhere, HttpArgs, ScoreOrReason, Transcripts
 from motet.tasks.reward_http import Addresses, AddressFailed, AddressRefused, HttpRewards
 from motet.tasks.reward_walls import Walls
@@ -290,8 +290,7 @@ def tokens_of(reward: RewardConfig, chat: Chat, problem: Problem, n: int, new: i
         with contextlib.suppress(UnfilledError):
             messages = tuple(Message(one["role"], one["content"]) for one in prompt(judge, item_of(problem), "", shown))
             asked = len(chat.prompt_ids(Problem(0, messages, "")))
-            most = (judge.sampling_params or JudgeSampling()).max_tokens or MAX_TOKENS
-            found.append(asked + max(1, len(shown)) * new + most)
+            found.append(asked + max(1, len(shown)) * new + most_tokens(judge))
     return max(found)
 
 
@@ -300,7 +299,7 @@ def _request(address: JudgeAddress, judge: Judge, messages: list[dict[str, str]]
     fields = {
         "model": judge.model,
         "messages": messages,
-        "max_tokens": sampling.max_tokens or MAX_TOKENS,
+        "max_tokens": most_tokens(judge),
         "temperature": sampling.temperature or 0.0,
         "top_p": sampling.top_p,
         "seed": sampling.seed,

@@ -198,6 +198,11 @@ class Graders:
         return None
 
 
+def most_tokens(judge: Judge) -> int:
+    """Limit of a judge's answer."""
+    return (judge.sampling_params and judge.sampling_params.max_tokens) or MAX_TOKENS
+
+
 def score_or_reason(graded: Graded) -> ScoreOrReason:
     """A graded answer as a job sees it."""
     if graded.reward is not None:

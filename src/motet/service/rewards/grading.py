@@ -19,7 +19,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, judges, parse
-from motet.tasks.judging import MAX_TOKENS, Graded, Graders, score_or_reason
+from motet.tasks.judging import Graded, Graders, most_tokens, score_or_reason
 from motet.tasks.reward_elsewhere import ScoreOrReason
 from motet.tasks.reward_walls import Walls
 from motet.types import Message, Problem, SamplingParams
@@ -84,7 +84,7 @@ async def ask_judge(
     params = SamplingParams(
         temperature=sampling.temperature or 0.0,
         top_p=sampling.top_p or 1.0,
-        max_tokens=sampling.max_tokens or MAX_TOKENS,
+        max_tokens=most_tokens(judge),
     )
     adapter = None if asked.directory is None else str(asked.directory)
     question = Complete(
