@@ -167,11 +167,13 @@ def test_a_service_that_stops_lets_go_of_everybody_without_a_word(tmp_path: Path
 
 def test_a_completion_that_streams_ends_with_the_key_that_asked_for_it(service: Service) -> None:
     made = service.ask("POST", "/v1/keys", json={"tenant": "brief"})
+    lasting = {"type": "json_schema", "json_schema": {"name": "text", "schema": {"type": "string", "minLength": 4000}}}
     asked = {"model": "base", "messages": [{"role": "user", "content": "a"}], "max_tokens": 900, "stream": True}
+    asked |= {"n": 16, "temperature": 2, "response_format": lasting}  # no answer ends before it has 900 tokens
     headers, engine = {"Authorization": f"Bearer {made['key']}"}, service.engine()
     with (
         httpx2.Client(base_url=service.url, headers=headers, timeout=30.0, trust_env=False) as client,
-        client.stream("POST", "/v1/chat/completions", json={**asked, "n": 16, "temperature": 2}) as answer,
+        client.stream("POST", "/v1/chat/completions", json=asked) as answer,
     ):
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
