@@ -15,7 +15,7 @@ from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.agents.episode_messages import AskEpisode, BeginEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
 from motet.channel import ChannelMessage, Child, decode, encode
 from motet.cluster import messages as cluster
-from motet.cluster.host import Host, HostHandlers
+from motet.cluster.host_link import HostHandlers, HostLink
 from motet.config import EnvironmentConfig
 from motet.config.service import ANY_SIZE
 from motet.errors import ScorerAway
@@ -292,7 +292,7 @@ def test_what_an_engine_offered_ends_with_it_and_no_reward_of_it_reaches_the_nex
     async def work(on: Bench) -> None:
         lives = [Process(), Process()]
         starting = iter(lives)
-        host = Host(
+        host = HostLink(
             0, start, tmp_path / "log", ThreadPoolExecutor(1), lambda start, log: next(starting).launched(start, log)
         )
         host.start(

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from motet.channel import ChannelMessage
-from motet.cluster.host import Engine, Host, HostHandlers
+from motet.cluster.host_link import HostChild, HostHandlers, HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
     AddJob,
@@ -40,7 +40,7 @@ from tests.support.waiting import until
 START = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
 
 
-async def _no_machine(start: StartHost, log: Path) -> Engine:
+async def _no_machine(start: StartHost, log: Path) -> HostChild:
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -55,8 +55,8 @@ def test_whoever_runs_a_service_reads_what_the_engine_notes_of_its_base(
 ) -> None:
     note = "sums of this base depend on the batch"
 
-    async def started() -> Host:
-        host = Host(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1))
+    async def started() -> HostLink:
+        host = HostLink(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1))
         host._handlers = handlers(list)
         await host._handle(HostReady([note]))
         return host
@@ -116,8 +116,8 @@ def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_mean
     async def go() -> None:
         played: Any = Played()
 
-        async def launch(start: StartHost, log: Path) -> Engine:
-            return cast(Engine, played)
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            return cast(HostChild, played)
 
         client = Hosts([replace(START, takeover_seconds=60.0)], tmp_path, launch)
         client.start(
@@ -150,8 +150,8 @@ def _two(tmp_path: Path, gather: float) -> tuple[Hosts, list[Any]]:
     """Two hosts of one base that a service takes over, and a job that neither has named yet."""
     played: list[Any] = [Played(), Played()]
 
-    async def launch(start: StartHost, log: Path) -> Engine:
-        return cast(Engine, played[start.host or 0])
+    async def launch(start: StartHost, log: Path) -> HostChild:
+        return cast(HostChild, played[start.host or 0])
 
     starts = [replace(START, host=number, takeover_seconds=60.0) for number in range(2)]
     client = Hosts(starts, tmp_path, launch)
@@ -196,8 +196,8 @@ def test_a_host_that_is_stopped_while_it_tells_what_it_did_saves_before_it_ends(
     async def go() -> None:
         played: Any = Played()
 
-        async def launch(start: StartHost, log: Path) -> Engine:
-            return cast(Engine, played)
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            return cast(HostChild, played)
 
         client = Hosts([replace(START, takeover_seconds=60.0)], tmp_path, launch)
         client.start(handlers(list))

@@ -10,7 +10,7 @@ import pytest
 
 from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments
-from motet.cluster.host import Host
+from motet.cluster.host_link import HostLink
 from motet.cluster.placement import HostLoad, placed
 from motet.config.service import Largest
 from motet.runtime.scheduler import FairScheduler
@@ -154,7 +154,7 @@ def test_a_host_prepares_a_few_jobs_of_each_tenant_beyond_its_slots() -> None:
 
 def test_a_job_that_was_not_placed_is_placed_when_one_before_it_has_a_slot(tmp_path: Path) -> None:
     start = m.StartHost("small", "", {"slots": 1}, {}, {}, [], 1.0, Largest(), serves="small")
-    host = Host(0, start, tmp_path / "log", None)  # type: ignore[arg-type]
+    host = HostLink(0, start, tmp_path / "log", None)  # type: ignore[arg-type]
     host.ready = True
     jobs = Assignments([host])
     jobs.ahead = 1

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from motet.cluster.host import Engine, HostHandlers
+from motet.cluster.host_link import HostChild, HostHandlers
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
     AddJob,
@@ -262,7 +262,7 @@ def test_ray_is_asked_for_the_gpus_of_launched_servers() -> None:
 # --- while a base is down ----------------------------------------------------------------------------------------------------
 
 
-async def _no_machine(start: StartHost, log: Path) -> Engine:
+async def _no_machine(start: StartHost, log: Path) -> HostChild:
     await asyncio.Event().wait()
     raise AssertionError
 

@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session
 
 import motet
 from motet.channel import LONGEST_LINE, decode, encode
-from motet.cluster.host import Host, HostHandlers
+from motet.cluster.host_link import HostHandlers, HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
     Answer,
@@ -442,7 +442,7 @@ def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_lo
     async def score(request: ScoreRequest) -> ScoresAnswered:
         return ScoresAnswered(request.key)
 
-    host = Host(0, StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE), tmp_path / "log", ThreadPoolExecutor(1))
+    host = HostLink(0, StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE), tmp_path / "log", ThreadPoolExecutor(1))
     host._handlers = HostHandlers(
         list, lambda event: heard.append(event.job), lambda _: None, score, lambda *_: None, lambda *_: None, lambda _: None
     )  # fmt: skip

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from motet import budgets
 from motet.cluster.assignments import Assignments
-from motet.cluster.host import Host
+from motet.cluster.host_link import HostLink
 from motet.cluster.messages import AddJob, Complete, FromHost, StartHost, Tokens
 from motet.cluster.placement import HostLoad, Move, moved, placed
 from motet.cluster.starts import launcher, starts_of
@@ -385,7 +385,7 @@ def test_hosts_of_other_bases_take_no_job_and_count_for_limits() -> None:
     assert placed(mine, [idle], {}) is None
     assert placed(mine, [HostLoad(0, 8, running=(other,), base="a"), full], {"ann": Rule(running=1)}) is None
     here, away = (
-        Host(number, StartHost(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base), Path(), ThreadPoolExecutor())
+        HostLink(number, StartHost(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base), Path(), ThreadPoolExecutor())
         for number, base in enumerate("ab")
     )
     here.ready = True

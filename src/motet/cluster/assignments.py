@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from motet.cluster import messages as m
-from motet.cluster.host import Host
+from motet.cluster.host_link import HostLink
 from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.runtime.slots import FREE, Claim, Rule, taken
@@ -21,9 +21,9 @@ class Assigned:
     """A job that a host has."""
 
     claim: Claim
-    host: Host
+    host: HostLink
     state: JobState = JobState.QUEUED
-    to: Host | None = None
+    to: HostLink | None = None
     """For which host it was asked to let it go."""
     had_slot: bool = False
     """Whether it has run there."""
@@ -32,7 +32,7 @@ class Assigned:
 class Assignments:
     """The jobs that hosts have, and the rules of their tenants."""
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    def __init__(self, hosts: Sequence[HostLink]) -> None:
         self._hosts = hosts
         self.ahead: int | None = None
         """How many of a tenant's jobs wait on a host at most (`placed`); the others wait where open jobs are read."""
@@ -52,7 +52,7 @@ class Assignments:
         """The assignment of a job."""
         return self._jobs.get(job)
 
-    def on(self, host: Host) -> int:
+    def on(self, host: HostLink) -> int:
         """How many jobs a host has."""
         return sum(job.host is host for job in list(self._jobs.values()))
 
@@ -79,7 +79,7 @@ class Assignments:
         """Tenants with jobs that run or wait to run."""
         return {job.claim.tenant for job in self._jobs.values() if job.state in _OPEN}
 
-    def place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> Host | None:
+    def place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> HostLink | None:
         """Choose the host of a job and count it in the loads; None while none can take it, or where one has it."""
         name = str(message.job["name"])
         self.rules[message.tenant] = message.rule
@@ -98,7 +98,7 @@ class Assignments:
         self._jobs[name] = Assigned(claim, host, JobState.QUEUED if runs else JobState.PAUSED)
         return host
 
-    def adopt(self, host: Host, jobs: Sequence[m.Held]) -> None:
+    def adopt(self, host: HostLink, jobs: Sequence[m.Held]) -> None:
         """Add a ready host with the jobs that an earlier service gave it, and send it the tenants' rules."""
         for held in jobs:
             claim = Claim(held.job, held.tenant, slots=held.slots, base=host.base)
@@ -117,12 +117,12 @@ class Assignments:
         """No host has a job any more."""
         self._jobs.pop(job, None)
 
-    def forget_all_on(self, host: Host) -> None:
+    def forget_all_on(self, host: HostLink) -> None:
         """A host has no job any more."""
         for name in [name for name, job in self._jobs.items() if job.host is host]:
             del self._jobs[name]
 
-    def moved_on(self, host: Host, event: m.JobChanged) -> None:
+    def moved_on(self, host: HostLink, event: m.JobChanged) -> None:
         """A job has another state on its host."""
         job = self._jobs.get(event.job)
         if job is not None and job.host is host:
@@ -130,7 +130,7 @@ class Assignments:
             if event.state.final:
                 del self._jobs[event.job]
 
-    def released(self, host: Host, job: str) -> bool:
+    def released(self, host: HostLink, job: str) -> bool:
         """A host has let a job go; False where it had it no more."""
         assigned = self._jobs.get(job)
         if assigned is None or assigned.host is not host:
@@ -148,7 +148,7 @@ class Assignments:
         """Whether a paused job cannot resume, because its tenant has as many jobs as may run."""
         return job.state is JobState.PAUSED and placed(job.claim, list(self.loads().values()), self._limits) is None
 
-    def moves(self) -> Iterator[tuple[Host, str]]:
+    def moves(self) -> Iterator[tuple[HostLink, str]]:
         """Jobs that hosts must release so that the load becomes even."""
         while (move := moved(list(self.loads().values()))) is not None:
             self._jobs[move.job].to = self._hosts[move.to]
@@ -180,7 +180,7 @@ class Assignments:
         }  # fmt: skip
 
 
-async def even_out(hosts: Sequence[Host], jobs: Assignments) -> None:
+async def even_out(hosts: Sequence[HostLink], jobs: Assignments) -> None:
     """Apply tenants' shares over all hosts together."""
     account, shared = ClusterShares(), False
     while len(hosts) > 1:

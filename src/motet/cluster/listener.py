@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from motet.channel import LONGEST_LINE, Child
 from motet.cluster import messages as m
-from motet.cluster.host import Engine
+from motet.cluster.host_link import HostChild
 
 ADDRESS, TOKEN = "MOTET_HOST_PARENT", "MOTET_HOST_TOKEN"
 """Environment variables of a host's process: the address to connect to, and the token."""
@@ -19,7 +19,7 @@ Begin = Callable[[str, str], Awaitable[Awaitable[object]]]
 """Starts a process with an address and a token; what it gives is done when the process has ended."""
 
 
-async def engine_that_connects(host: str, begin: Begin, end: Callable[[], Awaitable[None]]) -> Engine:
+async def host_that_connects(host: str, begin: Begin, end: Callable[[], Awaitable[None]]) -> HostChild:
     """The process that `begin` starts, once it has connected to this address of this machine; `end` ends it.
 
     Raises:

@@ -26,8 +26,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from motet.cluster.host import Engine
-from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
+from motet.cluster.host_link import HostChild
+from motet.cluster.listener import ADDRESS, TOKEN, host_that_connects
 from motet.cluster.messages import StartHost
 from motet.cluster.nodes import NodeFacts, address_of
 from motet.cluster.project import Seen, leads_away, look_of, moved, place_on, seen_here
@@ -73,7 +73,7 @@ class RayLauncher:
         self._copies: dict[Path, dict[frozenset[str], Path]] = {}
         """Copies of the project in a run directory, by `Seen.same`: made once, so that all hosts have the same code."""
 
-    async def __call__(self, start: StartHost, log: Path) -> Engine:
+    async def __call__(self, start: StartHost, log: Path) -> HostChild:
         """Start the process of a host where there is room for its threads and GPU, and wait until it has connected.
 
         Raises:
@@ -86,7 +86,7 @@ class RayLauncher:
         except (RayError, OSError, ValueError, RuntimeError) as error:
             raise EngineError(f"Ray at {self._address!r} could not start a host: {error}") from error
 
-    async def _started(self, start: StartHost, log: Path) -> Engine:
+    async def _started(self, start: StartHost, log: Path) -> HostChild:
         nodes: list[Any] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         cores, gpus = cores_and_gpus(start, [_gpus(node) for node in nodes])
         here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -105,10 +105,10 @@ class RayLauncher:
         async def end() -> None:
             ray.kill(process)
 
-        engine = await engine_that_connects(here, begin, end)
+        child = await host_that_connects(here, begin, end)
         if directory != self._project:
-            engine.translate = partial(moved, project=self._project, copy=directory)
-        return engine
+            child.translate = partial(moved, project=self._project, copy=directory)
+        return child
 
     async def _directory(self, process: Any, run: Path) -> Path:
         """The working directory of a host on its node."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from motet.cluster import messages as m
-from motet.cluster.host import Host, HostHandlers, Launch, OfJob
+from motet.cluster.host_link import HostHandlers, HostLink, Launch, OfJob
 from motet.cluster.hosts import Hosts
 from motet.cluster.starts import starts_of
 from motet.config import JobConfig, RunConfig
@@ -193,7 +193,7 @@ class HostedRun:
         return m.AddJob(tree, "run", max(job.lines, default=-1) + 1, "", FREE, job.config.slots)
 
 
-def none_can_start(hosts: Sequence[Host]) -> bool:
+def none_can_start(hosts: Sequence[HostLink]) -> bool:
     """Whether no host runs or starts. A failed host is tried again while another may start."""
     return all(host.hopeless for host in hosts)
 

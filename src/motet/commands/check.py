@@ -26,8 +26,9 @@ from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.config.candidates import RacePlan, raced
 from motet.errors import ConfigError, RunError
+from motet.host import Host
 from motet.jobfile import load_jobs
-from motet.launch import assemble, open_base, services
+from motet.launch import open_base
 from motet.preparing import left_out, prepare_all
 from motet.running import config_of
 from motet.runtime.checkpoint import JobDirectory
@@ -44,7 +45,6 @@ from motet.runtime.versions import Versions
 from motet.tasks.rows import row_of
 from motet.types import Group
 from motet.view.text import duration_text
-from motet.workshop import Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -101,29 +101,27 @@ def _check(config: RunConfig, rollouts: int) -> bool:
             console.print(f"note: {note}")
         prepared = prepare_all(config.jobs, base.info, directory, checked.sources)
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
-        workshop = assemble(base, alone, [need for _, need in prepared], directory, config.jobs)
-        for note in [*workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:
+        host = Host(base, alone, directory, [need for _, need in prepared], config.jobs)
+        for note in [*host.workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:
             console.print(f"note: {note}", soft_wrap=True, markup=False)
         try:
-            shared = services(workshop, directory, base.info)
             others = {one.name for plan in plans for one in plan.candidates[1:]}
             jobs = [job for job, _ in prepared if job.name not in others]
             print_rates(console, jobs)
             steps = {job.name: FirstSteps.read(JobDirectory(Path(config.run) / job.name)) for job in config.jobs}
             begun = {name: found for name, found in steps.items() if found is not None and name not in refused}
-            Interrupt().run(
-                lambda: _check_all(console, jobs, workshop, shared, rollouts, failing, config.prices, begun)
-            )
+            Interrupt().run(lambda: _check_all(console, jobs, host, rollouts, failing, config.prices, begun))
             for plan in plans:
                 console.print(_forecast(plan), markup=False, soft_wrap=True)
             console.print(_longest(base, config.engine))
         finally:
-            workshop.close()
+            host.close()
             directory.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     share = config.engine.host_kv_memory_fraction
     beside = f" and {share:.0%} of free host memory for what gives way" if share else ""
-    held = f"KV cache: {workshop.kv_tokens:,} tokens{beside} · " if workshop.kv_tokens else ""
+    kv_tokens = host.workshop.kv_tokens
+    held = f"KV cache: {kv_tokens:,} tokens{beside} · " if kv_tokens else ""
     console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
     return not failing and not refused
 
@@ -183,8 +181,7 @@ def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
 async def _check_all(
     console: Console,
     jobs: Sequence[Job],
-    workshop: Workshop,
-    shared: Services,
+    host: Host,
     rollouts: int,
     failing: list[str],
     prices: PricesConfig,
@@ -196,33 +193,31 @@ async def _check_all(
     table = Table(
         "job", "train / held out", "reward", "groups with signal", "answer length", "truncated", "a step", "all steps"
     )
-    try:
-        async with workshop.open():
-            for job in jobs:
-                if isinstance(job.config.algorithm, RowAlgorithm):
-                    table.add_row(*await _check_rows(console, job, shared))
-                    continue
-                sampled, took = await _check_job(console, job, shared, rollouts)
-                spend, held_out = shared.rewards.spend(job.name), len(job.data.holdout)
-                whole = took.whole(job.config, held_out)
-                table.add_row(*_row(job, took.step, whole, _figures(sampled.groups)))
-                forecasts.append((job.name, forecast(job.config, sampled.groups, took, spend, held_out)))
-                failures += [
-                    f"job {job.name}: {warning}"
-                    for warning in warnings_of(job.config, job.chat, job.data.train, sampled.groups)
-                ]
-                reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
-                failed = Counter(reason for reason in reasons if reason)
-                failing += [job.name] * (failed.total() == len(reasons))
-                if warning := _no_signal(sampled.groups):
-                    failures.append(f"job {job.name}, from {len(reasons)} answers: {warning}")
-                if failed:
-                    (commonest, _), *_ = failed.most_common(1)
-                    failures.append(
-                        f"job {job.name}: {failed.total()} of {len(reasons)} answers got no reward: {commonest}"
-                    )
-    finally:
-        await shared.rewards.close()
+    async with host.open():
+        shared = host.services
+        for job in jobs:
+            if isinstance(job.config.algorithm, RowAlgorithm):
+                table.add_row(*await _check_rows(console, job, shared))
+                continue
+            sampled, took = await _check_job(console, job, shared, rollouts)
+            spend, held_out = shared.rewards.spend(job.name), len(job.data.holdout)
+            whole = took.whole(job.config, held_out)
+            table.add_row(*_row(job, took.step, whole, _figures(sampled.groups)))
+            forecasts.append((job.name, forecast(job.config, sampled.groups, took, spend, held_out)))
+            failures += [
+                f"job {job.name}: {warning}"
+                for warning in warnings_of(job.config, job.chat, job.data.train, sampled.groups)
+            ]
+            reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
+            failed = Counter(reason for reason in reasons if reason)
+            failing += [job.name] * (failed.total() == len(reasons))
+            if warning := _no_signal(sampled.groups):
+                failures.append(f"job {job.name}, from {len(reasons)} answers: {warning}")
+            if failed:
+                (commonest, _), *_ = failed.most_common(1)
+                failures.append(
+                    f"job {job.name}: {failed.total()} of {len(reasons)} answers got no reward: {commonest}"
+                )
     print_table(console, table)
     for line in failures:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)

@@ -21,8 +21,9 @@ from motet.commands.answers import INTERRUPTED, say, table
 from motet.commands.compare import print_differences
 from motet.config import JobConfig, RunConfig
 from motet.errors import ConfigError, RunError
+from motet.host import Host
 from motet.jobfile import load_jobs, validate_as
-from motet.launch import assemble, open_base, services
+from motet.launch import open_base
 from motet.model.find import find_adapter
 from motet.near import close_matches
 from motet.preparing import prepare
@@ -39,7 +40,6 @@ from motet.runtime.versions import Versions
 from motet.tasks.plain_json import as_json
 from motet.tracking.trackers import write_parquet
 from motet.types import AdapterRef, Group
-from motet.workshop import Workshop
 
 _FORMATS = (".jsonl", ".parquet")
 _OF_ROWS = ("prompt", "answer", "template", "system", "chat_template", "chat_template_kwargs", "max_prompt_tokens")
@@ -160,10 +160,10 @@ def evaluate(
         if not rows:
             raise ConfigError(f"job {job.name} holds no rows out: give other rows with --data")
         job.data = replace(job.data, holdout=rows)
-        workshop = assemble(base, alone, [need], directory, [task])
-        stack.callback(workshop.close)
+        host = Host(base, alone, directory, [need], [task])
+        stack.callback(host.close)
         evaluation = _Evaluation(job, models, asked, None if out is None or out.suffix == ".parquet" else out)
-        evaluation.run(workshop, services(workshop, directory, base.info))
+        evaluation.run(host)
     done = len(models[-1].groups)
     if done == 0:
         raise RunError("stopped before a row was done")
@@ -248,17 +248,14 @@ class _Evaluation:
         self._job, self._models, self._asked, self._log = job, models, asked, log
         self._stopped = asyncio.Event()
 
-    def run(self, workshop: Workshop, shared: Services) -> None:
+    def run(self, host: Host) -> None:
         """Sample until all rows are done, or Ctrl-C."""
         interrupt = Interrupt(lambda line: say(line, aside=True))
 
         async def main() -> None:
             with interrupt.heard(self._stopped.set, []):
-                try:
-                    async with workshop.open():
-                        await self._sample(shared)
-                finally:
-                    await shared.rewards.close()
+                async with host.open():
+                    await self._sample(host.services)
 
         interrupt.run(main)
 

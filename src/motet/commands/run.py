@@ -12,6 +12,7 @@ from motet.commands.answers import print_table, same_command, width_of
 from motet.config import RunConfig
 from motet.config.engine import ClusterConfig
 from motet.errors import ConfigError
+from motet.host import Host
 from motet.jobfile import load_jobs
 from motet.results import RunResult
 from motet.running import run_config
@@ -19,7 +20,6 @@ from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.types import HostNow, JobState
 from motet.view import bracket_table, glyphs_of, make_view, settings_table, summary_table
-from motet.workshop import Workshop
 
 
 def run_file(
@@ -53,10 +53,10 @@ def run_file(
         view.watch(hosts)
         view.start()
 
-    def started(workshop: Workshop, jobs: Sequence[Job]) -> None:
-        _print_notes(console, workshop.notes, printed)
+    def started(host: Host, jobs: Sequence[Job]) -> None:
+        _print_notes(console, host.workshop.notes, printed)
         print_rates(console, jobs)
-        view.watch(workshop.loads)
+        view.watch(host.workshop.loads)
         view.start()
 
     try:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from motet import wall
 from motet.allocator import without_collections
-from motet.cluster.host import Engine, start_engine
+from motet.cluster.host_link import HostChild, start_host
 from motet.cluster.local_hosts import LocalHosts, lasting
 from motet.commands.answers import say
 from motet.commands.listening import bound
@@ -162,7 +162,7 @@ async def _run(
     """Make the application and serve it. A host's process on this machine is started first: both take seconds to load."""
     hosts = lasting(config, directory)
     with _noted() as heard:
-        engine = await _first_host(config, hosts, directory / "engine.log")
+        child = await _first_host(config, hosts, directory / "engine.log")
         try:
             import uvicorn
 
@@ -170,16 +170,16 @@ async def _run(
 
             app = make(heard)
         except BaseException:
-            if engine is not None:
-                engine.close_input()  # what trains waits for a service that can start; what was just started ends
+            if child is not None:
+                child.close_input()  # what trains waits for a service that can start; what was just started ends
             raise
     if heard:
-        if engine is not None:
-            engine.close_input()
+        if child is not None:
+            child.close_input()
         return
     client = app.state.service.hosts
-    if engine is not None:
-        client.adopt(engine)
+    if child is not None:
+        client.adopt(child)
     await LocalHosts(directory / "engine").end_from(0 if hosts is None else len(client.hosts))
 
     lifecycle = app.state.lifecycle
@@ -205,10 +205,10 @@ async def _run(
         sys.exit(3)
 
 
-async def _first_host(config: ServiceConfig, hosts: LocalHosts | None, log: Path) -> Engine | None:
+async def _first_host(config: ServiceConfig, hosts: LocalHosts | None, log: Path) -> HostChild | None:
     if config.cluster.launcher != "local":
         return None
-    return await (start_engine(log) if hosts is None else hosts.host(0, log))
+    return await (start_host(log) if hosts is None else hosts.host(0, log))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,13 @@ from motet.channel import Parent
 from motet.cluster import messages as m
 from motet.config import HostConfig, JobConfig, RolloutConfig
 from motet.errors import EngineError
+from motet.host import Host
 from motet.hosting.answers import Answers, reason
 from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports
 from motet.hosting.scores import AskedOfService
-from motet.launch import assemble, open_base, services
-from motet.preparing import Sources, open_prepared, prepare
+from motet.launch import open_base
+from motet.preparing import Sources, prepare
 from motet.protocols import RolloutEngine
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
@@ -69,35 +69,33 @@ class HostProcess:
         self.directory = directory
         self._opened = contextlib.ExitStack()
         self.base = open_base(config, directory, self._opened, start.own)
-        alone = start.host is None
-        self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest, alone=alone)
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send)
         self._start = start
         info, self._alone = self.base.info, False
         rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest)
-        shared = services(self.workshop, self.directory, info, rewards)
-        self._shared = replace(
-            shared,
-            positions=info.max_positions,
-            vocabulary=info.vocab_size,
-            functions=self.base.math,
-            agents=None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes),
+        agents = None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes)
+        alone = start.host is None
+        self.host = Host(
+            self.base, config, directory, [USUAL], start.largest, alone=alone, rewards=rewards, agents=agents
         )
+        self.workshop, self._shared = self.host.workshop, self.host.services
         turns = SlotTurns("" if start.host is None else f"{start.host}")
         idle = start.patience_seconds
         self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, max_idle=idle, turns=turns)
         room = min(info.max_positions, self.workshop.kv_tokens or info.max_positions)
         self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._usage = UsageReports(Meter(self.workshop.device.busy), parent.send, shared.engine_suffix, start.serves)
+        self._usage = UsageReports(
+            Meter(self.workshop.device.busy), parent.send, self._shared.engine_suffix, start.serves
+        )
         self._servers = _Servers(self.workshop, away_seconds(config.rollout))
         self._changes: dict[str, m.ChangeJob] = {}
         """Of jobs that are being prepared: another budget or priority."""
         self._leaving: set[str] = set()
         """Jobs that are to save and go to another host."""
         self._wanted: dict[str, str] = {}  # last wanted state of jobs that are being prepared
-        self._handed_over, self._reports = HandedOver(), JobReports(parent.send, shared.engine_suffix)
+        self._handed_over, self._reports = HandedOver(), JobReports(parent.send, self._shared.engine_suffix)
         self._resting = set[str]()
         """Jobs that stop waiting as soon as no scorer is connected."""
 
@@ -110,7 +108,7 @@ class HostProcess:
         """Handle messages until the input ends."""
         messages = self._parent.queue()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "motet-files"))
-        async with self.workshop.open():
+        async with self.host.open():
             running, watching = asyncio.create_task(self.pipeline.run()), asyncio.create_task(self._watch())
             for task in (running, watching):  # without them this process is of no use: a new one takes over
                 task.add_done_callback(lambda task: messages.put_nowait(None) if _fault(task) else None)
@@ -137,13 +135,12 @@ class HostProcess:
                     task.cancel()
                 faults = [fault for task in (running, watching) if (fault := _fault(task)) is not None]
                 await asyncio.gather(running, watching, *self._tasks, return_exceptions=True)
-                await self._shared.rewards.close()
         if faults:
             raise faults[0]
 
     def close(self) -> None:
         """Release the resources of `serve`."""
-        self.workshop.close()
+        self.host.close()
         self._opened.close()
 
     async def _stopped(self, running: asyncio.Task[None]) -> None:
@@ -248,9 +245,7 @@ class HostProcess:
         job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, sources)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         installed = {name: str(one["target"]) for name, one in start.rewards.items()}
-        open_prepared(job, info, self._config, of_config(job.config, installed), **accepts)
-        for why in self.workshop.inexact:
-            job.note_inexact(why)
+        self.host.take(job, of_config(job.config, installed), **accepts)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
         report = lambda event: self._reports.event(job, event, leaves=job.name in self._leaving)  # noqa: E731

@@ -65,6 +65,8 @@ class CommandObeyed:
 
 
 JobEvent = StateChanged | StepDone | Executed | CommandObeyed
+Agents = Callable[[str, EnvironmentConfig], OwnEnvironment]
+"""Creates the environment of a job whose agent runs elsewhere."""
 JobObserver = Callable[[JobEvent], None]
 
 
@@ -85,7 +87,7 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 
 @dataclass(frozen=True)
 class Services:
-    """Shared by all jobs of a run; built by `launch`."""
+    """Shared by all jobs of a host."""
 
     engine: RolloutEngine
     trainer: Trainer
@@ -111,8 +113,8 @@ class Services:
     functions: LossFunctions | None = None
     """Backend of the trainer's losses; None uses torch."""
     room: StorageRoom = field(default_factory=StorageRoom)
-    agents: Callable[[str, EnvironmentConfig], OwnEnvironment] | None = None
-    """Creates the environment of a job whose agent runs elsewhere; None if that is not supported."""
+    agents: Agents | None = None
+    """None if agents cannot run elsewhere."""
 
     @functools.cached_property
     def starts(self) -> StartTurns:

@@ -44,7 +44,7 @@ class AgentHost(Protocol):
         ...
 
     def ask(self, question: m.AskEpisode, /) -> AsyncGenerator[Any, None]:
-        """Ask for the agent; yields as `Host.ask`."""
+        """Ask for the agent; yields as `HostLink.ask`."""
         ...
 
 
