@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,28 @@ class JobState(StrEnum):
     def final(self) -> bool:
         """Whether the job can never run again without being submitted anew."""
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+Word = Literal["pause", "resume", "cancel"]
+"""What a person asks of a job."""
+
+
+class Wanted(StrEnum):
+    """What a job shall do, whatever it does now."""
+
+    RUN = "run"
+    PAUSE = "pause"
+    CANCEL = "cancel"
+
+    @classmethod
+    def of(cls, word: Word) -> Wanted:
+        """What a word asks for."""
+        return cls.RUN if word == "resume" else cls(word)
+
+    @property
+    def word(self) -> Word:
+        """The word that asks for it."""
+        return "resume" if self is Wanted.RUN else self.value  # type: ignore[return-value]
 
 
 class FinishReason(StrEnum):

@@ -103,8 +103,8 @@ class Verbs:
         self,
         base: str = "small",
         *,
-        engine: EngineConfig | None = None,
-        rollout: RolloutConfig | None = None,
+        engine: EngineConfig | dict[str, Any] | None = None,
+        rollout: RolloutConfig | dict[str, Any] | None = None,
         longest: int = _LONGEST,
         directory: str | Path | None = None,
         accept_changes: bool = False,
@@ -114,7 +114,7 @@ class Verbs:
         Args:
             base: `small`, a hub id, a directory or a .gguf file.
             engine: the device and its budgets.
-            rollout: what samples; by default this process.
+            rollout: servers that sample, as in a job file; by default this process does.
             longest: tokens of the longest prompt with its answer.
             directory: a run directory, in which each step is committed; the same loop resumes there. Without one,
                 nothing is kept.
@@ -125,7 +125,8 @@ class Verbs:
             ConfigError: a setting cannot work.
             RunError: the directory cannot be used, or another process uses it.
         """
-        config = HostConfig(base=base, engine=engine or EngineConfig(samplers=0), rollout=rollout or RolloutConfig())
+        tree = {"base": base, "engine": engine or ({} if rollout else {"samplers": 0}), "rollout": rollout or {}}
+        config = validate_as(HostConfig, tree, "motet.Verbs")
         self._commits, self._starts = directory is not None, Counter[str]()
         self._accept_changes = accept_changes
         self._adapters: dict[str, _Adapter] = {}

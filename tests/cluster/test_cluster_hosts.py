@@ -34,7 +34,7 @@ from motet.cluster.messages import (
 )
 from motet.config.service import ANY_SIZE
 from motet.runtime.slots import Rule
-from motet.types import JobState
+from motet.types import JobState, Wanted
 from tests.support.waiting import until
 
 START = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
@@ -78,7 +78,7 @@ def test_a_job_that_was_kept_and_not_handed_over_is_found_though_nothing_changes
         host.ready = True
         client._hear(host, HostReady([]))
         await until(lambda: not client._unplaced)  # all that there was has been read
-        kept.append(AddJob({"name": "late"}, "run", 0, "us", Rule(), 1, ""))
+        kept.append(AddJob({"name": "late"}, Wanted.RUN, 0, "us", Rule(), 1, ""))
         await until(lambda: client.jobs.on(host) == 1, 5.0)
         await client.kill()
 
@@ -110,8 +110,8 @@ class Played:
 
 
 def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_meanwhile(tmp_path: Path) -> None:
-    open_jobs = [AddJob({"name": name}, "run", 0, "us", Rule(), 1, "") for name in ("kept", "new")]
-    meanwhile: dict[str, list[ToHost]] = {"kept": [SteerJob("kept", "pause")], "unknown": [ReleaseJob("unknown")]}
+    open_jobs = [AddJob({"name": name}, Wanted.RUN, 0, "us", Rule(), 1, "") for name in ("kept", "new")]
+    meanwhile: dict[str, list[ToHost]] = {"kept": [SteerJob("kept", Wanted.PAUSE)], "unknown": [ReleaseJob("unknown")]}
 
     async def go() -> None:
         played: Any = Played()
@@ -129,7 +129,7 @@ def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_mean
         (host,) = client.hosts
         for number, name in enumerate(("kept", "unknown")):
             played.says.put_nowait(JobStepped(name, {"step": number}))
-        jobs = [Held(name, "us", 1, JobState.RUNNING, "run") for name in ("kept", "unknown")]
+        jobs = [Held(name, "us", 1, JobState.RUNNING, Wanted.RUN) for name in ("kept", "unknown")]
         played.says.put_nowait(HostReady([], jobs=jobs))
         await until(lambda: client.jobs.on(host) == 3)
         await until(lambda: any(isinstance(one, AddJob) for one in played.sent))
@@ -156,7 +156,7 @@ def _two(tmp_path: Path, gather: float) -> tuple[Hosts, list[Any]]:
     starts = [replace(START, host=number, takeover_seconds=60.0) for number in range(2)]
     client = Hosts(starts, tmp_path, launch)
     client.gather_seconds = gather
-    job = AddJob({"name": "kept"}, "run", 0, "us", Rule(), 1, "")
+    job = AddJob({"name": "kept"}, Wanted.RUN, 0, "us", Rule(), 1, "")
     client.start(
         dataclasses.replace(
             handlers(lambda: [] if client.has("kept") else [job]), reconcile=lambda held: {one.job: [] for one in held}
@@ -174,7 +174,7 @@ def test_a_host_with_much_to_tell_keeps_its_jobs_though_another_is_ready_long_be
         host.heard_at += 3600  # as if it went on, however busy this machine is
         quick.says.put_nowait(HostReady([]))
         await asyncio.sleep(0.3)
-        slow.says.put_nowait(HostReady([], jobs=[Held("kept", "us", 1, JobState.RUNNING, "run")]))
+        slow.says.put_nowait(HostReady([], jobs=[Held("kept", "us", 1, JobState.RUNNING, Wanted.RUN)]))
         await until(lambda: client.jobs.on(host) == 1)
         assert not [one for one in quick.sent if isinstance(one, AddJob)]
         await client.kill()

@@ -18,7 +18,7 @@ from motet.runtime.slots import FREE, Claim
 from motet.runtime.start_turns import MOST_REST, StartTurns
 from motet.service.database.store import Store
 from motet.service.jobs.handover import Handover, in_turn
-from motet.types import JobState
+from motet.types import JobState, Wanted
 from tests.support.database import person, queued
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.house import House, statements
@@ -160,7 +160,7 @@ def test_a_job_that_was_not_placed_is_placed_when_one_before_it_has_a_slot(tmp_p
     jobs.ahead = 1
 
     def give(name: str, tenant: str) -> bool:
-        message = m.AddJob({"name": name}, "run", 0, tenant, FREE, base="small")
+        message = m.AddJob({"name": name}, Wanted.RUN, 0, tenant, FREE, base="small")
         return jobs.place(message, jobs.loads()) is host
 
     assert give("one", "me")

@@ -43,7 +43,7 @@ from motet.service.database.tenants import Principal
 from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tinker.parts import PREFIX
-from motet.types import Message, SamplingParams
+from motet.types import Message, SamplingParams, Wanted
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.commands import Motet
 from tests.support.house import House, open_house
@@ -390,7 +390,7 @@ def test_hosts_of_other_bases_take_no_job_and_count_for_limits() -> None:
     )
     here.ready = True
     assignments = Assignments([here, away])
-    jobs = [AddJob({"name": name}, "run", 0, "ann", Rule(running=1), 1, "a") for name in ("first", "second")]
+    jobs = [AddJob({"name": name}, Wanted.RUN, 0, "ann", Rule(running=1), 1, "a") for name in ("first", "second")]
     assert [assignments.place(one, assignments.loads()) for one in jobs] == [here, None], (
         "also while one alone is there"
     )

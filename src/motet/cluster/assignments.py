@@ -11,7 +11,7 @@ from motet.cluster.host_link import HostLink
 from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.runtime.slots import FREE, Claim, Rule, taken
-from motet.types import JobState
+from motet.types import JobState, Wanted
 
 _OPEN = (JobState.QUEUED, JobState.RUNNING)
 
@@ -86,7 +86,7 @@ class Assignments:
         if name in self._jobs:
             return None
         claim = Claim(name, message.tenant, int(message.job.get("priority", 0)), message.slots, message.base)
-        runs = message.wanted == "run"
+        runs = message.wanted is Wanted.RUN
         number = placed(claim, list(loads.values()), self._limits if runs else {}, self.ahead)
         if number is None:
             self.refused.add((replace(claim, job=""), runs))

@@ -21,6 +21,7 @@ from motet.cluster.host_link import HostChild, HostHandlers, HostLink, Launch, O
 from motet.cluster.placement import HostLoad
 from motet.errors import EngineError, HostGone
 from motet.runtime.slots import Claim
+from motet.types import Wanted
 
 _log = logging.getLogger(__name__)
 GATHER_SECONDS = 60.0
@@ -192,10 +193,10 @@ class Hosts:
         self._asked.add(message.job)
         if job is None:
             self._note(None)
-        elif isinstance(message, m.SteerJob) and message.action == "resume" and self.jobs.has_to_wait(job):
+        elif isinstance(message, m.SteerJob) and message.wanted is Wanted.RUN and self.jobs.has_to_wait(job):
             self._route(m.ForgetJob(message.job))
             self._unplaced = True
-        elif not (job.to is not None and isinstance(message, m.SteerJob) and message.action != "cancel"):
+        elif not (job.to is not None and isinstance(message, m.SteerJob) and message.wanted is not Wanted.CANCEL):
             job.host.send(message)
 
     def _hear(self, host: HostLink, message: OfHost | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -11,10 +11,8 @@ from motet.channel import ChannelMessage
 from motet.config.service import Largest
 from motet.native.choice import Choice
 from motet.runtime.slots import Rule
-from motet.types import Chunk, FloatArray, IntArray, JobState, SamplingParams
+from motet.types import Chunk, FloatArray, IntArray, JobState, SamplingParams, Wanted
 from motet.types import Message as ChatMessage
-
-Action = Literal["pause", "resume", "cancel"]
 
 # --- to a host -------------------------------------------------------------------------------------------------------
 
@@ -59,8 +57,7 @@ class AddJob(ChannelMessage, frozen=True):
 
     job: dict[str, Any]
     """`JobConfig`, with the job's id as its name."""
-    wanted: str
-    """`run`, `pause` or `cancel`."""
+    wanted: Wanted
     first_step: int
     """First step whose event is sent again."""
     tenant: str
@@ -71,10 +68,10 @@ class AddJob(ChannelMessage, frozen=True):
 
 
 class SteerJob(ChannelMessage, frozen=True):
-    """Pause, resume or cancel a job."""
+    """Let a job run, pause or end."""
 
     job: str
-    action: Action
+    wanted: Wanted
 
 
 class ChangeJob(ChannelMessage, frozen=True):
@@ -191,8 +188,7 @@ class Held(msgspec.Struct, frozen=True):
     tenant: str
     slots: int
     state: JobState
-    wanted: str
-    """The last request: `run`, `pause` or `cancel`."""
+    wanted: Wanted
 
 
 class HostReady(ChannelMessage, frozen=True):

@@ -21,7 +21,7 @@ from motet.runtime.interrupt import Interrupt
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slots import FREE
-from motet.types import HostNow, JobState
+from motet.types import HostNow, JobState, Wanted
 
 _LOOK_SECONDS = 0.25
 _NEVER = 1e9
@@ -190,7 +190,7 @@ class HostedRun:
     @staticmethod
     def _message(job: HostedJob) -> m.AddJob:
         tree = job.config.model_dump(mode="json")
-        return m.AddJob(tree, "run", max(job.lines, default=-1) + 1, "", FREE, job.config.slots)
+        return m.AddJob(tree, Wanted.RUN, max(job.lines, default=-1) + 1, "", FREE, job.config.slots)
 
 
 def none_can_start(hosts: Sequence[HostLink]) -> bool:

@@ -46,7 +46,7 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Selection:
     """Which rows, and how many are split off."""
 
     filters: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class Comparison:
             return False
 
 
-def look_at(source: str, base: str, prompt: str | None, answer: str | None, wanted: Wanted, to: Path | None) -> None:
+def look_at(source: str, base: str, prompt: str | None, answer: str | None, wanted: Selection, to: Path | None) -> None:
     """Print what a source has, and write the rows that are wanted.
 
     Raises:
@@ -161,7 +161,7 @@ def far_apart(texts: Sequence[str], near: float) -> tuple[list[int], list[tuple[
     return kept, pairs
 
 
-def selected(rows: Sequence[Row], wanted: Wanted) -> list[Row]:
+def selected(rows: Sequence[Row], wanted: Selection) -> list[Row]:
     """The rows that fit all comparisons.
 
     Raises:
@@ -225,7 +225,7 @@ def _quantiles(counts: Sequence[int]) -> tuple[str, str, str, str]:
     return smallest, median, high, largest
 
 
-def _write(rows: Sequence[Row], wanted: Wanted, to: Path) -> None:
+def _write(rows: Sequence[Row], wanted: Selection, to: Path) -> None:
     """Write rows in their order; those that are split off depend on the seed and the number of rows only."""
     if wanted.held_out >= len(rows):
         raise ConfigError(f"--split {wanted.held_out} leaves nothing: there are {len(rows)} rows")

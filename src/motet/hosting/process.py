@@ -39,7 +39,7 @@ from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.row_files import OF_A_JOB
-from motet.types import JobState
+from motet.types import JobState, Wanted
 from motet.workshop import Workshop
 
 USUAL = budgets.Need(512, 512)
@@ -94,7 +94,8 @@ class HostProcess:
         """Of jobs that are being prepared: another budget or priority."""
         self._leaving: set[str] = set()
         """Jobs that are to save and go to another host."""
-        self._wanted: dict[str, str] = {}  # last wanted state of jobs that are being prepared
+        self._wanted: dict[str, Wanted] = {}
+        """Of jobs that are being prepared."""
         self._handed_over, self._reports = HandedOver(), JobReports(parent.send, self._shared.engine_suffix)
         self._resting = set[str]()
         """Jobs that stop waiting as soon as no scorer is connected."""
@@ -180,7 +181,7 @@ class HostProcess:
                     self.pipeline.rule(message.tenant, message.rule)
             case m.SteerJob():
                 self._handed_over.steer(message)
-                self._steer(message.job, message.action)
+                self._steer(message.job, message.wanted)
             case m.SetRule():
                 self.pipeline.rule(message.tenant, message.rule)
             case m.EvenOut():
@@ -192,7 +193,7 @@ class HostProcess:
                     job.news.set()
             case m.ReleaseJob():
                 self._leaving.add(message.job)
-                self._steer(message.job, "pause")
+                self._steer(message.job, Wanted.PAUSE)
             case m.ForgetJob():
                 self.pipeline.forget(message.job)
             case m.Complete():
@@ -270,15 +271,15 @@ class HostProcess:
         elif change.job in self._wanted:
             self._changes[change.job] = change
 
-    def _steer(self, name: str, action: str) -> None:
-        if name in self._wanted and action == "cancel":  # at once: to prepare it may take long
+    def _steer(self, name: str, wanted: Wanted) -> None:
+        if name in self._wanted and wanted is Wanted.CANCEL:  # at once: to prepare it may take long
             del self._wanted[name]
             self._changes.pop(name, None)
             self._reports.changed(name, JobState.CANCELLED, "cancelled before it began")
         elif name in self._wanted:
-            self._wanted[name] = action
-        elif name in self.pipeline.jobs and action in ("pause", "resume", "cancel"):
-            getattr(self.pipeline, action)(name)
+            self._wanted[name] = wanted
+        elif name in self.pipeline.jobs:
+            self.pipeline.steer(name, wanted)
 
     async def _watch(self) -> None:
         """Send the progress of jobs periodically, and forget ended ones."""

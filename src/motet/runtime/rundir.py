@@ -14,11 +14,11 @@ from motet.checksums import replace_file
 from motet.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
-from motet.types import JobState
+from motet.types import JobState, Wanted
 
 CONTROL = "control"
 """File in a job's directory with the command `pause`, `resume` or `cancel`; deleted once read."""
-_COMMANDS = ("pause", "resume", "cancel")
+_COMMANDS = {wanted.word: wanted for wanted in Wanted}
 
 
 class RunDirectory:
@@ -109,8 +109,8 @@ def opened(path: Path, part: str = "") -> Iterator[RunDirectory]:
         directory.close()
 
 
-def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, str]]:
-    """Yield (job name, command) for each command file; commands that the job's state does not allow are dropped.
+def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, Wanted]]:
+    """Yield (job name, what it shall do) for each command file; commands that the job's state does not allow are dropped.
 
     A file that cannot be read or removed, such as another user's, adds a note to the job.
     """
@@ -129,4 +129,4 @@ def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, str]]:
                 )
             continue
         if command in _COMMANDS and obeys:
-            yield job.name, command
+            yield job.name, _COMMANDS[command]

@@ -28,9 +28,9 @@ from motet.types import Message, Problem, SamplingParams
 class Grading(Graders):
     """Grader processes of a service. Lives in its event loop."""
 
-    def __init__(self, engine: Hosts, adapters: Adapters) -> None:
+    def __init__(self, hosts: Hosts, adapters: Adapters) -> None:
         super().__init__(Walls(required=True))
-        self._engine, self._adapters = engine, adapters
+        self._hosts, self._adapters = hosts, adapters
 
     async def grade(
         self, who: Principal, grader: Grader, item: Mapping[str, Any], outputs: Sequence[str]
@@ -42,7 +42,7 @@ class Grading(Graders):
             answerer = answerers[judge.model]
             if isinstance(answerer, str):
                 raise EngineError(answerer)
-            return await ask_judge(self._engine, who.tenant_id, answerer, judge, messages)
+            return await ask_judge(self._hosts, who.tenant_id, answerer, judge, messages)
 
         return await self.graded(grader, item, outputs, asked)
 
@@ -70,7 +70,7 @@ class Grading(Graders):
 
 
 async def ask_judge(
-    engine: Hosts, tenant: str, asked: Answerer, judge: Judge, messages: Sequence[Mapping[str, str]]
+    hosts: Hosts, tenant: str, asked: Answerer, judge: Judge, messages: Sequence[Mapping[str, str]]
 ) -> tuple[str, int]:
     """What the judge that `asked` means says, and the tokens that it took.
 
@@ -91,6 +91,6 @@ async def ask_judge(
         tenant, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params,
         messages=[Message(one["role"], one["content"]) for one in messages], base=asked.base,
     )  # fmt: skip
-    read, pieces = await ask(engine, question)
+    read, pieces = await ask(hosts, question)
     (answer,) = await whole(pieces)
     return answer.text, read.tokens + len(answer.token_ids)

@@ -257,8 +257,8 @@ class Quotas:
 class QuotaEnforcer:
     """Keeps running jobs within their tenants' limits."""
 
-    def __init__(self, quotas: Quotas, ledger: Ledger, engine: Hosts) -> None:
-        self._quotas, self._ledger, self._engine = quotas, ledger, engine
+    def __init__(self, quotas: Quotas, ledger: Ledger, hosts: Hosts) -> None:
+        self._quotas, self._ledger, self._hosts = quotas, ledger, hosts
         self._sent: dict[str, Rule] = {}
         """Last rule sent to all hosts."""
         self._again: dict[str, float] = {}
@@ -317,7 +317,7 @@ class QuotaEnforcer:
             # sent to all at first: an earlier service may have sent another
             if again or rule != self._sent.get(tenant_id):
                 self._sent[tenant_id] = rule
-                self._engine.send(SetRule(tenant_id, rule))
+                self._hosts.send(SetRule(tenant_id, rule))
 
 
 def _rule(limits: LimitsConfig, used: UsedToday, stored: int) -> Rule:

@@ -62,13 +62,13 @@ class Models:
         storage: Storage,
         submissions: Submissions,
         quotas: Quotas,
-        engine: Hosts,
+        hosts: Hosts,
         secrets: Secrets,
     ) -> None:
         self.bases = bases
         self._secrets = secrets
         self._store, self._storage, self._submissions = store, storage, submissions
-        self._quotas, self._engine, self.stored = quotas, engine, quotas.stored
+        self._quotas, self._hosts, self.stored = quotas, hosts, quotas.stored
         self._admitting = threading.Lock()
         self._promised: dict[str, dict[tuple[str, int], _Promise]] = {}
         """Admitted requests that are not counted yet, by tenant, and by job and number."""
@@ -208,7 +208,7 @@ class Models:
             if not small:
                 self.refuse(job, number)
             raise
-        self._engine.send(Nudge(job.id))
+        self._hosts.send(Nudge(job.id))
         return f"{job.idempotency_key}/{number}"
 
     def admit(self, job: StoredJob, number: int, command: ForwardBackward) -> None:
@@ -267,12 +267,12 @@ class Models:
     def cancel(self, job: StoredJob, number: int) -> None:
         """Cancel a gradient that is not done."""
         self.journal(job).cancel(number)
-        self._engine.send(Nudge(job.id))
+        self._hosts.send(Nudge(job.id))
 
     def finish(self, job: StoredJob) -> None:
         """End a model: its job succeeds when its commands are done."""
         self.journal(job).finish()
-        self._engine.send(Nudge(job.id))
+        self._hosts.send(Nudge(job.id))
 
 
 def _outcome_bytes(command: AnyCommand) -> int:
