@@ -40,7 +40,7 @@ Your own reward in rewards.py is `rewards.py:reward`:
 _NOT_OURS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
 )  # fmt: skip
-"""What a file that cannot be read or written says, wherever it is met."""
+"""Message about a file that cannot be read or written."""
 
 app = typer.Typer(
     name="motet",
