@@ -56,8 +56,10 @@ class EnvironmentFault(MotetError):
 
 
 class ChatRefusal(MotetError):
-    """A chat request cannot be answered. The message begins with the field's name if a field is wrong. An agent's rollout
-    continues."""
+    """A chat request cannot be answered.
+
+    The message begins with the field's name if a field is wrong. The rollout of an agent continues.
+    """
 
 
 class WallError(MotetError):

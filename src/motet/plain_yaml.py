@@ -44,7 +44,7 @@ def read(text: str, *, aliases: bool = True) -> Any:
         tab = re.search(r"(?m)^ *\t", text)
         hint = "; YAML is indented with spaces, not with tabs" if tab else ""
         raise ConfigError(f"it is not YAML: {_why(error)}{hint}") from error
-    except (LookupError, AttributeError, OverflowError) as error:  # errors that yaml's constructors of scalars do not convert
+    except (LookupError, AttributeError, OverflowError) as error:  # raised by yaml's constructors of scalars
         raise ConfigError(
             "it is not YAML: a value is none of the type that is written before it (!!int, !!bool, …); leave that out"
         ) from error
@@ -61,8 +61,10 @@ def _why(error: Exception) -> str:
 
 
 def _check_keys(root: yaml.Node | None) -> None:
-    """Refuse repeated keys, of which YAML silently takes the last. Keys merged by `<<` may be overridden, and are not merged
-    yet here."""
+    """Refuse repeated keys, of which YAML silently takes the last.
+
+    Keys merged by `<<` may be overridden; here they are not merged yet.
+    """
     left, seen = [root], set()
     while left:
         node = left.pop()
