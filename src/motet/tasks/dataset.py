@@ -1,4 +1,4 @@
-"""Problems out of rows: which column is the prompt, which the answer, which rows are held out, which step owns which.
+"""Makes problems of rows: finds prompt and answer columns, holds rows out, and assigns problems to steps.
 
 A Problem's id is its row's index in the source, so logs and random numbers name the same row in every run.
 """

@@ -122,7 +122,7 @@ class Graders:
         graded: Sequence[Graded],
         asked: Asked,
     ) -> None:
-        """Put one grader's scores or failures into `graded`."""
+        """Record one grader's scores or failures in `graded`."""
         fillable = []
         for output, one in zip(outputs, graded, strict=True):
             try:

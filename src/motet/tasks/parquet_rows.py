@@ -38,7 +38,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         ValueError,
         OverflowError,
         MemoryError,
-    ) as error:  # or a date Python has not
+    ) as error:  # or a date that Python cannot represent
         raise DataError(f"{path} cannot be read as parquet: {error or type(error).__name__}") from error
 
 

@@ -40,24 +40,24 @@ _ANY = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class AddressRefused(Exception):
-    """The address answered, or may not be asked, and asking again would not help; the text says why."""
+    """The address refused, or may not be asked; a retry would not help. The text says why."""
 
 
 class AddressFailed(Exception):
-    """The address could not be reached, or failed; it may do better a moment later."""
+    """The address could not be reached, or failed; a retry may succeed."""
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Which addresses may be asked."""
+    """The addresses that may be asked."""
 
     hosts: tuple[str, ...] | None = None
     """Only these: `example.org`, `*.example.org`, `10.0.0.7`, each with or without a port. They may be private."""
     anywhere: bool = False
-    """Everything may be asked, this machine too; names are resolved, and proxies used, as everywhere on it."""
+    """Whether any address may be asked, including this machine; names and proxies are those of the system."""
 
     def check(self, url: str) -> None:
-        """Look at an address without resolving its name.
+        """Check an address without resolving its name.
 
         Raises:
             RewardError: it may not be asked.
@@ -112,7 +112,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 _RESOLVING = ThreadPoolExecutor(64, "motet-names")
-"""A separate pool: a name server that does not answer blocks threads for a long time."""
+"""A separate thread pool: a name server that does not answer blocks threads for a long time."""
 
 
 async def _resolve(host: str, port: int) -> list[str]:
@@ -165,7 +165,7 @@ class HttpRewards:
         return [reason] * len(completions)
 
     async def _posted(self, args: HttpArgs, body: bytes) -> bytes:
-        """The answer; failures that may pass are tried again."""
+        """The answer; temporary failures are retried."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self.post_once(args, body, attempt)
@@ -176,10 +176,10 @@ class HttpRewards:
         raise AssertionError
 
     async def post_once(self, args: HttpArgs, body: bytes, attempt: int) -> bytes:
-        """One request; where a name has several addresses, each attempt takes the next.
+        """One request; if a name has several addresses, each attempt takes the next.
 
         Raises:
-            AddressRefused, AddressFailed: there is no answer that could be used.
+            AddressRefused, AddressFailed: there is no usable answer.
         """
         url = httpx2.URL(args.url)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **args.headers}
@@ -239,7 +239,7 @@ async def _read(response: httpx2.Response) -> bytes:
     """Read a response body up to its limit.
 
     Raises:
-        AddressRefused, AddressFailed: it is not one that could hold scores.
+        AddressRefused, AddressFailed: it cannot contain scores.
     """
     status = response.status_code
     if status >= 500 or status == 429:

@@ -19,7 +19,7 @@ from motet.types import Problem
 
 
 def item_of(problem: Problem) -> dict[str, Any]:
-    """The row that a problem was made of, as graders see it: `item`."""
+    """The row of a problem, as graders see it: `item`."""
     messages = [{"role": message.role, "content": message.content} for message in problem.messages]
     return {**({"messages": messages} if messages else {}), **problem.metadata}
 
