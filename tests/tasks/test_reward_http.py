@@ -160,7 +160,7 @@ def test_it_is_a_part_of_a_sum_like_any_other(server: Scorer) -> None:
         ("missing", "404: no such task", False),
         ("redirect", "redirect", False),
         ("error", "500, 3 times", True),
-        ("cut", "broke off", True),
+        ("cut", "broke the connection", True),
         ("reset", "3 times", True),
         ("hang", "0.5 s", True),
         ("slow", "0.5 s", True),

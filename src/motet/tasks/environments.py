@@ -153,7 +153,7 @@ class EnvironmentInstance:
         except (ProcessDiedError, EnvironmentFault) as error:
             return m.EpisodeReply(error=f"the environment {error}")
         except EngineError as error:
-            return m.EpisodeReply(error=f"what is said to the environment has {error}")
+            return m.EpisodeReply(error=f"the text for the environment has {error}")
         self._done.append(call)
         return reply
 

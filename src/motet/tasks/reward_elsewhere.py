@@ -103,7 +103,7 @@ class HttpArgs(Config):
             if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS:
                 raise ValueError(f"{name[:100]!r} is not a header that can be set")
             if value == MASK:
-                raise ValueError(f"the value of {name} is the mask that is shown in its place; give the value itself")
+                raise ValueError(f"the value of {name} is the mask shown instead of it; give the value itself")
             most = _LONGEST_SEALED if value.startswith(SEALED) else _LONGEST_HEADER
             if not value.isascii() or not value.isprintable() or value != value.strip() or len(value) > most:
                 raise ValueError(
@@ -224,7 +224,7 @@ def number(value: Any) -> ScoreOrReason:
 def _kind(value: Any) -> str:
     if isinstance(value, str):
         return "text"
-    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, Mapping) else "what is not JSON"
+    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, Mapping) else "non-JSON data"
 
 
 def to_wire(scores: Sequence[ScoreOrReason]) -> list[Any]:

@@ -157,7 +157,9 @@ class HttpRewards:
                 with anyio.fail_after(reward.wall_seconds):
                     return _scores(await self._posted(args, body), len(completions))
             except TimeoutError:
-                reason = Chance(f"{host} gave no whole answer in {reward.wall_seconds:g} s (reward field wall_seconds)")
+                reason = Chance(
+                    f"{host} gave no complete answer in {reward.wall_seconds:g} s (reward field wall_seconds)"
+                )
             except AddressFailed as error:
                 reason = Chance(f"{host} {error}, {ATTEMPTS} times")
             except AddressRefused as error:
@@ -207,7 +209,7 @@ class HttpRewards:
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise AddressFailed(f"could not be reached ({error or type(error).__name__})") from error
         except httpx2.TransportError as error:
-            raise AddressFailed(f"broke off ({error or type(error).__name__})") from error
+            raise AddressFailed(f"broke the connection ({error or type(error).__name__})") from error
         except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL) as error:
             raise AddressRefused(f"cannot be asked ({error or type(error).__name__})") from error
 
@@ -247,7 +249,7 @@ async def _read(response: httpx2.Response) -> bytes:
     if 300 <= status < 400:
         raise AddressRefused(f"answered with a redirect ({status}); name the address that scores itself")
     if "content-encoding" in response.headers:
-        raise AddressRefused("answered compressed, which is not asked for")
+        raise AddressRefused("answered with compression, which was not requested")
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
@@ -268,7 +270,7 @@ def _scores(body: bytes, n: int) -> list[ScoreOrReason]:
     try:
         reply = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise AddressRefused(f"answered what is not JSON: {str(error)[:100]}") from error
+        raise AddressRefused(f"answered with something that is not JSON: {str(error)[:100]}") from error
     scores = reply.get("scores") if isinstance(reply, dict) else None
     if not isinstance(scores, list):
         raise AddressRefused('must answer {"scores": [one number for each completion]}')

@@ -55,7 +55,7 @@ def install(wanted: Mapping[str, Mapping[str, Any]], file: Path | None = None) -
     installed = {name: Installed(**one) for name, one in answer["found"].items()}
     for name in installed:
         if name in BUILTIN or name in ELSEWHERE or name == SCORER or ":" in name:
-            raise RewardError(f"a reward cannot be installed as {name!r}: the name has a meaning already")
+            raise RewardError(f"a reward cannot be installed as {name!r}: the name is already taken")
     return installed
 
 

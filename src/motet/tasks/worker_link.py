@@ -16,7 +16,7 @@ from motet.tasks.reasoning import HASH_SEED
 
 LOAD_SECONDS = 120.0
 """Wall-clock time for loading a user's code."""
-NO_REPLY = "wrote what is no reply (own code must leave the process's pipes alone)"
+NO_REPLY = "wrote something that is not a reply (your code must not use the process's pipes)"
 
 
 class ProcessDiedError(Exception):
