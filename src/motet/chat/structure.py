@@ -15,7 +15,7 @@ _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 _LONGEST = 16_000
 """The cost per token grows faster than a schema's length."""
 _MEMORY_MB = 128
-"""For compiling a grammar: an engine keeps some of them."""
+"""Memory for compiling one grammar; an engine keeps several of them."""
 _KEPT = 256
 """Cached results of checks."""
 
