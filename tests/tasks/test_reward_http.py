@@ -155,7 +155,7 @@ def test_it_is_a_part_of_a_sum_like_any_other(server: Scorer) -> None:
         ("html", "not JSON", False),
         ("empty", "not JSON", False),
         ("deep", "not JSON", False),
-        ("gzip", "compressed", False),
+        ("gzip", "compression", False),
         ("gigabyte", "more than 1 MB", False),
         ("missing", "404: no such task", False),
         ("redirect", "redirect", False),
