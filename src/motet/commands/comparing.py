@@ -1,4 +1,4 @@
-"""`motet compare`, `motet diff`, `motet eval` and `motet probe` as commands; the modules of these names do the work."""
+"""`motet compare`, `motet diff`, `motet eval` and `motet probe` as commands; the modules with these names do the work."""
 
 from __future__ import annotations
 
