@@ -67,7 +67,7 @@ class ThreadTurns:
     """A pool of threads. Keys take turns, and each key has at most one running piece of work."""
 
     def __init__(self, threads: int, waiting: int, name: str = "motet-turns") -> None:
-        """`waiting` is the most pieces of work of one key that may wait."""
+        """`waiting`: most pieces of work of one key that may wait."""
         self._most, self._waiting, self._name = threads, waiting, name
         self._queues: OrderedDict[str, deque[_Work]] = OrderedDict()
         """Waiting work by key; the key whose turn is next comes first."""
@@ -108,7 +108,7 @@ class ThreadTurns:
             queue = deque(other for other in self._queues.get(one.key, ()) if not other.abandoned)
             if len(queue) >= self._waiting:
                 raise LimitError(
-                    f"{self._waiting} requests of yours wait for work of this kind, the most here; try again in a moment",
+                    f"{self._waiting} of your requests wait for such work already, which is the limit; try again in a moment",
                     429, 1,
                 )  # fmt: skip
             queue.append(one)

@@ -238,7 +238,7 @@ def _greet(app: FastAPI, address: str) -> None:
     if not settings.open_to_all and not tenants.all_keys():
         _, key = tenants.create_key("admin", "first", "admin")
         console.print(
-            f"the first key, an admin's, shown this once: [bold]{key}[/bold]", soft_wrap=True, highlight=False
+            f"the first admin key; it is shown only once: [bold]{key}[/bold]", soft_wrap=True, highlight=False
         )
     console.print(
         f"motet serves {', '.join(settings.bases.names)} at {address} (the dashboard; the API is described at /docs); "

@@ -228,7 +228,7 @@ def create_key(
         made = client.create_key(tenant, name, role, expires_days, [one.value for one in scope] if scope else None)
     print_answer(made, as_json, made.key)
     if not as_json:
-        say(f"{made.id}, {role} of {made.tenant}; it is shown this once", aside=True)
+        say(f"{made.id}, {role} of {made.tenant}; it is shown only once", aside=True)
 
 
 @keys.command("ls", epilog="Example: motet keys ls")

@@ -1,4 +1,4 @@
-"""A race: which settings of a job to try, and how many of them go on."""
+"""The section `race`: which settings of a job to try, and how many of them continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ValueRange(Config):
 
 
 def _choice(value: Any) -> Any:
-    """Spell out a list of values."""
+    """Expand a list of values."""
     return {"values": value} if isinstance(value, list) else value
 
 
@@ -36,14 +36,14 @@ class ValueList(Config):
     """A list of values."""
 
     values: list[Any] = Field(min_length=1, max_length=MOST_VALUES)
-    """What to choose from. A plain list is written as such."""
+    """The values or the range to choose from. A plain list is allowed."""
 
 
 class RaceConfig(Config):
     """Try several settings of a job and drop the worse ones early ([Races](races.md))."""
 
     SECTIONS: ClassVar[tuple[str, ...]] = ("adapter", "algorithm", "optimizer", "sampling")
-    """Sections whose fields may differ between candidates. They share data, rewards, environment and evaluation."""
+    """Sections whose fields may differ between candidates. Data, rewards, environment and evaluation are shared."""
 
     candidates: int = Field(16, ge=2, le=MOST_CANDIDATES)
     """Number of settings to try. The first is the job as it is written."""

@@ -1,4 +1,4 @@
-"""What a user may write of a cluster that is only thought of: hosts, what they take for what, and the jobs that come."""
+"""The file of `motet simulate`: an imagined cluster, its hosts and their costs, and the jobs that arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may write of a team: several adapters that one job trains in the same episodes, each by a role."""
+"""The section `team`: several adapters that one job trains in the same episodes, one for each role."""
 
 from __future__ import annotations
 

@@ -86,14 +86,14 @@ def count_apart(path: Path, bounds: RowLimits) -> int:
         answer = json.loads(wall.call_apart(__name__, *arguments, seconds=bounds.seconds))
     except (TimeoutError, ChildProcessError) as error:
         most = f"{bounds.seconds:g} s and {bounds.memory_mb} MB of memory"
-        raise DataError(f"{path} cannot be read within {most}, the most here; split it, or make it .jsonl") from error
+        raise DataError(f"{path} cannot be read within {most}, the limit here; split it, or make it .jsonl") from error
     if isinstance(answer, str):
         raise DataError(answer)
     return int(answer)
 
 
 def _too_many_rows(path: Path, bounds: RowLimits) -> DataError:
-    return DataError(f"{path} has more than {bounds.rows} rows, the most here; split it, or set data.size")
+    return DataError(f"{path} has more than {bounds.rows} rows, the limit here; split it, or set data.size")
 
 
 def _too_large(where: str, limit: int) -> DataError:
@@ -101,7 +101,7 @@ def _too_large(where: str, limit: int) -> DataError:
 
 
 def _too_many_values(path: Path, bounds: RowLimits) -> DataError:
-    return DataError(f"{path} has more than {bounds.values} values, the most here; leave columns out, or split it")
+    return DataError(f"{path} has more than {bounds.values} values, the limit here; leave columns out, or split it")
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------------
