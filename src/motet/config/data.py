@@ -64,7 +64,7 @@ Weights = Annotated[
 
 
 class PoolsConfig(Config):
-    """How often rows with each value of a column are trained on, such as of each difficulty."""
+    """How often rows with each value of a column, such as a difficulty, are trained on."""
 
     column: str
     """A column of the data."""

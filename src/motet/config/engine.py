@@ -167,7 +167,7 @@ class EngineConfig(Config):
 
 
 class ClusterConfig(Config):
-    """Where the processes of `engine.hosts` are; the ranks of one in shards are on its node."""
+    """Where the processes of `engine.hosts` run. The ranks of a host are on one node."""
 
     launcher: Literal["local", "ray", "torchrun"] = "local"
     """`local`: processes on this machine. `ray`: processes that Ray places on the nodes of a cluster (`motet[ray]`); each

@@ -51,15 +51,15 @@ class RaceConfig(Config):
     """Fields to vary, such as `optimizer.lr`, `adapter.rank`, `algorithm.clip_high` or `seed`: a list of values, or `low` and
     `high` for a range. By default the learning rate from a tenth to ten times, the rank and the group size."""
     keep_one_in: int = Field(2, ge=2, le=MOST_CANDIDATES)
-    """At each decision, one candidate in this many goes on."""
+    """At each decision, one candidate in this many continues."""
     finalists: int = Field(2, ge=1, le=MOST_CANDIDATES)
     """Candidates that train to the end. Large learning rates often lead at first and collapse late; a second finalist guards
     against them."""
     first: int | None = Field(None, ge=1, le=10**7)
     """Steps before the first decision. By default an eighth of the job's steps, at least 3."""
     budget: int | None = Field(None, ge=1, le=10**15)
-    """Tokens that all candidates together may sample and train. At each decision, fewer go on if the next stretch would cost
-    more. One candidate always goes on."""
+    """Tokens that all candidates together may sample and train. At each decision, fewer continue if the steps to the
+    next one would cost more. One candidate always continues."""
     level: float = Field(0.95, gt=0.5, lt=1)
     """Confidence of the statements that the race makes, over all its decisions together."""
 

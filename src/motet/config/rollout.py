@@ -21,7 +21,7 @@ OF_SAMPLING = (
 
 
 class LaunchConfig(Config):
-    """Servers that Motet starts, watches, starts again and ends."""
+    """Servers that Motet starts, watches, restarts and stops."""
 
     python: str = "python3"
     """The Python interpreter of the environment with vLLM or SGLang."""

@@ -72,7 +72,7 @@ class RateConfig(Config):
 
 
 class HttpConfig(Config):
-    """What the HTTP process takes from everybody together, from one address and from one key."""
+    """Limits of the HTTP process: in total, per address and per key."""
 
     hosts: list[str] = []
     """Without keys (`--no-keys`): other names under which browsers and clients may reach this machine, such as
@@ -184,7 +184,7 @@ ANY_SIZE = Largest()
 
 
 class ServedBase(EngineConfig):
-    """One of several bases of a service: what it is, and settings of its hosts that go before those of `engine`."""
+    """One of several bases of a service, and settings of its hosts that override those of `engine`."""
 
     base: str = Field(min_length=1)
     """`small`, a hub id, a directory or a .gguf file."""

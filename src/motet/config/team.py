@@ -22,7 +22,7 @@ _ROLE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class RoleConfig(Config):
-    """The adapter of one role. What it leaves out is that of the job."""
+    """The adapter of one role. Fields that you leave out are those of the job."""
 
     rank: int | None = Field(None, ge=1, le=MOST_RANK)
     """Rank of its adapter. By default `adapter.rank`."""
