@@ -164,7 +164,7 @@ def check_outside(directory: Path) -> None:
     for root in _readable():
         if directory.resolve().is_relative_to(root):
             raise WallError(
-                f"{directory} lies within {root}, which processes of rewards may read: choose another directory"
+                f"{directory} is inside {root}, which processes of rewards may read: choose another directory"
             )
 
 

@@ -132,9 +132,9 @@ def _forecast(plan: RacePlan) -> str:
     """The highest possible cost of a race."""
     decisions = [f"step {plan.stop(rung)}: {keep} of them" for rung, (_, keep) in enumerate(plan.rungs)]
     n, total = len(plan.candidates), plan.total_steps
-    budget = f", within {plan.settings.budget:,} tokens where that is less" if plan.settings.budget else ""
+    budget = f", within {plan.settings.budget:,} tokens if that is less" if plan.settings.budget else ""
     return (
-        f"race {plan.name}: {n} candidates; who goes on after {', after '.join(decisions)}. At most {total} steps in all, "
+        f"race {plan.name}: {n} candidates; these continue: after {', after '.join(decisions)}. At most {total} steps in all, "
         f"{total / plan.steps:.1f} times one run and {total / (n * plan.steps):.0%} of training all to the end{budget}"
     )
 

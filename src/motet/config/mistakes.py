@@ -112,9 +112,9 @@ def no_such_field(name: str, model: type[Config]) -> str:
     if dot and (name in FIELDS or section in fields):
         message += f"write it as {section}: {{{_nested(field)}}}, or by --set {name}=…. There are "
     elif model is RunConfig and name in JobConfig.model_fields:
-        message += "it stands in a job, or in defaults for all jobs. There are "
+        message += "it belongs in a job, or in `defaults` for all jobs. There are "
     elif places:
-        message += f"it stands in {' or '.join(places[:_MOST_PLACES])}. There are "
+        message += f"it belongs in {' or '.join(places[:_MOST_PLACES])}. There are "
     elif near := close_matches(name, fields, n=1, cutoff=0.7):
         message += f"did you mean {near[0]}? There are "
     else:

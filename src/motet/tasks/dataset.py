@@ -295,7 +295,7 @@ def parts_of(template: str) -> list[tuple[str, str | None]]:
             asked = f"{{{column}{'!' + conversion if conversion else ''}{':' + form if form else ''}}}"
             raise DataError(
                 f"data.template cannot be filled: {asked:.80} is not the name of a column alone. {hint}; for anything else "
-                "make a column of its own"
+                "add a column"
             )
     return [(text, column) for text, column, _, _ in pieces]
 

@@ -320,7 +320,9 @@ def _read(body: bytes) -> Said:
         usage = answer.get("usage") or {}
         read, written = (usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise AddressRefused("answered what is not a chat completion: is url the base URL, ending in /v1?") from error
+        raise AddressRefused(
+            "answered with something that is not a chat completion: is url the base URL, ending in /v1?"
+        ) from error
     if isinstance(text, str):  # a cut emoji is half a character, which cannot be stored
         text = text.encode("utf-8", "replace").decode()
     if not isinstance(text, str) or len(text) > _LONGEST_ANSWER:

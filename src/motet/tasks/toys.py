@@ -183,7 +183,7 @@ def pick(rng: random.Random) -> Problem:
 
 
 def between(rng: random.Random) -> Problem:
-    """Whether a number below 100 lies strictly between two others: yes or no, about equally often."""
+    """Whether a number below 100 is strictly between two others: yes or no, about equally often."""
     low, middle, high = sorted(rng.sample(range(100), 3))
     if rng.random() < 0.5:
         return _problem("between", "yes", a=middle, low=low, high=high, options=["yes", "no"])

@@ -11,7 +11,7 @@ from motet.view.text import UNICODE, Glyphs, count_text
 
 VERDICTS = {
     "leads": "leads",
-    "goes on": "goes on",
+    "goes on": "continues",
     "worse": "dropped: worse",
     "dropped": "dropped: not shown worse",
     "failed": "failed or ended",
