@@ -177,7 +177,7 @@ class Largest:
     lag: int | None = None
     """The largest `algorithm.max_off_policy_steps`."""
     usual_rank: int | None = None
-    """The default limit on a tenant's rank, used if no such server has one."""
+    """The default limit on a tenant's rank, used if `rank` is None."""
 
 
 ANY_SIZE = Largest()
