@@ -66,7 +66,7 @@ def sealed(record: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(line: bytes) -> dict[str, Any]:
-    """What was sealed.
+    """The sealed values.
 
     Raises:
         ValueError: it is not what was written.
@@ -148,7 +148,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def link(there: Path, here: Path) -> None:
-    """Make a file another name for one, or a copy on a file system without links."""
+    """Hard-link a file under another name, or copy it if the file system has no links."""
     here.unlink(missing_ok=True)
     try:
         os.link(there, here)
@@ -157,7 +157,7 @@ def link(there: Path, here: Path) -> None:
 
 
 def disk_error(error: OSError, path: Path | None) -> Exception:
-    """A full disk in words; any other error as it is."""
+    """Convert the error of a full disk to `DiskFull`; return other errors unchanged."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(
             f"the disk is full: {path} could not be written. Nothing committed is lost; free some space and run the same "

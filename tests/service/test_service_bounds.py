@@ -427,5 +427,5 @@ def test_a_conversation_of_messages_has_few_blocks() -> None:
         few = Messages.model_validate({"model": "a", "max_tokens": 1, "messages": said})
         assert len(few.conversation().messages) <= 4098
         many = Messages.model_validate({"model": "a", "max_tokens": 1, "messages": [*said, *said]})
-        with pytest.raises(ChatRefusal, match="8194 blocks; 8192 are the most"):
+        with pytest.raises(ChatRefusal, match="8194 blocks; the limit is 8192"):
             many.conversation()

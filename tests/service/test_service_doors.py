@@ -97,9 +97,9 @@ def test_a_prompt_longer_than_the_base_reads_is_refused_at_the_door(house: House
     error = house.refused(413, "POST", f"{TINKER}/asample", json=sample(100_000))
     assert "MB at most" in error["message"]
     error = house.refused(400, "POST", f"{TINKER}/asample", json=sample(POSITIONS + 1))
-    assert "1025 tokens; 1024 are the most" in error["message"]
+    assert "1025 tokens; this base reads at most 1024" in error["message"]
     error = house.refused(400, "POST", "/v1/completions", json={"model": "small", "prompt": [7] * (POSITIONS + 1)})
-    assert "1025 tokens; 1024 are the most" in error["message"]
+    assert "1025 tokens; this base reads at most 1024" in error["message"]
     for path in ("/v1/chat/completions", "/episodes/x/v1/chat/completions"):
         text = {**CHAT, "messages": [{"role": "user", "content": "x" * 200_000}]}
         house.refused(413, "POST", path, json=text)

@@ -102,9 +102,9 @@ def test_an_answer_that_is_too_long_for_a_process_fails_alone():
     async def scenario(pool):
         await pool.register("job", [reward()])
         long, short = await pool.score("job", PROBLEM, ["x" * LONGEST_LINE, "fine"])
-        assert re.fullmatch(
-            r"reward mine: cannot be sent to its process: \d+ MB, where \d+ MB are the most", long.error
-        ), long.error
+        assert re.fullmatch(r"reward mine: cannot be sent to its process: \d+ MB; the limit is \d+ MB", long.error), (
+            long.error
+        )
         assert (short.error, math.isnan(short.reward)) == ("", False)
 
     run(scenario)

@@ -18,15 +18,15 @@ _OPEN = (JobState.QUEUED, JobState.RUNNING)
 
 @dataclass
 class Assigned:
-    """A job that a host has."""
+    """A job on a host."""
 
     claim: Claim
     host: HostLink
     state: JobState = JobState.QUEUED
     to: HostLink | None = None
-    """For which host it was asked to let it go."""
+    """The host for which this one was asked to release it."""
     had_slot: bool = False
-    """Whether it has run there."""
+    """Whether it has run on this host."""
 
 
 class Assignments:
@@ -35,17 +35,17 @@ class Assignments:
     def __init__(self, hosts: Sequence[HostLink]) -> None:
         self._hosts = hosts
         self.ahead: int | None = None
-        """How many of a tenant's jobs wait on a host at most (`placed`); the others wait where open jobs are read."""
+        """Most jobs of a tenant that wait on a host (`placed`); the others wait in the database."""
         self._jobs: dict[str, Assigned] = {}
         self.rules: dict[str, Rule] = {}
         self.held: dict[str, m.Held] = {}
-        """Jobs that hosts already had under an earlier service, and that have received no message yet."""
+        """Jobs that hosts already had under an earlier service, and that have received no message since."""
         self.refused: set[tuple[Claim, bool]] = set()
-        """Claims of jobs that no host could take, without their names, and whether they run."""
+        """Claims of jobs that no host could take, without their names, and whether the jobs were running."""
 
     @property
     def _limits(self) -> Mapping[str, Rule]:
-        """A single host is given all jobs: it keeps the limits itself."""
+        """A single host gets all jobs, and enforces the limits itself."""
         return self.rules if len(self._hosts) > 1 else {}
 
     def get(self, job: str) -> Assigned | None:
@@ -53,21 +53,21 @@ class Assignments:
         return self._jobs.get(job)
 
     def on(self, host: HostLink) -> int:
-        """How many jobs a host has."""
+        """The number of jobs on a host."""
         return sum(job.host is host for job in list(self._jobs.values()))
 
     def all(self) -> list[str]:
-        """The jobs that hosts have."""
+        """The jobs on hosts."""
         return list(self._jobs)
 
     @property
     def most(self) -> int | None:
-        """More than hosts take of one tenant's jobs; None where nothing bounds it, or no host is ready."""
+        """An upper limit on one tenant's jobs that hosts take; None if nothing limits them, or no host is ready."""
         bounded = self.ahead is not None and any(host.ready for host in self._hosts)
         return sum(host.slots + (self.ahead or 0) for host in self._hosts) + 1 if bounded else None
 
     def room(self, tenant: str, base: str) -> int | None:
-        """How many more of a tenant's jobs hosts of a base take now; None as with `most`."""
+        """How many more of a tenant's jobs the hosts of a base take now; None as for `most`."""
         if self.most is None or self.ahead is None:
             return None
         same = [host for host in self.loads().values() if host.base == base]
@@ -76,11 +76,11 @@ class Assignments:
         return max(0, free + self.ahead * len(same) - waiting)
 
     def tenants(self) -> set[str]:
-        """Tenants with jobs that run or wait to run."""
+        """Tenants with jobs that run or wait."""
         return {job.claim.tenant for job in self._jobs.values() if job.state in _OPEN}
 
     def place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> HostLink | None:
-        """Choose the host of a job and count it in the loads; None while none can take it, or where one has it."""
+        """Choose the host of a job and count it in the loads; None if none can take it, or if one has it already."""
         name = str(message.job["name"])
         self.rules[message.tenant] = message.rule
         if name in self._jobs:
@@ -99,7 +99,7 @@ class Assignments:
         return host
 
     def adopt(self, host: HostLink, jobs: Sequence[m.Held]) -> None:
-        """Add a ready host with the jobs that an earlier service gave it, and send it the tenants' rules."""
+        """Add a ready host with the jobs from an earlier service, and send it the tenants' rules."""
         for held in jobs:
             claim = Claim(held.job, held.tenant, slots=held.slots, base=host.base)
             self._jobs.setdefault(held.job, Assigned(claim, host, held.state, had_slot=True))
@@ -114,16 +114,16 @@ class Assignments:
         )
 
     def forget(self, job: str) -> None:
-        """No host has a job any more."""
+        """Remove a job that no host has any more."""
         self._jobs.pop(job, None)
 
     def forget_all_on(self, host: HostLink) -> None:
-        """A host has no job any more."""
+        """Remove all jobs of a host."""
         for name in [name for name, job in self._jobs.items() if job.host is host]:
             del self._jobs[name]
 
     def moved_on(self, host: HostLink, event: m.JobChanged) -> None:
-        """A job has another state on its host."""
+        """Record a job's new state on its host."""
         job = self._jobs.get(event.job)
         if job is not None and job.host is host:
             job.state, job.had_slot = event.state, job.had_slot or event.state is JobState.RUNNING
@@ -131,7 +131,7 @@ class Assignments:
                 del self._jobs[event.job]
 
     def released(self, host: HostLink, job: str) -> bool:
-        """A host has let a job go; False where it had it no more."""
+        """Record that a host has released a job; False if it did not have it."""
         assigned = self._jobs.get(job)
         if assigned is None or assigned.host is not host:
             return False

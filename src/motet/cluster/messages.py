@@ -38,9 +38,9 @@ class StartHost(ChannelMessage, frozen=True):
     host: int | None = None
     """Its number if several hosts share the run directory."""
     own_jobs: bool = False
-    """Whether jobs belong to the person who started the host: rewards need no wall, data and addresses no limits."""
+    """Whether jobs belong to the person who started the host: then rewards need no wall, and data and addresses no limits."""
     accept_changes: bool = True
-    """Whether a job resumes although it differs from its directory, or its directory is damaged."""
+    """Whether a job resumes even if it differs from its directory, or its directory is damaged."""
     trust_remote_code: bool = False
     takeover_seconds: float = 0.0  # time that the host runs without a service; 0: it ends with its parent
     own: Choice | None = None  # the kernels that `auto` selects on all hosts of this base
@@ -199,7 +199,7 @@ class HostReady(ChannelMessage, frozen=True):
     tokens_per_second: float = 0.0
     """Prefill speed on one prompt; 0 if unknown."""
     device: str = ""
-    """Name of its device; hosts with equal names count as equally fast, whatever slowed one of them down meanwhile."""
+    """Name of its device; hosts with equal names count as equally fast, even if other work slowed one down."""
     jobs: list[Held] = []
     """Unfinished jobs from an earlier service."""
     positions: int = 0

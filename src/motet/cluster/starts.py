@@ -53,7 +53,7 @@ def starts_of(*bases: tuple[StartHost, HostConfig]) -> list[StartHost]:
 
 
 def _devices(engine: EngineConfig) -> list[str]:
-    """Of each of its hosts."""
+    """The device of each host."""
     return engine.devices or [engine.device] * engine.hosts
 
 

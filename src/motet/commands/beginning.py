@@ -1,4 +1,4 @@
-"""`motet init` and `motet data` as commands; `init.py` and `data.py` do what they ask."""
+"""The commands `motet init` and `motet data`; `init.py` and `data.py` do the work."""
 
 from __future__ import annotations
 

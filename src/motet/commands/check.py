@@ -57,9 +57,9 @@ PROBLEMS = 4
 def check_file(
     path: Path, overrides: Sequence[str], rollouts: int, *, race: bool = False, trust_remote_code: bool
 ) -> int:
-    """Check a job file as `motet run` would use it; nothing is trained and nothing is written to the run directory.
+    """Check a job file as `motet run` would use it; train nothing and write nothing to the run directory.
 
-    Returns 0, or 1 where the rewards of a job failed on every answer.
+    Returns 0, or 1 if the rewards of a job failed on every answer.
     """
     return 0 if _check(load_jobs(path, overrides, race=race, trust_remote_code=trust_remote_code), rollouts) else 1
 
@@ -73,7 +73,7 @@ def check(
 ) -> bool:
     """Show the first prompts of jobs, sample and score a few rollouts, and train nothing: `motet check` from Python.
 
-    Takes the jobs that `motet.run` takes. Returns whether each has answers that got a reward.
+    Accepts the same jobs as `motet.run`. Returns whether each job has an answer that got a reward.
 
     Raises:
         ConfigError: a field is wrong.
@@ -127,12 +127,12 @@ def _check(config: RunConfig, rollouts: int) -> bool:
 
 
 def _forecast(plan: RacePlan) -> str:
-    """What a race will cost at most."""
+    """The highest possible cost of a race."""
     decisions = [f"step {plan.stop(rung)}: {keep} of them" for rung, (_, keep) in enumerate(plan.rungs)]
     n, total = len(plan.candidates), plan.total_steps
-    budget = f", within {plan.settings.budget:,} tokens where that is less" if plan.settings.budget else ""
+    budget = f", within {plan.settings.budget:,} tokens if that is less" if plan.settings.budget else ""
     return (
-        f"race {plan.name}: {n} candidates; who goes on after {', after '.join(decisions)}. At most {total} steps in all, "
+        f"race {plan.name}: {n} candidates; these continue: after {', after '.join(decisions)}. At most {total} steps in all, "
         f"{total / plan.steps:.1f} times one run and {total / (n * plan.steps):.0%} of training all to the end{budget}"
     )
 
@@ -151,7 +151,7 @@ def _print_changes(console: Console, config: RunConfig, checked: Checked) -> set
 
 
 def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
-    """How long a sequence can be trained in the memory that is free now."""
+    """The longest sequence that can be trained in the memory that is free now."""
     from motet.model.accelerator import free_memory
     from motet.model.lora_model import LoraModel
     from motet.training.memory import pass_memory
@@ -229,14 +229,14 @@ async def _check_all(
 
 
 def _no_signal(groups: Sequence[Group]) -> str:
-    """What `motet run` would warn of, where so few groups are enough to do so; nothing where no answer has a reward."""
+    """The warnings of `motet run` that a few groups can show; none if no answer has a reward."""
     rewards = [rollout.reward for group in groups for rollout in group.scored]
     share = sum(not group.has_signal for group in groups) / len(groups)
     return no_signal(share, fmean(rewards)) if rewards else ""
 
 
 def _row(job: Job, step: float, whole: float, figures: tuple[str, str, str, str]) -> tuple[str, ...]:
-    """Of the table: seconds of a step and of the whole job, and the figures from the reward to what was truncated."""
+    """Cells of the table: seconds of a step and of the whole job, and the figures from the reward to the truncated share."""
     rows = f"{len(job.data.train)} / {len(job.data.holdout)}"
     return job.name, rows, *figures, f"≈ {step:.1f} s", f"≈ {duration_text(whole)}"
 
@@ -274,7 +274,7 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     wanted = job.config.rl.groups_per_step * job.config.rl.group_size * job.config.rl.oversampling
 
     def seconds(answers: float) -> float:
-        """Rows are free until the engine is full."""
+        """Additional rows take no more time until the engine is full."""
         return sampled.seconds * max(1.0, answers / max(asked, shared.engine.capacity))
 
     evaluation = seconds(len(job.data.holdout) * job.config.eval.n)
@@ -282,15 +282,15 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
 
 
 async def _add(job: Job, shared: Services) -> None:
-    """The adapter as the job begins with it."""
+    """The adapter at the start of the job."""
     adapter, trainer = job.config.adapter, shared.trainer
     await shared.on_device(job.name, lambda: trainer.add_adapter(job.name, adapter, job.seed))
-    if adapter.init is not None and job.before is None:  # what a job above is to make is not there yet
+    if adapter.init is not None and job.before is None:  # the adapter of an earlier job in the file does not exist yet
         await shared.on_device(job.name, lambda: trainer.load_adapter(job.name, job.init_directory(), optimizer=False))
 
 
 async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str, ...]:
-    """A row of the table for a job that learns rows: how likely a few of its answers are; the first is shown."""
+    """A row of the table for a job that learns rows, from the likelihood of a few answers; also shows the first row."""
     algorithm = job.config.algorithm
     assert isinstance(algorithm, RowAlgorithm)
     n = algorithm.rows_per_step
@@ -312,7 +312,7 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
 
 
 def _show(console: Console, job: Job, group: Group) -> None:
-    """The first problem of the first step: what the model reads, token by token, and what is said then."""
+    """Show the first problem of the first step: what the model reads, token by token, and the answers."""
 
     def show(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -339,7 +339,7 @@ def _show(console: Console, job: Job, group: Group) -> None:
 
 
 async def _train_seconds(job: Job, shared: Services, sampled: SampledStep) -> float:
-    """Time of a forward pass over the rollouts, times three for the backward pass; no gradient is computed."""
+    """The time of a forward pass over the rollouts, times three for the backward pass, which is not run."""
     samples = tuple(
         to_sample(branch, 0.0)
         for group in sampled.groups

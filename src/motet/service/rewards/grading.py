@@ -35,7 +35,7 @@ class Grading(Graders):
     async def grade(
         self, who: Principal, grader: Grader, item: Mapping[str, Any], outputs: Sequence[str]
     ) -> list[Graded]:
-        """Score the answers to one row, in their order. What goes wrong is in the result."""
+        """Score the answers to one row, in order. Failures are in the results."""
         answerers = await self._answerers(who, grader)
 
         async def asked(judge: Judge, messages: list[dict[str, str]]) -> tuple[str, int]:
@@ -55,7 +55,7 @@ class Grading(Graders):
         return [score_or_reason(one) for one in graded]
 
     async def _answerers(self, who: Principal, grader: Grader) -> dict[str, Answerer | str]:
-        """What the names of judges mean, or why nobody can be asked.
+        """Resolve the names of judges; returns the reason if one cannot be asked.
 
         All are resolved before one is asked: if the database is away, grading is repeated later, and no judge is asked
         twice.
@@ -72,9 +72,7 @@ class Grading(Graders):
 async def ask_judge(
     hosts: Hosts, tenant: str, asked: Answerer, judge: Judge, messages: Sequence[Mapping[str, str]]
 ) -> tuple[str, int]:
-    """What the judge that `asked` means says, and the tokens that it took.
-
-    The tokens are those of `tenant`.
+    """The judge's answer, and its tokens, which are charged to `tenant`.
 
     Raises:
         EngineError, ConfigError: the engine cannot answer, now or ever.

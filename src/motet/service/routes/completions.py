@@ -276,7 +276,7 @@ async def complete(who: Asker, service: ServiceDep, names: ModelNamesDep, wanted
     most = longest_sequence(service.hosts, asked_of.base)
     length = max((len(one) for one in wanted.prompts() if isinstance(one, list)), default=0)
     if most and length > most:
-        raise bad_field("prompt", f"it has {length} tokens; {most} are the most that this base reads")
+        raise bad_field("prompt", f"it has {length} tokens; this base reads at most {most}")
     questions = wanted.questions(who, asked_of)
     if (asked := len(questions) * questions[0].n) > MOST_SEQUENCES:
         given = f"{len(questions)} prompts with n {questions[0].n}"

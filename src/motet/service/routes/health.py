@@ -120,7 +120,7 @@ def _names_of(store: Store, job_ids: list[str]) -> dict[str, tuple[str, str, str
 
 
 def _queued_since(store: Store) -> dict[str, float]:
-    """Since when each tenant's oldest queued job waits, by the tenant's name, in Unix seconds."""
+    """The time in Unix seconds since when each tenant's oldest queued job waits, by the tenant's name."""
     queued = (
         select(func.max(Event.time).label("since"), StoredJob.tenant_id)
         .join(StoredJob, StoredJob.id == Event.job_id)

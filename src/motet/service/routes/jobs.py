@@ -1,4 +1,4 @@
-"""Routes for jobs: submit, list, show, steer."""
+"""Routes for jobs: submit, list, show, control."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _SECONDS, _AGAIN_SECONDS = 1.0, 5.0
 _ASK = "an admin raises it with motet tenants limit"
 _DELETE = "delete files, adapters, checkpoints or jobs that have ended"
 _NEAR = 2**31
-"""Hosts need not know the storage room above this many bytes."""
+"""Largest storage room that is sent to hosts, in bytes."""
 _MODELS_SECONDS, _JOBS_SECONDS = 30, 60
 """Seconds after which a client asks again for a model or a job without room; Motet's client shows the error at once."""
 _SMALL = _MB
@@ -106,7 +106,7 @@ class Quotas:
 
     @contextlib.contextmanager
     def admitting(self, tenant_id: str, configs: Sequence[JobConfig]) -> Iterator[None]:
-        """Hold while jobs are queued: one request at a time, so that two cannot take the last place."""
+        """Lock to hold while jobs are queued: one request at a time, so that two cannot take the last place."""
         with self._admitting:
             for config in configs:
                 self.check_size(tenant_id, config)
@@ -118,7 +118,7 @@ class Quotas:
 
     @contextlib.contextmanager
     def storing(self, tenant_id: str, size: int, part: str = "", *, small: bool = False) -> Iterator[None]:
-        """Hold while bytes of a tenant are written: one write per tenant at a time.
+        """Lock to hold while bytes of a tenant are written: one write per tenant at a time.
 
         They are counted under `part`, a job or `SAMPLES`; uploads have no part and are counted from the database.
         `small` writes, which let a client's model continue and free space, may exceed the limit slightly.
@@ -145,7 +145,7 @@ class Quotas:
             if most is not None and wanted > most:
                 option = name.rpartition(".")[2].replace("_", "-")
                 raise LimitError(
-                    f"{name}: {wanted:g} is more than {most:g}, the most of this tenant; {_ASK} --{option}", 403
+                    f"{name}: {wanted:g} is more than {most:g}, this tenant's limit; {_ASK} --{option}", 403
                 )
         self.check_priority(tenant_id, config.priority)
 

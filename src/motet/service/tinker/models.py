@@ -40,7 +40,7 @@ MOST_WAITING = 2**31
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 _COUNTED_SECONDS = 5.0
-"""After which a finished request counts as in the ledger, where less of it may have been computed."""
+"""Seconds after which a finished request counts as stored in the ledger, even if less of it was computed."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Models:
         self._promised: dict[str, dict[tuple[str, int], _Promise]] = {}
         """Admitted requests that are not counted yet, by tenant, and by job and number."""
         self._counted: dict[str, tuple[int, int]] = {}
-        """By job: its tokens in the ledger at the last look, and how many of these belong to no finished request yet."""
+        """By job: its tokens in the ledger at the last check, and how many of these belong to no finished request yet."""
 
     def new_session(self, who: Principal) -> str:
         """A new session id for a tenant's client."""
