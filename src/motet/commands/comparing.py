@@ -80,9 +80,7 @@ def evaluate(
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="JOB",
-            help="The job whose problems and rewards count [default: the first that you name].",
-            show_default=False,
+            metavar="JOB", help="The job whose problems and rewards count [default: the first].", show_default=False
         ),
     ] = None,
     data: Annotated[
@@ -95,18 +93,14 @@ def evaluate(
     ] = None,
     reward: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="A reward to use instead of the job's; you can repeat the option.", show_default=False
-        ),
+        typer.Option(metavar="NAME", help="Replaces the job's rewards; you can repeat the option.", show_default=False),
     ] = None,
     rows: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Evaluate only the first N rows.", show_default=False)
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Answers per row and model.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token, always.")] = False,
-    seed: Annotated[
-        int, typer.Option(help="Seed of the random numbers, which depend only on it, the row and the sample.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Random numbers depend only on this seed, the row and the sample.")] = 0,
     base: Annotated[bool, typer.Option(help="Evaluate the base too, and compare with it.")] = True,
     solved: Annotated[float, typer.Option(help="The least reward of an answer that passes, for pass@k.")] = 1.0,
     report: Annotated[
