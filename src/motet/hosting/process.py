@@ -72,7 +72,7 @@ class HostProcess:
         alone = start.host is None
         self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest, alone=alone)
         self._scores = AskedOfService(parent.send)
-        self._episodes = EpisodesElsewhere(parent.send)
+        self._episodes = EpisodesElsewhere(parent.send, lambda job: self.pipeline.jobs[job].tenant)
         self._start = start
         info, self._alone = self.base.info, False
         rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest)
