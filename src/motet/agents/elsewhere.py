@@ -39,9 +39,12 @@ class _Offer:
 class EpisodesElsewhere:
     """Episodes that were offered and have not ended. Lives in one event loop."""
 
-    def __init__(self, send: Callable[[ChannelMessage], None]) -> None:
-        """`send` sends a message to the service; it raises `EngineError` if the message is too long."""
-        self._send = send
+    def __init__(self, send: Callable[[ChannelMessage], None], payer: Callable[[str], str] = str) -> None:
+        """`send` sends a message to the service; it raises `EngineError` if the message is too long.
+
+        `payer` gives the tenant of a job.
+        """
+        self._send, self._payer = send, payer
         self._offers: dict[int, _Offer] = {}
         self._begun: dict[str, ServedEpisode] = {}
         self._numbers = itertools.count()
@@ -84,7 +87,7 @@ class EpisodesElsewhere:
             one.ended.set_result(message)
             return
         self._close(one)
-        one.name, one.served = message.name, ServedEpisode(one.begin())
+        one.name, one.served = message.name, ServedEpisode(one.begin(), self._payer(one.offer.job))
         self._begun[one.name] = one.served
 
     @property

@@ -58,13 +58,14 @@ class _Given:
 class EpisodeCompleter:
     """The policy in an open episode; each answer comes in one piece."""
 
-    def __init__(self, episode: AgentEpisode) -> None:
-        self._episode = episode
+    def __init__(self, episode: AgentEpisode, payer: str) -> None:
+        """In the turns of `payer`, long work is done apart."""
+        self._episode, self._payer = episode, payer
 
     async def reply(self, asked: Conversation) -> Reply:
         """Sample the whole answer."""
         episode = self._episode
-        await check_grammar(asked.limits.grammar, apart.here(), episode.model)
+        await check_grammar(asked.limits.grammar, apart.here(), self._payer)
         calls = [await episode.complete(asked.messages, asked.tools, asked.limits) for _ in range(asked.n)]
         pieces = [
             AnswerPiece(
@@ -86,9 +87,10 @@ class EpisodeCompleter:
 class ServedEpisode:
     """One episode and the answers that were given in it. Lives in one event loop."""
 
-    def __init__(self, episode: AgentEpisode) -> None:
+    def __init__(self, episode: AgentEpisode, payer: str = "") -> None:
+        """`payer` is the tenant, if there are several."""
         self.episode = episode
-        self._completer = EpisodeCompleter(episode)
+        self._completer = EpisodeCompleter(episode, payer)
         self._replies: dict[bytes, asyncio.Task[Reply]] = {}
         """The answer to the last request with each body, for repeated requests."""
 

@@ -70,7 +70,7 @@ class HostProcess:
         self._opened = contextlib.ExitStack()
         self.base = open_base(config, directory, self._opened, start.own)
         self._scores = AskedOfService(parent.send)
-        self._episodes = EpisodesElsewhere(parent.send)
+        self._episodes = EpisodesElsewhere(parent.send, lambda job: self.pipeline.jobs[job].tenant)
         self._start = start
         info, self._alone = self.base.info, False
         rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest)
