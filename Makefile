@@ -14,6 +14,8 @@ BENCH_ARGS ?=
 LOAD_ARGS ?=
 KIT_ARGS ?=
 DAY_ARGS ?=
+ROOM ?=
+MUTANTS_ARGS ?=
 TRITON := triton==3.9.0
 
 # The first of these that is Python 3.11 or newer makes the environment; `make PYTHON=/path/to/python …` chooses.
@@ -111,6 +113,10 @@ format: $(VENV)/.installed-dev  ## format, and fix what ruff can fix
 .PHONY: faults
 faults: $(VENV)/.installed-dev  ## plant each known fault in a copy, and check that its test fails (half an hour)
 	$(BIN)/python scripts/plant_faults.py
+
+.PHONY: mutants
+mutants: $(VENV)/.installed-dev  ## change a room's operators and numbers one at a time and see what its tests miss (ROOM=algorithms; minutes)
+	$(BIN)/python scripts/mutants.py $(ROOM) $(MUTANTS_ARGS)
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev smollm2  ## Motet and its peers on the same work: docs/benchmarks.md (QUICK=1: rough, a few minutes)

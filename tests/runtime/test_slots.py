@@ -164,6 +164,21 @@ def test_waiting_is_no_credit_beyond_two_turns() -> None:
     assert turns.had["a"] - turns.had["b"] == 2.0
     turns.update(claims("a1"), claims("c1"), 1, {"c": Rule(share=0.5)})
     assert turns.had["c"] == turns.had["a"], "a tenant that comes starts level with the one that has had least"
+    assert admitted(claims("a1", "d1"), [], 1, {}, {"a": 0.5}) == ["d1"], "no past turns are none"
+
+
+def test_turns_count_by_shares_and_a_tenant_begins_within_a_round_of_its_host() -> None:
+    clock, rules = [0.0], {"a": Rule(share=2.0)}
+    turns, wide = (SlotTurns("host", lambda: clock[0]) for _ in range(2))
+    turns.update([], claims("a1"), 1, rules)
+    wide.update([], claims("a1"), 2, rules)
+    began = turns.had["a"]
+    assert 0 < began < 1
+    assert wide.had["a"] == began / 2, "with twice the slots a round is half as long"
+    turns.hold(claims("a1"))
+    clock[0] = TURN_SECONDS
+    turns.update(claims("a1"), [], 1, rules)
+    assert turns.had["a"] == pytest.approx(began + 0.5)
 
 
 # --- in a pipeline ----------------------------------------------------------------------------------------------------------
