@@ -188,7 +188,7 @@ class Race:
                 f"{self.path} is of a race with other candidates, rungs or level; use another run directory, or change the "
                 "race back"
             )
-        if not self.path.exists() and any(job.progress.message.startswith(DROPPED) for job in self._jobs.values()):
+        if not self.path.exists() and any(map(_was_dropped, self._jobs.values())):
             raise RunError(
                 f"{self.path} is gone, and candidates were dropped by it: put it back, or use another run directory"
             )
@@ -298,8 +298,9 @@ class Race:
         return [version for version in job.directory.sampled(evals=True) if version in kept and version > 0]
 
     def _write(self, **fields: Any) -> None:
-        self.record = replace(self.record, **fields)
-        self.record.write(self.path)
+        record = replace(self.record, **fields)
+        record.write(self.path)
+        self.record = record
 
 
 def let_decide(races: Iterable[Race], running: Container[str]) -> None:
@@ -347,6 +348,11 @@ def rows_in(directory: JobDirectory, version: int) -> list[float]:
 def tokens_of(job: Job) -> int:
     """Sampled and trained by a job, as it committed them."""
     return (job.directory.newest() or Committed()).tokens
+
+
+def _was_dropped(job: Job) -> bool:
+    """Whether an earlier process wrote down that a race dropped it."""
+    return str(job.directory.read_status().get("message", "")).startswith(DROPPED)
 
 
 def _takes_part(job: Job) -> bool:
