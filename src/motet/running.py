@@ -70,7 +70,7 @@ def run_config(
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
         return _run_on_hosts(
-            config, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
+            config, plans, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
         )
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(rundir.opened(Path(config.run)))
@@ -106,8 +106,6 @@ def _raced(config: RunConfig) -> tuple[RunConfig, list[RacePlan]]:
         ConfigError: a job cannot race.
     """
     jobs, plans = raced(config.jobs)
-    if plans and (config.engine.hosts > 1 or config.cluster.launcher == "ray"):
-        raise ConfigError("a race runs on one host: leave engine.hosts and --ray out, or train without `race`")
     return config.model_copy(update={"jobs": jobs}) if plans else config, plans
 
 
@@ -120,6 +118,7 @@ def _check(config: RunConfig, plans: Sequence[RacePlan], *, accept_changes: bool
 
 def _run_on_hosts(
     config: RunConfig,
+    plans: Sequence[RacePlan],
     *,
     accept_changes: bool,
     observe: Callable[[Sequence[JobProgress]], None] | None,
@@ -139,7 +138,7 @@ def _run_on_hosts(
             rundir.opened(Path(config.run), "run") as directory,
             _followed(config, directory.path, observe, notify) as seen,
         ):
-            checked = check_before_loading(config, accept_changes=accept_changes)
+            checked = _check(config, plans, accept_changes=accept_changes, loaded=False)
             loading()
             jobs = []
             for one in config.jobs:
@@ -149,14 +148,15 @@ def _run_on_hosts(
                 job.lines.update(_take_up(at, job.progress, one.stop_when))
                 jobs.append(job)
             notes = _notes(checked, [job.progress for job in jobs])
-            launch = launcher(config.cluster, config)
-            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes, own=auto_kernels(config))
+            races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
+            launch, own = launcher(config.cluster, config), auto_kernels(config)
+            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes, own=own, races=races)
             if watch is not None:
                 watch(run.now)
             interrupt = Interrupt(notify)
             interrupt.run(lambda: run.run(interrupt, seen))
             results = {job.config.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
-            return RunResult(directory.path, results, _report(directory.path), tuple(notes))
+            return RunResult(directory.path, results, _report(directory.path), tuple(notes), known_of(races))
     finally:
         log.removeHandler(notices)
 

@@ -58,13 +58,13 @@ class AddJob(ChannelMessage, frozen=True):
     job: dict[str, Any]
     """`JobConfig`, with the job's id as its name."""
     wanted: Wanted
-    first_step: int
-    """First step whose event is sent again."""
+    first_step: int  # first step whose event is sent again
     tenant: str
     rule: Rule
     slots: int = 1
     base: str = ""
     resumes: bool = False  # it had a slot when its host ended
+    until: int | None = None  # steps after which its host releases it, because its race has to decide
 
 
 class SteerJob(ChannelMessage, frozen=True):
@@ -277,7 +277,7 @@ class JobWorked(ChannelMessage, frozen=True):
 
 
 class Released(ChannelMessage, frozen=True):
-    """A job is saved, and this host has forgotten it."""
+    """A job is saved, and this host has forgotten it: it was asked to, or the job waits for a decision of its race."""
 
     job: str
 

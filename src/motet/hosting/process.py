@@ -192,8 +192,9 @@ class HostProcess:
                 if (job := self.pipeline.jobs.get(message.job)) is not None:
                     job.news.set()
             case m.ReleaseJob():
-                self._leaving.add(message.job)
-                self._steer(message.job, Wanted.PAUSE)
+                if message.job in self.pipeline.jobs or message.job in self._wanted:  # else it was released already
+                    self._leaving.add(message.job)
+                    self._steer(message.job, Wanted.PAUSE)
             case m.ForgetJob():
                 self.pipeline.forget(message.job)
             case m.Complete():
@@ -234,7 +235,7 @@ class HostProcess:
                 self._reports.changed(name, JobState.FAILED, reason(error))
             return
         if name in self._wanted:
-            job.tenant, job.resumes = message.tenant, message.resumes
+            job.tenant, job.resumes, job.until = message.tenant, message.resumes, message.until
             self.pipeline.add(job)
             if (change := self._changes.pop(name, None)) is not None:
                 self._change(change)
@@ -254,10 +255,11 @@ class HostProcess:
         return job
 
     def _release(self) -> None:
-        """Release jobs that must leave and have saved."""
-        for name in list(self._leaving):
+        """Release jobs that must leave and have saved, and those that wait for a decision of their race."""
+        waiting = [job.name for job in self.pipeline.jobs.values() if job.arrived and job.state is JobState.QUEUED]
+        for name in {*self._leaving, *waiting}:
             job = self.pipeline.jobs.get(name)
-            if job is not None and job.state is JobState.PAUSED:
+            if job is not None and (job.state is JobState.PAUSED or name in waiting):
                 self.pipeline.forget(name)
             elif job is not None and not job.state.final:
                 self.pipeline.pause(name)  # again: a fault of the device has put it back into the queue
