@@ -119,7 +119,7 @@ def test_a_race_on_hosts_that_was_killed_goes_on_with_the_same_decisions(
     file, run = tmp_path / "jobs.yaml", tmp_path / "run"
     file.write_text(yaml.safe_dump(tree(run, hosts=2)))
     command = [sys.executable, "-m", "motet", "run", str(file)]
-    for moment in (lambda: 1 in steps(run), lambda: (run / "say.race.json").exists(), lambda: 4 in steps(run)):
+    for moment in (lambda: 1 in steps(run), (run / "say.race.json").exists, lambda: 4 in steps(run)):
         with (tmp_path / "out").open("ab") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out)
         try:
