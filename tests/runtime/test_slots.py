@@ -17,6 +17,7 @@ from motet.runtime.job import StateChanged
 from motet.runtime.slot_turns import TURN_SECONDS, SlotTurns
 from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.types import JobState
+from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.waiting import until
 
@@ -63,6 +64,15 @@ def test_a_tenant_with_many_slots_gives_way() -> None:
     assert preempted_for_share(claims("b1-"), claims("a1", "a2"), 2, {}) is None  # a lower priority waits
     assert preempted_for_share(claims("b1"), claims("a1", "a2"), 2, {"a": Rule(share=3.0)}) is None
     assert preempted_for_share([], claims("a1", "a2"), 2, {}) is None
+
+
+def test_no_job_is_compared_where_none_wants_a_slot_or_none_waits() -> None:
+    """It is asked several times a second: to compare each running job with all others takes the square of their number."""
+    running, queued = [Claim(f"a{n}", "a") for n in range(200)], [Claim("b1", "b")]
+    for wanted, waiting in ((list[Claim](), {"a1"}), (queued, set[str]()), (queued, {"a1"})):
+        with calls() as counted:
+            preempted_if_idle(wanted, running, waiting, len(running), {})
+        assert counted["admitted"] == bool(wanted and waiting)
 
 
 def test_who_only_waits_makes_room_for_whoever_would_get_the_slot() -> None:

@@ -7,6 +7,7 @@ to end, without padding.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,18 +115,25 @@ def merge(waiting: Sequence[Waiting], budget: int) -> tuple[int, ...]:
         had = waiting[queues[job][0]].standing
         return tenants[had.tenant] / had.share, jobs[job] / had.weight, queues[job][0]
 
+    heap = [(place(job), job) for job in queues]
+    heapq.heapify(heap)
     chosen: list[int] = []
-    room = budget
-    while queues:
-        job = min(queues, key=place)
+    room, least = budget, min((item.tokens for item in waiting), default=0)
+    while heap and not (chosen and room < least):
+        before, job = heap[0]
+        if (now := place(job)) != before:  # places only move back: one that is out of date stands too far in front
+            heapq.heapreplace(heap, (now, job))
+            continue
         item = waiting[queues[job][0]]
         if chosen and item.tokens > room:
-            del queues[job]
+            heapq.heappop(heap)
             continue
         chosen.append(queues[job].popleft())
         room -= item.tokens
         jobs[job] += item.tokens
         tenants[item.standing.tenant] += item.tokens / item.standing.weight
-        if not queues[job]:
-            del queues[job]
+        if queues[job]:
+            heapq.heapreplace(heap, (place(job), job))
+        else:
+            heapq.heappop(heap)
     return tuple(chosen)
