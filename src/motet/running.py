@@ -51,6 +51,7 @@ def run_config(
     started: Callable[[Workshop, Sequence[Job]], None] | None = None,
     notify: Callable[[str], None] | None = None,
     watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None = None,
+    original: JobDirectory | None = None,
 ) -> RunResult:
     """Run all jobs to their end (or until Ctrl-C, which finishes the steps under way and saves).
 
@@ -64,6 +65,7 @@ def run_config(
         started: called once, before the first step, with what was loaded; not where hosts load it.
         notify: called with a line for the person who pressed Ctrl-C, and of hosts that end.
         watch: called once with what says how hosts stand, where there are several.
+        original: of the one job, if it is derived again: the rate that was chosen for it there is taken.
 
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
@@ -81,7 +83,7 @@ def run_config(
         loading()
         of_torchrun = config.cluster.launcher == "torchrun"
         opened = base or open_base(config, directory, stack, auto_kernels(config), of_torchrun=of_torchrun)
-        prepared = prepare_all(config.jobs, opened.info, directory, checked.sources)
+        prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, original)
         jobs = [_open(job, opened.info, config, checked, accept_changes=accept_changes) for job, _ in prepared]
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
