@@ -115,6 +115,7 @@ def prepare(
     directory: RunDirectory,
     sources: Sources,
     known: dict[str, _Read] | None = None,
+    original: JobDirectory | None = None,
 ) -> tuple[Job, budgets.Need]:
     """Load a job's data and resolve what it left open.
 
@@ -124,6 +125,7 @@ def prepare(
         directory: of the run.
         sources: data that was read.
         known: what was made of it for other jobs.
+        original: of the job, if it is derived again.
 
     Raises:
         MotetError: something in the job cannot work; nothing has been trained.
@@ -139,7 +141,7 @@ def prepare(
         data=read.data,
         chat=read.chat,
         directory=own,
-        base_rate=_rate(config, info, own),
+        base_rate=_rate(config, info, original or own),
         stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
         progress=JobProgress.of(config),
         inexact=[info.inexact] if info.inexact else [],
@@ -234,9 +236,13 @@ def _check_room(job: Job, info: ModelInfo, turns: int, longest: int, problem: Pr
 
 
 def prepare_all(
-    configs: Sequence[JobConfig], info: ModelInfo, directory: RunDirectory, sources: Sources
+    configs: Sequence[JobConfig],
+    info: ModelInfo,
+    directory: RunDirectory,
+    sources: Sources,
+    original: JobDirectory | None = None,
 ) -> list[tuple[Job, budgets.Need]]:
-    """Prepare every job from data that was read, so that all mistakes are told at once.
+    """Prepare every job from data that was read, so that all mistakes are told at once; `original` as in `prepare`.
 
     Raises:
         ConfigError: one line per job that cannot work; nothing has been trained.
@@ -245,7 +251,7 @@ def prepare_all(
     known: dict[str, _Read] = {}
     for config in configs:
         try:
-            prepared.append(prepare(config, info, directory, sources, known))
+            prepared.append(prepare(config, info, directory, sources, known, original))
         except MotetError as error:
             wrong.append(f"job {config.name}: {str(error).removeprefix(f'job {config.name}: ')}")
     if wrong:

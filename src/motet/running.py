@@ -49,6 +49,7 @@ def run_config(
     started: Callable[[Host, Sequence[Job]], None] | None = None,
     notify: Callable[[str], None] | None = None,
     watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None = None,
+    original: JobDirectory | None = None,
 ) -> RunResult:
     """Run all jobs to their end (or until Ctrl-C, which finishes the steps under way and saves).
 
@@ -62,6 +63,7 @@ def run_config(
         started: called once, before the first step, with what was loaded; not where hosts load it.
         notify: called with a line for the person who pressed Ctrl-C, and of hosts that end.
         watch: called once with what says how hosts stand, where there are several.
+        original: of the one job, if it is derived again: the rate that was chosen for it there is taken.
 
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
@@ -79,8 +81,15 @@ def run_config(
         loading()
         of_torchrun = config.cluster.launcher == "torchrun"
         opened = base or open_base(config, directory, stack, auto_kernels(config), of_torchrun=of_torchrun)
+<<<<<<< HEAD
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources)
         jobs, slots = [job for job, _ in prepared], 1 if sequential else config.engine.slots
+=======
+        prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, original)
+        jobs = [_open(job, opened.info, config, checked, accept_changes=accept_changes) for job, _ in prepared]
+        slots = 1 if sequential else config.engine.slots
+        at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
+>>>>>>> replay
         races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         host = Host(opened, at_once, directory, [need for _, need in prepared], config.jobs)

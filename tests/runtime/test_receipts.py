@@ -324,6 +324,15 @@ def test_where_a_replay_parts_is_told(edit: Callable[[Path], None], parted: str,
     assert fact in output
 
 
+def test_a_replay_takes_the_automatic_rate_of_the_run_after_the_formula_has_changed(project: Path) -> None:
+    record = project / "run/words/job.yaml"  # a run whose `lr: auto` was 0.01, which is not what it is today
+    record.write_text(record.read_text().replace("    lr: 0.01\n", "    lr: auto\n"))
+    write_jobs(project, {**job(), "optimizer": {"lr": "auto"}})
+    for steps in ("words@4", "words@0..1"):
+        code, output = motet("replay", project / "jobs.yaml", steps)
+        assert (code, "the same bytes" in output) == (0, True), output
+
+
 def test_a_fork_without_a_change_has_the_bytes_of_its_parent(project: Path) -> None:
     code, output = motet("fork", project / "jobs.yaml", "words@2", project / "new", "--name", "same")
     assert code == 0, output

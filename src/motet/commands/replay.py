@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from motet.checksums import replace_file
+from motet.cluster.starts import engine_of_host
 from motet.commands.answers import say
 from motet.config import JobConfig, RunConfig
 from motet.config.candidates import known_jobs
@@ -109,8 +110,14 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
         say(f"deriving {versions} of {job.name} again …")
         # commits change no bit, and with one a step every receipt of the original has its version here
         each = job.checkpoint.model_copy(update={"every": 1})
-        alone = {"run": str(run), "jobs": [job.model_copy(update={"checkpoint": each})], "observers": []}
-        seconds = _train(config.model_copy(update=alone), last)
+        engine = engine_of_host(config.engine, 0)  # the job was on one of them
+        alone = {
+            "run": str(run),
+            "engine": engine,
+            "jobs": [job.model_copy(update={"checkpoint": each})],
+            "observers": [],
+        }
+        seconds = _train(config.model_copy(update=alone), last, original)
         parted = list(_partings(original, again, first, last))
         for line in _other_facts(original, again, last):
             say(f"  {line}")
@@ -135,7 +142,7 @@ def _job_of(config: RunConfig, name: str) -> JobConfig:
     return jobs[name]
 
 
-def _train(config: RunConfig, last: int) -> float:
+def _train(config: RunConfig, last: int, original: JobDirectory) -> float:
     """Run one job up to a step; gives the seconds.
 
     Raises:
@@ -148,7 +155,7 @@ def _train(config: RunConfig, last: int) -> float:
 
     began = time.monotonic()
     try:
-        result = run_config(config, observe=observe)
+        result = run_config(config, observe=observe, original=original)
         done = next(iter(result.jobs.values()))
         if done.state is JobState.PAUSED:
             raise RunError("stopped before the last step, so nothing was compared")
