@@ -81,21 +81,14 @@ def run_config(
         loading()
         of_torchrun = config.cluster.launcher == "torchrun"
         opened = base or open_base(config, directory, stack, auto_kernels(config), of_torchrun=of_torchrun)
-<<<<<<< HEAD
-        prepared = prepare_all(config.jobs, opened.info, directory, checked.sources)
-        jobs, slots = [job for job, _ in prepared], 1 if sequential else config.engine.slots
-=======
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, original)
-        jobs = [_open(job, opened.info, config, checked, accept_changes=accept_changes) for job, _ in prepared]
-        slots = 1 if sequential else config.engine.slots
-        at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
->>>>>>> replay
-        races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
+        jobs, slots = [job for job, _ in prepared], 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         host = Host(opened, at_once, directory, [need for _, need in prepared], config.jobs)
         try:
             for job in jobs:
                 _take(host, job, checked, accept_changes=accept_changes)
+            races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
             notes = host.workshop.notes
             notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
             if started is not None:
