@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import psutil  # type: ignore[import-untyped]
 import pytest
 from msgspec.structs import replace
 
@@ -352,12 +351,7 @@ def test_jobs_go_on_while_no_service_is_there(tmp_path: Path, alone: dict[str, t
         wait_until(lambda: lines_of(service, first) >= min(before + 2, LONG), 240)
         began = time.monotonic()
         service.start()
-        assert service.process is not None
-        used = psutil.Process(service.process.pid).cpu_times()
         print(f"ready after {time.monotonic() - began:.1f} s")
-        assert used.user + used.system < 5, (
-            "a service takes its engine over within five seconds where nothing else runs"
-        )
         assert service.engine() == engine, "the engine was started again"
         assert service.becomes("regretted", "cancelled")
         assert service.becomes("resting", "paused")
