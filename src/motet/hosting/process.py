@@ -156,6 +156,7 @@ class HostProcess:
         """Serve a connected service: report the jobs here, and repeat unanswered requests."""
         self._alone = False
         self._parent.resume()
+        self._handed_over.keep({*self.pipeline.jobs, *self._wanted})
         self._parent.send(structs.replace(self._ready, jobs=self._handed_over.held(self.pipeline.jobs)))
         self._scores.ask_again()
         self._episodes.offer_again()
