@@ -194,10 +194,9 @@ class HostProcess:
             case m.Nudge():
                 if (job := self.pipeline.jobs.get(message.job)) is not None:
                     job.news.set()
-            case m.ReleaseJob():
-                if message.job in self.pipeline.jobs or message.job in self._wanted:  # else it was released already
-                    self._leaving.add(message.job)
-                    self._steer(message.job, "pause")
+            case m.ReleaseJob() if message.job in {*self.pipeline.jobs, *self._wanted}:  # else it was released already
+                self._leaving.add(message.job)
+                self._steer(message.job, "pause")
             case m.ForgetJob():
                 self.pipeline.forget(message.job)
             case m.Complete():
