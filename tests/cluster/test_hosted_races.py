@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
+import random
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 
+from motet.channel import ChannelMessage
+from motet.cluster.host_link import HostChild
+from motet.cluster.messages import (
+    AddJob,
+    FromHost,
+    HostReady,
+    JobChanged,
+    JobStepped,
+    Released,
+    StartHost,
+    Stop,
+    Stopped,
+)
 from motet.cluster.run import HostedJob, HostedRun
-from motet.config import RunConfig
+from motet.config import JobConfig, RunConfig
 from motet.config.candidates import raced
 from motet.jobfile import validate
 from motet.running import run_config
@@ -25,6 +44,8 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.race import Race, RaceRecord
 from motet.runtime.rundir import RunDirectory
 from motet.types import JobState
+from tests.support.fake_run import Setting, records, run_jobs
+from tests.support.fake_run import job as fake_job
 from tests.support.service_run import PATIENCE, Json, tiny
 from tests.support.waiting import wait_until
 
@@ -133,3 +154,150 @@ def test_a_race_on_hosts_that_was_killed_goes_on_with_the_same_decisions(
     assert done.returncode == 0, done.stdout + done.stderr
     assert contents(run) == alone
     assert "dropped" in done.stdout
+
+
+# --- the owner of hosts, with hosts that a test plays -------------------------------------------------------------------
+
+STEPS = 8
+
+
+def racing(**fields: Any) -> JobConfig:
+    race = {"candidates": 6, "first": 2, "over": {"optimizer.lr": [0.01, 0.05, 0.2, 0.5]}}
+    return fake_job("say", steps=STEPS, race=race, eval={"every": 2}, checkpoint={"keep": 100}, **fields)
+
+
+@pytest.fixture(scope="module")
+def on_fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A race of the fakes, in one process."""
+    path = tmp_path_factory.mktemp("fakes")
+    run_jobs(path, [racing()], Setting(holdout=15))
+    return path
+
+
+class Player:
+    """A host's process that reports what candidates committed, in any order; it may die before it releases one."""
+
+    def __init__(self, stage: Stage, dies: bool) -> None:
+        self._stage, self._dies, self._says = stage, dies, asyncio.Queue[FromHost | None]()
+
+    def send(self, message: ChannelMessage) -> None:
+        """Do what it says, some time later."""
+        match message:
+            case StartHost():
+                self._says.put_nowait(HostReady([]))
+            case AddJob():
+                asyncio.get_running_loop().call_later(0.03 * self._stage.rng.random(), self._train, message)
+            case Stop():
+                self._says.put_nowait(Stopped())
+
+    def _train(self, message: AddJob) -> None:
+        name, until, stage = str(message.job["name"]), message.until, self._stage
+        if name == stage.fails and len(stage.had) < 5:  # it is the last one
+            asyncio.get_running_loop().call_later(0.1, self._train, message)
+            return
+        stage.had.append((name, until))
+        lines = records(stage.run, name)[message.first_step : until or STEPS + 1]
+        said: list[FromHost] = [JobChanged(name, JobState.RUNNING, ""), *(JobStepped(name, line) for line in lines)]
+        if self._dies:
+            end: list[FromHost | None] = [None]
+        elif name == stage.fails:
+            end = [JobChanged(name, JobState.FAILED, "out of order")]
+        elif until is None:
+            end = [JobChanged(name, JobState.SUCCEEDED, "")]
+        else:
+            end = [JobChanged(name, JobState.QUEUED, "waits"), Released(name)]
+        for one in (*said, *end):
+            self._says.put_nowait(one)
+
+    async def messages(self) -> AsyncIterator[FromHost]:
+        """What it says."""
+        while (message := await self._says.get()) is not None:
+            yield message
+
+    def close_input(self) -> None:
+        """End."""
+        self._says.put_nowait(None)
+
+    async def kill(self) -> None:
+        """End."""
+        self.close_input()
+
+
+@dataclass
+class Stage:
+    """A race of which all is committed and nothing decided, and what hosts had of it."""
+
+    run: Path
+    rng: random.Random
+    dying: tuple[int, ...] = ()
+    """Which of the processes die, by the order of their starts."""
+    fails: str = ""
+    """A candidate that fails after the others have arrived."""
+    had: list[tuple[str, int | None]] = field(default_factory=list)
+    """Candidates, and the steps after which they were to be released."""
+
+    @classmethod
+    def of(cls, raced: Path, path: Path, seed: int, **fields: Any) -> Stage:
+        """Take back what was decided."""
+        run = Path(shutil.copytree(raced, path / "run"))
+        for file in (run / "say.race.json", *run.glob("*/status.json")):
+            file.unlink()
+        return cls(run, random.Random(seed), **fields)
+
+    def play(self) -> list[HostedJob]:
+        """Race on two hosts."""
+        ordinary, plans = raced([racing(reward="exact")])
+        started = itertools.count()
+
+        async def launch(start: StartHost, log: Path) -> Engine:
+            return cast(HostChild, Player(self, next(started) in self.dying))
+
+        with contextlib.closing(RunDirectory(self.run, "run")) as directory:
+            jobs = [HostedJob(one, directory.job(one.name), JobProgress.of(one)) for one in ordinary]
+            self.rng.shuffle(jobs)
+            races = [Race(plan, {job.name: job for job in jobs}, self.run) for plan in plans]
+            hosted, interrupt = HostedRun(config(self.run, hosts=2), directory, jobs, launch, races=races), Interrupt()
+            interrupt.run(lambda: asyncio.wait_for(hosted.run(interrupt, None), 45))
+        return jobs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_neither_the_order_of_arrival_nor_the_death_of_hosts_changes_a_decision(
+    seed: int, on_fakes: Path, tmp_path: Path
+) -> None:
+    """In each second case hosts die when candidates have committed a rung, before they have said that these wait."""
+    stage = Stage.of(on_fakes, tmp_path, seed, dying=(1, 3) if seed % 2 else ())
+    jobs = stage.play()
+    assert (stage.run / "say.race.json").read_bytes() == (on_fakes / "say.race.json").read_bytes()
+    record = RaceRecord.read(stage.run / "say.race.json")
+    out = {one.name: rung.step for rung in record.rungs for one in rung.standings if not one.stays}
+    for job in jobs:
+        dropped = record.dropped().get(job.name)
+        assert job.state is (JobState.CANCELLED if dropped else JobState.SUCCEEDED)
+        assert job.directory.read_status().get("message") == dropped
+        assert [until for name, until in stage.had if name == job.name][-1] == out.get(job.name)
+        assert len(job.progress.rewards) == out.get(job.name, STEPS), "all steps are known here"
+
+
+def test_the_others_go_on_as_soon_as_the_last_candidate_has_failed(on_fakes: Path, tmp_path: Path) -> None:
+    stage = Stage.of(on_fakes, tmp_path, 0, fails="say-c=00")
+    stage.play()
+    record = RaceRecord.read(stage.run / "say.race.json")
+    assert [one.name for one in record.rungs[0].standings if one.verdict == "failed"] == ["say-c=00"]
+    assert record.outcome is not None
+
+
+def test_a_commit_that_a_shared_directory_shows_late_is_waited_for(on_fakes: Path, tmp_path: Path) -> None:
+    """A decision with a budget counts the tokens of the last commits."""
+    ordinary, _ = raced([racing()])
+    first = RaceRecord.read(on_fakes / "say.race.json").rungs[0]
+    dropped = next(one.name for one in first.standings if not one.stays)
+    shutil.copytree(on_fakes / dropped, tmp_path / dropped)
+    candidate = next(one for one in ordinary if one.name == dropped)
+    job = HostedJob(candidate, JobDirectory(tmp_path / dropped), JobProgress.of(candidate), until=first.step)
+    assert not job.arrived
+    job.progress.step = first.step
+    assert job.arrived
+    last = tmp_path / dropped / "state" / str(first.step)
+    last.rename(tmp_path / "late")
+    assert not job.arrived

@@ -30,7 +30,6 @@ from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
 from motet.types import AdapterRef, JobState, Problem
 from motet.view.bracket import verdict
-from tests.support.adapter_files import run
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, vowels, weights
 
 ROWS = [{"prompt": f"Say {i}", "answer": f"{i % 4}"} for i in range(48)]
@@ -265,12 +264,9 @@ def test_a_race_that_cannot_compare_is_refused_before_anything_is_loaded(
 ) -> None:
     wanted = {"name": "say", "data": {"source": ROWS}, "reward": "exact", "race": 4}
     wanted = {name: value for name, value in {**wanted, **fields}.items() if value is not None}
-    with pytest.raises(ConfigError, match=message):
-        run(tmp_path, wanted)
-    with pytest.raises(ConfigError, match="one host"):
-        motet.run(
-            [{**wanted, "algorithm": "grpo", "reward": "exact"}], engine={"hosts": 2}, directory=tmp_path, quiet=True
-        )
+    for hosts in (1, 2):
+        with pytest.raises(ConfigError, match=message):
+            motet.run([wanted], engine={"samplers": 0, "hosts": hosts}, directory=tmp_path, quiet=True)
 
 
 def test_a_service_refuses_a_race() -> None:

@@ -154,6 +154,7 @@ class HostProcess:
         """Serve a connected service: report the jobs here, and repeat unanswered requests."""
         self._alone = False
         self._parent.resume()
+        self._handed_over.keep({*self.pipeline.jobs, *self._wanted})
         self._parent.send(structs.replace(self._ready, jobs=self._handed_over.held(self.pipeline.jobs)))
         self._scores.ask_again()
         self._episodes.offer_again()
@@ -191,10 +192,9 @@ class HostProcess:
             case m.Nudge():
                 if (job := self.pipeline.jobs.get(message.job)) is not None:
                     job.news.set()
-            case m.ReleaseJob():
-                if message.job in self.pipeline.jobs or message.job in self._wanted:  # else it was released already
-                    self._leaving.add(message.job)
-                    self._steer(message.job, Wanted.PAUSE)
+            case m.ReleaseJob() if message.job in {*self.pipeline.jobs, *self._wanted}:  # else it was released already
+                self._leaving.add(message.job)
+                self._steer(message.job, Wanted.PAUSE)
             case m.ForgetJob():
                 self.pipeline.forget(message.job)
             case m.Complete():
