@@ -19,6 +19,8 @@ from motet.types import JobState
 CONTROL = "control"
 """File in a job's directory with the command `pause`, `resume` or `cancel`; deleted once read."""
 _COMMANDS = ("pause", "resume", "cancel")
+_AT_ONCE = 40
+"""Jobs that are looked at for commands at a time, on a disk that may be slow."""
 
 
 class RunDirectory:
@@ -109,12 +111,14 @@ def opened(path: Path, part: str = "") -> Iterator[RunDirectory]:
         directory.close()
 
 
-def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, str]]:
+def read_commands(jobs: Sequence[Job], turn: int = 0) -> Iterator[tuple[str, str]]:
     """Yield (job name, command) for each command file; commands that the job's state does not allow are dropped.
 
+    Of many jobs it looks at a part, at another one in each `turn`.
     A file that cannot be read or removed, such as another user's, adds a note to the job.
     """
-    for job in jobs:
+    rounds = max(1, -(-len(jobs) // _AT_ONCE))
+    for job in jobs[turn % rounds :: rounds]:
         path, obeys = job.directory.path / CONTROL, not job.state.final or job.state is JobState.FAILED
         try:
             command = path.read_text(errors="replace").strip()
