@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from motet.checksums import replace_file
+from motet.checksums import remove_old_drafts, replace_file
 from motet.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
@@ -40,6 +40,7 @@ class RunDirectory:
                 if part:
                     locks.enter_context(self._locked(f".lock.{part}"))
                 self.run_id, self.attempt = self._identify()
+                remove_old_drafts(path)
             except OSError as error:
                 raise RunError(
                     f"{path} cannot be a run directory: {error.strerror}; give another one with --run"
