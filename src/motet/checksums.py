@@ -6,11 +6,14 @@ rollout files are in checksums.jsonl, one of these logs; a version's sums are be
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import secrets
+import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,8 @@ from motet.errors import AdapterError, DiskFull
 SUMS = "sha256.json"
 """Beside a version's files: their sums."""
 _PIECE = 1 << 20
+_DRAFT_SECONDS = 3600.0
+"""Longer than any draft takes."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,14 @@ def replace_file(path: Path, data: bytes) -> None:
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise disk_error(error, path) from error
+
+
+def remove_old_drafts(directory: Path) -> None:
+    """Delete what processes that were killed left half-written; a younger draft may still be written."""
+    for draft in directory.glob(".tmp-*"):
+        with contextlib.suppress(OSError):  # another process deletes it too
+            if time.time() - draft.lstat().st_mtime > _DRAFT_SECONDS:
+                shutil.rmtree(draft) if draft.is_dir() and not draft.is_symlink() else draft.unlink()
 
 
 def link(there: Path, here: Path) -> None:

@@ -249,7 +249,7 @@ class Stage:
         ordinary, plans = raced([racing(reward="exact")])
         started = itertools.count()
 
-        async def launch(start: StartHost, log: Path) -> Engine:
+        async def launch(start: StartHost, log: Path) -> HostChild:
             return cast(HostChild, Player(self, next(started) in self.dying))
 
         with contextlib.closing(RunDirectory(self.run, "run")) as directory:
@@ -295,9 +295,12 @@ def test_a_commit_that_a_shared_directory_shows_late_is_waited_for(on_fakes: Pat
     shutil.copytree(on_fakes / dropped, tmp_path / dropped)
     candidate = next(one for one in ordinary if one.name == dropped)
     job = HostedJob(candidate, JobDirectory(tmp_path / dropped), JobProgress.of(candidate), until=first.step)
-    assert not job.arrived
-    job.progress.step = first.step
-    assert job.arrived
     last = tmp_path / dropped / "state" / str(first.step)
+
+    def arrived(step: int) -> bool:
+        job.progress.step = step
+        return job.arrived
+
+    assert [arrived(0), arrived(first.step)] == [False, True]
     last.rename(tmp_path / "late")
-    assert not job.arrived
+    assert not arrived(first.step)

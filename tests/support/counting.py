@@ -17,10 +17,10 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def calls() -> Iterator[Counter[str]]:
+def calls(*, own_thread: bool = False) -> Iterator[Counter[str]]:
     """How often each function is called meanwhile in this thread and in those that begin meanwhile, by qualified name.
 
-    Built-in functions count too, such as `fsync` and `lstat`.
+    Built-in functions count too, such as `fsync` and `lstat`. With `own_thread`, other threads do not count.
     """
     counted = Counter[str]()
 
@@ -31,7 +31,7 @@ def calls() -> Iterator[Counter[str]]:
             counted[argument.__name__] += 1
 
     before = sys.getprofile()
-    threading.setprofile(watch)
+    threading.setprofile(None if own_thread else watch)
     sys.setprofile(watch)
     try:
         yield counted

@@ -327,6 +327,15 @@ def test_the_datas_own_scorer():
     assert wrong.reward < 0.1
 
 
+def test_a_process_loads_little():
+    """Every job has one, and a host that takes over hundreds of jobs starts them all."""
+    code = "import sys, motet.tasks.reward_process; print(*sorted(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert {"yaml", "pydantic", "torch", "csv", "motet.tasks.row_files", "motet.config"}.isdisjoint(loaded)
+
+
 def test_processes_end_with_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from msgspec import structs
@@ -25,7 +26,7 @@ from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports
 from motet.hosting.scores import AskedOfService
 from motet.launch import open_base
-from motet.preparing import Sources, prepare
+from motet.preparing import ReadData, Sources, prepare
 from motet.protocols import RolloutEngine
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
@@ -94,6 +95,8 @@ class HostProcess:
         """Of jobs that are being prepared: another budget or priority."""
         self._leaving: set[str] = set()
         """Jobs that are to save and go to another host."""
+        self._read = WeakValueDictionary[str, ReadData]()
+        """Data of the jobs that are here: those of a sweep share it."""
         self._wanted: dict[str, Wanted] = {}
         """Of jobs that are being prepared."""
         self._handed_over, self._reports = HandedOver(), JobReports(parent.send, self._shared.engine_suffix)
@@ -244,7 +247,7 @@ class HostProcess:
     def _prepared(self, tree: Mapping[str, Any], first_step: int) -> Job:
         start, info = self._start, self.base.info
         sources = Sources(None if start.own_jobs else OF_A_JOB)
-        job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, sources)
+        job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, sources, self._read)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         installed = {name: str(one["target"]) for name, one in start.rewards.items()}
         self.host.take(job, of_config(job.config, installed), **accepts)

@@ -158,6 +158,8 @@ class Job:
     """A job of this run that must succeed first, because this one starts from its adapter."""
     before_version: str = "best"
     """Which of its versions: `best`, `latest`, or a number."""
+    keeps: object = None
+    """What lives as long as a job needs it, such as data that jobs share."""
     until: int | None = None
     """Steps after which it waits for a decision of its race; None where it trains to the end."""
 

@@ -6,6 +6,7 @@ An exception in a job's loop becomes that job's state and reason; other jobs con
 from __future__ import annotations
 
 import asyncio
+import itertools
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from motet.runtime.rundir import read_commands
 from motet.runtime.scheduler import weight_of
 from motet.runtime.slot_turns import MAX_IDLE, IdleSlotTimeouts, SlotTurns
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
+from motet.runtime.uninterrupted import in_thread
 from motet.types import JobState, Wanted
 
 _POLL_SECONDS = 0.3
@@ -78,9 +80,8 @@ class Pipeline:
         self._services, self._slots, self._races = services, slots, races
         self._running: dict[str, Running] = {}
         self._rules: dict[str, Rule] = {}
-        self._disk_gate = DiskSpaceGate()
+        self._disk_gate, self._changed = DiskSpaceGate(), asyncio.Event()
         self._stopping = self._closing = False
-        self._changed = asyncio.Event()
 
     async def run(self) -> None:
         """Run until every job has ended or, after `stop`, is paused. With `stays`, run until stopped."""
@@ -245,7 +246,7 @@ class Pipeline:
     async def _run_job(self, job: Job) -> None:
         running = self._running[job.name]
         try:
-            loop = running.loop = driver_of(job)(job, self._services, job.directory.restore())
+            loop = running.loop = driver_of(job)(job, self._services, await in_thread(job.directory.restore))
             if running.pause is not None:
                 loop.pause()
             state = await loop.run()
@@ -282,13 +283,13 @@ class Pipeline:
 
     async def _poll(self) -> None:
         """Check waiting jobs at intervals, and execute commands of other processes."""
-        while True:
+        for turn in itertools.count():
             await asyncio.sleep(_POLL_SECONDS)
             if self._stays:
                 self._preempt_idle()
             if self._disk_gate.may_open() or self._turns.due:
                 self._changed.set()
-            for name, wanted in read_commands(list(self.jobs.values())):
+            for name, wanted in read_commands(list(self.jobs.values()), turn):
                 self.steer(name, wanted)
 
     def _preempt_idle(self) -> None:

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,8 +22,10 @@ from motet import wall
 from motet.errors import DataError, RewardError
 from motet.near import close_matches
 from motet.tasks.reasoning_answers import read_safely
-from motet.tasks.row_files import RowLimits
 from motet.types import Problem
+
+if TYPE_CHECKING:  # every reward process loads this module, and files of rows take as long as all the rest of Motet
+    from motet.tasks.row_files import RowLimits
 
 HASH_SEED = "0"
 _MEMORY_MB = 1 << 16

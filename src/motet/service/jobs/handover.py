@@ -83,8 +83,10 @@ class Handover:
         Excludes jobs that wait for others, and jobs that a host has and reports itself.
         """
         messages, given, rules = list[AddJob](), Counter[tuple[str, str]](), dict[str, Rule]()
-        hosts = self._hosts.jobs
-        for job in self._store.scalars(in_turn(hosts.all(), hosts.most)):
+        hosts, rooms = self._hosts.jobs, dict[tuple[str, str], int | None]()
+        jobs = self._store.scalars(in_turn(hosts.all(), hosts.most))
+        first_steps = self._log.first_missing_steps([job.id for job in jobs])
+        for job in jobs:
             try:
                 if job.wanted != Wanted.RUN:  # requested while no host had the job, and not recorded
                     paused = job.wanted == Wanted.PAUSE
@@ -94,11 +96,12 @@ class Handover:
                     self._wait(job, missing)
                 else:
                     whose = job.tenant_id, self._bases.of(job.base)
-                    room = hosts.room(*whose)
-                    if room is None or given[whose] <= room:
+                    if whose not in rooms:
+                        rooms[whose] = hosts.room(*whose)
+                    if (room := rooms[whose]) is None or given[whose] <= room:
                         if (rule := rules.get(job.tenant_id)) is None:
                             rule = rules[job.tenant_id] = self._enforcer.rule_with_job(job)
-                        messages.append(self.message(job, rule))
+                        messages.append(self.message(job, rule, first_steps.get(job.id, 0)))
                         given[whose] += 1
             except UNFIT as error:
                 self._recorder.record_state(job.id, JobState.FAILED, str(error))
@@ -126,8 +129,8 @@ class Handover:
             paused = job.state == JobState.PAUSED.value
             self._recorder.record_state(job.id, JobState.PAUSED if paused else JobState.QUEUED, why)
 
-    def message(self, job: StoredJob, rule: Rule | None = None) -> AddJob:
-        """The engine's message for a job, with the `rule` of its tenant if that is known.
+    def message(self, job: StoredJob, rule: Rule | None = None, first_step: int | None = None) -> AddJob:
+        """The engine's message for a job, with the `rule` of its tenant and its first missing step if those are known.
 
         Raises:
             MotetError, OSError, ValueError: the job cannot start as it is (`UNFIT`).
@@ -138,7 +141,7 @@ class Handover:
         for reward in config.rewards:
             self._secrets.opened(reward)  # fail now if a secret is missing
         tree = self.tree(Principal.member_of(job.tenant_id), config, job.id)
-        first_step = self._log.first_missing_step(job.id)
+        first_step = self._log.first_missing_step(job.id) if first_step is None else first_step
         rule = rule or self._enforcer.rule_with_job(job)
         resumes = job.state == JobState.RUNNING.value
         return AddJob(tree, Wanted(job.wanted), first_step, job.tenant_id, rule, config.slots, base, resumes)

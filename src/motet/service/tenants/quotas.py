@@ -11,7 +11,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import func, select
@@ -84,21 +85,30 @@ class Quotas:
         query = query if name is None else query.where(Tenant.name == name)
         with self._store.transaction() as session:
             rows = [(row[0], row[1]) for row in session.execute(query.order_by(Tenant.name))]
-        today = self._ledger.used_today()
+        ids = [tenant.id for tenant, _ in rows]
+        today, stored, jobs = self._ledger.used_today(), self.stored.of_each(ids), self._open_jobs(ids)
         return [
             TenantInfo(
                 id=tenant.id,
                 name=tenant.name,
                 limits=self._with(given),
                 own=list(given or ()),
-                running=self._jobs(tenant.id, JobState.RUNNING.value),
-                waiting=self._jobs(tenant.id, JobState.QUEUED.value, JobState.PAUSED.value),
+                running=jobs[tenant.id, JobState.RUNNING.value],
+                waiting=jobs[tenant.id, JobState.QUEUED.value] + jobs[tenant.id, JobState.PAUSED.value],
                 tokens_today=today.get(tenant.id, UsedToday()).tokens,
                 device_seconds_today=today.get(tenant.id, UsedToday()).device_seconds,
-                stored_bytes=self.stored.of(tenant.id),
+                stored_bytes=stored[tenant.id],
             )
             for tenant, given in rows
         ]
+
+    def _open_jobs(self, tenant_ids: Collection[str]) -> Counter[tuple[str, str]]:
+        """The number of jobs that have not ended, by tenant and state."""
+        query = select(StoredJob.tenant_id, StoredJob.state, func.count())
+        query = query.where(StoredJob.tenant_id.in_(tenant_ids), StoredJob.state.in_(OPEN))
+        with self._store.transaction() as session:
+            rows = session.execute(query.group_by(StoredJob.tenant_id, StoredJob.state))
+            return Counter({(str(row[0]), str(row[1])): int(row[2]) for row in rows})
 
     def _jobs(self, tenant_id: str, *states: str) -> int:
         query = select(func.count()).where(StoredJob.tenant_id == tenant_id, StoredJob.state.in_(states))
@@ -309,10 +319,11 @@ class QuotaEnforcer:
     def enforce(self) -> None:
         """Store usage, and send the engine the rules that changed."""
         self._ledger.flush()
-        self._quotas.stored.measure()
-        used = self._ledger.used_today()
-        for tenant_id, limits in self._quotas.all().items():
-            rule = _rule(limits, used.get(tenant_id, UsedToday()), self._quotas.stored.of(tenant_id))
+        self._quotas.stored.measure(all_changed=False)
+        used, every = self._ledger.used_today(), self._quotas.all()
+        stored = self._quotas.stored.of_each(every)
+        for tenant_id, limits in every.items():
+            rule = _rule(limits, used.get(tenant_id, UsedToday()), stored[tenant_id])
             again = time.monotonic() < self._again.get(tenant_id, 0)
             # sent to all at first: an earlier service may have sent another
             if again or rule != self._sent.get(tenant_id):
