@@ -28,6 +28,8 @@ from mutmut.utils.format_utils import get_mutant_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / "build" / "mutants"
+BESIDE = ["scripts", "examples", "bench"]
+"""What tests import besides."""
 MEMORY = 6 << 30
 """Bytes of one process: a mutant whose loop has no end must not take all there is."""
 
@@ -49,7 +51,7 @@ def _settings(room: Room) -> str:
     settings = {
         "only_mutate": [f"src/motet/{file}" for file in room.files],
         "do_not_mutate_patterns": [r"^\s*raise "],  # the words of errors
-        "also_copy": ["scripts", "examples"],
+        "also_copy": BESIDE,
         "pytest_add_cli_args": ["-p", "no:cacheprovider"],
         "pytest_add_cli_args_test_selection": shlex.split(room.tests),
         "process_isolation": "forkserver",
@@ -82,7 +84,7 @@ def survey(name: str, count: int, seed: int, workers: int) -> bool:
     room, place = ROOMS[name], PLACE / name
     shutil.rmtree(place, ignore_errors=True)
     (place / "mutants" / "src").mkdir(parents=True)  # Python forgets a path that is not there when it begins
-    for part in ("src", "tests", "scripts", "examples"):
+    for part in ("src", "tests", *BESIDE):
         (place / part).symlink_to(ROOT / part)
     (place / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + _settings(room))
     with contextlib.chdir(place):

@@ -23,7 +23,7 @@ from motet.errors import ConfigError, RunError
 from motet.jobfile import load_jobs, merge
 from motet.rollout.fake import FakeSync
 from motet.running import run_config
-from motet.runtime.race import RaceRecord, why_out
+from motet.runtime.race import RaceRecord, interval, why_out
 from motet.runtime.race_rule import confirming, decide, deciding
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.reward_http import Addresses
@@ -70,7 +70,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_candidates_are_dropped_at_rungs_and_finalists_go_on_to_the_end(alone: Path) -> None:
     record = RaceRecord.read(alone / "say.race.json")
-    assert record.plan == ((2, 3), (4, 2))
+    assert (record.name, record.plan) == ("say", ((2, 3), (4, 2)))
     assert [len(rung.standings) for rung in record.rungs] == [6, 3]
     assert record.outcome is not None
     finalist = record.outcome.finalist
@@ -315,6 +315,12 @@ def test_rows_without_a_reward_are_left_out_and_confirming_rows_are_apart() -> N
     assert [one.name for one in gone] == ["a", "b", "c"]
     assert gone[1].difference == -1.0
     assert (gone[2].mean, gone[2].difference) == (None, None)
+
+
+def test_a_difference_is_told_with_its_interval() -> None:
+    assert interval(-0.5, -0.75, -0.25) == "-0.500 (-0.750 to -0.250)"
+    assert interval(-0.5, None, None) == "-0.500"
+    assert interval(None, None, None) == "no row in common"
 
 
 # --- candidates -------------------------------------------------------------------------------------------------------

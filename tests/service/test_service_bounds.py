@@ -352,7 +352,7 @@ def test_generated_rows_take_bounded_time_and_memory() -> None:
     assert make_entries(spec, UPLOADED) == make_entries(spec)
     with pytest.raises(DataError, match=r"within 0\.01 s"):
         make_entries(spec, RowLimits(seconds=0.01))
-    small = RowLimits(memory_mb=250)
+    small = RowLimits(seconds=900, memory_mb=250)
     assert make_entries(spec, small) == make_entries(spec)
     with pytest.raises(DataError, match=r"MemoryError|exit status"):
         make_entries(ScorerSpec("chain_sum", {}, 10**6, 1), small)
