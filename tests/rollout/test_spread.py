@@ -571,8 +571,8 @@ def run(base: Any, directory: Path, jobs: Any, samplers: int, kill: bool = False
         wait_until(lambda: used[0].seconds > 0, "the process sampled nothing")
         os.kill(used[0].pid, signal.SIGKILL)
 
-    def started(workshop: Any, jobs: Any) -> None:
-        used.extend(getattr(workshop.engine, "links", ()))
+    def started(host: Any, jobs: Any) -> None:
+        used.extend(getattr(host.workshop.engine, "links", ()))
         for link in used:
             wait_for(link)
         if kill:

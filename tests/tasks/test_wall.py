@@ -101,7 +101,7 @@ def test_a_reward_behind_the_wall_reaches_nothing_outside(tmp_path, verb):
 @pytest.mark.parametrize("lie", breaking_out.LIES)
 def test_a_process_that_lies_costs_its_own_rollouts_alone(lie):
     (first,) = scored([f"lie {lie}"], own(wall=True))
-    assert "is no reply" in first.error
+    assert "is not a reply" in first.error
 
 
 def test_the_library_of_symbols_evaluates_answers_and_the_wall_holds_it(tmp_path):
@@ -175,7 +175,7 @@ def test_what_makes_no_rows_is_said_in_a_line_and_the_rest_is_logged(caplog):
         make_entries(ScorerSpec("leg_counting", size=10**6), RowLimits(rows=1, bytes=10**6, seconds=60, memory_mb=16))
     assert "\n" not in str(error.value)
     assert "Traceback" not in str(error.value)
-    assert "importlib" in caplog.text
+    assert re.search(r"\n\w*Error\b", caplog.text)
 
 
 # --- scorers that evaluate answers ------------------------------------------------------------------------------------------

@@ -359,11 +359,11 @@ def test_a_run_on_ranks_has_the_bytes_of_one_process(engine: dict[str, Any], tmp
 def test_a_rank_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Path) -> None:
     assert run_config(job_file(tmp_path / "whole", steps=4)).ok
 
-    def started(workshop: Any, jobs: Any) -> None:
+    def started(host: Any, jobs: Any) -> None:
         def kill() -> None:
             while jobs[0].progress.step < 2:
                 pause.wait(0.01)
-            os.kill(workshop.ranks.pids[1], signal.SIGKILL)
+            os.kill(host.workshop.ranks.pids[1], signal.SIGKILL)
 
         pause = threading.Event()
         threading.Thread(target=kill).start()
