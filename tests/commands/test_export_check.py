@@ -185,12 +185,21 @@ def test_a_base_that_the_receipt_does_not_name_is_refused(version: Path, tmp_pat
 
 
 def test_an_export_is_verified_by_its_receipt(
-    version: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    version: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export.write(version, str(SMALL_BASE), tmp_path / "card", "card", checked=False)
     assert verify(tmp_path / "card") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "not checked: README.md, curves.svg (the receipt does not name them)" in said
+    monkeypatch.setenv("MOTET_CACHE", str(tmp_path / "cache"))
+    copy = shutil.copytree(SMALL_BASE, tmp_path / "cache/SmolLM2-135M-Instruct")
+    expanded = {**json.loads((copy / "config.json").read_text()), "_model_name_or_path": "x"}
+    (copy / "config.json").write_text(json.dumps(expanded))
+    export.write(version, "smollm2", tmp_path / "short", "card", checked=False)
+    assert "expanded from four bits" in capsys.readouterr().err
+    assert "expanded from four bits" in (tmp_path / "short/README.md").read_text()
+    assert verify(tmp_path / "short") == 0
+    capsys.readouterr()
     config = tmp_path / "card" / ADAPTER_CONFIG
     config.write_text(json.dumps({**json.loads(config.read_text()), "r": 99}))
     assert verify(tmp_path / "card") == 1
@@ -241,6 +250,13 @@ def test_peft_finds_the_base_of_an_export(adapter: Path, tmp_path: Path, monkeyp
         export.write(adapter, base, tmp_path / f"{place}", "peft", checked=False)
         named[base] = json.loads((tmp_path / f"{place}" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
     assert named == {"small": str(SMALL_BASE), "near": str(tmp_path / "near"), str(snapshot): "team/tiny-base"}
+    monkeypatch.setenv("MOTET_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(SMALL_BASE, tmp_path / "cache/SmolLM2-135M-Instruct")
+    for place, base in enumerate(("smollm2", str(tmp_path / "cache/SmolLM2-135M-Instruct"))):
+        export.write(adapter, base, tmp_path / f"short-{place}", "card", checked=False)
+        config = json.loads((tmp_path / f"short-{place}" / ADAPTER_CONFIG).read_text())
+        assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+        assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in (tmp_path / f"short-{place}/README.md").read_text()
     monkeypatch.chdir("/")
     assert type(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "0")).__name__ == "PeftModelForCausalLM"
 

@@ -43,6 +43,7 @@ def write_card(source: ExportSource, target: Path) -> None:
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {job.name if job.steps else source.adapter.resolve().name}",
         f"A LoRA adapter of rank {source.weights.rank} (alpha {source.weights.alpha:g}) on `{named}`, trained with Motet."
+        + (f" {source.caveat}" if source.caveat else "")
         + ("" if licence else " The base's files do not say its licence."),
         *_rewards(job, target),
         f"## Load it\n\n```py\n{_LOAD.format(base=source.loads_as)}```",
