@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -166,8 +167,8 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A version of a short run on the small base."""
     run = tmp_path_factory.mktemp("run")
     algorithm = {"type": "grpo", "group_size": 4, "groups_per_step": 2}
-    (run / "rewards.py").write_text("def own(problem, completion, *, key):\n    return len(key) / 9\n")
-    own = {"name": f"{run / 'rewards.py'}:own", "args": {"key": "hush"}}
+    (run / "rewards.py").write_text("def own(problem, completion, *, key, most):\n    return len(key) / most\n")
+    own = {"name": f"{run / 'rewards.py'}:own", "args": {"key": "hush", "most": 9}}
     rewards = ["exact", {"name": "length", "weight": 0.2, "args": {"target": 3}}, own]
     job = {"name": "sort", "data": {"source": "toy:sort_letters", "size": 64}, "reward": rewards, "steps": 1}
     fixed = {"algorithm": algorithm, "eval": {"every": 1}, "optimizer": {"lr": 0.002}}
@@ -231,6 +232,8 @@ def test_a_card_says_how_an_adapter_was_made_and_how_good_it_is(version: Path, t
     )
     for fact in (*facts, "| rewards | `exact`, 0.2 × `length` (target 3), `rewards.py:own` (key sha256:"):
         assert fact in body, fact
+    assert job.rewards[2].args["most"] == 9
+    assert re.search(r"\(key sha256:[0-9a-f]+, most 9\) \|", body)
     assert "hush" not in text
     (version.parent.parent / "job.yaml").rename(version.parent.parent / "away.yaml")
     export.write(version, None, tmp_path / "without", "card", checked=False)
