@@ -65,7 +65,8 @@ def run_config(
         started: called once, before the first step, with what was loaded; not where hosts load it.
         notify: called with a line for the person who pressed Ctrl-C, and of hosts that end.
         watch: called once with what says how hosts stand, where there are several.
-        original: of the one job, if it is derived again: the rate that was chosen for it there is taken.
+        original: of the one job, if it is derived again: the rate that was chosen for it there is taken, and its recorded
+            rollouts, if servers sampled them.
 
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
@@ -88,7 +89,10 @@ def run_config(
         slots = 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
-        workshop = assemble(opened, at_once, [need for _, need in prepared], directory, config.jobs)
+        needs, recorded = [need for _, need in prepared], original is not None
+        workshop = assemble(opened, at_once, needs, directory, config.jobs, recorded=recorded)
+        for job in jobs if workshop.exact_logs else ():
+            job.recorded = original
         _note(workshop, jobs, checked)
         try:
             if started is not None:

@@ -138,7 +138,8 @@ class Driver:
     async def _publish(self) -> None:
         if self.session.versions.latest == self.session.done.step:  # nothing was trained: the step was stopped
             return
-        await self.session.publish()
+        if self.job.recorded is None:
+            await self.session.publish()
         if not self._stops:
             self.published(self.session.done.step)
 

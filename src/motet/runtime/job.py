@@ -110,6 +110,8 @@ class Services:
     """Vocabulary size of the base."""
     functions: LossFunctions | None = None
     """Backend of the trainer's losses; None uses torch."""
+    exact_logs: bool = False
+    """Whether rollout logs hold exactly what is trained on, because rollouts cannot be sampled again (`recorded`)."""
     room: StorageRoom = field(default_factory=StorageRoom)
     agents: Callable[[str, EnvironmentConfig], OwnEnvironment] | None = None
     """Creates the environment of a job whose agent runs elsewhere; None if that is not supported."""
@@ -156,6 +158,8 @@ class Job:
     """A job of this run that must succeed first, because this one starts from its adapter."""
     before_version: str = "best"
     """Which of its versions: `best`, `latest`, or a number."""
+    recorded: JobDirectory | None = None
+    """Of the job, if its steps are derived again from rollouts that are recorded there: nothing is sampled or published."""
     until: int | None = None
     """Steps after which it waits for a decision of its race; None where it trains to the end."""
 
