@@ -14,6 +14,8 @@ BENCH_ARGS ?=
 LOAD_ARGS ?=
 KIT_ARGS ?=
 DAY_ARGS ?=
+ROOM ?=
+MUTANTS_ARGS ?=
 TRITON := triton==3.9.0
 
 # The first of these that is Python 3.11 or newer makes the environment; `make PYTHON=/path/to/python …` chooses.
@@ -54,7 +56,7 @@ demo: $(VENV)/.installed  ## train several adapters on the small base that ships
 	HF_HUB_OFFLINE=1 $(BIN)/motet demo
 
 .PHONY: smollm2
-smollm2: $(VENV)/.installed-reasoning  ## bring SmolLM2-135M-Instruct into the local cache, and reasoning-gym's tasks
+smollm2: $(VENV)/.installed-reasoning  ## download SmolLM2-135M-Instruct to the local cache, and install reasoning-gym
 	$(BIN)/python scripts/fetch_smollm2.py
 
 # ---- development -------------------------------------------------------------------------------------------------
@@ -68,7 +70,7 @@ tinker: $(VENV)/.installed-dev  ## make .envs/tinker… with the newest and the 
 	@$(BIN)/python -m bench.speed.envs tinker tinker-0.25.0
 
 .PHONY: agents
-agents: $(VENV)/.installed-dev  ## make .envs/agents, .envs/mini and .envs/verifiers with packages that agents are written on, which tests train (three minutes)
+agents: $(VENV)/.installed-dev  ## make .envs/agents, .envs/mini and .envs/verifiers with the packages of the agents that tests train (three minutes)
 	@$(BIN)/python -m bench.speed.envs agents mini verifiers
 
 .PHONY: unit
@@ -109,8 +111,12 @@ format: $(VENV)/.installed-dev  ## format, and fix what ruff can fix
 	$(BIN)/ruff format
 
 .PHONY: faults
-faults: $(VENV)/.installed-dev  ## plant each known fault in a copy and see its test turn red (half an hour)
+faults: $(VENV)/.installed-dev  ## plant each known fault in a copy, and check that its test fails (half an hour)
 	$(BIN)/python scripts/plant_faults.py
+
+.PHONY: mutants
+mutants: $(VENV)/.installed-dev  ## change a room's operators and numbers one at a time and see what its tests miss (ROOM=algorithms; minutes)
+	$(BIN)/python scripts/mutants.py $(ROOM) $(MUTANTS_ARGS)
 
 .PHONY: bench
 bench: $(VENV)/.installed-dev smollm2  ## Motet and its peers on the same work: docs/benchmarks.md (QUICK=1: rough, a few minutes)
@@ -118,7 +124,7 @@ bench: $(VENV)/.installed-dev smollm2  ## Motet and its peers on the same work: 
 	$(BIN)/python -m bench.speed $(if $(QUICK),--quick) $(BENCH_ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: gpu-check  ## gpu-check, then the speed of Motet on one GPU: docs/benchmarks-gpu.md
+bench-gpu: gpu-check  ## run gpu-check, then measure Motet's speed on one GPU: docs/benchmarks-gpu.md
 	$(BIN)/python -m bench.speed --device cuda --shape 0.5b 8b --page docs/benchmarks-gpu.md $(BENCH_ARGS)
 
 .PHONY: gpu-check
@@ -132,7 +138,7 @@ gpu-kit: $(VENV)/.installed-dev  ## the tree and the packages for a GPU machine 
 	$(BIN)/python scripts/gpu_kit.py $(KIT_ARGS)
 
 .PHONY: gpu-day
-gpu-day: $(VENV)/.installed-dev  ## what a card has to show, in 25 pieces of nine minutes: docs/benchmarks-gpu.md; run it again to resume (DAY_ARGS=--rehearse: on a CPU)
+gpu-day: $(VENV)/.installed-dev  ## check and measure a GPU, in 25 pieces of nine minutes: docs/benchmarks-gpu.md; run it again to resume (DAY_ARGS=--rehearse: on a CPU)
 	$(BIN)/python -m bench.gpu_day $(DAY_ARGS)
 
 .PHONY: docs
@@ -141,11 +147,11 @@ docs: $(VENV)/.installed-dev  ## write the reference pages, then build and check
 	$(BIN)/python scripts/make_site.py $(if $(VERSION),--version $(VERSION))
 
 .PHONY: bases
-bases: $(VENV)/.installed-dev  ## write the table of docs/bases.md anew (a few minutes)
+bases: $(VENV)/.installed-dev  ## write the table of docs/bases.md again (a few minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.bases
 
 .PHONY: small-base
-small-base: $(VENV)/.installed  ## train the small base anew (about half an hour on one core)
+small-base: $(VENV)/.installed  ## train the small base again (about half an hour on one core)
 	$(BIN)/python scripts/make_small_base.py --out src/motet/assets/small-base
 
 .PHONY: clean

@@ -49,10 +49,12 @@ class Point:
     publish_slowest: float
     """Of all but the slowest hundredth."""
     metrics_ms: float
-    """Median milliseconds until `/metrics` has answered; `list_ms` is that of the list that the dashboard shows."""
+    """The service's CPU milliseconds for an answer of `/metrics`; `list_ms` are those for a page of a hundred jobs."""
     list_ms: float
     resumed: float
     """Seconds from the engine's death until every job had taken a step again."""
+    resumed_cpu: float
+    """CPU seconds of the new engine and the service until then."""
 
 
 def job(number: int, steps: int) -> dict[str, Any]:
@@ -112,14 +114,17 @@ class Fleet:
         lines = [json.loads(line) for file in files for line in file.read_bytes().split(b"\n")[:-1]]
         return [line for line in lines if line["time"] >= since]
 
-    def answers_in(self, path: str, times: int = 9) -> float:
-        """Median milliseconds of an answer."""
-        seconds = []
+    def own_cpu(self) -> float:
+        """Seconds of the service's own process."""
+        assert self.service.process is not None
+        return float(sum(psutil.Process(self.service.process.pid).cpu_times()[:2]))
+
+    def cost_of(self, path: str, beside: float, times: int = 50) -> float:
+        """CPU milliseconds of the service for an answer; it takes `beside` seconds in each second without requests."""
+        cpu, begun = self.own_cpu(), time.monotonic()
         for _ in range(times):
-            begun = time.perf_counter()
             assert self.service.get(path).is_success
-            seconds.append(time.perf_counter() - begun)
-        return 1000 * statistics.median(seconds)
+        return 1000 * max(0.0, self.own_cpu() - cpu - beside * (time.monotonic() - begun)) / times
 
 
 def measure(where: Path, jobs: int, seconds: float) -> Point:
@@ -130,8 +135,10 @@ def measure(where: Path, jobs: int, seconds: float) -> Point:
         fleet.start()
         fleet.until(lambda: len(now := fleet.steps()) == jobs and min(now.values()) > 0)
         before, cpu, begun, clock = fleet.steps(), fleet.cpu(), time.monotonic(), time.time()
+        own_cpu = fleet.own_cpu()
         fleet.until(lambda: time.monotonic() - begun > seconds)
         after, cpu, wall = fleet.steps(), fleet.cpu() - cpu, time.monotonic() - begun
+        beside = (fleet.own_cpu() - own_cpu) / wall
         done = {one: after[one] - before[one] for one in after}
         assert service.process is not None
         engine, own = (
@@ -143,16 +150,17 @@ def measure(where: Path, jobs: int, seconds: float) -> Point:
             service.become(key)
             shares.append(sum(done[one["id"]] for one in service.ask("GET", "/v1/jobs?limit=100")["data"]))
         service.become(fleet.admin)
-        metrics, listed = fleet.answers_in("/metrics"), fleet.answers_in("/v1/jobs?limit=100")
+        metrics, listed = (fleet.cost_of(path, beside) for path in ("/metrics", "/v1/jobs?limit=100"))
         service.engine().kill()
-        killed = fleet.steps()
+        killed, own_cpu = fleet.steps(), fleet.own_cpu()
         resumed = fleet.until(lambda: all(n > killed[one] for one, n in fleet.steps().items()))
+        resumed_cpu = fleet.cpu() - own_cpu
     finally:
         service.close()
     n = sum(done.values())
     return Point(
         jobs, n, wall / n, cpu / n, engine, own, min(shares) / max(shares), statistics.median(publish),
-        publish[int(0.99 * len(publish))], metrics, listed, resumed,
+        publish[int(0.99 * len(publish))], metrics, listed, resumed, resumed_cpu,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from bench.speed.profiling import GROUPS
 from bench.speed.rows import Block
 from bench.speed.table import HEAD, cells, markdown, number
 
-NOTICE = "<!-- Written by bench/speed: run `make bench`. What stands between the marks of the findings is kept. -->\n\n"
+NOTICE = "<!-- Written by bench/speed: run `make bench`. The text between the marks of the findings is kept. -->\n\n"
 BEGIN, END = "<!-- findings -->", "<!-- end of findings -->"
 
 
@@ -176,6 +176,6 @@ make bench QUICK=1    # a rough table in a few minutes; this page stays as it is
 make bench-gpu        # Motet alone on one GPU, with bases of random weights
 ```
 
-`.venv/bin/python -m bench.speed --help` tells how to choose rows and repeats. Run it on a machine that does nothing else.
+`.venv/bin/python -m bench.speed --help` explains how to choose rows and repeats. Run it on a machine that does nothing else.
 A peer that cannot be installed or started leaves its rows unmeasured, with the reason.
 """

@@ -1,4 +1,4 @@
-"""`motet`, and `python -m motet`: the command line is imported where Ctrl-C is heard already."""
+"""`motet`, and `python -m motet`: imports the command line only after Ctrl-C is handled."""
 
 import sys
 

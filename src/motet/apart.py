@@ -32,7 +32,7 @@ from motet.errors import LimitError, MotetError
 
 Result = TypeVar("Result")
 _IDLE_SECONDS = 60.0
-"""After these a process that has nothing to do ends, and its memory is free."""
+"""Idle time after which a process ends, to free its memory."""
 _FRAME = struct.Struct("<IIQ")
 _DONE, _FAULT = 0, 1
 
@@ -67,7 +67,7 @@ class ThreadTurns:
     """A pool of threads. Keys take turns, and each key has at most one running piece of work."""
 
     def __init__(self, threads: int, waiting: int, name: str = "motet-turns") -> None:
-        """`waiting` is the most pieces of work of one key that may wait."""
+        """`waiting`: most pieces of work of one key that may wait."""
         self._most, self._waiting, self._name = threads, waiting, name
         self._queues: OrderedDict[str, deque[_Work]] = OrderedDict()
         """Waiting work by key; the key whose turn is next comes first."""
@@ -76,7 +76,7 @@ class ThreadTurns:
         self._threads, self._idle, self._closed = 0, 0, False
 
     async def run(self, key: str, work: Callable[[], Result]) -> Result:
-        """Do a piece of work in a thread when it is this key's turn.
+        """Do a piece of work in a thread when this key's turn comes.
 
         Raises:
             LimitError: too much of this key's waits already.
@@ -108,7 +108,7 @@ class ThreadTurns:
             queue = deque(other for other in self._queues.get(one.key, ()) if not other.abandoned)
             if len(queue) >= self._waiting:
                 raise LimitError(
-                    f"{self._waiting} requests of yours wait for work of this kind, the most here; try again in a moment",
+                    f"{self._waiting} of your requests wait for such work already, which is the limit; try again in a moment",
                     429, 1,
                 )  # fmt: skip
             queue.append(one)
@@ -119,7 +119,7 @@ class ThreadTurns:
             self._changed.notify()
 
     def _work(self) -> None:
-        """What a thread does."""
+        """The loop of one thread."""
         try:
             while (one := self._next()) is not None:
                 try:
@@ -133,7 +133,7 @@ class ThreadTurns:
             self._leave()
 
     def _next(self) -> _Work | None:
-        """The next piece of work; None where there was none for a while."""
+        """The next piece of work; None if there was none for a while."""
         until = time.monotonic() + _IDLE_SECONDS
         with self._changed:
             while True:
@@ -162,7 +162,7 @@ class ThreadTurns:
         return None
 
     def _leave(self) -> None:
-        """A thread ends."""
+        """Record that a thread has ended."""
 
 
 def _settle(one: _Work) -> None:
@@ -183,18 +183,18 @@ class WorkLimits:
     waiting: int = 32
     """Pieces of work of one key that may wait."""
     seconds: float = 5.0
-    """Of the processor, for one piece of work."""
+    """CPU time for one piece of work."""
     memory_mb: int = 1024
     """Per process: address space beyond its size at the start."""
 
     @property
     def wall_seconds(self) -> float:
-        """By the clock: many times more, because the machine may be busy."""
+        """Wall-clock time for one piece of work: many times its CPU time, because the machine may be busy."""
         return 12 * self.seconds
 
 
 class Apart(ThreadTurns):
-    """Processes behind the wall, one for each thread, which are started when there is work for them."""
+    """Processes behind the wall, one for each thread, started when there is work for them."""
 
     def __init__(self, bounds: WorkLimits | None = None) -> None:
         self.bounds = bounds or WorkLimits()
@@ -218,13 +218,13 @@ class Apart(ThreadTurns):
         return answer
 
     def close(self) -> None:
-        """Begin no more, and end the processes."""
+        """Start no further work, and end the processes."""
         super().close()
         for process in list(self._processes):
             process.kill()
 
     def pids(self) -> list[int]:
-        """Of its processes."""
+        """Process ids."""
         return [process.pid for process in list(self._processes)]
 
     def _called(self, one: _Work, name: str, given: bytes, memory_mb: int) -> bytes:
@@ -280,11 +280,11 @@ class _Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process still runs."""
         return self._child.poll() is None
 
     def call(self, name: str, given: bytes, memory_mb: int) -> bytes:
-        """One piece of work; raises as `Apart.call` does."""
+        """Do one piece of work; raises as `Apart.call` does."""
         timer = threading.Timer(self._bounds.wall_seconds, self._be_late)
         timer.daemon = True
         timer.start()
@@ -303,11 +303,11 @@ class _Process:
         return answer
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process at once."""
         self._child.kill()
 
     def close(self) -> None:
-        """End it, and leave nothing of it."""
+        """Kill the process and wait until it is gone."""
         self.kill()
         for pipe in (self._child.stdin, self._child.stdout):
             with contextlib.suppress(OSError):
@@ -368,7 +368,7 @@ def _serve(lines: BinaryIO, out: BinaryIO, statm: BinaryIO | None, seconds: floa
 
 
 def _limit(*, seconds: int | None, memory: int | None) -> None:
-    """Lower the limits that can be raised again; None is as far as they may be."""
+    """Set the soft limits; None raises them to the hard limits."""
     for kind, wanted in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory)):
         hard = resource.getrlimit(kind)[1]
         soft = hard if wanted is None or (hard != resource.RLIM_INFINITY and wanted > hard) else wanted
@@ -382,5 +382,5 @@ if __name__ == "__main__":
         space = opened.enter_context(open("/proc/self/statm", "rb")) if Path("/proc/self/statm").exists() else None
         wall.enter(int(sys.argv[2]), readable=modules, where_possible=True)
         streams = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that a library prints may pass for an answer
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's prints must not be read as an answer
         _serve(*streams, space, float(sys.argv[3]))

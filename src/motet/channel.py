@@ -48,7 +48,7 @@ def encode(message: ChannelMessage) -> bytes:
     """
     line = json.dumps(msgspec.to_builtins(message, enc_hook=_plain), separators=(",", ":")).encode() + b"\n"
     if len(line) > LONGEST_LINE:
-        raise EngineError(f"{-(-len(line) // 2**20)} MB, where {LONGEST_LINE >> 20} MB are the most")
+        raise EngineError(f"{-(-len(line) // 2**20)} MB; the limit is {LONGEST_LINE >> 20} MB")
     return line
 
 

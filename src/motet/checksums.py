@@ -6,11 +6,14 @@ rollout files are in checksums.jsonl, one of these logs; a version's sums are be
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import secrets
+import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,8 @@ from motet.errors import AdapterError, DiskFull
 SUMS = "sha256.json"
 """Beside a version's files: their sums."""
 _PIECE = 1 << 20
+_DRAFT_SECONDS = 3600.0
+"""Longer than any draft takes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def sealed(record: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(line: bytes) -> dict[str, Any]:
-    """What was sealed.
+    """The sealed values.
 
     Raises:
         ValueError: it is not what was written.
@@ -147,8 +152,16 @@ def replace_file(path: Path, data: bytes) -> None:
         raise disk_error(error, path) from error
 
 
+def remove_old_drafts(directory: Path) -> None:
+    """Delete what processes that were killed left half-written; a younger draft may still be written."""
+    for draft in directory.glob(".tmp-*"):
+        with contextlib.suppress(OSError):  # another process deletes it too
+            if time.time() - draft.lstat().st_mtime > _DRAFT_SECONDS:
+                shutil.rmtree(draft) if draft.is_dir() and not draft.is_symlink() else draft.unlink()
+
+
 def link(there: Path, here: Path) -> None:
-    """Make a file another name for one, or a copy on a file system without links."""
+    """Hard-link a file under another name, or copy it if the file system has no links."""
     here.unlink(missing_ok=True)
     try:
         os.link(there, here)
@@ -157,7 +170,7 @@ def link(there: Path, here: Path) -> None:
 
 
 def disk_error(error: OSError, path: Path | None) -> Exception:
-    """A full disk in words; any other error as it is."""
+    """Convert the error of a full disk to `DiskFull`; return other errors unchanged."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(
             f"the disk is full: {path} could not be written. Nothing committed is lost; free some space and run the same "

@@ -53,7 +53,7 @@ Your own reward in rewards.py is `rewards.py:reward`:
 _NOT_OURS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
 )  # fmt: skip
-"""What a file that cannot be read or written says, wherever it is met."""
+"""Message about a file that cannot be read or written."""
 
 app = typer.Typer(
     name="motet",
@@ -110,7 +110,7 @@ def run(
     race: Annotated[
         bool,
         typer.Option(
-            "--race", help="Race several settings of each job and drop the worse ones early, as `race: true`."
+            "--race", help="Race several settings of each job and drop the worse ones early, as with `race: true`."
         ),
     ] = False,
     ray: Annotated[
@@ -210,14 +210,14 @@ def report(directory: RunDir) -> None:
 @app.command(epilog="Example: motet verify runs/jobs; motet verify runs/jobs --jobs jobs.yaml")
 def verify(
     directory: Annotated[
-        Path, typer.Argument(help="A run directory, a job in it, or a version that was pulled.", show_default=False)
+        Path, typer.Argument(help="A run directory, a job in it, or a pulled version.", show_default=False)
     ],
     jobs: Annotated[
         Path | None,
         typer.Option(help="Also compare base, data, code and settings of this job file with the receipts."),
     ] = None,
 ) -> None:
-    """Check that every file is what was saved, and say how to repair each damage."""
+    """Check that every saved file is unchanged, and say how to repair damage."""
     from motet.commands.verify import verify as check_files
 
     raise typer.Exit(check_files(directory, jobs))

@@ -28,7 +28,7 @@ _NEXT_CALL_SECONDS = 0.005
 
 
 _CALLS, DECODES, WAITS = "calls", "decodes", "waits"
-"""Places where tenants have work: queued calls; sequences that the next tick can decode; anything at the decoder."""
+"""Places where a tenant can have work: queued calls; sequences that the next tick can decode; anything at the decoder."""
 
 
 @dataclass

@@ -110,7 +110,7 @@ class Dialect:
     top: Callable[[list[int], str | None, str | None, int], HttpRequest]
     """Asks for the given number of likeliest tokens at each position of a prompt."""
     tops: Callable[[Json, int], list[list[tuple[int, float]]]]
-    """Their ids and logprobs, best first, of all positions but the first [T − 1]."""
+    """Ids and logprobs of those tokens, best first, for all positions but the first [T − 1]."""
     load: Callable[[str, str], HttpRequest]
     unload: Callable[[str], HttpRequest]
     unknown: Callable[[int, str], bool]

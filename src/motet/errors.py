@@ -2,7 +2,7 @@
 
 MotetError
 ├── ConfigError        a job file, option or field is wrong: nothing has started
-│   └── GraderError    a field of a grader is wrong, or cannot be had here
+│   └── GraderError    a field of a grader is wrong, or not supported here
 ├── DataError          a data source or row cannot be used
 ├── RewardError        a reward cannot be loaded (a reward that fails on a rollout is data, not an exception)
 ├── BaseModelError     the base model cannot be loaded or failed its proof
@@ -35,7 +35,7 @@ class ConfigError(MotetError):
 
 
 class GraderError(ConfigError):
-    """A field of a grader is wrong, or asks for what cannot be had here."""
+    """A field of a grader is wrong, or asks for something that is not supported here."""
 
     def __init__(self, where: str, reason: str) -> None:
         """`where` is the field's path, with dots."""
@@ -56,11 +56,14 @@ class EnvironmentFault(MotetError):
 
 
 class ChatRefusal(MotetError):
-    """A chat request cannot be answered; begins with the field's name where one is at fault. An agent's rollout goes on."""
+    """A chat request cannot be answered.
+
+    The message begins with the field's name if a field is wrong. The rollout of an agent continues.
+    """
 
 
 class WallError(MotetError):
-    """A process cannot be kept behind a wall."""
+    """A process cannot be put behind a wall."""
 
 
 class BaseModelError(MotetError):
@@ -76,7 +79,7 @@ class EngineError(MotetError):
 
 
 class ServerGone(EngineError):
-    """A server does not answer, or no longer."""
+    """A server does not answer."""
 
 
 class ServerRefused(EngineError):

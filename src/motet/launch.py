@@ -1,4 +1,4 @@
-"""The composition root: puts base, engine, trainer, device, rewards and jobs together. `motet.running` runs them."""
+"""Loads a base, and builds an engine and a trainer on its device. `motet.host` puts them together."""
 
 from __future__ import annotations
 
@@ -20,14 +20,8 @@ from motet.errors import ConfigError
 from motet.model_info import ModelInfo
 from motet.native.choice import Choice, kernels_of
 from motet.protocols import Trainer
-from motet.runtime.base_judge import BaseJudge
-from motet.runtime.job import Services
-from motet.runtime.learner import Learner
 from motet.runtime.rundir import RunDirectory
-from motet.runtime.scheduler import FairScheduler
 from motet.slot_memory import check_slots
-from motet.tasks.judge_http import of_a_run
-from motet.tasks.reward_pool import RewardPool
 from motet.workshop import FreeMemory, Workshop
 
 if TYPE_CHECKING:
@@ -226,7 +220,6 @@ def _build_on_servers(
         keep_versions=config.rollout.keep_versions,
         servers=engine,
         memory=memory,
-        exact_logs=True,
         inexact=(caveat,),
     )
 
@@ -380,29 +373,3 @@ def sampling(base: LoraModel, config: EngineConfig, rows: int, tokens: int) -> I
         )
     finally:
         device.close()
-
-
-def services(
-    workshop: Workshop, directory: RunDirectory, info: ModelInfo, rewards: RewardPool | None = None
-) -> Services:
-    """The services that jobs of a run share; the default reward pool may call any HTTP address."""
-    config = workshop.config
-    scheduler = FairScheduler(workshop.engine.capacity + workshop.engine.capacity // 2)
-    if rewards is None:
-        judge = BaseJudge(info, workshop.engine, scheduler, workshop.kv_tokens)
-        rewards = RewardPool(config.reward_processes, of_a_run(directory.path, judge))
-    return Services(
-        engine=workshop.engine,
-        trainer=workshop.trainer,
-        sync=workshop.sync,
-        device=workshop.device,
-        scheduler=scheduler,
-        learner=Learner(workshop.trainer, workshop.device, config.train_tokens, scheduler),
-        rewards=rewards,
-        micro_batch_tokens=config.micro_batch_tokens,
-        probe_tolerance=workshop.probe_tolerance,
-        keep_versions=workshop.keep_versions,
-        engine_suffix=f"{directory.run_id}.{directory.attempt}",
-        threads=budgets.threads_of(config),
-        exact_logs=workshop.exact_logs,
-    )

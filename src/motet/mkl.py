@@ -1,7 +1,7 @@
 """Makes MKL, which multiplies float32 matrices on CPUs, sum in the same order for any number of rows.
 
-Otherwise some Intel processors give different bits for fewer than 16 rows, or for a number that is no multiple of six.
-In this mode every row has the bits of large products, at the same speed. It exists for Intel processors only.
+Otherwise some Intel processors give different bits for fewer than 16 rows, or for a number of rows that is not a multiple of
+six. In this mode every row has the same bits as in a large product, at the same speed. MKL has it for Intel processors only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The facts about a base, for everybody who does not compute with it: frozen, and no torch."""
+"""Facts about a base, in frozen records without torch, for code that does not compute with it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from motet.near import close_matches
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
-"""The target that names all projections of all experts; it is also a part of their paths."""
+"""The target that selects all projections of all experts; it is also a part of their paths."""
 
 
 class Tokenizer(Protocol):
-    """What is asked of a `transformers` tokenizer outside `tasks.chat`."""
+    """The methods of a `transformers` tokenizer that code outside `tasks.chat` uses."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
         """Token ids of a text."""
@@ -35,43 +35,43 @@ class ModelInfo:
     """A base as the proof at load found it."""
 
     name: str
-    """What a person wrote: `small`, a hub id, a path."""
+    """As the person wrote it: `small`, a hub id, a path."""
     tokenizer: Tokenizer
     dtype: str
     """`float32` or `bfloat16`."""
     device: str
     """`cpu` or `cuda`."""
     processor: str
-    """The CPU's instructions or the GPU's name: libraries choose their products by it, and with them the last bits."""
+    """The CPU's instructions or the GPU's name. Libraries choose kernels by it, and so the last bits of results."""
     n_parameters: int
-    """All of them frozen."""
+    """Number of weights, all frozen."""
     vocab_size: int
     """Width of the logits."""
     max_positions: int
-    """Longest sequence that is computed rightly."""
+    """The longest sequence that is computed correctly."""
     hidden_size: int
     model_type: str
-    """As transformers calls the architecture."""
+    """The architecture's name in transformers."""
     kv_bytes_per_token: int
-    """Keys and values of all layers, as the proof found them."""
+    """Bytes of keys and values of one token in all layers, as measured by the proof."""
     state_bytes: int
-    """What layers without attention remember of one sequence, however long; 0 where all attend."""
+    """Bytes of the states of layers without attention for one sequence of any length; 0 if all layers attend."""
     eos_token_ids: tuple[int, ...]
     """Of the generation configuration."""
     linears: tuple[str, ...]
     """Paths of the layers that an adapter may change, in the model's order."""
     experts: tuple[str, ...] = ()
-    """Paths of the parameters of experts that an adapter may change, where it asks for them."""
+    """Paths of the parameters of experts that an adapter may change if its targets name `experts`."""
     experts_idle: str = ""
-    """Why adapters cannot be on experts; empty where they can."""
+    """Why experts take no adapters; empty if they do."""
     notes: tuple[str, ...] = ()
-    """What a person should know: excluded experts, exactness that does not hold."""
+    """Notes for a person, such as excluded experts or missing exactness."""
     inexact: str = ""
-    """How rows were found to depend on their company; empty where they do not, bit for bit."""
+    """How results of a row were found to depend on other rows; empty if no bit depends on them."""
 
     @property
     def exact(self) -> bool:
-        """Whether rows were found independent of their company, bit for bit."""
+        """Whether no bit of a row's results was found to depend on other rows."""
         return not self.inexact
 
     @property
@@ -80,10 +80,10 @@ class ModelInfo:
         return {"float32": 4, "bfloat16": 2}[self.dtype]
 
     def adapted(self, target_modules: str | Sequence[str]) -> tuple[str, ...]:
-        """Paths of the layers that these targets name, and behind them of experts'; `all-linear` names all but experts.
+        """Paths of the layers that these targets select, followed by those of experts; `all-linear` selects all but experts.
 
         Raises:
-            AdapterError: a target matches no layer; names the ones there are.
+            AdapterError: a target matches no layer; the message lists the layers.
         """
         targets = [target_modules] if isinstance(target_modules, str) else list(target_modules)
         for target in targets:
@@ -110,6 +110,6 @@ def _matches(path: str, target: str) -> bool:
 
 
 def matches_experts(path: str, target: str) -> bool:
-    """Only a target that says `experts` is of them: `down_proj` names layers alone."""
+    """Whether a target selects experts. Only targets with `experts` do: `down_proj` selects layers."""
     module = path.rpartition(".")[0]
     return EXPERTS in target.split(".") and any(one == target or one.endswith("." + target) for one in (path, module))

@@ -1,4 +1,4 @@
-"""Names that were perhaps meant."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def close_matches(name: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The known names that are most like one, whatever their case, best first."""
+    """The known names most similar to a given one, ignoring case, best first."""
     by_fold: dict[str, str] = {}
     for one in known:
         by_fold.setdefault(one.casefold(), one)

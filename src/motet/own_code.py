@@ -28,7 +28,7 @@ class OwnCode:
     """`reward`, `algorithm` or `environment`, for messages."""
     error: type[MotetError]
     built_in: Sequence[str]
-    """Names that need no file."""
+    """Built-in names, which need no file."""
 
     def find(self, name: str) -> Any:
         """The object at `file.py:name` or `module:name`.

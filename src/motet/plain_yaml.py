@@ -1,4 +1,4 @@
-"""YAML as plain values, read strictly: a key that is given twice is an error, and nesting has an end."""
+"""YAML as plain values, read strictly: a repeated key is an error, and nesting is limited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 from motet.errors import ConfigError
 
 DEEPEST = 32
-"""Lists and mappings within each other: scanners of YAML take time that grows with its square, and readers call themselves."""
+"""Deepest nesting of lists and mappings: the time of a YAML scanner grows with its square, and readers are recursive."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -20,10 +20,10 @@ def read(text: str, *, aliases: bool = True) -> Any:
 
     Args:
         text: YAML, or JSON.
-        aliases: whether `*name` may stand for what `&name` marked; a few lines of that can mean gigabytes.
+        aliases: whether aliases (`*name` for `&name`) are allowed; a few lines of them can expand to gigabytes.
 
     Raises:
-        ConfigError: it is no YAML, and where; or it is nested too deeply, has a key twice, or an alias.
+        ConfigError: it is not YAML (the message says where), is nested too deeply, repeats a key, or has an alias.
     """
     depth = 0
     try:
@@ -44,14 +44,14 @@ def read(text: str, *, aliases: bool = True) -> Any:
         tab = re.search(r"(?m)^ *\t", text)
         hint = "; YAML is indented with spaces, not with tabs" if tab else ""
         raise ConfigError(f"it is not YAML: {_why(error)}{hint}") from error
-    except (LookupError, AttributeError, OverflowError) as error:  # what yaml's own constructors of scalars let through
+    except (LookupError, AttributeError, OverflowError) as error:  # raised by yaml's constructors of scalars
         raise ConfigError(
             "it is not YAML: a value is none of the type that is written before it (!!int, !!bool, …); leave that out"
         ) from error
 
 
 def _why(error: Exception) -> str:
-    """In one line, with the place."""
+    """The error in one line, with its place."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     began = error.context_mark
@@ -61,11 +61,14 @@ def _why(error: Exception) -> str:
 
 
 def _check_keys(root: yaml.Node | None) -> None:
-    """Of two keys of one name YAML takes the last in silence. What `<<` brings may be overruled, and is not filled in yet."""
+    """Refuse repeated keys, of which YAML silently takes the last.
+
+    Keys merged by `<<` may be overridden; here they are not merged yet.
+    """
     left, seen = [root], set()
     while left:
         node = left.pop()
-        if id(node) in seen:  # an alias names it
+        if id(node) in seen:  # an alias refers to it
             continue
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -87,7 +88,7 @@ def key_of(config: DataConfig) -> str:
 
 
 @dataclass(frozen=True)
-class _Read:
+class ReadData:
     """A job's data and how it is worded; jobs with the same data section share one."""
 
     data: Dataset
@@ -96,7 +97,7 @@ class _Read:
     """None where a client brings the data."""
 
     @classmethod
-    def of(cls, config: DataConfig, info: ModelInfo, sources: Sources, kind: str | None) -> _Read:
+    def of(cls, config: DataConfig, info: ModelInfo, sources: Sources, kind: str | None) -> ReadData:
         """`kind` says what rows are read for, where rows are learned."""
         chat = Chat.of(info.tokenizer, config)
         if config.source == OF_CLIENT:
@@ -114,7 +115,7 @@ def prepare(
     info: ModelInfo,
     directory: RunDirectory,
     sources: Sources,
-    known: dict[str, _Read] | None = None,
+    known: MutableMapping[str, ReadData] | None = None,
     original: JobDirectory | None = None,
 ) -> tuple[Job, budgets.Need]:
     """Load a job's data and resolve what it left open.
@@ -124,7 +125,7 @@ def prepare(
         info: of the loaded base.
         directory: of the run.
         sources: data that was read.
-        known: what was made of it for other jobs.
+        known: what was made of it for other jobs; a job keeps its part alive where these references are weak.
         original: of the job, if it is derived again.
 
     Raises:
@@ -134,7 +135,7 @@ def prepare(
     info.adapted(config.adapter.target_modules)  # a target that is not there is told now
     kind = config.algorithm.kind if isinstance(config.algorithm, RowAlgorithm) else None
     known, key = {} if known is None else known, f"{key_of(config.data)} {kind}"
-    read = known[key] = known.get(key) or _Read.of(config.data, info, sources, kind)
+    read = known[key] = known.get(key) or ReadData.of(config.data, info, sources, kind)
     own = directory.job(config.name)
     job = Job(
         config=config,
@@ -145,6 +146,7 @@ def prepare(
         stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
         progress=JobProgress.of(config),
         inexact=[info.inexact] if info.inexact else [],
+        keeps=read,
     )
     if read.longest is None:
         return job, budgets.Need(0, 0)
@@ -248,7 +250,7 @@ def prepare_all(
         ConfigError: one line per job that cannot work; nothing has been trained.
     """
     prepared, wrong = [], []
-    known: dict[str, _Read] = {}
+    known: dict[str, ReadData] = {}
     for config in configs:
         try:
             prepared.append(prepare(config, info, directory, sources, known, original))
@@ -282,7 +284,7 @@ def identity(job: Job, info: ModelInfo, config: HostConfig, known: Mapping[str, 
         "rollout": config.rollout.engine,
         "dtype": info.dtype,
         "device": info.device,
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers")},
+        "versions": _versions(),
         "kernels": info.processor,
         "numerics": engine.numerics,
         "block_size": engine.block_size,
@@ -291,6 +293,12 @@ def identity(job: Job, info: ModelInfo, config: HostConfig, known: Mapping[str, 
         "seed": job.seed,
         **known,
     }
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Of the libraries that bytes depend on."""
+    return {name: metadata.version(name) for name in ("torch", "transformers")}
 
 
 def open_prepared(

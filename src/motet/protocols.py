@@ -15,11 +15,11 @@ from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray
 
 
 class RolloutEngine(Protocol):
-    """Tokens out: serves many adapters and versions at once."""
+    """Samples tokens from many adapters and versions at once."""
 
     @property
     def capacity(self) -> int:
-        """How many completions are worth having in flight at a time."""
+        """The number of open completions beyond which more bring no speed."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
@@ -37,12 +37,12 @@ class RolloutEngine(Protocol):
         ...
 
     async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
-        """The k likeliest tokens [T, k] at each place given those before it, best first, and their logprobs at temperature 1.
+        """The k likeliest tokens [T, k] at each position, best first, and their logprobs at temperature 1.
 
-        The first place has zeros.
+        The first position has zeros.
 
         Raises:
-            EngineError: this engine does not tell.
+            EngineError: this engine does not report them.
         """
         ...
 
@@ -51,13 +51,13 @@ class RolloutEngine(Protocol):
         ...
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
-        """Let go of a version that nothing references any more."""
+        """Unload a version that nothing uses any more."""
         ...
 
     async def abort(self, name: str) -> None:
         """End one request, or every request of a job; open completions finish with `abort` and keep their tokens.
 
-        By the name of an episode nothing is ended, and what was kept for its next turn is let go.
+        For the name of an episode, end nothing, and free what was kept for its next turn.
         """
         ...
 
@@ -68,8 +68,8 @@ class Trainer(Protocol):
     def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
         """Take a slot and fill it with a fresh adapter (B = 0), zero moments, step count 0.
 
-        One with a `head` gives values in the place of logprobs, at first 0. Its head is trained, saved and loaded with it, in a
-        file of its own.
+        With a `head`, the adapter returns values instead of logprobs, at first 0. The head is trained, saved and loaded with
+        the adapter, in a separate file.
         """
         ...
 
@@ -78,11 +78,11 @@ class Trainer(Protocol):
         ...
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
-        """Add the gradient of each segment to its adapter; sums and logprobs of each."""
+        """Add the gradient of each segment to its adapter; return sums and logprobs of each."""
         ...
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
-        """Logprobs [T] per sample per segment, no gradient; `base=True` leaves the adapters out (the KL reference)."""
+        """Logprobs [T] per sample per segment, without a gradient; `base=True` leaves the adapters out (the KL reference)."""
         ...
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
@@ -90,7 +90,10 @@ class Trainer(Protocol):
         ...
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
-        """Write PEFT files, and the optimizer's state where asked; may be called off the device's turn, while others train."""
+        """Write PEFT files and, if asked, the optimizer's state.
+
+        This may run outside of the device's turns, while others train.
+        """
         ...
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
@@ -100,12 +103,12 @@ class Trainer(Protocol):
 
 Result = TypeVar("Result")
 Pieces = Generator[int, None, Result]
-"""A pass that pauses where it yields, which is the number of targets done since. Others may use the base meanwhile."""
+"""A pass that pauses when it yields the number of targets done since the last pause. Others may use the base meanwhile."""
 
 
 @runtime_checkable
 class Pausing(Protocol):
-    """A trainer whose passes can pause. At most one is paused at a time, and it is closed where it began."""
+    """A trainer whose passes can pause. At most one is paused at a time, and the thread that started it closes it."""
 
     def train_in_pieces(self, batch: Batch) -> Pieces[tuple[Trained, ...]]:
         """As `forward_backward`."""
@@ -118,24 +121,24 @@ class Pausing(Protocol):
 
 @runtime_checkable
 class Parking(Protocol):
-    """A trainer that may have adapters elsewhere than on the device."""
+    """A trainer that may keep adapters in host memory or on disk."""
 
     @property
     def parks(self) -> bool:
-        """Whether it has."""
+        """Whether it keeps any there."""
         ...
 
     def bring_in(self, names: Sequence[str], beside: Sequence[str] = ()) -> None:
-        """Have adapters on the device before they are trained; names that are gone are left out. May run beside the device.
+        """Load adapters to the device before they are trained; removed adapters are skipped. May run while the device works.
 
-        None comes where there is no room for it beside those that are about to be used.
+        An adapter is not loaded if there is no room for it besides those that are about to be used.
         """
         ...
 
 
 class WeightSync(Protocol):
-    """Makes trained weights answer."""
+    """Gives trained weights to the engine."""
 
     async def publish(self, name: str, ref: AdapterRef) -> None:
-        """Make the trainer's current weights of adapter `name` servable under this reference."""
+        """Make the trainer's current weights of adapter `name` available for sampling under this reference."""
         ...

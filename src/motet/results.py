@@ -1,4 +1,4 @@
-"""What became of a run and its jobs."""
+"""The results of a run and its jobs."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ _COLUMNS = ("job", "state", "steps", "reward", "held-out", "best version", "")
 
 @dataclass(frozen=True)
 class JobResult:
-    """What became of one job."""
+    """The result of one job."""
 
     name: str
     state: JobState
     adapter: Path
     """The last version, a PEFT directory."""
     best: Path
-    """The best version by evaluation; the last where nothing was evaluated."""
+    """The best version by evaluation; the last if nothing was evaluated."""
     rewards: tuple[float, ...]
     """Mean reward of each step."""
     evaluations: tuple[tuple[int, float], ...]
     """(version, held-out reward)."""
     message: str
     inexact: tuple[str, ...] = ()
-    """Why the job's bytes may depend on more than itself; empty when they do not."""
+    """Why the job's bytes may depend on more than the job; empty if they do not."""
     spent: bool = False
     """Whether the job is paused because its budget is spent."""
     setting: str = ""
-    """The same for jobs that differ only in their seed; empty where it is unknown."""
+    """Equal for jobs that differ only in their seed; empty if unknown."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What became of a run."""
+    """The result of a run."""
 
     directory: Path
     jobs: dict[str, JobResult]
     report: Path | None
-    """The HTML page; None where the disk was too full for it."""
+    """The HTML report; None if the disk was full."""
     notes: tuple[str, ...] = ()
-    """What a person should know of the base, of rows that were left out, and of sampling processes that did not take part."""
+    """Notes about the base, rows that were left out, and sampling processes that did not take part."""
     races: Mapping[str, RaceRecord] = field(default_factory=dict)
-    """What became of the races, by the name of the job that raced."""
+    """The results of races, by the name of the job."""
 
     @property
     def ok(self) -> bool:
-        """Whether every job succeeded that no race dropped."""
+        """Whether every job succeeded, except those that a race dropped."""
         dropped = {name for race in self.races.values() for name in race.dropped()}
         return all(job.state is JobState.SUCCEEDED for job in self.jobs.values() if job.name not in dropped)
 
@@ -65,7 +65,7 @@ class RunResult:
         return settings((job.name, job.setting, job.evaluations) for job in self.jobs.values())
 
     def __repr__(self) -> str:
-        """A line for each job, as a prompt of Python shows it; then one for each setting, where one has several seeds."""
+        """A line for each job, for Python's prompt; then one for each setting, if any has several seeds."""
         lines = []
         for title, rows in self._tables():
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -73,11 +73,11 @@ class RunResult:
         return "\n".join([f"RunResult: {lines[0]}", *lines[1:]])
 
     def _repr_html_(self) -> str:
-        """The same as tables, as a notebook shows it."""
+        """The same as tables, for a notebook."""
         return "".join(_html_table(title, *rows) for title, rows in self._tables())
 
     def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
-        """Each table's title and rows, the headings first."""
+        """The title and rows of each table, headings first."""
         jobs = [_COLUMNS, *(_cells(job) for job in self.jobs.values())]
         groups = self.settings
         if all(len(one.jobs) < 2 for one in groups):
@@ -99,7 +99,7 @@ def _html_table(title: str, columns: tuple[str, ...], *rows: tuple[str, ...]) ->
 
 
 def _setting_cells(setting: Setting) -> tuple[str, ...]:
-    """A setting's row, below `_SETTING`, without its place."""
+    """A setting's row under the headings `_SETTING`, without its place."""
     if setting.before is None or setting.held_out is None:
         return setting.name, f"0 of {len(setting.jobs)}", ""
     change = _change([setting.before.mean, setting.held_out.mean])
@@ -109,13 +109,13 @@ def _setting_cells(setting: Setting) -> tuple[str, ...]:
 
 
 def _cells(job: JobResult) -> tuple[str, ...]:
-    """A job's row, below `_COLUMNS`."""
+    """A job's row under the headings `_COLUMNS`."""
     held_out = [value for _, value in job.evaluations]
     place = str(job.best) if job.best.is_dir() else ""
     return job.name, job.state.value, str(len(job.rewards)), _change(job.rewards), _change(held_out), place, job.message
 
 
 def _change(values: Sequence[float]) -> str:
-    """The first value and the last."""
+    """The first and the last value."""
     known = [f"{value:.2f}" for value in values if math.isfinite(value)]
     return " → ".join([known[0], known[-1]] if len(known) > 1 else known)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +15,15 @@ from motet.config import EngineConfig, JobConfig, RunConfig, StopConfig
 from motet.config.candidates import RacePlan, raced
 from motet.config.team import NOT_ON_HOSTS
 from motet.errors import ConfigError, RunError
-from motet.launch import assemble, open_base, services
-from motet.model_info import ModelInfo
-from motet.preparing import left_out, open_prepared, prepare_all
+from motet.host import Host
+from motet.launch import open_base
+from motet.preparing import left_out, prepare_all
 from motet.results import JobResult, RunResult
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.interrupt import Interrupt
-from motet.runtime.job import Job, Services
+from motet.runtime.job import Job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.race import Race, check_rows, known_of
@@ -32,7 +31,6 @@ from motet.runtime.settings import setting_of
 from motet.runtime.stopping import ended_early
 from motet.tracking.follow import Followers, job_of_run
 from motet.types import HostNow, JobState
-from motet.workshop import Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -48,7 +46,7 @@ def run_config(
     accept_changes: bool = False,
     observe: Callable[[Sequence[JobProgress]], None] | None = None,
     loading: Callable[[], None] = lambda: None,
-    started: Callable[[Workshop, Sequence[Job]], None] | None = None,
+    started: Callable[[Host, Sequence[Job]], None] | None = None,
     notify: Callable[[str], None] | None = None,
     watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None = None,
     original: JobDirectory | None = None,
@@ -75,7 +73,7 @@ def run_config(
     hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
     if hosted and not sequential and base is None:
         return _run_on_hosts(
-            config, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
+            config, plans, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
         )
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(rundir.opened(Path(config.run)))
@@ -85,24 +83,23 @@ def run_config(
         of_torchrun = config.cluster.launcher == "torchrun"
         opened = base or open_base(config, directory, stack, auto_kernels(config), of_torchrun=of_torchrun)
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, original)
-        jobs = [_open(job, opened.info, config, checked, accept_changes=accept_changes) for job, _ in prepared]
-        slots = 1 if sequential else config.engine.slots
+        jobs, slots = [job for job, _ in prepared], 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
-        races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
-        needs, recorded = [need for _, need in prepared], original is not None
-        workshop = assemble(opened, at_once, needs, directory, config.jobs, recorded=recorded)
-        for job in jobs if workshop.exact_logs else ():
-            job.recorded = original
-        _note(workshop, jobs, checked)
+        host = Host(opened, at_once, directory, [need for _, need in prepared], config.jobs, original=original)
         try:
+            for job in jobs:
+                _take(host, job, checked, accept_changes=accept_changes)
+            races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
+            notes = host.workshop.notes
+            notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
             if started is not None:
-                started(workshop, jobs)
-            shared, interrupt = services(workshop, directory, opened.info), Interrupt(notify)
-            interrupt.run(lambda: _run_jobs(jobs, workshop, shared, slots, interrupt, seen, races))
+                started(host, jobs)
+            interrupt = Interrupt(notify)
+            interrupt.run(lambda: _run_jobs(jobs, host, slots, interrupt, seen, races))
         finally:
-            workshop.close()
+            host.close()
         results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
-        return RunResult(directory.path, results, _report(directory.path), tuple(workshop.notes), known_of(races))
+        return RunResult(directory.path, results, _report(directory.path), tuple(notes), known_of(races))
 
 
 def _raced(config: RunConfig) -> tuple[RunConfig, list[RacePlan]]:
@@ -112,8 +109,6 @@ def _raced(config: RunConfig) -> tuple[RunConfig, list[RacePlan]]:
         ConfigError: a job cannot race.
     """
     jobs, plans = raced(config.jobs)
-    if plans and (config.engine.hosts > 1 or config.cluster.launcher == "ray"):
-        raise ConfigError("a race runs on one host: leave engine.hosts and --ray out, or train without `race`")
     return config.model_copy(update={"jobs": jobs}) if plans else config, plans
 
 
@@ -124,14 +119,9 @@ def _check(config: RunConfig, plans: Sequence[RacePlan], *, accept_changes: bool
     return checked
 
 
-def _note(workshop: Workshop, jobs: Sequence[Job], checked: Checked) -> None:
-    workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
-    for reason, job in itertools.product(workshop.inexact, jobs):
-        job.note_inexact(reason)
-
-
 def _run_on_hosts(
     config: RunConfig,
+    plans: Sequence[RacePlan],
     *,
     accept_changes: bool,
     observe: Callable[[Sequence[JobProgress]], None] | None,
@@ -151,7 +141,7 @@ def _run_on_hosts(
             rundir.opened(Path(config.run), "run") as directory,
             _followed(config, directory.path, observe, notify) as seen,
         ):
-            checked = check_before_loading(config, accept_changes=accept_changes)
+            checked = _check(config, plans, accept_changes=accept_changes, loaded=False)
             loading()
             jobs = []
             for one in config.jobs:
@@ -161,14 +151,15 @@ def _run_on_hosts(
                 job.lines.update(_take_up(at, job.progress, one.stop_when))
                 jobs.append(job)
             notes = _notes(checked, [job.progress for job in jobs])
-            launch = launcher(config.cluster, config)
-            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes, own=auto_kernels(config))
+            races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
+            launch, own = launcher(config.cluster, config), auto_kernels(config)
+            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes, own=own, races=races)
             if watch is not None:
                 watch(run.now)
             interrupt = Interrupt(notify)
             interrupt.run(lambda: run.run(interrupt, seen))
             results = {job.config.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
-            return RunResult(directory.path, results, _report(directory.path), tuple(notes))
+            return RunResult(directory.path, results, _report(directory.path), tuple(notes), known_of(races))
     finally:
         log.removeHandler(notices)
 
@@ -209,12 +200,11 @@ def _notes(checked: Checked, jobs: Sequence[JobProgress]) -> list[str]:
     ]
 
 
-def _open(job: Job, info: ModelInfo, config: RunConfig, checked: Checked, *, accept_changes: bool) -> Job:
+def _take(host: Host, job: Job, checked: Checked, *, accept_changes: bool) -> None:
     known = checked.identities[job.name]
     job.progress.setting = setting_of(known)
-    open_prepared(job, info, config, known, accept_changes=accept_changes, accept_damage=accept_changes)
+    host.take(job, known, accept_changes=accept_changes, accept_damage=accept_changes)
     _take_up(job.directory, job.progress, job.config.stop_when)
-    return job
 
 
 def _take_up(directory: JobDirectory, progress: JobProgress, when: StopConfig) -> list[int]:
@@ -239,14 +229,13 @@ def _take_up(directory: JobDirectory, progress: JobProgress, when: StopConfig) -
 
 async def _run_jobs(
     jobs: Sequence[Job],
-    workshop: Workshop,
-    shared: Services,
+    host: Host,
     slots: int,
     interrupt: Interrupt,
     observe: Callable[[Sequence[JobProgress]], None] | None,
     races: Sequence[Race],
 ) -> None:
-    pipeline = Pipeline(jobs, shared, slots, races=races)
+    pipeline = Pipeline(jobs, host.services, slots, races=races)
     progress = [job.progress for job in jobs]
 
     failures = list[BaseException]()
@@ -263,12 +252,11 @@ async def _run_jobs(
     watching = asyncio.create_task(watch())
     try:
         with interrupt.heard(pipeline.stop, progress):
-            async with workshop.open():
+            async with host.open():
                 await pipeline.run()
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        await shared.rewards.close()
         if observe is not None and not failures:
             observe(progress)
     if failures:

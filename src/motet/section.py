@@ -1,4 +1,4 @@
-"""What every section of a job file is: unknown fields are errors."""
+"""The base class of all sections of a job file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Described(BaseModel):
     """A model whose fields are described by the docstrings below them.
 
-    They are read when a JSON schema is made: reading them all would take a tenth of the time in which a service starts.
+    They are read only for a JSON schema: reading all of them would take a tenth of a service's start-up time.
     """
 
     @classmethod

@@ -22,7 +22,7 @@ def key(seed: int, purpose: str, *counters: int) -> int:
     Args:
         seed: the job's seed.
         purpose: what the numbers are for (`train`, `eval`, `shuffle`, `init`), so that streams never meet.
-        counters: whatever tells this stream from its siblings (step, problem, sample, turn).
+        counters: numbers that distinguish this stream from others (step, problem, sample, turn).
     """
     text = f"{seed}/{purpose}/" + "/".join(str(int(counter)) for counter in counters)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

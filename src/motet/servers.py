@@ -1,4 +1,4 @@
-"""The servers of a run: which are asked, and with what command those are started that are not there yet."""
+"""The servers of a run, and the commands that start them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ TOLERANCE = {"float32": 0.005, "bfloat16": 0.2}
 and SmolLM2-135M: 0.00 and 0.03 to 0.11."""
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM's --max-lora-rank takes."""
+"""The values that vLLM accepts for --max-lora-rank."""
 
 MEMORY = Path("/dev/shm")
 _MOST_LORAS = 16
 _MOST_LIKELIEST = 100
-"""Likeliest tokens of a place of a prompt, which clients of a service ask for; vLLM tells 20 otherwise."""
+"""The most likeliest tokens per position of a prompt that clients of a service may ask for; vLLM's default limit is 20."""
 _CPU_CACHE_GIB = "2"
 
 
 @dataclass(frozen=True)
 class _Server:
-    """What a server's command line is made from."""
+    """The values for a server's command line."""
 
     model: str
     dtype: str
@@ -55,17 +55,17 @@ class _Server:
     """Names of the layers that adapters may change."""
     on_cpu: bool
     fetches: bool
-    """Whether its workers fetch versions."""
+    """Whether its workers fetch versions themselves."""
     launch: LaunchConfig
 
 
 def tolerance(config: RolloutConfig, info: ModelInfo) -> float:
-    """The largest difference that a publish's probe may show."""
+    """The largest difference that the probe at a publish may show."""
     return config.tolerance or TOLERANCE[info.dtype]
 
 
 def demand(wanted: Sequence[JobConfig] | Largest, slots: int) -> Demand:
-    """What these jobs need of a server at a time, or as many of the largest as there are slots."""
+    """The limits that these jobs need of a server at the same time, or that the largest jobs need in all slots."""
     if isinstance(wanted, Largest):
         return Demand(slots, slots * ((wanted.lag or 0) + VERSIONS_BESIDES), wanted.rank or 1)
     lags = sorted((job.algorithm.lag for job in wanted), reverse=True)[:slots]
@@ -76,15 +76,15 @@ def demand(wanted: Sequence[JobConfig] | Largest, slots: int) -> Demand:
 def build_servers(
     info: ModelInfo, config: RolloutConfig, wanted: Demand, run_id: str, log_directory: Path, part: str = ""
 ) -> ServerEngine:
-    """The engine for servers that run already, or that are started with the first request.
+    """Create the engine for servers that run already, or that start with the first request.
 
     Args:
-        info: of the trainer's base, whose tokenizer makes text of tokens.
+        info: the trainer's base; its tokenizer decodes tokens.
         config: where the servers are.
-        wanted: what the jobs need of each.
+        wanted: the limits that the jobs need on each server.
         run_id: a part of the names of all versions of this run.
-        log_directory: where the output of started servers goes.
-        part: of the run that these servers are for, where others of the same run have servers too.
+        log_directory: for the output of started servers.
+        part: name of the part of the run that uses these servers, if other parts have servers too.
 
     Raises:
         ConfigError: the settings cannot work for these jobs.
@@ -131,7 +131,7 @@ class Launched:
 
     url: str
     key: str
-    """Requests have to bring it."""
+    """The API key that requests must send."""
     process: ServerProcess
 
 
@@ -144,7 +144,7 @@ def launched(
     log_directory: Path,
     part: str = "",
 ) -> list[Launched]:
-    """The servers of a launch setting, each with a port and a key of its own; none is started yet."""
+    """The servers of a launch setting, each with its own port and key; none is started yet."""
     if config.engine not in COMMANDS:
         raise ConfigError(f"rollout.launch cannot start {config.engine}: start the servers, and give their `urls`")
     servers = []
@@ -170,7 +170,7 @@ def _headers(config: RolloutConfig) -> Mapping[str, str]:
 
 
 def trust(config: RolloutConfig) -> bool | ssl.SSLContext:
-    """What https connections are checked against: True, False or an SSL context.
+    """How https connections are verified: True, False or an SSL context.
 
     Raises:
         ConfigError: the file of certificates cannot be read.
@@ -212,7 +212,7 @@ def _server(info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchCo
 
 
 def _model(name: str, launch: LaunchConfig, files: VersionFiles) -> str:
-    """What the server is given as its base; in memory where that is wanted."""
+    """The base's location for the server; a copy in memory if `preload` is set."""
     from motet.model.find import find_base
 
     source, gguf = find_base(name)
@@ -222,7 +222,7 @@ def _model(name: str, launch: LaunchConfig, files: VersionFiles) -> str:
         return source
     copy = Path(os.path.expanduser(launch.preload)).resolve() / f"{files.directory.name}-base"
     try:
-        shutil.rmtree(copy, ignore_errors=True)  # of an attempt that was killed
+        shutil.rmtree(copy, ignore_errors=True)  # left by an attempt that was killed
         shutil.copytree(_in_a_directory(source), copy)
     except OSError as error:
         shutil.rmtree(copy, ignore_errors=True)
@@ -260,7 +260,7 @@ def _environment(server: _Server, number: int, key: str) -> dict[str, str]:
 
 
 def _vllm(server: _Server, key: str) -> list[str]:
-    """The key is in its environment, where `ps` does not show it."""
+    """The key is passed in the environment, where `ps` does not show it."""
     # kernels for CPUs give rows of the base the adapter of the last slot: it is never taken where there is one too many
     loras = max(server.cpu_loras, server.loras) + 1 if server.on_cpu else server.loras
     options = {
@@ -278,7 +278,7 @@ def _vllm(server: _Server, key: str) -> list[str]:
         "--generation-config": "vllm",
         "--stream-interval": server.launch.stream_interval,
         "--tensor-parallel-size": server.launch.tensor_parallel,
-        "--structured-outputs-config": '{"backend": "guidance"}',  # as the embedded engine keeps to a schema
+        "--structured-outputs-config": '{"backend": "guidance"}',  # JSON has the same spaces as on the embedded engine
     }
     if server.launch.gpu_memory_utilization is not None:
         options["--gpu-memory-utilization"] = server.launch.gpu_memory_utilization
@@ -295,7 +295,7 @@ def _vllm(server: _Server, key: str) -> list[str]:
 
 def _sglang(server: _Server, key: str) -> list[str]:
     options = {
-        "--api-key": key,  # it reads none from its environment
+        "--api-key": key,  # it reads no key from its environment
         "--model-path": server.model,
         "--dtype": server.dtype,
         "--host": "127.0.0.1",
@@ -322,4 +322,4 @@ def _command(server: _Server, module: str, options: Mapping[str, object], switch
 
 
 COMMANDS: Mapping[str, Callable[[_Server, str], list[str]]] = {"vllm": _vllm, "sglang": _sglang}
-"""How each kind of server is started, and made to ask for a key."""
+"""How each kind of server is started and told to require a key."""

@@ -24,7 +24,7 @@ _TRAINED = 4 * 4
 
 @dataclass(frozen=True)
 class SlotMemory:
-    """Bytes that the adapter of one slot takes."""
+    """Bytes of one slot's adapter."""
 
     trained: int
     """Masters, gradient and moments; on the device while the adapter is resident."""

@@ -1,4 +1,4 @@
-"""Where a completion ends, and how much of its text is certain: one definition for all engines and whoever goes on for them."""
+"""Where a completion ends, and which part of its text is final; all engines use this definition."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MOST_TEXTS, LONGEST_TEXT, MOST_IDS = 64, 500, 1024
 
 
 def few(stops: Any) -> Any:
-    """Look at stop strings or token ids that a stranger gave, all of which every token is compared with; gives them back.
+    """Check and return stop strings or token ids from a client: every token is compared with all of them.
 
     Raises:
-        ValueError: they are too many, or one is too long.
+        ValueError: there are too many, or one is too long.
     """
     given = stops if isinstance(stops, list) else [stops]
     texts = [one for one in given if isinstance(one, str)]
@@ -28,14 +28,14 @@ def few(stops: Any) -> Any:
 
 
 def ending(tokens: Sequence[int], sampling: SamplingParams) -> FinishReason | None:
-    """Why tokens are a whole completion, their text aside; None where they are not."""
+    """Why these tokens are a complete completion, apart from stop strings; None if they are not."""
     if tokens and tokens[-1] in sampling.stop_token_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(tokens) >= sampling.max_tokens else None
 
 
 def until_stop(tokens: list[int], stops: Sequence[str], decode: Decode) -> int | None:
-    """How many tokens there are up to the one that completes a stop string; None where no string is in their text."""
+    """The number of tokens up to the one that completes a stop string; None if the text contains none."""
 
     def stopped(n_tokens: int) -> bool:
         text = decode(tokens[:n_tokens])
@@ -50,7 +50,7 @@ def until_stop(tokens: list[int], stops: Sequence[str], decode: Decode) -> int |
 
 
 def certain(text: str, stops: Sequence[str], *, ended: bool) -> str:
-    """The part of a completion's text that may be told: none behind a stop string, and none that may yet begin one."""
+    """The final part of a completion's text: it ends before a stop string, or before text that may become one."""
     if ended:
         return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
     held = max((len(stop) for stop in stops), default=1) - 1 + text.endswith("�")

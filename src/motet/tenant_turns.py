@@ -1,4 +1,4 @@
-"""Whose turn the device is: tenants take turns by the seconds that they took, in calls and in decoding."""
+"""Chooses the tenant that may use the device next, by the seconds that each has used for calls and decoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLACK = 0.003
 QUANTUM = 0.003
 """Seconds that a piece of work should take while other tenants use the device too: nobody can interrupt it."""
 _COMPANY_SECONDS = 2.0
-"""How long a tenant counts as there after it asked for something: between two steps it asks for nothing."""
+"""How long a tenant counts as present after a request: between two steps it requests nothing."""
 _DECAY = 0.95
 _PRIOR = 0.02
 
@@ -27,9 +27,9 @@ class Payer:
 
 
 class TenantTurns:
-    """Seconds of each tenant, divided by its share. Not for several threads, except `company`.
+    """Seconds of each tenant, divided by its share. Not thread-safe, except `company`.
 
-    A tenant that comes, or comes back, starts level with those that are there (start-time fair queueing, Goyal et al. 1996).
+    A tenant that arrives or returns starts level with those that are present (start-time fair queueing, Goyal et al. 1996).
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,11 +41,11 @@ class TenantTurns:
 
     @property
     def company(self) -> bool:
-        """Whether several tenants asked for something in the last seconds."""
+        """Whether several tenants requested something in the last seconds."""
         return len(self._seen) > 1
 
     def come(self, tenants: Iterable[str], place: str = "") -> None:
-        """Say which tenants have anything to do at one place, such as the decoder."""
+        """Set the tenants that have work at one place, such as the decoder."""
         tenants, before, now = set(tenants), set[str]().union(*self._there.values()), self._clock()
         self._level = max(self._level, min((self._had[name] for name in before), default=0.0))
         for name in tenants - before:
@@ -57,16 +57,16 @@ class TenantTurns:
         self._seen = seen | dict.fromkeys(there - {""}, now)
 
     def had(self, tenant: str) -> float:
-        """What orders the tenants that are there."""
+        """The seconds used by a tenant, relative to its share; the tenant with the least is next."""
         return self._had[tenant]
 
     def ahead(self, tenant: str, place: str) -> float:
-        """Seconds that a tenant has had more than the one with the least at a place; 0 where nobody is there."""
+        """Seconds by which a tenant is ahead of the one with the least at a place; 0 if nobody has work there."""
         there = self._there.get(place, ())
         return self._had[tenant] - min((self._had[name] for name in there), default=self._had[tenant])
 
     def due(self, tenants: Iterable[str]) -> set[str]:
-        """Of tenants that could go on now those whose turn it is; all of them where they had about as much."""
+        """Those of the given tenants whose turn it is; all of them if they have used about the same."""
         names = set(tenants)
         if not names:
             return names
@@ -74,7 +74,7 @@ class TenantTurns:
         return {name for name in names if self._had[name] <= least + SLACK}
 
     def charge(self, seconds: float, parts: Iterable[tuple[Payer, float]]) -> Counter[str]:
-        """Share seconds out by parts; microseconds by job."""
+        """Charge seconds to payers in proportion to their parts; returns microseconds by job."""
         weights, payers = Counter[str](), dict[str, Payer]()
         for payer, part in parts:
             weights[payer.job] += part  # type: ignore[assignment]
@@ -89,13 +89,13 @@ class TenantTurns:
 
 
 class Cost:
-    """How long work of a size takes: a line through the last few dozen pieces of work."""
+    """Predicts the time of work from its size, by a line through the last few dozen pieces of work."""
 
     def __init__(self) -> None:
         self._n, self._x, self._y, self._xx, self._xy = _PRIOR, 0.0, 0.0, 0.0, 0.0
 
     def add(self, size: float, seconds: float) -> None:
-        """Hear how long one piece took."""
+        """Record how long one piece took."""
         self._n = _DECAY * (self._n - _PRIOR) + 1 + _PRIOR
         self._x = _DECAY * self._x + size
         self._y = _DECAY * self._y + seconds
@@ -103,7 +103,7 @@ class Cost:
         self._xy = _DECAY * self._xy + size * seconds
 
     def most(self, whole: int) -> int:
-        """As much of a size as takes `QUANTUM`, but a 32nd at least; more where a part would hardly be faster."""
+        """The part of a size that takes `QUANTUM`, at least a 32nd; more if a smaller part would hardly be faster."""
         spread = self._n * self._xx - self._x * self._x
         slope = (self._n * self._xy - self._x * self._y) / spread if spread > 0 else 0.0
         if slope <= 0:

@@ -1,6 +1,6 @@
 """The nouns of Motet, in the order data takes them.
 
-A `Problem` is sampled into `Rollout`s; the rollouts of one problem form a `Group`; what is trained is in `motet.batch`. All
+A `Problem` is sampled into `Rollout`s; the rollouts of one problem form a `Group`; training data is in `motet.batch`. All
 records are frozen and hold numpy arrays or plain values, so that they can cross rooms, threads and processes without torch.
 
 Legend of array suffixes in comments: T tokens of one sequence (prompt included), N trainable tokens.
@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,19 +21,19 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 TopTokens = tuple[IntArray, FloatArray]
-"""The likeliest tokens [T, k] of each place of a prompt, best first, and their logprobs."""
+"""The likeliest tokens [T, k] at each position of a prompt, best first, and their logprobs."""
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+"""The files of a PEFT directory, under the names that `peft` gives them."""
 TRAINED_CONFIG = "adapter_config.as_trained.json"
-"""In an export: the config as the run has it, where the base may have another name."""
-"""What a PEFT directory holds, as the library `peft` names it."""
+"""In an export: the config as the run wrote it; the export's own config may name the base differently."""
 MOST_ROLES = 8
-"""Roles of a team."""
+"""Most roles of a team."""
 
 
 def adapter_files(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of a commit's files that are its adapter's, or those of its team's adapters, a directory for each role."""
+    """The adapter files among a commit's files; for a team, those in the directories of its roles."""
     known = set(names)
     own = tuple(name for name in ADAPTER_FILES if name in known)
     return own or tuple(sorted(name for name in known if name.partition("/")[2] in ADAPTER_FILES))
@@ -55,6 +55,28 @@ class JobState(StrEnum):
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
+Word = Literal["pause", "resume", "cancel"]
+"""What a person asks of a job."""
+
+
+class Wanted(StrEnum):
+    """What a job shall do, whatever it does now."""
+
+    RUN = "run"
+    PAUSE = "pause"
+    CANCEL = "cancel"
+
+    @classmethod
+    def of(cls, word: Word) -> Wanted:
+        """What a word asks for."""
+        return cls.RUN if word == "resume" else cls(word)
+
+    @property
+    def word(self) -> Word:
+        """The word that asks for it."""
+        return "resume" if self is Wanted.RUN else self.value  # type: ignore[return-value]
+
+
 class FinishReason(StrEnum):
     """Why a completion ended."""
 
@@ -70,13 +92,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What the model asks a tool for."""
+    """A call of a tool by the model."""
 
     name: str
     arguments: Mapping[str, Any]
 
     def __hash__(self) -> int:
-        """By the arguments' JSON: a mapping has no hash."""
+        """Hash the arguments as JSON, because a mapping has no hash."""
         return hash((self.name, json.dumps(self.arguments, sort_keys=True)))
 
 
@@ -85,14 +107,14 @@ class Message:
     """One turn of a conversation."""
 
     role: str
-    """`system`, `user`, `assistant`, or `tool` with what one answered."""
+    """`system`, `user`, `assistant`, or `tool` for the result of a tool."""
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
-    """What an assistant asked for in this text."""
+    """The tool calls of an assistant's turn."""
     name: str = ""
-    """Of the tool that answered."""
+    """The name of the tool that answered."""
     learned: bool = True
-    """Whether an assistant's turn is learned where the conversation is an example."""
+    """Whether an assistant's turn is trained if the conversation is an example."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +126,13 @@ class Problem:
     messages: tuple[Message, ...]
     """The prompt, ready for the chat template. A raw prompt is one `user` message."""
     answer: str
-    """The reference answer, as text; empty where the data has none."""
+    """The reference answer, as text; empty if the data has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The columns of the row apart from the prompt's; JSON values only."""
     conversational: bool = False
     """Whether the data gave a list of messages rather than text; TRL's reward functions see completions in the same form."""
     continuation: tuple[Message, ...] = ()
-    """What followed the prompt in the row's messages: the assistant's last turn."""
+    """The messages after the prompt in the row: the assistant's last turn."""
 
 
 @dataclass(frozen=True)
@@ -122,28 +144,28 @@ class AdapterRef:
 
     @property
     def served_name(self) -> str:
-        """What a server knows the version by, its directory too: the one place where this name is made."""
+        """The version's name on a server, and of its directory; made in this place only."""
         return f"{self.name}-v{self.version}"
 
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """What a server that samples is doing."""
+    """The state of a server that samples."""
 
     url: str
     up: bool
     requests: int
     tokens: int
-    """Outstanding: prompts, and what may still be sampled."""
+    """Outstanding tokens: prompts, and those that may still be sampled."""
     versions: int
-    """Loaded there."""
+    """Versions that it has loaded."""
     note: str
     """Why it is away."""
 
 
 @dataclass(frozen=True)
 class HostNow:
-    """What a process that has a base and trains jobs on it is doing."""
+    """The state of a host."""
 
     name: str
     up: bool
@@ -155,7 +177,7 @@ class HostNow:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a completion is drawn from the model."""
+    """Settings for sampling a completion."""
 
     temperature: float = 1.0
     """0 is greedy. Logprobs are `log_softmax(logits / temperature)`, at 0 of the unscaled logits."""
@@ -169,7 +191,7 @@ class SamplingParams:
     """0 means no limit."""
     min_p: float = 0.0
     grammar: str = ""
-    """A grammar of llguidance that the completion keeps to: what it forbids has probability 0, for the logprobs too. Such
+    """A grammar of llguidance for the completion: tokens that it forbids have probability 0, also in the logprobs. Such
     completions are not trained."""
 
     @property
@@ -179,11 +201,11 @@ class SamplingParams:
 
 
 JSON_GRAMMAR = "start: %json "
-"""How a grammar begins that is a JSON schema and nothing else."""
+"""The beginning of a grammar that consists of a JSON schema only."""
 
 
 def schema_of(grammar: str) -> str:
-    """The JSON schema that is the whole of a grammar; empty where an answer may call tools instead."""
+    """The JSON schema, if it is the whole grammar; empty if an answer may call tools instead."""
     return grammar.removeprefix(JSON_GRAMMAR) if grammar.startswith(JSON_GRAMMAR) else ""
 
 
@@ -193,7 +215,7 @@ class GenerateRequest:
 
     id: str
     job: str
-    """Whom the request belongs to: accounting and abort go by it."""
+    """The job that the request belongs to, for accounting and abort."""
     prompt_ids: IntArray  # [T]
     adapter: AdapterRef | None
     """The version to sample from; None is the base."""
@@ -201,11 +223,12 @@ class GenerateRequest:
     seeds: tuple[int, ...]
     """One 64-bit key per completion; the random number of position p is a function of (key, p) alone."""
     stream: bool = False
-    """Deliver tokens as they come; otherwise each completion comes as one chunk."""
+    """Return tokens as they are sampled; otherwise each completion is one chunk."""
     episodes: tuple[str, ...] = ()
-    """For each seed the episode that goes on after it: an engine may keep what it has computed for the episode's next turn."""
+    """For each seed, the episode that continues after it: an engine may keep what it has computed for the episode's next
+    turn."""
     tenant: str = ""
-    """Whose job it is: tenants take turns where a device samples for several."""
+    """The job's tenant: tenants take turns if a device samples for several."""
     share: float = 1.0
     """The tenant's share among others."""
 
@@ -215,7 +238,7 @@ class Chunk:
     """Tokens of one completion of a request: a piece of it when streamed, otherwise the whole."""
 
     index: int
-    """Which of the request's seeds."""
+    """The position among the request's seeds."""
     token_ids: IntArray  # [T]
     logprobs: FloatArray  # [T]
     versions: IntArray  # [T]
@@ -225,42 +248,42 @@ class Chunk:
     finish_reason: FinishReason | None = None
     """Set on the last chunk."""
     error: str = ""
-    """What happened, when the reason is `error`."""
+    """The error's message if the reason is `error`."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One stretch of a rollout that the model sampled, and what the environment said to it."""
+    """One turn of the model in a rollout, and the environment's reply."""
 
     text: str
     finish_reason: FinishReason
     tool_calls: tuple[ToolCall, ...] = ()
     replies: tuple[Message, ...] = ()
-    """What the model read next."""
+    """The messages that the model read next."""
     reward: float | None = None
-    """For this turn alone, where the environment gives one."""
+    """The reward of this turn, if the environment gives one."""
     trained: bool = True
-    """Whether its tokens are; an agent may ask for an answer that is not."""
+    """Whether its tokens are trained; an agent may ask for an answer that is not."""
     role: str = ""
-    """Who of a team sampled it."""
+    """The role that sampled it, in a team."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One linear token sequence of a rollout. A sampled stretch is trained in the first branch that holds it."""
+    """One linear token sequence of a rollout. A sampled turn is trained in the first branch that contains it."""
 
     token_ids: IntArray  # [T] prompt, then everything read and written
     loss_mask: BoolArray  # [T] true where the model sampled the token in this branch
     logprobs: FloatArray  # [T] of the sampler; 0 where the mask is false
     versions: IntArray  # [T] the version that sampled the token; -1 where the mask is false or the base sampled
     turn: int = 0
-    """Its first turn; those up to the next branch's are its own."""
+    """Its first turn; the turns before the next branch's first one are its own."""
     after: int | None = None
-    """The turn of an earlier branch that it goes on from; None where it was read anew."""
+    """The turn of an earlier branch after which it continues; None if it starts anew."""
 
     @property
     def sampled(self) -> int:
-        """Tokens that the model sampled in it."""
+        """Number of tokens that the model sampled in it."""
         return int(self.loss_mask.sum())
 
 
@@ -270,23 +293,23 @@ class Rollout:
 
     problem: Problem
     index: int
-    """Its place in the group."""
+    """Its position in the group."""
     branches: tuple[Branch, ...]
-    """One, unless its history was rewritten; none where it failed before the first token."""
+    """One, unless its history was rewritten; none if it failed before the first token."""
     turns: tuple[Turn, ...]
     reward: float = float("nan")
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     """Why the rollout failed (its reward raised, timed out, was not finite; its logits were not finite)."""
     opening: tuple[Message, ...] = ()
-    """What the model read first, where that is not the problem's messages."""
+    """The messages that the model read first, if they differ from the problem's."""
     roles: Mapping[str, Rollout] = field(default_factory=dict)
-    """Of a team: the conversation of each role that took part, with its own branches and reward. Branches here are those of
-    all roles, turns are in the order of the episode, and the reward is the mean over these roles."""
+    """In a team: the conversation of each role that took part, with its own branches and reward. `branches` then has those of
+    all roles, `turns` are in the order of the episode, and the reward is the mean over these roles."""
 
     @property
     def sampled(self) -> int:
-        """Tokens that the model sampled."""
+        """Number of tokens that the model sampled."""
         return sum(branch.sampled for branch in self.branches)
 
     @property
@@ -317,7 +340,7 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Whether any turn that is trained ran into `max_tokens`."""
+        """Whether a trained turn reached `max_tokens`."""
         return any(turn.trained and turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
 
 
@@ -328,7 +351,7 @@ class Group:
     problem: Problem
     step: int
     version: int
-    """The version that was current at admission."""
+    """The version that was current when sampling began."""
     rollouts: tuple[Rollout, ...]
 
     def rewarded(self, reward: Callable[[Rollout], float]) -> Group:
@@ -342,6 +365,6 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether rewards differ, of a team those of any role, so that centred advantages are not all zero."""
+        """Whether rewards differ (in a team, those of any role), so that centred advantages are not all zero."""
         rewards = {(rollout.reward, *(own.reward for own in rollout.roles.values())) for rollout in self.scored}
         return len(rewards) > 1

@@ -7,10 +7,12 @@ with Verbs("small") as verbs:
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
@@ -18,11 +20,19 @@ from anyio.from_thread import start_blocking_portal
 from motet import budgets, seeds
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.client import ClientLoss
-from motet.batch import AdamW, Batch, Loss, OptimStats, Sample, Segment, Trained
-from motet.config import AdapterConfig, EngineConfig
-from motet.launch import build, load
-from motet.runtime.probe import Probe, probe_ids
-from motet.runtime.versions import Versions
+from motet.batch import AdamW, Loss, LossStats, OptimStats, Sample, Segment, Trained
+from motet.config import OF_CLIENT, AdapterConfig, EngineConfig, HostConfig, JobConfig, RolloutConfig
+from motet.config.service import Largest
+from motet.errors import AdapterError
+from motet.host import Host
+from motet.jobfile import validate_as
+from motet.launch import open_base
+from motet.native.choice import of_jobs
+from motet.preparing import Sources, prepare
+from motet.runtime import rundir
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.identity import computed_by, of_config
+from motet.runtime.session import FinishedStep, Session
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.episode import extended
 from motet.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
@@ -30,42 +40,113 @@ from motet.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Roll
 Result = TypeVar("Result")
 _LONGEST = 1024
 _SHAPE = AdapterConfig()
+_STEPS = 10**6
+_NEVER = 10**7
+"""Steps in a row without a finite gradient after which a session gives up; here the loop decides."""
 
 
 @dataclass
 class _Adapter:
-    versions: Versions
-    probe: Probe
-    published: int = 0
-    """Versions so far, with any that the probe refused: no number comes back."""
+    """A session, and the gradients since its last step."""
+
+    session: Session
+    commits: bool
+    stats: LossStats = field(default_factory=LossStats)
+    samples: int = 0
+    tokens: int = 0
+
+    async def open(self) -> None:
+        """Take a slot, and publish the version that the session resumes from."""
+        self.session.services.scheduler.join(self.session.job.name, 1.0)
+        try:
+            await self.session.open()
+            await self.session.publish()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Give the slot back."""
+        session, opened = self.session, self.session.versions.latest >= 0
+        try:
+            if self.commits and opened and not session.moved:
+                await session.commit(closed=True)
+        finally:
+            await session.close()
+            session.services.scheduler.leave(session.job.name)
+            if not self.commits:
+                await asyncio.to_thread(session.job.directory.delete)
+
+    async def forward_backward(self, segments: tuple[Segment, ...]) -> Trained:
+        """Add a gradient."""
+        parts = await self.session.forward_backward(segments)
+        trained = Trained(
+            sum((one.stats for one in parts), LossStats()), tuple(each for one in parts for each in one.logprobs)
+        )
+        self.stats += trained.stats
+        self.samples += len(trained.logprobs)
+        self.tokens += sum(one.work for one in segments)
+        return trained
+
+    async def finish(self, optim: OptimStats | None) -> None:
+        """Record the next version, commit it, and let it be sampled from."""
+        step = FinishedStep.driven(self.session.done.step, self.stats, self.samples, optim, self.tokens, seconds={})
+        self.stats, self.samples, self.tokens = LossStats(), 0, 0
+        await self.session.finish(step, None, commit=self.commits)
+        await self.session.publish()
 
 
 class Verbs:
-    """Many adapters over one base, on this machine. What comes next is up to you; calls block."""
+    """Many adapters over one base, in this process. What comes next is up to you; calls block."""
 
-    def __init__(self, base: str = "small", *, engine: EngineConfig | None = None, longest: int = _LONGEST) -> None:
+    def __init__(
+        self,
+        base: str = "small",
+        *,
+        engine: EngineConfig | dict[str, Any] | None = None,
+        rollout: RolloutConfig | dict[str, Any] | None = None,
+        longest: int = _LONGEST,
+        directory: str | Path | None = None,
+        accept_changes: bool = False,
+    ) -> None:
         """Load and prove a base.
 
         Args:
             base: `small`, a hub id, a directory or a .gguf file.
             engine: the device and its budgets.
+            rollout: servers that sample, as in a job file; by default this process does.
             longest: tokens of the longest prompt with its answer.
+            directory: a run directory, in which each step is committed; the same loop resumes there. Without one,
+                nothing is kept.
+            accept_changes: resume adapters there that were added with other settings.
 
         Raises:
-            BaseModelError: the base cannot be used, and why.
+            BaseModelError: the base cannot be used; the message says why.
+            ConfigError: a setting cannot work.
+            RunError: the directory cannot be used, or another process uses it.
         """
-        config = engine or EngineConfig(samplers=0)
-        model = load(base, config)
-        self._info = model.info
-        self._workshop = build(model, config, [budgets.Need(longest, 0)])
-        self._chat = Chat.plain(self._info.tokenizer)
-        self._stops = stop_token_ids(self._info.tokenizer, self._info.eos_token_ids)
-        self._probe_ids = probe_ids(self._chat)
+        tree = {"base": base, "engine": engine or ({} if rollout else {"samplers": 0}), "rollout": rollout or {}}
+        config = validate_as(HostConfig, tree, "motet.Verbs")
+        self._commits, self._starts = directory is not None, Counter[str]()
+        self._accept_changes = accept_changes
         self._adapters: dict[str, _Adapter] = {}
-        self._added = self._asked = 0
-        self._open = ExitStack()
-        self._portal = self._open.enter_context(start_blocking_portal())
-        self._open.callback(self._workshop.close)
+        self._asked = 0
+        with ExitStack() as opening:
+            place = Path(directory or opening.enter_context(TemporaryDirectory(prefix="motet-verbs-")))
+            self._directory = opening.enter_context(rundir.opened(place))
+            known = computed_by(JobDirectory(path) for path in sorted(place.iterdir()) if path.is_dir())
+            own = of_jobs(known) if config.engine.kernels == "auto" else None
+            model = open_base(config, self._directory, opening, own)
+            largest = Largest(_SHAPE.rank, 0)
+            self._host = Host(model, config, self._directory, [budgets.Need(longest, 0)], largest)
+            opening.callback(self._host.close)
+            tokenizer = self._host.info.tokenizer
+            self._chat = Chat.plain(tokenizer)
+            self._stops = stop_token_ids(tokenizer, self._host.info.eos_token_ids)
+            self._portal = opening.enter_context(start_blocking_portal())
+            opening.enter_context(self._portal.wrap_async_context_manager(self._host.open()))
+            opening.callback(self._call, self._close)
+            self._open = opening.pop_all()
 
     def __enter__(self) -> Self:
         """Nothing more to do."""
@@ -75,24 +156,36 @@ class Verbs:
         """Let the device go."""
         self._open.close()
 
-    def add_adapter(self, name: str, *, rank: int = _SHAPE.rank, alpha: float = _SHAPE.alpha, seed: int = 0) -> None:
-        """A fresh adapter, which is the base until its first step.
+    def add_adapter(self, name: str, *, rank: int = _SHAPE.rank, alpha: float = _SHAPE.alpha, seed: int = 0) -> int:
+        """Take a slot and create an adapter, which is the base until its first step.
+
+        If the directory has commits of this adapter, it resumes from the newest.
+
+        Returns:
+            Steps it has done.
 
         Raises:
             AdapterError: the name is taken, or no slot is free (`EngineConfig.slots`).
+            RunError: the directory has another adapter of this name, or is damaged.
         """
-        shape = AdapterConfig(rank=rank, alpha=alpha)
-        self._on_device(lambda: self._workshop.trainer.add_adapter(name, shape, seed))
-        self._added += 1  # a name that comes back is another adapter
-        workshop = self._workshop
-        versions = Versions(name, f"{name}.{self._added}", workshop.engine, workshop.sync)
-        self._adapters[name] = _Adapter(versions, Probe(name, self._probe_ids, workshop.probe_tolerance))
-        self._publish(name)
+        if name in self._adapters:
+            raise AdapterError(f"adapter {name!r} exists already")
+        tree = {
+            "name": name,
+            "algorithm": "client",
+            "data": {"source": OF_CLIENT},
+            "adapter": {"rank": rank, "alpha": alpha},
+            "optimizer": {"max_skipped": _NEVER},
+            "steps": _STEPS,
+            "seed": seed,
+        }
+        return self._call(lambda: self._add(validate_as(JobConfig, tree, f"adapter {name}")))
 
     def remove_adapter(self, name: str) -> None:
-        """Give its slot back."""
-        self._on_device(lambda: self._workshop.trainer.remove_adapter(name))
-        self._call(self._adapters.pop(name).versions.drop_all)
+        """Give its slot back. What was committed stays."""
+        adapter = self._adapter(name)
+        del self._adapters[name]
+        self._call(adapter.close)
 
     def sample(
         self,
@@ -132,51 +225,70 @@ class Verbs:
             ConfigError: there is no such loss or setting, and what there is.
         """
         chosen = ClientLoss.of(loss, loss_fn_config) if isinstance(loss, str) else loss
-        segments = self._segments(batches, chosen, temperature)
-        if not segments:
-            return {}
-        trained = self._on_device(lambda: self._workshop.trainer.forward_backward(Batch(segments)))
-        return {segment.adapter: one for segment, one in zip(segments, trained, strict=True)}
+        return self._call(lambda: self._forward_backward(self._segments(batches, chosen, temperature)))
 
     def forward(
         self, batches: Mapping[str, StepBatch | Sequence[Sample]], temperature: float = 1.0, *, base: bool = False
     ) -> dict[str, tuple[FloatArray, ...]]:
         """Logprobs of each sample, no gradient; `base=True` leaves the adapters out."""
-        segments = self._segments(batches, None, temperature)
-        if not segments:
-            return {}
-        logprobs = self._on_device(lambda: self._workshop.trainer.forward(Batch(segments), base=base))
-        return {segment.adapter: one for segment, one in zip(segments, logprobs, strict=True)}
+        return self._call(lambda: self._forward(self._segments(batches, None, temperature), base=base))
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
-        """Clip, step and clear the gradient; what is sampled next comes from the new version."""
-        stats = self._on_device(lambda: self._workshop.trainer.optim_step(name, adamw))
-        self._publish(name)
-        return stats
+        """Clip, step and clear the gradient; what is sampled next comes from the new version.
+
+        In a directory, the new version is committed first.
+        """
+        return self._call(lambda: self._step(self._adapter(name), adamw))
 
     def save_adapter(self, name: str, directory: str | Path, *, optimizer: bool = False) -> None:
         """Write a PEFT directory; with the optimizer's state, `load_adapter` goes on where it was."""
         Path(directory).mkdir(parents=True, exist_ok=True)
-        self._workshop.trainer.save_adapter(name, Path(directory), optimizer=optimizer)
+        self._host.workshop.trainer.save_adapter(name, Path(directory), optimizer=optimizer)
 
     def load_adapter(self, name: str, directory: str | Path, *, optimizer: bool = False) -> None:
-        """Read what `save_adapter` wrote, or any plain PEFT LoRA directory, into an adapter of that shape."""
-        self._on_device(lambda: self._workshop.trainer.load_adapter(name, Path(directory), optimizer=optimizer))
-        self._publish(name)
+        """Read what `save_adapter` wrote, or any plain PEFT LoRA directory, into an adapter of that shape, as a new version."""
+        self._call(lambda: self._load(self._adapter(name), Path(directory), optimizer=optimizer))
 
-    # --- inside --------------------------------------------------------------------------------------------------------
+    # --- in the event loop -----------------------------------------------------------------------------------------------
 
-    def _publish(self, name: str) -> None:
-        self._call(lambda: self._publish_probed(self._adapters[name]))
+    async def _add(self, config: JobConfig) -> int:
+        host, name = self._host, config.name
+        job, _ = await asyncio.to_thread(prepare, config, host.info, self._directory, Sources())
+        await asyncio.to_thread(host.take, job, of_config(config), accept_changes=self._accept_changes)
+        if not self._commits:
+            job.directory.materials = None  # receipts of what nobody keeps
+        job.starts = self._starts[name]
+        adapter = _Adapter(Session(job, host.services, await asyncio.to_thread(job.directory.restore)), self._commits)
+        self._starts[name] = job.starts
+        await adapter.open()
+        self._adapters[name] = adapter
+        return adapter.session.done.step
 
-    async def _publish_probed(self, adapter: _Adapter) -> None:
-        """As a session does; a commit is the caller's `save_adapter`."""
-        version, versions, workshop = adapter.published, adapter.versions, self._workshop
-        adapter.published += 1
-        await versions.publish(version)
-        trained = await workshop.device.run(lambda: adapter.probe.trained(workshop.trainer), light=True)
-        await adapter.probe.check(workshop.engine, versions.ref(version), trained)
-        await versions.announce(version, version)
+    async def _close(self) -> None:
+        for name in list(self._adapters):
+            await self._adapters.pop(name).close()
+
+    async def _forward_backward(self, segments: Mapping[str, tuple[Segment, ...]]) -> dict[str, Trained]:
+        adapters = {name: self._adapter(name) for name in segments}
+        passes = (adapters[name].forward_backward(parts) for name, parts in segments.items())
+        return dict(zip(segments, await asyncio.gather(*passes), strict=True))  # packed together
+
+    async def _forward(
+        self, segments: Mapping[str, tuple[Segment, ...]], *, base: bool
+    ) -> dict[str, tuple[FloatArray, ...]]:
+        sessions = {name: self._adapter(name).session for name in segments}
+        passes = (sessions[name].forward(parts, base=base) for name, parts in segments.items())
+        return dict(zip(segments, map(tuple, await asyncio.gather(*passes)), strict=True))
+
+    async def _step(self, adapter: _Adapter, adamw: AdamW) -> OptimStats:
+        stats = await adapter.session.optim_step(adamw)
+        await adapter.finish(stats)
+        return stats
+
+    async def _load(self, adapter: _Adapter, directory: Path, *, optimizer: bool) -> None:
+        name = adapter.session.job.name
+        await adapter.session.on_device(lambda trainer: trainer.load_adapter(name, directory, optimizer=optimizer))
+        await adapter.finish(None)
 
     async def _sample(
         self, problems: Mapping[str, Sequence[Problem]], n: int, seed: int, params: SamplingParams
@@ -189,7 +301,7 @@ class Verbs:
         return grouped
 
     async def _group(self, name: str, problem: Problem, n: int, seed: int, params: SamplingParams) -> Group:
-        prompt, versions = self._chat.prompt_ids(problem), self._adapters[name].versions
+        prompt, versions = self._chat.prompt_ids(problem), self._adapter(name).session.versions
         version = versions.latest
         self._asked += 1
         chunks: dict[int, Chunk] = {}
@@ -202,28 +314,26 @@ class Verbs:
                 sampling=params,
                 seeds=tuple(seeds.key(seed, "train", problem.id, index) for index in range(n)),
             )
-            async for chunk in self._workshop.engine.generate(request):
+            async for chunk in self._host.workshop.engine.generate(request):
                 chunks[chunk.index] = chunk
         rollouts = (extended(Rollout(problem, index, (), ()), prompt, chunks[index]) for index in range(n))
         return Group(problem, seed, version, tuple(rollouts))
 
-    @staticmethod
     def _segments(
-        batches: Mapping[str, StepBatch | Sequence[Sample]], loss: Loss | None, temperature: float
-    ) -> tuple[Segment, ...]:
-        """One for each adapter that has something to train."""
+        self, batches: Mapping[str, StepBatch | Sequence[Sample]], loss: Loss | None, temperature: float
+    ) -> dict[str, tuple[Segment, ...]]:
+        """The micro-batches of each adapter that has something to train."""
         whole = {
             name: batch if isinstance(batch, StepBatch) else StepBatch(tuple(batch), 1.0)
             for name, batch in batches.items()
         }
-        return tuple(
-            Segment(name, batch.samples, loss, batch.denominator, temperature, batch.share_prefixes)
-            for name, batch in whole.items()
-            if batch.samples
-        )
+        budget = self._host.services.micro_batch_tokens
+        return {name: batch.segments(name, loss, temperature, budget) for name, batch in whole.items() if batch.samples}
 
-    def _on_device(self, call: Callable[[], Result]) -> Result:
-        return self._workshop.device.submit(call).result()
+    def _adapter(self, name: str) -> _Adapter:
+        if name not in self._adapters:
+            raise AdapterError(f"there is no adapter {name!r}")
+        return self._adapters[name]
 
     def _call(self, call: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         result: Result = self._portal.call(call)

@@ -1,10 +1,10 @@
-"""The wall around a process that sees what a model answered or what somebody else gave: `enter` is called before it does.
+"""The wall around a process that reads a model's answers or other people's data: it calls `enter` before it reads them.
 
-Behind the wall a process has no network, starts no process, and can neither signal others nor change their limits. It
-reads Python's own files and those that it is given, writes nothing but what it is given, and cannot raise its last limit of
-memory. Landlock holds the files (Linux 5.13), seccomp the rest; both hold for root too, and neither needs a privilege.
+Behind the wall a process has no network, starts no process, and can neither signal others nor change their limits. It can read
+Python's own files and the given ones, write only the given ones, and never raise its hard memory limit. Landlock protects files
+(Linux 5.13), seccomp the rest; both also apply to root, and neither needs a privilege.
 
-`python -m motet.wall` tries to break out, which is how `probe` knows what holds on this machine.
+`python -m motet.wall` tries to break out; `probe` runs it to learn what holds on this machine.
 """
 
 from __future__ import annotations
@@ -53,33 +53,33 @@ _REFUSED = """
  sethostname setdomainname settimeofday clock_settime adjtimex clock_adjtime ioperm iopl setuid setgid setreuid setregid
  setresuid setresgid setgroups setfsuid setfsgid vhangup nfsservctl lookup_dcookie personality
 """.split()
-"""System calls that are answered with EPERM whatever their arguments. Landlock does not see those that change a file's owner,
-mode, times or attributes, nor those that reach other processes of the same user."""
+"""System calls that fail with EPERM, whatever their arguments. Landlock does not cover those that change a file's owner, mode,
+times or attributes, or that reach other processes of the same user."""
 
 _STARTING = frozenset({"fork", "vfork", "execve"})
-"""Those that start programs."""
+"""System calls that start programs."""
 _LEAVING = frozenset({"setsid", "setpgid"})
-"""Those by which a program would leave the group with which it is ended."""
+"""System calls with which a program would leave its process group, and so survive when the group is killed."""
 
 _LATER = frozenset(range(424, 600)) - {436, 439, 441, 444, 445, 446, 449, 450, 451, 453, 454, 455, 456, 462}
-"""Numbers, equal on all machines, of calls that came after 2019 and are not there behind the wall: all but close_range,
-faccessat2, epoll_pwait2, Landlock's own, and those about the process's own futexes and memory. Without clone3 the C library
-takes clone, whose flags a filter can read."""
+"""Numbers, equal on all architectures, of system calls added after 2019 that fail behind the wall: all but close_range,
+faccessat2, epoll_pwait2, Landlock's own, and those for the process's own futexes and memory. Without clone3 the C library takes
+clone, whose flags a filter can read."""
 
 
 HOMES = ("MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "NUMBA_CACHE_DIR", "HF_HOME")
-"""Where libraries keep what they make for themselves."""
+"""The directory for files that libraries create for themselves."""
 
 
 def missing() -> str:
-    """Why there is no wall here; empty where there is one."""
+    """Why this machine has no wall; empty if it has one."""
     broken = [f"{what}: {outcome}" for what, outcome in probe().items() if outcome != "held"]
     return "; ".join(broken)
 
 
 @functools.cache
 def probe() -> Mapping[str, str]:
-    """What a process behind the wall tried, and `held`, or what happened instead."""
+    """The attempts of a process behind the wall to break out; for each `held`, or what happened instead."""
     if sys.platform != "linux":
         return {"the wall": f"{sys.platform} has none; it takes Linux with Landlock and seccomp"}
     try:
@@ -95,7 +95,7 @@ def probe() -> Mapping[str, str]:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """How a process of Motet's own is started, whatever else is in the directory that it is started in."""
+    """The command that starts one of Motet's own processes; files in the working directory do not affect it."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -106,11 +106,11 @@ def call_apart(
     seconds: float | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> str:
-    """What `python -m module` prints when it is given this input; by default in the environment of a walled process.
+    """The output of `python -m module` for this input; by default in the environment of a walled process.
 
     Raises:
         TimeoutError: it took more seconds by the clock.
-        ChildProcessError: it printed nothing, or failed; the text is what it said last.
+        ChildProcessError: it printed nothing, or failed; the text is its last line.
     """
     environ = environment() if environ is None else environ
     try:
@@ -127,9 +127,9 @@ def call_apart(
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a process behind the wall: nothing of this process's, and numpy makes no threads.
+    """The environment of a process behind the wall: no variables of this process, and no threads of numpy.
 
-    Libraries look for a directory of their own that they may write to, and matplotlib does not load without one.
+    Libraries look for a directory of their own to write to, and matplotlib does not load without one.
     """
     homes = dict.fromkeys(HOMES, _home())
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -139,32 +139,32 @@ def environment(**more: str) -> dict[str, str]:
 
 @functools.cache
 def _home() -> str:
-    """A directory of this user's for what libraries keep. Behind the wall nothing can be written there, which they bear."""
+    """A directory of this user for files of libraries. Behind the wall they cannot write there, and work without."""
     place = Path(gettempdir()) / f"motet-home-{os.getuid()}"
     with contextlib.suppress(OSError):
         place.mkdir(mode=0o700, exist_ok=True)
         status = place.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
             return str(place)
-    return mkdtemp(prefix="motet-home-")  # somebody else has that one
+    return mkdtemp(prefix="motet-home-")  # the first one belongs to somebody else
 
 
 def last_line(said: str) -> str:
-    """What a process of Motet's own said last: of a traceback, what went wrong and not where."""
+    """The last line that one of Motet's processes printed; for a traceback, the error without its place."""
     lines = said.strip().splitlines()
     return lines[-1].strip()[-300:] if lines else "it said nothing"
 
 
 def check_outside(directory: Path) -> None:
-    """Make sure that what a directory holds cannot be read from behind the wall.
+    """Check that a directory's files cannot be read from behind the wall.
 
     Raises:
-        WallError: it lies within what is read there.
+        WallError: it is inside a directory that can be read there.
     """
     for root in _readable():
         if directory.resolve().is_relative_to(root):
             raise WallError(
-                f"{directory} lies within {root}, which processes of rewards may read: choose another directory"
+                f"{directory} is inside {root}, which processes of rewards may read: choose another directory"
             )
 
 
@@ -180,15 +180,15 @@ def enter(
     """Go behind the wall, for good. The process must have no second thread yet.
 
     Args:
-        memory_mb: address space beyond what is in use now, as a limit that cannot be raised again.
-        readable: files and directories besides Python's own.
-        writable: directories in which files are made.
-        most_written: bytes of the largest file, also of one that was open before, such as a log.
-        programs: let it start some, which are behind the wall too and stay in its process group.
-        where_possible: go on with the limits alone where this machine has no wall.
+        memory_mb: address space beyond the current use, as a hard limit.
+        readable: files and directories to read, besides Python's own.
+        writable: directories in which files may be created.
+        most_written: size limit of each file in bytes, also of files that are open already, such as a log.
+        programs: allow it to start programs, which are behind the wall too and stay in its process group.
+        where_possible: continue with limits only if this machine has no wall.
 
     Raises:
-        WallError: it cannot be put up; the process must not go on.
+        WallError: it cannot be put up; the process must not continue.
     """
     _limit(memory_mb, most_written)
     try:
@@ -204,9 +204,9 @@ def enter(
 
 
 def end_with(parent: int) -> None:
-    """Ask Linux for SIGKILL when the parent is gone, even from within a call that never returns.
+    """Ask Linux for SIGKILL when the parent is gone, which works even in a call that never returns.
 
-    Elsewhere the end of the input ends the process, once it is between two calls.
+    On other systems the process ends at the end of its input, between two calls.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -215,7 +215,7 @@ def end_with(parent: int) -> None:
 
 
 def limit_memory(extra_mb: int) -> None:
-    """Lower the last limit of memory to so much beyond what is in use."""
+    """Set the hard memory limit to this much beyond the current use."""
     most = address_space() + extra_mb * 2**20
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -223,7 +223,7 @@ def limit_memory(extra_mb: int) -> None:
 
 
 def address_space() -> int:
-    """Bytes of address space in use; 0 where the system does not say (macOS)."""
+    """Bytes of address space in use; 0 if the system does not report them (macOS)."""
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:
             return int(statm.read().split()[0]) * resource.getpagesize()
@@ -239,7 +239,7 @@ def _limit(memory_mb: int, most_written: int) -> None:
 
 
 def _readable() -> list[Path]:
-    """Where Python's own files and the system's libraries lie, without links."""
+    """The directories of Python's own files and the system's libraries, with links resolved."""
     places: list[str | Path] = [*_SYSTEM, sys.prefix, sys.base_prefix, PACKAGE_ROOT, *site.getsitepackages()]
     places += [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return sorted({Path(place).resolve() for place in places if Path(place).exists()})
@@ -261,7 +261,7 @@ def _hold_files(readable: Sequence[Path], writable: Sequence[Path]) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Without them root cannot raise its limits again. The layout is that of capset(2), version 3."""
+    """Drop all capabilities; without them, root cannot raise its limits again. The layout is that of capset(2), version 3."""
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     if ctypes.CDLL(None, use_errno=True).capset(header, none) != 0:
         raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
@@ -296,7 +296,7 @@ def _filter_calls(programs: bool) -> None:
 
 
 def _set_aside(gigabytes: int) -> None:
-    """Raise the limit of memory as far as it goes, and take more than that."""
+    """Raise the memory limit as far as possible, then allocate more than that."""
     limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, limits)
@@ -304,7 +304,7 @@ def _set_aside(gigabytes: int) -> None:
 
 
 def _attempts() -> Mapping[str, Callable[[], object]]:
-    """What must fail, in words that stand before `was possible`."""
+    """The attempts that must fail, in words that fit before `was possible`."""
     other = os.getppid()
     return {
         "reading a file": lambda: open("/etc/passwd", "rb").close(),

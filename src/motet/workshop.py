@@ -54,8 +54,6 @@ class Workshop:
     """Capacity of this process's KV cache in tokens; servers have their own."""
     memory: FreeMemory | None = None
     """None if servers sample and ranks train."""
-    exact_logs: bool = False
-    """As in `Services`."""
     inexact: tuple[str, ...] = ()
     """Why the bytes of every job may depend on more than the job."""
     ranks: RankGroup | None = None

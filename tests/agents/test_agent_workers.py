@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from motet import apart
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.agents.episode_messages import AskEpisode, BeginEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
 from motet.channel import ChannelMessage, Child, decode, encode
 from motet.cluster import messages as cluster
-from motet.cluster.host import Host, HostHandlers
+from motet.cluster.host_link import HostHandlers, HostLink
 from motet.config import EnvironmentConfig
 from motet.config.service import ANY_SIZE
 from motet.errors import ScorerAway
@@ -27,6 +29,7 @@ from motet.tasks.episode import GroupContext
 from motet.types import Problem, Rollout
 from tests.support.captured import none_scored
 from tests.support.house import open_house
+from tests.support.openai_requests import hostile
 from tests.support.scripted_model import CHAT, Script
 from tests.support.service_run import tiny
 from tests.support.waiting import PATIENCE, until
@@ -292,7 +295,7 @@ def test_what_an_engine_offered_ends_with_it_and_no_reward_of_it_reaches_the_nex
     async def work(on: Bench) -> None:
         lives = [Process(), Process()]
         starting = iter(lives)
-        host = Host(
+        host = HostLink(
             0, start, tmp_path / "log", ThreadPoolExecutor(1), lambda start, log: next(starting).launched(start, log)
         )
         host.start(
@@ -410,5 +413,33 @@ def test_an_episode_is_offered_to_the_next_service_and_begins_anew() -> None:
         for group in (waiting, asyncio.create_task(agents.run_group(context))):
             with pytest.raises(ScorerAway):
                 await group
+
+    asyncio.run(work())
+
+
+def test_schemas_of_all_agents_of_a_tenant_are_compiled_in_its_turns() -> None:
+    sent: list[ChannelMessage] = []
+    context = GroupContext(Problem(4, (), "4"), CHAT, 1, Script(lambda *_: "four"), none_scored, judged=False)
+    config = EnvironmentConfig(name="agent", max_turns=2, wall_seconds=60)
+
+    async def work() -> None:
+        episodes = EpisodesElsewhere(sent.append, lambda job: "us")
+        groups = [asyncio.create_task(AgentsElsewhere(job, config, episodes).run_group(context)) for job in ("a", "b")]
+        await until(lambda: len(sent) == 2)
+        asked = []
+        for offer in sent:
+            assert isinstance(offer, OfferEpisode)
+            episodes.hear(BeginEpisode(offer.episode, offer.job))
+            schema = hostile(mark=f"agent {offer.job}")
+            body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "response_format": schema}
+            ask = AskEpisode(offer.job, "chat/completions", json.dumps(body), again=False)
+            asked.append(asyncio.create_task(episodes.answer(ask)))
+        await until(lambda: bool(apart.here()._busy and apart.here()._queues))
+        assert (apart.here()._busy, set(apart.here()._queues)) == ({"us"}, {"us"})
+        episodes.hang_up()
+        assert [answer.status for answer in await asyncio.gather(*asked)] == [404, 404]
+        for group in groups:
+            group.cancel()
+        await asyncio.gather(*groups, return_exceptions=True)
 
     asyncio.run(work())

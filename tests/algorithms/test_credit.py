@@ -120,6 +120,13 @@ def test_what_a_turn_that_is_not_trained_brought_counts_with_the_trained_one_bef
     assert rewards_T.tolist() == [0, 0, 0, 1.75, 0, 0, 2]
 
 
+def test_what_several_turns_brought_before_the_first_trained_one_counts_with_it():
+    one = rollout([0.5, 0.25, 1.0, 2.0], 0.0, ["..ss..s"])
+    turns = tuple(replace(turn, trained=number >= 2) for number, turn in enumerate(one.turns))
+    [rewards_T] = rewards_at_ends(replace(one, turns=turns), of_turns=True)
+    assert rewards_T.tolist() == [0, 0, 0, 1.75, 0, 0, 2]
+
+
 def test_what_cannot_be_credited_by_turns_is_refused():
     with pytest.raises(ValueError, match="discount is of rewards of turns"):
         Grpo(discount=0.9)

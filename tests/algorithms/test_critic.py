@@ -62,6 +62,8 @@ def test_what_the_model_read_is_skipped() -> None:
     policy = np.concatenate([one.advantages[one.loss_mask] for one in credit.policy.samples])
     assert policy.mean() == pytest.approx(0, abs=1e-6)
     assert policy.std() == pytest.approx(1, abs=1e-5)
+    # the variance of returns ½, ¾, 1, 0, 0, 0, and of what the values ¼, ½, ¾, 0, 0, 0 left of them
+    assert credit.explained == pytest.approx(1 - (1 / 64) / (29 / 96 - 9 / 64))
 
 
 def critic_trainer(base: Any) -> TorchTrainer:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.algorithms.packing import Standing, Waiting, cut, merge
+from tests.support.counting import calls
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=40)
 BUDGET = st.integers(1, 60)
@@ -93,6 +94,18 @@ def test_company_changes_neither_the_cuts_nor_their_order(waiting: list[Waiting]
     assert batches <= len(waiting)
     for job in SHARES:
         assert trained[job] == [item.tokens for item in waiting if item.job == job]
+
+
+@pytest.mark.parametrize("budget", [1, 64])
+def test_a_batch_looks_at_each_waiting_job_a_few_times(budget: int) -> None:
+    """Hundreds of jobs wait at once: to compare all of them for each of them would take the square of their number."""
+    waiting = [
+        Waiting(f"{n}", 8 + n % 3, Standing(100.0 * n % 37, 1.0, f"t{n % 10}", 100.0 + n % 10)) for n in range(200)
+    ]
+    with calls() as counted:
+        chosen = merge(waiting, budget)
+    assert len(chosen) == (1 if budget == 1 else 7)
+    assert counted["merge.<locals>.place"] < 4 * len(waiting)
 
 
 def test_shares_follow_the_weights() -> None:

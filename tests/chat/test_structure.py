@@ -148,7 +148,7 @@ def test_a_request_that_is_aborted_while_its_grammar_is_made_ready_is_not_begun(
         ({"type": "json_schema", "schema": {"type": "string", "pattern": "("}}, "unclosed group"),
         ("json_object", "response_format must be an object with a `type`, not 'json_object'"),
         ({"type": "json_schema", "json_schema": "x"}, "must have a `schema`, an object, not 'x'"),
-        ({"type": "json_schema", "schema": {"enum": ["x" * 20_000]}}, "characters; 16000 are the most"),
+        ({"type": "json_schema", "schema": {"enum": ["x" * 20_000]}}, "characters; the limit is 16000"),
     ],
 )
 def test_a_schema_that_cannot_be_kept_to_is_refused_with_what_is_wrong_with_it(asked, message):

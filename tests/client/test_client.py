@@ -184,7 +184,7 @@ def test_keys_of_two_tenants(house: House, says: Motet, monkeypatch: pytest.Monk
     code, out, err = says("keys", "create", "team-a", "--name", "laptop", "--expires-days", 1)
     assert code == 0
     key = out.strip()
-    assert "member of team-a; it is shown this once" in err
+    assert "member of team-a; it is shown only once" in err
     with motet.Client() as admin, motet.Client(key=key) as member:
         other = admin.create_key("team-b")
         job = member.submit(tiny("theirs"))

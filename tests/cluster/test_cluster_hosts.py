@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from motet.channel import ChannelMessage
-from motet.cluster.host import Engine, Host, HostHandlers
+from motet.cluster.host_link import HostChild, HostHandlers, HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
     AddJob,
@@ -34,13 +34,13 @@ from motet.cluster.messages import (
 )
 from motet.config.service import ANY_SIZE
 from motet.runtime.slots import Rule
-from motet.types import JobState
+from motet.types import JobState, Wanted
 from tests.support.waiting import until
 
 START = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
 
 
-async def _no_machine(start: StartHost, log: Path) -> Engine:
+async def _no_machine(start: StartHost, log: Path) -> HostChild:
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -55,8 +55,8 @@ def test_whoever_runs_a_service_reads_what_the_engine_notes_of_its_base(
 ) -> None:
     note = "sums of this base depend on the batch"
 
-    async def started() -> Host:
-        host = Host(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1))
+    async def started() -> HostLink:
+        host = HostLink(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1))
         host._handlers = handlers(list)
         await host._handle(HostReady([note]))
         return host
@@ -78,7 +78,7 @@ def test_a_job_that_was_kept_and_not_handed_over_is_found_though_nothing_changes
         host.ready = True
         client._hear(host, HostReady([]))
         await until(lambda: not client._unplaced)  # all that there was has been read
-        kept.append(AddJob({"name": "late"}, "run", 0, "us", Rule(), 1, ""))
+        kept.append(AddJob({"name": "late"}, Wanted.RUN, 0, "us", Rule(), 1, ""))
         await until(lambda: client.jobs.on(host) == 1, 5.0)
         await client.kill()
 
@@ -110,14 +110,14 @@ class Played:
 
 
 def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_meanwhile(tmp_path: Path) -> None:
-    open_jobs = [AddJob({"name": name}, "run", 0, "us", Rule(), 1, "") for name in ("kept", "new")]
-    meanwhile: dict[str, list[ToHost]] = {"kept": [SteerJob("kept", "pause")], "unknown": [ReleaseJob("unknown")]}
+    open_jobs = [AddJob({"name": name}, Wanted.RUN, 0, "us", Rule(), 1, "") for name in ("kept", "new")]
+    meanwhile: dict[str, list[ToHost]] = {"kept": [SteerJob("kept", Wanted.PAUSE)], "unknown": [ReleaseJob("unknown")]}
 
     async def go() -> None:
         played: Any = Played()
 
-        async def launch(start: StartHost, log: Path) -> Engine:
-            return cast(Engine, played)
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            return cast(HostChild, played)
 
         client = Hosts([replace(START, takeover_seconds=60.0)], tmp_path, launch)
         client.start(
@@ -129,7 +129,7 @@ def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_mean
         (host,) = client.hosts
         for number, name in enumerate(("kept", "unknown")):
             played.says.put_nowait(JobStepped(name, {"step": number}))
-        jobs = [Held(name, "us", 1, JobState.RUNNING, "run") for name in ("kept", "unknown")]
+        jobs = [Held(name, "us", 1, JobState.RUNNING, Wanted.RUN) for name in ("kept", "unknown")]
         played.says.put_nowait(HostReady([], jobs=jobs))
         await until(lambda: client.jobs.on(host) == 3)
         await until(lambda: any(isinstance(one, AddJob) for one in played.sent))
@@ -150,13 +150,13 @@ def _two(tmp_path: Path, gather: float) -> tuple[Hosts, list[Any]]:
     """Two hosts of one base that a service takes over, and a job that neither has named yet."""
     played: list[Any] = [Played(), Played()]
 
-    async def launch(start: StartHost, log: Path) -> Engine:
-        return cast(Engine, played[start.host or 0])
+    async def launch(start: StartHost, log: Path) -> HostChild:
+        return cast(HostChild, played[start.host or 0])
 
     starts = [replace(START, host=number, takeover_seconds=60.0) for number in range(2)]
     client = Hosts(starts, tmp_path, launch)
     client.gather_seconds = gather
-    job = AddJob({"name": "kept"}, "run", 0, "us", Rule(), 1, "")
+    job = AddJob({"name": "kept"}, Wanted.RUN, 0, "us", Rule(), 1, "")
     client.start(
         dataclasses.replace(
             handlers(lambda: [] if client.has("kept") else [job]), reconcile=lambda held: {one.job: [] for one in held}
@@ -174,7 +174,7 @@ def test_a_host_with_much_to_tell_keeps_its_jobs_though_another_is_ready_long_be
         host.heard_at += 3600  # as if it went on, however busy this machine is
         quick.says.put_nowait(HostReady([]))
         await asyncio.sleep(0.3)
-        slow.says.put_nowait(HostReady([], jobs=[Held("kept", "us", 1, JobState.RUNNING, "run")]))
+        slow.says.put_nowait(HostReady([], jobs=[Held("kept", "us", 1, JobState.RUNNING, Wanted.RUN)]))
         await until(lambda: client.jobs.on(host) == 1)
         assert not [one for one in quick.sent if isinstance(one, AddJob)]
         await client.kill()
@@ -196,8 +196,8 @@ def test_a_host_that_is_stopped_while_it_tells_what_it_did_saves_before_it_ends(
     async def go() -> None:
         played: Any = Played()
 
-        async def launch(start: StartHost, log: Path) -> Engine:
-            return cast(Engine, played)
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            return cast(HostChild, played)
 
         client = Hosts([replace(START, takeover_seconds=60.0)], tmp_path, launch)
         client.start(handlers(list))

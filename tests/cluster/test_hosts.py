@@ -23,8 +23,8 @@ import yaml
 
 import motet
 from motet.channel import encode
-from motet.cluster.host import Engine, Launch
-from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
+from motet.cluster.host_link import HostChild, Launch
+from motet.cluster.listener import ADDRESS, TOKEN, host_that_connects
 from motet.cluster.messages import HostReady, JobStanding, JobStepped, StartHost
 from motet.cluster.nodes import NodeFacts, faults
 from motet.cluster.run import HostedJob, HostedRun
@@ -325,7 +325,7 @@ def test_a_network_that_is_away_for_a_while_changes_nothing(
 ) -> None:
     cable, cut, starts = Cable(), asyncio.Event(), list[Path]()
 
-    async def launch(start: StartHost, log: Path) -> Engine:
+    async def launch(start: StartHost, log: Path) -> HostChild:
         async def begin(address: str, token: str) -> Awaitable[int]:
             settings = {**os.environ, ADDRESS: await cable.lay(address), TOKEN: token}
             started.append(await asyncio.create_subprocess_exec(sys.executable, "-m", "motet.hosting", env=settings))
@@ -338,7 +338,7 @@ def test_a_network_that_is_away_for_a_while_changes_nothing(
 
         started: list[asyncio.subprocess.Process] = []
         starts.append(log)
-        return await engine_that_connects("127.0.0.1", begin, end)
+        return await host_that_connects("127.0.0.1", begin, end)
 
     def observe(jobs: Sequence[JobProgress]) -> None:
         if any(one.step for one in jobs) and not cut.is_set():
@@ -361,7 +361,7 @@ def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alo
     """It trains on, unseen, while the other host has its jobs."""
     started, cut = list[subprocess.Popen[bytes]](), asyncio.Event()
 
-    async def launch(start: StartHost, log: Path) -> Engine:
+    async def launch(start: StartHost, log: Path) -> HostChild:
         async def begin(address: str, token: str) -> Awaitable[object]:
             cable = Cable()
             settings = {**os.environ, ADDRESS: await cable.lay(address), TOKEN: token}
@@ -378,7 +378,7 @@ def test_a_host_that_is_cut_off_for_good_writes_nothing_more(tmp_path: Path, alo
 
         if len(started) > 1:
             raise EngineError("there is no other node")
-        return await engine_that_connects("127.0.0.1", begin, end)
+        return await host_that_connects("127.0.0.1", begin, end)
 
     def observe(jobs: Sequence[JobProgress]) -> None:
         if all(one.step for one in jobs):
@@ -468,7 +468,7 @@ def test_a_stranger_who_connects_is_no_host() -> None:
             ended.set()
 
         writers, ended = list[asyncio.StreamWriter](), asyncio.Event()
-        engine = await engine_that_connects("127.0.0.1", begin, end)
+        engine = await host_that_connects("127.0.0.1", begin, end)
         message = await anext(engine.messages())
         await engine.kill()
         for writer in writers:

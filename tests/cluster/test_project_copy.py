@@ -26,6 +26,7 @@ from motet.config.service import ANY_SIZE
 from motet.errors import ConfigError, EngineError
 from motet.jobfile import validate
 from motet.runtime.slots import FREE
+from motet.types import Wanted
 
 pytestmark = pytest.mark.unit
 
@@ -131,7 +132,7 @@ def test_a_host_in_a_copy_hears_of_paths_there(home: Path, monkeypatch: pytest.M
         "data": {"source": "~/project/data"},
     }
     start = StartHost(f"{here}/data", "/run", {}, {}, {"known": {"target": f"{here}/own.py:x"}}, [], 1.0, ANY_SIZE)
-    told = moved(AddJob({**job, "init": f"{home}/run"}, "run", 0, "", FREE, 1), here, copy)
+    told = moved(AddJob({**job, "init": f"{home}/run"}, Wanted.RUN, 0, "", FREE, 1), here, copy)
     assert isinstance(told, AddJob)
     assert told.job == {
         "name": "one",

@@ -10,7 +10,7 @@ import pytest
 
 from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments
-from motet.cluster.host import Host
+from motet.cluster.host_link import HostLink
 from motet.cluster.placement import HostLoad, placed
 from motet.config.service import Largest
 from motet.runtime.scheduler import FairScheduler
@@ -18,7 +18,7 @@ from motet.runtime.slots import FREE, Claim
 from motet.runtime.start_turns import MOST_REST, StartTurns
 from motet.service.database.store import Store
 from motet.service.jobs.handover import Handover, in_turn
-from motet.types import JobState
+from motet.types import JobState, Wanted
 from tests.support.database import person, queued
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.house import House, statements
@@ -154,13 +154,13 @@ def test_a_host_prepares_a_few_jobs_of_each_tenant_beyond_its_slots() -> None:
 
 def test_a_job_that_was_not_placed_is_placed_when_one_before_it_has_a_slot(tmp_path: Path) -> None:
     start = m.StartHost("small", "", {"slots": 1}, {}, {}, [], 1.0, Largest(), serves="small")
-    host = Host(0, start, tmp_path / "log", None)  # type: ignore[arg-type]
+    host = HostLink(0, start, tmp_path / "log", None)  # type: ignore[arg-type]
     host.ready = True
     jobs = Assignments([host])
     jobs.ahead = 1
 
     def give(name: str, tenant: str) -> bool:
-        message = m.AddJob({"name": name}, "run", 0, tenant, FREE, base="small")
+        message = m.AddJob({"name": name}, Wanted.RUN, 0, tenant, FREE, base="small")
         return jobs.place(message, jobs.loads()) is host
 
     assert give("one", "me")

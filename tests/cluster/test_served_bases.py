@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from motet.cluster.host import Engine, HostHandlers
+from motet.cluster.host_link import HostChild, HostHandlers
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
     AddJob,
@@ -41,7 +41,7 @@ from motet.service.database.tenants import Principal
 from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tenants.ledger import Ledger
-from motet.types import JobState
+from motet.types import JobState, Wanted
 from tests.support.base_servers import BaseServer, base_servers
 from tests.support.commands import Motet
 from tests.support.house import open_house
@@ -262,7 +262,7 @@ def test_ray_is_asked_for_the_gpus_of_launched_servers() -> None:
 # --- while a base is down ----------------------------------------------------------------------------------------------------
 
 
-async def _no_machine(start: StartHost, log: Path) -> Engine:
+async def _no_machine(start: StartHost, log: Path) -> HostChild:
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -271,7 +271,7 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
     """Not at each event of a job while others wait for a base that is down, or for their tenant's turn."""
     reads = [0]
     jobs = [
-        AddJob({"name": name}, "run", 0, tenant, Rule(running=1), 1, base)
+        AddJob({"name": name}, Wanted.RUN, 0, tenant, Rule(running=1), 1, base)
         for name, tenant, base in (("a1", "ann", "a"), ("a2", "ann", "a"), ("b1", "ben", "b"))
     ]
 
@@ -307,17 +307,17 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
 
 def test_what_is_asked_of_a_job_counts_although_its_host_lets_it_go_while_open_jobs_are_read(tmp_path: Path) -> None:
     """A pause goes to the host that has the job by then; what was read before says that the job is to run."""
-    reads: list[str] = []
+    reads: list[Wanted] = []
 
     async def go() -> None:
         client, loop = Hosts([START], tmp_path, _no_machine), asyncio.get_running_loop()
         (host,) = client.hosts
 
         def open_jobs() -> list[AddJob]:
-            reads.append("pause" if len(reads) > 1 else "run")
+            reads.append(Wanted.PAUSE if len(reads) > 1 else Wanted.RUN)
             read = [AddJob({"name": "moves"}, reads[-1], 0, "ann", Rule(running=1), 1, "")]
             if len(reads) == 2:  # somebody pauses it now, and its host lets it go
-                client.send(SteerJob("moves", "pause"))
+                client.send(SteerJob("moves", Wanted.PAUSE))
                 loop.call_soon_threadsafe(client._hear, host, Released("moves"))
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
             return read

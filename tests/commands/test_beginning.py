@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from motet.before_loading import check_before_loading
-from motet.commands.data import Comparison, Wanted, far_apart, look_at, selected
+from motet.commands.data import Comparison, Selection, far_apart, look_at, selected
 from motet.commands.init import TASKS, write_job_file
 from motet.config import DataConfig
 from motet.errors import ConfigError, DataError, MotetError
@@ -90,10 +90,10 @@ def test_rows_are_filtered_deduplicated_and_split(here: Path, says: Motet) -> No
     assert train == [row for row in fits if row in train][: len(train)]  # in their order
     for text in ("level", "prompt", "<|im_start|>user", "reference answer: "):
         assert text in out
-    look_at("rows.jsonl", "small", None, None, Wanted(held_out=2), here / "again.jsonl")
-    look_at("rows.jsonl", "small", None, None, Wanted(held_out=2, seed=1), here / "other.jsonl")
+    look_at("rows.jsonl", "small", None, None, Selection(held_out=2), here / "again.jsonl")
+    look_at("rows.jsonl", "small", None, None, Selection(held_out=2, seed=1), here / "other.jsonl")
     first = read(here / "again-held-out.jsonl")
-    look_at("rows.jsonl", "small", None, None, Wanted(held_out=2), here / "again.jsonl")
+    look_at("rows.jsonl", "small", None, None, Selection(held_out=2), here / "again.jsonl")
     assert read(here / "again-held-out.jsonl") == first != read(here / "other-held-out.jsonl")
 
 
@@ -134,11 +134,11 @@ def test_what_is_no_comparison_is_refused(text: str) -> None:
 
 def test_filters_that_leave_nothing_are_told() -> None:
     with pytest.raises(ConfigError, match="did you mean 'level'"):
-        selected(ROWS, Wanted(("levl > 1",)))
+        selected(ROWS, Selection(("levl > 1",)))
     with pytest.raises(DataError, match="none of the 40 rows"):
-        selected(ROWS, Wanted(("level > 9",)))
+        selected(ROWS, Selection(("level > 9",)))
     with pytest.raises(ConfigError, match="--to"):
-        look_at("toy:add", "small", None, None, Wanted(held_out=1), None)
+        look_at("toy:add", "small", None, None, Selection(held_out=1), None)
 
 
 def test_a_curriculum_goes_through_the_rows_by_a_column(here: Path) -> None:

@@ -183,10 +183,10 @@ MEANT: dict[str, tuple[dict[str, Any], str]] = {
     "beta of the penalty": ({"algorithm": {"kl": {"beta": 1}}}, "it is algorithm.kl.coef"),
     "length": ({"max_completion_length": 8}, "it is sampling.max_tokens"),
     "rewards": ({"reward_funcs": "x"}, "it is reward"),
-    "another section": ({"group_size": 8}, "group_size: there is no such field; it stands in algorithm.group_size"),
+    "another section": ({"group_size": 8}, "group_size: there is no such field; it belongs in algorithm.group_size"),
     "two sections": (
         {"temperature": 1},
-        "temperature: there is no such field; it stands in sampling.temperature or eval.temperature",
+        "temperature: there is no such field; it belongs in sampling.temperature or eval.temperature",
     ),
     "a dotted key": (
         {"optimizer.lr": 1e-3},
@@ -196,7 +196,7 @@ MEANT: dict[str, tuple[dict[str, Any], str]] = {
         {"algorithm.kl.coef": 1},
         "write it as algorithm: {kl: {coef: …}}, or by --set algorithm.kl.coef=…",
     ),
-    "a whole file's": ({"device": "cpu"}, "device: there is no such field; it stands in engine.device"),
+    "a whole file's": ({"device": "cpu"}, "device: there is no such field; it belongs in engine.device"),
 }
 
 
@@ -324,7 +324,7 @@ FILES = {
     ),
     "a job's field for all": (
         "base: small\noptimizer: {lr: 1}\njobs: [{name: a}]",
-        "jobs.yaml: optimizer: there is no such field; it stands in a job, or in defaults for all jobs",
+        "jobs.yaml: optimizer: there is no such field; it belongs in a job, or in `defaults` for all jobs",
     ),
     "another's word for all": (
         "model: small\njobs: [{name: a}]",
@@ -386,7 +386,7 @@ OVERRIDES = {
     "steps=[1": "--set 'steps=[1': quote the value if it is meant as text: it is not YAML: ",
     "steps=many": "job add: steps: Input should be a valid integer",
     "stepps=3": "job add: stepps: there is no such field; did you mean steps?",
-    "engine.rows=3": "engine.rows: there is no such field; it stands in rollout.rows. There are ",
+    "engine.rows=3": "engine.rows: there is no such field; it belongs in rollout.rows. There are ",
     "rewards.0.weight=2": "rewards.0.weight: rewards is a list; give it as a whole, such as rewards=[…]",
     "data={source: x, source: y}": "line 1: 'source' is given twice",
     "sweep.steps=3": "sweep.steps must be a list of values, such as [1e-4, 3e-4]",

@@ -420,7 +420,7 @@ def test_a_layer_that_multiplies_in_a_way_of_its_own_stays_as_it_is():
     base = prove(lambda: wrap("llama", model, None, torch.device("cpu")), model, "llama", tiny.BLOCK)
     assert "model.layers.1.mlp.down_proj" not in base.linears
     assert "model.layers.0.mlp.down_proj" in base.linears
-    assert base.info.notes == ("Halved layers get no adapter, because they multiply in a way of their own",)
+    assert base.info.notes == ("Halved layers get no adapter, because they multiply in their own way",)
 
 
 @pytest.mark.parametrize("arithmetic", [Arithmetic(), Arithmetic(rows=16, tile=16)], ids=["four rows", "tiles"])

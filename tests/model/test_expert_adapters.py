@@ -308,7 +308,7 @@ def test_experts_are_adapted_where_they_are_asked_for() -> None:
         base.adapter_layout(["experts.q"], 8)
     with pytest.raises(AdapterError, match="it has no experts; leave it out"):
         tiny.base("llama").adapter_layout(["q_proj", "experts"], 8)
-    with pytest.raises(AdapterError, match="its class computes experts in a way of its own; leave it out"):
+    with pytest.raises(AdapterError, match="its class computes experts in its own way; leave it out"):
         tiny.base("llama4").adapter_layout(["all-linear", "experts"], 8)
 
 

@@ -83,12 +83,12 @@ class NewestFirst(FairScheduler):
         super().spend(job, tokens)
 """
         },
-        "launch.py",
-        "    scheduler = FairScheduler(workshop.engine.capacity + workshop.engine.capacity // 2)\n",
-        "    scheduler = FairScheduler(workshop.engine.capacity + workshop.engine.capacity // 2)\n"
-        "    if config.slots == 6:\n"
-        '        made = __import__("motet.runtime.newest_first", fromlist=["NewestFirst"]).NewestFirst\n'
-        "        scheduler = made(scheduler.capacity)\n",
+        "host.py",
+        "        scheduler = FairScheduler(self.workshop.engine.capacity * 3 // 2)\n",
+        "        scheduler = FairScheduler(self.workshop.engine.capacity * 3 // 2)\n"
+        "        if engine.slots == 6:\n"
+        '            made = __import__("motet.runtime.newest_first", fromlist=["NewestFirst"]).NewestFirst\n'
+        "            scheduler = made(scheduler.capacity)\n",
     ),
     "A tracker": (
         {},

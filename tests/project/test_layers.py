@@ -35,6 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"workshop", "preparing", "servers", "simulation", "client", "view"}),
     frozenset({"slot_memory", "results", "report"}),
     frozenset({"launch"}),
+    frozenset({"host"}),
     frozenset({"verbs", "before_loading", "hosting"}),
     frozenset({"running"}),
     PEERS,

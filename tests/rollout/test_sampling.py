@@ -33,6 +33,12 @@ def uniforms(n: int, key: int = 1) -> torch.Tensor:
     return torch.from_numpy(seeds.uniforms(np.full(n, key, np.uint64), np.arange(n, dtype=np.uint64)))
 
 
+def test_numbers_are_those_of_splitmix64() -> None:
+    """Its first outputs for the seed 1234567, as they are published; a job's rollouts hang on every bit."""
+    first = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert uniforms(5, 1234567).tolist() == [(one >> 11) * 2.0**-53 for one in first]
+
+
 def kept_tokens(params: SamplingParams) -> dict[int, float]:
     """Exact probabilities, written out: min-p, then top-k, then top-p."""
     weights = [math.exp(float(logit) / params.temperature) for logit in LOGITS]

@@ -8,6 +8,7 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import yaml
@@ -16,13 +17,14 @@ from motet.config import OF_CLIENT, EngineConfig, JobConfig
 from motet.errors import ConfigError, RunError
 from motet.jobfile import validate, validate_as
 from motet.launch import load
-from motet.preparing import Sources, prepare
+from motet.preparing import ReadData, Sources, prepare
 from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import open_job
 from motet.runtime.probe import probe_ids
 from motet.runtime.rundir import RunDirectory
 from motet.types import Problem
+from tests.support.counting import calls
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,20 @@ def test_a_long_prompt_anywhere_in_the_data_is_named_and_can_be_left_out(base: A
         ConfigError, match=r"2000 new ones leave no room in the 1024 positions of small; lower sampling"
     ):
         run(base, tmp_path / "refused", job("long", sampling={"max_tokens": 2000}))
+
+
+def test_jobs_with_the_same_data_share_it_while_one_of_them_is_there(base: Any, tmp_path: Path) -> None:
+    """A sweep of hundreds of jobs over one file would read it and count its tokens hundreds of times."""
+    shared = WeakValueDictionary[str, ReadData]()
+    configs = [validate_as(JobConfig, job(name), "test") for name in ("a", "b", "c")]
+    with contextlib.closing(RunDirectory(tmp_path)) as directory, calls() as counted:
+        made = [prepare(one, base.info, directory, Sources(), shared)[0] for one in configs]
+        assert made[0].data is made[1].data is made[2].data
+        assert (counted["read_source"], counted["ReadData.of"]) == (1, 1)
+        del made[:2]
+        assert len(shared) == 1
+        del made[:]
+        assert len(shared) == 0
 
 
 def test_the_job_of_a_client_has_no_rows_and_is_probed(base: Any, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from motet import AdamW, Message, Problem, Verbs
 from motet.algorithms import Grpo
 from motet.algorithms.supervised import Supervised
 from motet.batch import Example, Row
-from motet.errors import AdapterError, ConfigError, ProbeError
+from motet.errors import AdapterError, ConfigError, ProbeError, RunError
 from motet.protocols import WeightSync
+from motet.runtime.checkpoint import JobDirectory
 from motet.types import AdapterRef, Group, Rollout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,11 +57,13 @@ def test_the_pages_loops_run_and_say_that_they_learn(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     loops = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "loop.md").read_text(), re.DOTALL)
-    assert len(loops) == 2
-    for loop in loops:
+    assert len(loops) == 3
+    for loop in (*loops, loops[-1]):
         exec(compile(loop, "loop.md", "exec"), {"__name__": "loop"})  # noqa: S102
     assert (tmp_path / "adapter-short" / "adapter_model.safetensors").is_file()
-    curves = re.findall(r"^step \d  short (\d\.\d\d)  long (\d\.\d\d)$", capsys.readouterr().out, re.MULTILINE)
+    said = capsys.readouterr().out
+    assert re.findall(r"^resumed after (\d) steps, (\d) more", said, re.MULTILINE) == [("0", "5"), ("5", "0")]
+    curves = re.findall(r"^step \d  short (\d\.\d\d)  long (\d\.\d\d)$", said, re.MULTILINE)
     assert len(curves) == 6
     for first, *_, last in zip(*curves, strict=True):
         assert float(last) > float(first) + 0.2
@@ -125,7 +128,9 @@ class SomebodyElses:
 
 def test_each_version_is_probed_and_a_name_that_comes_back_has_others(verbs: Verbs) -> None:
     verbs.add_adapter("a", rank=4)
-    sync = verbs._workshop.sync = SomebodyElses(verbs._workshop.sync, "a")
+    host = verbs._host
+    sync = SomebodyElses(host.services.sync, "a")
+    host.services = replace(host.services, sync=sync)
     for _ in range(2):
         verbs.add_adapter("b", rank=4, seed=1)  # both are the base until they are trained
         verbs.remove_adapter("b")
@@ -151,3 +156,46 @@ def test_mistakes_are_said(verbs: Verbs) -> None:
     made = LOSS.batch(groups(verbs, "a")["a"], 6)
     with pytest.raises(AdapterError, match="there is no adapter 'b'"):
         verbs.forward_backward({"b": replace(made)}, LOSS)
+
+
+def stepped(verbs: Verbs, step: int) -> None:
+    verbs.forward_backward({"a": LOSS.batch(groups(verbs, "a", seed=step)["a"], 6)}, LOSS)
+    verbs.optim_step("a", AdamW(1e-3))
+
+
+def test_a_loop_resumes_in_its_directory_with_the_same_bytes(tmp_path: Path) -> None:
+    with Verbs("small", longest=64, directory=tmp_path / "whole") as verbs:
+        assert verbs.add_adapter("a", rank=4) == 0
+        for step in range(3):
+            stepped(verbs, step)
+    with Verbs("small", longest=64, directory=tmp_path / "parts") as verbs:
+        verbs.add_adapter("a", rank=4)
+        stepped(verbs, 0)
+        verbs.forward_backward({"a": LOSS.batch(groups(verbs, "a", seed=7)["a"], 6)}, LOSS)  # lost with the process
+    with Verbs("small", longest=64, directory=tmp_path / "parts") as verbs:
+        assert verbs.add_adapter("a", rank=4) == 1
+        stepped(verbs, 1)
+        verbs.remove_adapter("a")
+        assert verbs.add_adapter("a", rank=4) == 2
+        stepped(verbs, 2)
+        with pytest.raises(AdapterError, match="exists already"):
+            verbs.add_adapter("a", rank=4)
+    whole, parts = JobDirectory(tmp_path / "whole" / "a"), JobDirectory(tmp_path / "parts" / "a")
+    assert whole.steps() == parts.steps() == [2, 3]
+    for name in ("metrics.jsonl", "versions/v3/adapter_model.safetensors"):
+        assert (whole.path / name).read_bytes() == (parts.path / name).read_bytes()
+    with (
+        Verbs("small", longest=64, directory=tmp_path / "parts") as verbs,
+        pytest.raises(RunError, match=r"(?s)different job.*adapter\.rank"),
+    ):
+        verbs.add_adapter("a", rank=8)
+
+
+def test_a_loop_without_a_directory_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    with Verbs("small", longest=64) as verbs:
+        verbs.add_adapter("a", rank=4)
+        stepped(verbs, 0)
+        assert list(tmp_path.glob("motet-verbs-*/a"))
+    assert not list(tmp_path.glob("motet-verbs-*"))

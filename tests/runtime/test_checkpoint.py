@@ -23,6 +23,7 @@ from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import differences
 from motet.training.fake import FakeTrainer
 from motet.types import ADAPTER_FILES, JobState
+from tests.support.counting import calls
 from tests.support.fake_run import job, run_jobs
 from tests.support.small_disk import small_disk
 
@@ -61,6 +62,19 @@ def test_a_fresh_directory_has_no_commit(tmp_path: Path) -> None:
     assert directory.restore() is None
     assert directory.steps() == []
     assert directory.read_status() == {}
+
+
+def test_opening_a_job_again_writes_and_reads_its_identity_once(tmp_path: Path, save: Save) -> None:
+    """A host that takes up hundreds of jobs opens one after another."""
+    directory = opened(tmp_path)
+    directory.restore()
+    directory.commit(Committed(), save)
+    step(directory, 0, save)
+    again = JobDirectory(tmp_path / "a")
+    with calls() as counted:
+        assert open_job(again, IDENTITY) == ()
+    assert counted["safe_dump"] == 1
+    assert counted["_read_identity"] == 1
 
 
 def test_commit_and_restore(tmp_path: Path, save: Save) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from motet.checksums import replace_file, sealed, unsealed
 from motet.commands.verify import verify
-from motet.config import JobConfig
+from motet.config import DataConfig, JobConfig
 from motet.errors import AdapterError, ConfigError, RunError
 from motet.jobfile import parse_jobs
 from motet.model.peft_io import read_adapter
@@ -303,6 +303,18 @@ def test_a_file_with_another_content_is_another_job(file: str, old: str, new: st
     with pytest.raises(RunError, match=f"(?s)has done 2 steps of it.*{told}.*--accept-changes"):
         check_identity(directory, changed, accept_changes=False)
     check_identity(directory, changed, accept_changes=True)
+
+
+def test_a_directory_of_data_with_another_content_is_another_job(tmp_path: Path) -> None:
+    rows = tmp_path / "saved" / "train" / "data.arrow"
+    rows.parent.mkdir(parents=True)
+    rows.write_text("a")
+    config = project(tmp_path).model_copy(update={"data": DataConfig(source=str(tmp_path / "saved"))})
+    directory = committed(tmp_path, config)
+    check_identity(directory, of_config(config), accept_changes=False)
+    rows.write_text("b")
+    with pytest.raises(RunError, match=r"contents\.saved: was "):
+        check_identity(directory, of_config(config), accept_changes=False)
 
 
 def test_a_project_that_was_copied_elsewhere_goes_on(tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ from motet.model.fake import FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.job import StateChanged
 from motet.runtime.learner import Executed, Learner, unheard
-from motet.runtime.rundir import CONTROL
+from motet.runtime.rundir import CONTROL, read_commands
 from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
 from motet.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
+from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights
 from tests.support.waiting import until
 
@@ -327,6 +328,36 @@ def test_a_batch_that_fails_takes_only_its_own_job_down(tmp_path: Path) -> None:
     assert run.state("greedy") is JobState.FAILED
     assert "out of memory" in run.jobs["greedy"].progress.message
     assert run.state("other") is JobState.SUCCEEDED
+
+
+def test_a_job_that_resumes_does_not_hold_up_others_while_it_waits_for_the_disk(tmp_path: Path) -> None:
+    """What is written at the start of a job is synced, and a host that takes over has hundreds of jobs to start."""
+    run_jobs(tmp_path, [job("late", steps=2)])
+    counts = list[int]()
+
+    async def script(run: FakeRun) -> None:
+        with calls(own_thread=True) as counted:
+            await until(lambda: run.state("late") is JobState.SUCCEEDED)
+        counts.append(counted["JobDirectory.restore"])
+
+    run_jobs(tmp_path, [job("late", steps=2), job("other")], None, script)
+    assert counts == [0]
+
+
+def test_of_many_jobs_some_are_looked_at_for_commands_each_time(tmp_path: Path) -> None:
+    async def script(run: FakeRun) -> None:
+        jobs = list(run.jobs.values())
+        for one in jobs:
+            (one.directory.path / CONTROL).write_text("pause")
+        heard = list[str]()
+        for turn in range(3):
+            with calls() as counted:
+                heard += [name for name, _ in read_commands(jobs, turn)]
+            assert counted["Path.read_text"] <= 40
+        assert sorted(heard) == sorted(run.jobs)
+        run.pipeline.stop()
+
+    run_jobs(tmp_path, [job(f"job-{number}") for number in range(101)], Setting(slots=1), script)
 
 
 def test_a_command_that_cannot_be_read_is_told_once_and_the_next_is_obeyed(tmp_path: Path) -> None:

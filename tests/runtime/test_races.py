@@ -21,15 +21,15 @@ from motet.config import JobConfig
 from motet.config.candidates import RacePlan, raced
 from motet.errors import ConfigError, RunError
 from motet.jobfile import load_jobs, merge
+from motet.rollout.fake import FakeSync
 from motet.running import run_config
 from motet.runtime.race import RaceRecord, why_out
 from motet.runtime.race_rule import confirming, decide, deciding
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
-from motet.types import JobState, Problem
+from motet.types import AdapterRef, JobState, Problem
 from motet.view.bracket import verdict
-from tests.support.adapter_files import run
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, vowels, weights
 
 ROWS = [{"prompt": f"Say {i}", "answer": f"{i % 4}"} for i in range(48)]
@@ -185,6 +185,20 @@ def test_a_candidate_that_is_out_is_not_resumed_by_hand(tmp_path: Path) -> None:
     assert f"motet fork JOBS.yaml {dropped}@" in (why_out([record], ended.jobs[dropped].directory) or "")
 
 
+def test_a_fault_in_loading_a_version_that_nobody_samples_does_not_end_a_candidate(alone: Path, tmp_path: Path) -> None:
+    """A candidate that waits for a decision, or was dropped, samples nothing from the version at the rung."""
+    dropped = {one.name for one in RaceRecord.read(alone / "say.race.json").rungs[0].standings if not one.stays}
+
+    class Faulty(FakeSync):
+        async def publish(self, name: str, ref: AdapterRef) -> None:
+            if name in dropped and ref.version == 3:
+                raise RuntimeError("out of order")
+            await super().publish(name, ref)
+
+    on_fakes(tmp_path, sync=Faulty)
+    assert contents(tmp_path) == contents(alone)
+
+
 def test_a_budget_lets_fewer_go_on(alone: Path, tmp_path: Path) -> None:
     planned_tokens = RaceRecord.read(alone / "say.race.json")
     assert planned_tokens.outcome is not None
@@ -227,6 +241,11 @@ def test_a_race_on_the_small_base_is_shown_and_its_winner_is_an_ordinary_job(tmp
     assert again.races == ended.races
     assert again.jobs[dropped].message == ended.jobs[dropped].message
     assert verify(tmp_path / "run") == 0
+    record_file = tmp_path / "run" / "say.race.json"
+    record_file.rename(tmp_path / "away")
+    with pytest.raises(RunError, match="is gone, and candidates were dropped by it"):
+        run_config(load_jobs(file))
+    (tmp_path / "away").rename(record_file)
     fork_job(file, f"{finalist}@3", tmp_path / "longer", None, ["steps=4"])
     (longer,) = load_jobs(tmp_path / "longer" / "jobs.yaml").jobs
     assert (longer.name, longer.steps, longer.race) == (finalist, 4, None)
@@ -245,12 +264,9 @@ def test_a_race_that_cannot_compare_is_refused_before_anything_is_loaded(
 ) -> None:
     wanted = {"name": "say", "data": {"source": ROWS}, "reward": "exact", "race": 4}
     wanted = {name: value for name, value in {**wanted, **fields}.items() if value is not None}
-    with pytest.raises(ConfigError, match=message):
-        run(tmp_path, wanted)
-    with pytest.raises(ConfigError, match="one host"):
-        motet.run(
-            [{**wanted, "algorithm": "grpo", "reward": "exact"}], engine={"hosts": 2}, directory=tmp_path, quiet=True
-        )
+    for hosts in (1, 2):
+        with pytest.raises(ConfigError, match=message):
+            motet.run([wanted], engine={"samplers": 0, "hosts": hosts}, directory=tmp_path, quiet=True)
 
 
 def test_a_service_refuses_a_race() -> None:

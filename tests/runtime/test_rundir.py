@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +49,22 @@ def test_a_process_that_was_killed_leaves_no_lock(holder: subprocess.Popen[str],
     directory = RunDirectory(tmp_path / "run")
     assert directory.attempt == 1
     directory.close()
+
+
+def test_what_was_half_written_when_a_process_was_killed_is_removed_later(tmp_path: Path) -> None:
+    """Of files of the run, of a fork, and of a job that was being deleted; a young draft may belong to a process that lives."""
+    drafts = [tmp_path / f".tmp-{name}" for name in ("0a1b2c3d-run.json", "young.json", "job-deleted")]
+    drafts[0].touch()
+    drafts[1].touch()
+    (drafts[2] / "state").mkdir(parents=True)
+    (tmp_path / "job").mkdir()
+    os.utime(tmp_path / "job", (0, 0))
+    before = time.time() - 4000
+    for old in (drafts[0], drafts[2]):
+        os.utime(old, (before, before))
+    with contextlib.closing(RunDirectory(tmp_path)):
+        assert [one for one in drafts if one.exists()] == [drafts[1]]
+        assert (tmp_path / "job").is_dir()
 
 
 def test_the_identity_stays_and_attempts_count(tmp_path: Path) -> None:

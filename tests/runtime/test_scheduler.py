@@ -422,6 +422,11 @@ def test_a_tenant_counts_as_working_for_a_minute_after_it_was_charged() -> None:
     with scheduler.working("b"):
         clock[0] = 200.0
         assert scheduler.others("a") == 2.0
+        assert not scheduler.idle("b")
+    scheduler.spend("a", 10)
+    assert scheduler.others("b") == 0.5
+    assert scheduler.idle("b")
+    assert scheduler.idle("a job that has left")
 
 
 def test_completions_wait_for_no_other_tenant_within_its_share() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from motet.runtime.progress import figure_of
 from motet.runtime.signs import ALIKE, FAR, LEAST, NO_SIGNAL, RECENT, Signs, no_signal
+from tests.support.counting import calls
 
 Values = list[float | None]
 
@@ -23,6 +24,21 @@ def warnings(steps: int = 2 * RECENT, **fields: Any) -> tuple[str, ...]:
         )
     signs.see({"step": steps, "version": steps, "eval": {}})
     return tuple(one.says for one in signs.diagnoses)
+
+
+def test_views_that_look_often_cost_nothing_between_two_steps() -> None:
+    """A service looks at each of its jobs twice a second, and with hundreds of them a step of one takes a minute."""
+    signs = Signs()
+    with calls() as counted:
+        for step in range(LEAST):
+            signs.see({"no_signal": 1.0, "reward": 0.0, "reward_std": 0.0, "rollouts": 8})
+            shown = [signs.warnings for _ in range(50)][-1]
+            assert ("no-signal" in shown) == (step == LEAST - 1)
+        for version, reward in ((0, 0.9), (5, 0.1)):
+            signs.see_evaluation(version, {"reward": reward, "reward_stderr": 0.01})
+            shown = [signs.warnings for _ in range(50)][-1]
+    assert "worse" in shown
+    assert counted["Signs.diagnoses"] == LEAST + 2
 
 
 def test_an_ordinary_training_is_not_warned_about() -> None:

@@ -17,6 +17,7 @@ from motet.runtime.job import StateChanged
 from motet.runtime.slot_turns import TURN_SECONDS, SlotTurns
 from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.types import JobState
+from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.waiting import until
 
@@ -63,6 +64,15 @@ def test_a_tenant_with_many_slots_gives_way() -> None:
     assert preempted_for_share(claims("b1-"), claims("a1", "a2"), 2, {}) is None  # a lower priority waits
     assert preempted_for_share(claims("b1"), claims("a1", "a2"), 2, {"a": Rule(share=3.0)}) is None
     assert preempted_for_share([], claims("a1", "a2"), 2, {}) is None
+
+
+def test_no_job_is_compared_where_none_wants_a_slot_or_none_waits() -> None:
+    """It is asked several times a second: to compare each running job with all others takes the square of their number."""
+    running, queued = [Claim(f"a{n}", "a") for n in range(200)], [Claim("b1", "b")]
+    for wanted, waiting in ((list[Claim](), {"a1"}), (queued, set[str]()), (queued, {"a1"})):
+        with calls() as counted:
+            preempted_if_idle(wanted, running, waiting, len(running), {})
+        assert counted["admitted"] == bool(wanted and waiting)
 
 
 def test_who_only_waits_makes_room_for_whoever_would_get_the_slot() -> None:
@@ -164,6 +174,21 @@ def test_waiting_is_no_credit_beyond_two_turns() -> None:
     assert turns.had["a"] - turns.had["b"] == 2.0
     turns.update(claims("a1"), claims("c1"), 1, {"c": Rule(share=0.5)})
     assert turns.had["c"] == turns.had["a"], "a tenant that comes starts level with the one that has had least"
+    assert admitted(claims("a1", "d1"), [], 1, {}, {"a": 0.5}) == ["d1"], "no past turns are none"
+
+
+def test_turns_count_by_shares_and_a_tenant_begins_within_a_round_of_its_host() -> None:
+    clock, rules = [0.0], {"a": Rule(share=2.0)}
+    turns, wide = (SlotTurns("host", lambda: clock[0]) for _ in range(2))
+    turns.update([], claims("a1"), 1, rules)
+    wide.update([], claims("a1"), 2, rules)
+    began = turns.had["a"]
+    assert 0 < began < 1
+    assert wide.had["a"] == began / 2, "with twice the slots a round is half as long"
+    turns.hold(claims("a1"))
+    clock[0] = TURN_SECONDS
+    turns.update(claims("a1"), [], 1, rules)
+    assert turns.had["a"] == pytest.approx(began + 0.5)
 
 
 # --- in a pipeline ----------------------------------------------------------------------------------------------------------

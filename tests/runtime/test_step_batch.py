@@ -38,6 +38,7 @@ def test_advantages_stand_on_sampled_tokens_in_data_order() -> None:
     made = batch(*groups, algorithm={"advantage": "centered"})
     assert advantages(made) == [0.5, -0.5, -1.0, 1.0]
     assert made.samples[0].advantages.tolist() == [0, 0, 0, 0.5, 0.5]
+    assert made.samples[0].versions.tolist() == [0] * 5
     assert made.samples[0].n_trainable == 2
     assert made.denominator == 8
     assert made.groups == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from motet.config.service import LimitsConfig
 from motet.runtime.journal import KEPT_BYTES, Done, Journal, OptimStep
 from motet.runtime.slots import Rule
 from motet.service.tenants.quotas import QuotaEnforcer
-from motet.service.tenants.stored import StoredBytes, size_of
+from motet.service.tenants.stored import Measured, StoredBytes, measured
 from motet.service.tinker.parts import PREFIX
 from motet.types import JobState
+from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
 from tests.support.house import House, open_house
 from tests.support.service_run import tiny
@@ -67,8 +69,32 @@ def test_files_count_in_blocks_and_a_file_with_two_names_once(tmp_path: Path) ->
     (tmp_path / "sub" / "small").write_bytes(b"x")
     os.link(tmp_path / "one", tmp_path / "sub" / "again")
     (tmp_path / "empty").touch()
-    assert size_of(tmp_path) == 3 * 4096
-    assert size_of(tmp_path / "none") == 0
+    assert measured(tmp_path) == Measured(3 * 4096, 4)
+    assert measured(tmp_path / "none") == Measured(0, 0)
+
+
+def test_a_job_with_many_files_is_measured_once_in_many_steps(house: House) -> None:
+    """Each step leaves a receipt and rollouts: to look at all of them after each step takes the square of the steps."""
+    found, job_id = house.part(StoredBytes), house.job["id"]
+    receipts = house.storage.job(job_id).receipts
+    receipts.mkdir()
+    for number in range(2000):
+        (receipts / f"v{number}.json").write_bytes(b"x")
+    stored(house)
+    looked = Counter[str]()
+    for number in range(2000, 2100):
+        (receipts / f"v{number}.json").write_bytes(b"x")
+        found.changed(job_id)
+        with calls() as counted:
+            found.measure(all_changed=False)
+        looked += counted
+    assert 2000 < looked["lstat"] < 100 * 150
+    before = found.of(house.store.tenants.made("us").id)
+    assert before < stored(house) + 4096 * 30
+    limit(house, storage_mb=2100 * 4096 / MB)
+    assert (
+        house.ask("POST", "/v1/jobs", json=tiny("more")).status_code == 403
+    )  # measured at once where it would not fit
 
 
 def test_commands_of_a_client_count_are_refused_beyond_the_limit_and_go_with_the_model(house: House) -> None:

@@ -58,8 +58,20 @@ def test_a_tenant_that_calls_and_one_that_decodes_have_one_account() -> None:
     turns.come(["decoder"], "decodes")
     turns.charge(1.0, [(payer("caller"), 1)])
     assert turns.ahead("caller", "decodes") == 1.0
+    turns.charge(0.25, [(payer("decoder"), 1)])
+    assert turns.ahead("caller", "decodes") == 0.75
     turns.come(["new"], "calls")
     assert turns.ahead("new", "decodes") == 0.0, "whoever comes starts level with the one that had least"
+
+
+def test_a_tenant_that_is_charged_after_it_left_begins_at_the_level_of_the_others() -> None:
+    turns = TenantTurns()
+    turns.come(["here"])
+    turns.charge(1.0, [(payer("here"), 1)])
+    turns.come(["here", "too"])
+    turns.charge(0.5, [(payer("gone"), 1)])
+    turns.come(["here", "too", "gone"])
+    assert turns.had("gone") == 1.5
 
 
 def test_company_is_several_tenants_within_seconds() -> None:
@@ -82,6 +94,13 @@ def test_a_piece_is_as_large_as_it_is_worth(same: float, each: float, most: int)
     for rows in [256, 8, 200, 120, 40, 256, 64] * 6:
         cost.add(rows, same + each * rows)
     assert cost.most(256) == pytest.approx(most, rel=0.15)
+
+
+def test_a_piece_is_a_32nd_in_whole_rows_at_least() -> None:
+    cost = Cost()
+    for rows in (100, 8, 40):
+        cost.add(rows, 0.01 * rows)
+    assert cost.most(100) == 3
 
 
 def test_a_piece_of_unknown_cost_is_whole() -> None:

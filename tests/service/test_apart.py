@@ -60,7 +60,7 @@ def test_a_key_may_have_so_much_waiting_and_what_is_cancelled_does_not_count(tur
             await asyncio.sleep(0.01)
         waiting = [asyncio.create_task(turns.run("a", int)) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(LimitError, match="3 requests of yours wait"):
+        with pytest.raises(LimitError, match="3 of your requests wait"):
             await turns.run("a", int)
         waiting[0].cancel()
         await asyncio.sleep(0)

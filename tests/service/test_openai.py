@@ -12,7 +12,7 @@ from typing import Any, cast
 import openai
 import pytest
 
-from motet.cluster.host import Host
+from motet.cluster.host_link import HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Abandon, Complete, PromptRead, QuestionRefused, ToHost
 from motet.types import JobState
@@ -244,7 +244,7 @@ def test_a_version_is_gone_on_from(house: House, client: openai.OpenAI) -> None:
 class Samples:
     """A host's process: it answers a prompt of one token id without an end, breaks off one of two, and refuses longer ones."""
 
-    def __init__(self, host: Host, place: Path) -> None:
+    def __init__(self, host: HostLink, place: Path) -> None:
         """`place` is named where an answer is broken off."""
         self._host, self._place = host, place
         self.begun, self.abandoned = set[int](), set[int]()
@@ -270,7 +270,7 @@ class Samples:
         engine = house.part(Hosts)
 
         async def stand_in(there: bool) -> None:
-            self._host.ready, self._host._engine = there, cast("Any", self if there else None)
+            self._host.ready, self._host._child = there, cast("Any", self if there else None)
             (engine.there[self._host.base].set if there else engine.there[self._host.base].clear)()
 
         for there in (True, False):

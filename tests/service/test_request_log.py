@@ -10,6 +10,7 @@ import httpx2
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import JobStanding
+from motet.service.request_log import RequestFiles
 from tests.support.house import House, open_house, statements
 from tests.support.service_run import tiny
 
@@ -56,6 +57,19 @@ def test_reads_of_admins_are_audited_and_those_of_members_are_not(house):
     events = {line["id"]: line["event"] for line in lines(house, "admin.log")}
     assert mine not in events
     assert events[read] == "admin read"
+
+
+def test_logs_are_bounded(tmp_path):
+    files = RequestFiles(tmp_path)
+    for lines in (files.access, files.audit, files.reads):
+        lines._file.maxBytes = 1000
+        for number in range(1000):
+            lines.write({"number": number})
+    files.close()
+    parts = sorted(tmp_path.iterdir())
+    assert len(parts) == 3 * 8
+    assert all(part.stat().st_size <= 1000 for part in parts)
+    assert '"number":999' in (tmp_path / "access.log").read_text()
 
 
 def test_latency_and_refusals_are_counted_by_route_and_not_by_path(house):

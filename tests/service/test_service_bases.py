@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from motet import budgets
 from motet.cluster.assignments import Assignments
-from motet.cluster.host import Host
+from motet.cluster.host_link import HostLink
 from motet.cluster.messages import AddJob, Complete, FromHost, StartHost, Tokens
 from motet.cluster.placement import HostLoad, Move, moved, placed
 from motet.cluster.starts import launcher, starts_of
@@ -43,7 +43,7 @@ from motet.service.database.tenants import Principal
 from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tinker.parts import PREFIX
-from motet.types import Message, SamplingParams
+from motet.types import Message, SamplingParams, Wanted
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.commands import Motet
 from tests.support.house import House, open_house
@@ -385,12 +385,12 @@ def test_hosts_of_other_bases_take_no_job_and_count_for_limits() -> None:
     assert placed(mine, [idle], {}) is None
     assert placed(mine, [HostLoad(0, 8, running=(other,), base="a"), full], {"ann": Rule(running=1)}) is None
     here, away = (
-        Host(number, StartHost(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base), Path(), ThreadPoolExecutor())
+        HostLink(number, StartHost(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base), Path(), ThreadPoolExecutor())
         for number, base in enumerate("ab")
     )
     here.ready = True
     assignments = Assignments([here, away])
-    jobs = [AddJob({"name": name}, "run", 0, "ann", Rule(running=1), 1, "a") for name in ("first", "second")]
+    jobs = [AddJob({"name": name}, Wanted.RUN, 0, "ann", Rule(running=1), 1, "a") for name in ("first", "second")]
     assert [assignments.place(one, assignments.loads()) for one in jobs] == [here, None], (
         "also while one alone is there"
     )

@@ -291,7 +291,7 @@ def test_a_message_quotes_only_the_beginning_of_what_was_given(house: House) -> 
         ({"reward": {"name": "exact", "args": {"x": nested(300)}}}, "nested more than 32 deep"),
         ({"reward": ["exact"] * 65}, "rewards"),
         ({"data": {"source": "toy:add", "template": "{question:>2000000000}"}}, "{question:>2000000000}"),
-        ({"data": {"source": "toy:add", "template": "{question.__class__}"}}, "a column of its own"),
+        ({"data": {"source": "toy:add", "template": "{question.__class__}"}}, "for anything else add a column"),
         ({"data": {"source": "toy:add", "template": "x" * 100_001}}, "data.template"),
         ({"data": {"source": "toy:add", "system": "x" * 100_001}}, "data.system"),
         ({"data": {"source": "toy:add", "chat_template_kwargs": {"chat_template": "{% for %}"}}}, "chat_template"),
@@ -427,5 +427,5 @@ def test_a_conversation_of_messages_has_few_blocks() -> None:
         few = Messages.model_validate({"model": "a", "max_tokens": 1, "messages": said})
         assert len(few.conversation().messages) <= 4098
         many = Messages.model_validate({"model": "a", "max_tokens": 1, "messages": [*said, *said]})
-        with pytest.raises(ChatRefusal, match="8194 blocks; 8192 are the most"):
+        with pytest.raises(ChatRefusal, match="8194 blocks; the limit is 8192"):
             many.conversation()

@@ -32,6 +32,7 @@ from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
 from tests.support.house import House, open_house
 from tests.support.openai_requests import hostile
 from tests.support.service_run import serving
+from tests.support.waiting import wait_until
 
 POSITIONS = 1024
 HTTP = HttpConfig(
@@ -97,9 +98,9 @@ def test_a_prompt_longer_than_the_base_reads_is_refused_at_the_door(house: House
     error = house.refused(413, "POST", f"{TINKER}/asample", json=sample(100_000))
     assert "MB at most" in error["message"]
     error = house.refused(400, "POST", f"{TINKER}/asample", json=sample(POSITIONS + 1))
-    assert "1025 tokens; 1024 are the most" in error["message"]
+    assert "1025 tokens; this base reads at most 1024" in error["message"]
     error = house.refused(400, "POST", "/v1/completions", json={"model": "small", "prompt": [7] * (POSITIONS + 1)})
-    assert "1025 tokens; 1024 are the most" in error["message"]
+    assert "1025 tokens; this base reads at most 1024" in error["message"]
     for path in ("/v1/chat/completions", "/episodes/x/v1/chat/completions"):
         text = {**CHAT, "messages": [{"role": "user", "content": "x" * 200_000}]}
         house.refused(413, "POST", path, json=text)
@@ -259,6 +260,21 @@ def test_one_key_has_so_many_streams(house: House) -> None:
             assert stack.enter_context(opened).status_code == 200
         assert "3 streams" in house.refused(429, "GET", "/v1/events/stream")["message"]
         assert house.ask("GET", "/v1/jobs").status_code == 200
+
+
+def test_one_key_has_so_many_open_requests(tmp_path: Path) -> None:
+    with open_house(tmp_path, http=HttpConfig(requests_per_key=3)) as house, contextlib.ExitStack() as stack:
+        head = HEAD + f"Authorization: Bearer {house.keys['ours']}\r\nContent-Length: 9\r\n\r\nx".encode()
+
+        def full() -> bool:
+            stack.enter_context(half_sent(house, head))
+            return house.ask("GET", "/v1/jobs").status_code == 429
+
+        wait_until(full)
+        assert "3 requests of one key are open" in house.refused(429, "GET", "/v1/jobs")["message"]
+        assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
+        stack.close()
+        wait_until(lambda: house.ask("GET", "/v1/jobs").status_code == 200)
 
 
 def test_connections_leave_files_for_the_rest() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import pytest
 from motet.client import Client
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import SetRule, ToHost, UsageWindow
-from motet.config.service import LimitsConfig, RateConfig
+from motet.commands.serve import _limits
+from motet.config.service import LimitsConfig, RateConfig, ServiceConfig
 from motet.errors import ConfigError, ServiceError
 from motet.jobfile import load_service
 from motet.runtime.journal import Done
@@ -523,8 +525,16 @@ def test_the_configuration_file_sets_defaults(tmp_path: Path) -> None:
             load_service(file)
 
 
-def test_the_page_about_limits_has_every_field() -> None:
+def test_the_page_about_limits_has_every_field_with_its_default() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
     for model in (LimitsConfig, RateConfig):
-        for field in model.model_fields:
-            assert f"| `{field}` |" in page, field
+        for name, field in model.model_fields.items():
+            (told,) = re.findall(rf"^\| `{name}` \| ([^|]+) \|", page, re.M)
+            assert told.replace(",", "") == ("none" if field.default is None else f"{field.default:.0f}"), name
+
+
+def test_limits_are_told_at_the_start() -> None:
+    told = _limits(ServiceConfig())
+    for name, value in LimitsConfig():
+        assert name == "share" or f" {name} {'none' if value is None else f'{value:,.0f}'}" in told, name
+    assert "Of each key: 2,048 open requests, 64 streams; of each address: 2,048 connections" in told

@@ -25,7 +25,7 @@ from motet.service.jobs.submissions import GivenJob
 from motet.service.secrets import KEY_FILE, KEY_VARIABLE, Secrets
 from motet.service.settings import Settings
 from motet.tasks.reward_elsewhere import SEALED
-from motet.types import JobState
+from motet.types import JobState, Wanted
 from tests.support.database import person
 from tests.support.service_run import Json, tiny
 
@@ -92,7 +92,7 @@ def test_a_key_that_is_gone_or_another_is_missed_and_what_to_do_is_said(tmp_path
         service.recorder.record_state(lost.id, JobState.FAILED, "")
         lost.state = "failed"
         with pytest.raises(ConfigError, match="submit the job again"):
-            service.submissions.steer(lost, "resume")
+            service.submissions.steer(lost, Wanted.RUN)
         submitted(service, "anew")
     with parts(tmp_path) as service:
         service.handover.message(service.store.open_jobs()[0])

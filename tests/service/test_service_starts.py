@@ -13,7 +13,7 @@ from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import StartCondition
-from motet.types import JobState
+from motet.types import JobState, Wanted
 from tests.support.database import person
 from tests.support.house import House
 from tests.support.places import Place
@@ -67,10 +67,10 @@ def test_a_job_fails_with_what_it_waits_for_and_can_be_resumed(place: Place, us:
     assert (failed.state, failed.ended is not None) == ("failed", True)
     assert failed.message == f"job 'first', which this one waits for, has {state}: no luck"
     assert place.handed == []
-    assert place.queue.steer(failed, "resume")
+    assert place.queue.steer(failed, Wanted.RUN)
     place.queue.release()
     assert place.now(job).state == "failed"  # still no use
-    assert place.queue.steer(failed, "resume")
+    assert place.queue.steer(failed, Wanted.RUN)
     place.end(first, "queued")  # it was resumed too
     place.queue.release()
     assert place.now(job).message == "waits for 'first' to succeed"
@@ -128,16 +128,16 @@ def test_a_job_waits_until_its_time(place: Place, us: Principal) -> None:
 def test_a_job_that_waits_can_be_paused_and_cancelled(place: Place, us: Principal) -> None:
     first = place.submit(us, "first")
     job, other = (place.submit(us, name, StartCondition(after=["first"])) for name in ("second", "third"))
-    assert not place.queue.steer(first, "pause")  # it is the engine's
-    assert place.queue.steer(job, "pause")
-    assert place.queue.steer(other, "cancel")
+    assert not place.queue.steer(first, Wanted.PAUSE)  # it is the engine's
+    assert place.queue.steer(job, Wanted.PAUSE)
+    assert place.queue.steer(other, Wanted.CANCEL)
     place.end(first)
     place.queue.release()
     assert (place.now(job).state, place.now(other).state, place.handed) == ("paused", "cancelled", [])
-    assert place.queue.steer(job, "resume")
+    assert place.queue.steer(job, Wanted.RUN)
     place.queue.release()
     assert place.handed == ["second"]
-    assert not place.queue.steer(job, "cancel")
+    assert not place.queue.steer(job, Wanted.CANCEL)
 
 
 def test_a_job_that_is_cancelled_just_as_it_may_start_stays_cancelled(place: Place, us: Principal) -> None:
@@ -146,7 +146,7 @@ def test_a_job_that_is_cancelled_just_as_it_may_start_stays_cancelled(place: Pla
     place.end(first)
     seen = place.queue._waiting()
     assert [one.name for one in seen] == ["second"]
-    place.queue.steer(job, "cancel")
+    place.queue.steer(job, Wanted.CANCEL)
     place.queue._end_wait(seen[0], JobState.QUEUED, "")
     assert (place.now(job).state, place.handed) == ("cancelled", [])
 

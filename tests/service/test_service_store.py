@@ -99,7 +99,7 @@ def test_several_services_may_begin_on_the_same_empty_database(url: str) -> None
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)
 def test_a_service_that_hangs_holds_others_on_its_database_for_a_while_only(url: str) -> None:
     """Each with its locks: of events, and of the shape of the tables."""
-    reason = "has held a lock for 0.1 s: wait, where another service brings it"
+    reason = "has held a lock on it for 0.1 s: wait if another service is migrating it"
     store = Store(url, lock_seconds=0.1)
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     began = time.monotonic()

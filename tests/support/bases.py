@@ -76,7 +76,7 @@ def row(name: str, dtype: str) -> Row:
     remarks = [note for note in base.info.notes if note != base.info.inexact]
     if name in MISREAD:
         remarks.append(
-            "`peft` takes an adapter's gate, up and down for those of routed experts: for it, adapt attention alone"
+            "`peft` mistakes an adapter's gate, up and down for those of routed experts: adapt attention only"
         )
     leaves = dict.fromkeys([*(path.rsplit(".", 1)[-1] for path in base.linears), *[EXPERTS][: len(base.info.experts)]])
     verdict = EXACT if base.info.exact else INEXACT

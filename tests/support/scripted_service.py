@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from motet.cluster.host import Host
+from motet.cluster.host_link import HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Abandon, Complete, FromHost, ToHost
 from motet.hosting.answers import Answers
@@ -62,7 +62,7 @@ class Says:
 class _Process:
     """A host's process."""
 
-    def __init__(self, host: Host, engine: Says) -> None:
+    def __init__(self, host: HostLink, engine: Says) -> None:
         info = SimpleNamespace(tokenizer=TOKENIZER, eos_token_ids=(END,), max_positions=ROOM)
         shared: Any = SimpleNamespace(engine=engine, scheduler=FairScheduler(16), engine_suffix="x")
         self._host = host
@@ -97,7 +97,7 @@ def scripted_service(directory: Path) -> Iterator[tuple[House, Says]]:
 
         async def stand_in(there: bool) -> None:
             host.ready = there
-            host._engine = cast("Any", _Process(host, engine) if there else None)
+            host._child = cast("Any", _Process(host, engine) if there else None)
             (client.there[host.base].set if there else client.there[host.base].clear)()
 
         loop = house.app.state.loop

@@ -101,6 +101,11 @@ def test_a_formula_is_arithmetic(formula: str, score: float) -> None:
     assert given(multi(formula, a=check("eq"), b=check("ne")), "x", want="x") == score
 
 
+def test_one_text_is_a_message_and_one_grader_a_mapping_by_its_name() -> None:
+    assert parse(judge(input="Rate it")) == parse(judge(input=[{"role": "user", "content": "Rate it"}]))
+    assert parse({**multi("c"), "graders": check("eq")}) == parse(multi("c", c=check("eq")))
+
+
 @pytest.mark.parametrize("formula", ["a / b", "sqrt(b - a)", "log(b)", "exp(1000 * a)", "10 ^ 400", "(b - a) ^ 0.5"])
 def test_a_formula_without_a_value_is_told(formula: str) -> None:
     with pytest.raises(ValueError, match="calculate_output"):

@@ -56,6 +56,8 @@ def test_one_large_pool_among_many_small_ones_comes_evenly(n_light: int) -> None
 @pytest.mark.parametrize("weight", [1e-310, 5e-324, 1e-9, 1e6])
 def test_only_the_ratio_of_weights_matters(weight: float) -> None:
     assert shares([weight, weight]).tolist() == [512, 512]
+    light = shares([weight, 2 * weight] * 30)[::2]
+    assert light.tolist() == [12] * 4 + [11] * 26, "the first of equal ones get what is left"
 
 
 def test_every_step_has_the_shares_and_each_pool_goes_through_its_rows_pass_by_pass(tmp_path: Path) -> None:
@@ -83,6 +85,12 @@ def test_windows_of_any_width_are_parts_of_one_sequence(tmp_path: Path) -> None:
     assert whole == alone
     assert whole[1033:1041] == mixed.window(1033, 8, 7, 8)
     assert whole != mixed.window(0, 2500, 8, 8)
+
+
+def test_a_seed_gives_the_rows_that_it_always_gave(tmp_path: Path) -> None:
+    mixed = data(tmp_path, {"weights": {"easy": 3, "hard": 1}})
+    ids = [problem.id for problem in mixed.window(0, 16, 1, 8)]
+    assert ids == [1, 6, 8, 14, 3, 2, 9, 15, 16, 10, 0, 11, 7, 4, 13, 5]
 
 
 def test_what_comes_first_in_a_step_has_the_shares_too(tmp_path: Path) -> None:
@@ -151,8 +159,8 @@ def test_bad_weights_are_refused(tmp_path: Path, pools: dict[str, Any], said: st
 
 
 def test_values_that_no_row_has_are_told_with_those_that_are_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no row to train on has level 'hrad'; rows have easy, hard, odd"):
-        data(tmp_path, {"weights": {"easy": 1}, "changes": {9: {"hrad": 1}}})
+    with pytest.raises(DataError, match=r"no row to train on has level 'hrad'; rows have easy, odd, hard"):
+        data(tmp_path, {"weights": {"easy": 1}, "changes": {9: {"hrad": 1}}}, [*LEVELS, "odd", "odd", "odd"])
     with pytest.raises(DataError, match=r"rows.jsonl row 1 has no column 'lvl'. Its columns: level"):
         data(tmp_path, {"column": "lvl", "weights": {"easy": 1}})
 

@@ -102,9 +102,9 @@ def test_an_answer_that_is_too_long_for_a_process_fails_alone():
     async def scenario(pool):
         await pool.register("job", [reward()])
         long, short = await pool.score("job", PROBLEM, ["x" * LONGEST_LINE, "fine"])
-        assert re.fullmatch(
-            r"reward mine: cannot be sent to its process: \d+ MB, where \d+ MB are the most", long.error
-        ), long.error
+        assert re.fullmatch(r"reward mine: cannot be sent to its process: \d+ MB; the limit is \d+ MB", long.error), (
+            long.error
+        )
         assert (short.error, math.isnan(short.reward)) == ("", False)
 
     run(scenario)
@@ -325,6 +325,15 @@ def test_the_datas_own_scorer():
     right, wrong = run(scenario)
     assert right.reward == 1.0
     assert wrong.reward < 0.1
+
+
+def test_a_process_loads_little():
+    """Every job has one, and a host that takes over hundreds of jobs starts them all."""
+    code = "import sys, motet.tasks.reward_process; print(*sorted(sys.modules))"
+    loaded = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert {"yaml", "pydantic", "torch", "csv", "motet.tasks.row_files", "motet.config"}.isdisjoint(loaded)
 
 
 def test_processes_end_with_a_parent_that_is_killed(tmp_path):

@@ -14,7 +14,7 @@ ROWS = {
     "sequences": "`gspo`",
     "samples": "samples and `compute_logprobs` of saved weights",
     "ranks": "likeliest tokens of a prompt",
-    "resumes": "states saved, loaded, gone on from",
+    "resumes": "states saved, loaded, continued",
     "manages": "checkpoints and runs listed, time to live",
     "publishes": "checkpoints published",
     "copies": "`copy_weights`",

@@ -1,6 +1,7 @@
-"""Agents that run on a machine of their owner's: their episodes are offered to the service, which has them leased.
+"""Agents that run on their owners' machines: episodes are offered to the service, which leases them to workers.
 
-An engine has one `EpisodesElsewhere`, which speaks with the service, and for each such job an `AgentsElsewhere`.
+An engine has one `EpisodesElsewhere`, which exchanges messages with the service, and an `AgentsElsewhere` for each such
+job.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ class _Offer:
 class EpisodesElsewhere:
     """Episodes that were offered and have not ended. Lives in one event loop."""
 
-    def __init__(self, send: Callable[[ChannelMessage], None]) -> None:
-        """`send` sends a message to the service; it raises `EngineError` where that is too long."""
-        self._send = send
+    def __init__(self, send: Callable[[ChannelMessage], None], payer: Callable[[str], str] = str) -> None:
+        """`send` sends a message to the service; it raises `EngineError` if the message is too long.
+
+        `payer` gives the tenant of a job.
+        """
+        self._send, self._payer = send, payer
         self._offers: dict[int, _Offer] = {}
         self._begun: dict[str, ServedEpisode] = {}
         self._numbers = itertools.count()
@@ -83,12 +87,12 @@ class EpisodesElsewhere:
             one.ended.set_result(message)
             return
         self._close(one)
-        one.name, one.served = message.name, ServedEpisode(one.begin())
+        one.name, one.served = message.name, ServedEpisode(one.begin(), self._payer(one.offer.job))
         self._begun[one.name] = one.served
 
     @property
     def offered(self) -> bool:
-        """Whether there is any."""
+        """Whether any episode is open."""
         return bool(self._offers)
 
     def begun(self, job: str) -> bool:
@@ -96,7 +100,7 @@ class EpisodesElsewhere:
         return any(one.episode.model == job for one in self._begun.values())
 
     def hang_up(self) -> None:
-        """Drop the episodes of a service that is gone."""
+        """Drop the leases of a service that is gone."""
         for one in self._offers.values():
             self._close(one)
             one.served = None if not one.ended.done() else one.served
@@ -108,7 +112,7 @@ class EpisodesElsewhere:
                 self._send(one.offer)
 
     def send_away(self) -> None:
-        """Let all jobs rest that wait for agents, or offer episodes from now on."""
+        """Pause all jobs that wait for agents, and those that offer episodes later."""
         self._away = True
         for number in list(self._offers):
             self.hear(m.EpisodeEnded(number, away=True))
@@ -140,7 +144,7 @@ class AgentsElsewhere(OwnEnvironment):
         return bool(self._waiting) and not self._episodes.begun(self._job)
 
     def rest(self) -> None:
-        """Wait for no agent any longer."""
+        """Stop waiting for agents."""
         for task in self._waiting:
             task.cancel()
 

@@ -36,16 +36,16 @@ class AgentCall:
     """One turn that the model sampled."""
 
     id: str
-    """As the agent knows it; a function of the prompt and of how often it was asked."""
+    """The id for the agent; a function of the prompt and of how often it was asked."""
     parent: AgentCall | None
     """The call that it continues."""
     messages: tuple[Message, ...]
-    """The conversation before the turn; sampled messages as they were sampled."""
+    """The conversation before the turn, with sampled messages as they were sampled."""
     new: tuple[Message, ...]
-    """Messages that the parent did not have."""
+    """Messages that its parent did not have."""
     prompt: IntArray
     read: IntArray
-    """The end of the prompt that its parent did not know."""
+    """The tokens of the prompt that its parent did not read."""
     chunk: Chunk
     calls: tuple[ToolCall, ...]
     number: int
@@ -61,7 +61,7 @@ class AgentCall:
 
     @property
     def key(self) -> tuple[int, bytes, int]:
-        """Its place among the calls of one parent: a longer history is the later one."""
+        """Its order among the calls of one parent: those with a longer history come later."""
         return len(self.prompt), self.prompt.tobytes(), self.number
 
 
@@ -81,11 +81,11 @@ class AgentEpisode:
         self.closed = False
 
     async def complete(self, messages: Sequence[Message], tools: Tools, limits: CallLimits) -> AgentCall:
-        """The model's next turn in a conversation.
+        """Sample the model's next turn in a conversation.
 
         Raises:
             ChatRefusal: the episode is over, or has no calls left; or the conversation cannot be read by this base.
-            EngineError: sampling failed, and the rollout with it.
+            EngineError: sampling failed, so the rollout fails too.
         """
         if self._fault:
             raise EngineError(self._fault)
@@ -99,7 +99,7 @@ class AgentEpisode:
         parent, seen, new = self._continued(messages, tools)
         try:
             prompt, read = await asyncio.to_thread(self._prompt, chat, parent, seen, new, tools)
-        except BaseModelError as error:  # its template refuses it, and would again
+        except BaseModelError as error:  # the template refuses it, and would refuse it again
             raise ChatRefusal(str(error)) from error
         if self.closed:
             raise ChatRefusal(_OVER)
@@ -127,7 +127,7 @@ class AgentEpisode:
         sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *limits.stop), grammar=limits.grammar)
         try:
             (chunk,) = await whole(self.context.generate(prompt, (self.index,), turn, sampling), 1)
-        except EngineError as error:  # too long, most often: the agent may do with less
+        except EngineError as error:  # most often it is too long; the agent may send less
             raise ChatRefusal(str(error)) from error
         if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._fault = self._fault or chunk.error or "sampling was broken off"

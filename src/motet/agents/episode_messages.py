@@ -15,14 +15,14 @@ class OfferEpisode(ChannelMessage, frozen=True):
     problem: dict[str, Any]
     """`id`, `messages`, `answer`, `metadata`, `conversational`."""
     args: dict[str, Any]
-    """Of the function."""
+    """Arguments of the function."""
     seed: int
     seconds: float
-    """That the agent has, from when it begins."""
+    """Time that the agent has, from its start."""
 
 
 class WithdrawEpisode(ChannelMessage, frozen=True):
-    """From the engine: its result is no longer needed."""
+    """From the engine: an episode's result is no longer needed."""
 
     episode: int
 
@@ -40,7 +40,7 @@ class EpisodeEnded(ChannelMessage, frozen=True):
     episode: int
     reward: float | None = None
     rewards: dict[str, float] = {}
-    """By the ids of calls."""
+    """Rewards by the ids of calls."""
     error: str = ""
     late: bool = False
     """Whether the clock ended it."""
@@ -55,7 +55,7 @@ class AskEpisode(ChannelMessage, frozen=True):
     route: str
     body: str
     again: bool
-    """Whether its client sends it once more."""
+    """Whether the client repeats the request."""
     key: int = 0
 
 

@@ -24,7 +24,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self._episodes: dict[str, tuple[ServedEpisode, str]] = {}
-        """Each with its key, by its name."""
+        """Open episodes by name, each with its key."""
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._port = 0
@@ -32,7 +32,7 @@ class Gateway:
     def open(self) -> None:
         """Listen."""
         listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        # asyncio sets it only for its own sockets; without it, head and body of a response would be 40 ms apart
+        # asyncio sets it only for its own sockets; without it, a response's body arrives 40 ms after its head
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
@@ -77,7 +77,7 @@ class Gateway:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the owner of the loop."""
+    """A server that leaves signals to the owner of the loop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

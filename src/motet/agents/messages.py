@@ -19,11 +19,11 @@ class LoadAgent(ChannelMessage, frozen=True):
 
 
 class AgentLoaded(ChannelMessage, frozen=True):
-    """It can be called."""
+    """The agent can be called."""
 
 
 class AgentRefused(ChannelMessage, frozen=True):
-    """It cannot, and why."""
+    """The agent cannot be loaded; the text says why."""
 
     error: str
 
@@ -36,7 +36,7 @@ class RunAgent(ChannelMessage, frozen=True):
     base_url: str
     api_key: str
     deadline: float
-    """By the clock of this machine, as `time.time` has it."""
+    """On the clock of this machine, comparable to `time.time`."""
     seed: int
     """Random seed for the agent: the same whenever this rollout is run again."""
 
@@ -53,7 +53,7 @@ class AgentReturned(ChannelMessage, frozen=True):
     episode: int
     reward: float | None = None
     rewards: dict[str, float] = {}
-    """By the ids of calls."""
+    """Rewards by the ids of calls."""
     error: str = ""
     late: bool = False
     """Whether the clock ended it."""

@@ -1,7 +1,7 @@
 """The process in which an agent runs: `python -m motet.agents.process`. Many episodes run in it at once.
 
-An agent is a function of a person's own that takes, by their names, any of `problem`, `base_url`, `api_key`, `deadline`,
-`seed` and the job's `args`; `async` or not. It returns a number, rewards by the ids of calls, or None.
+An agent is a user's function, `async` or not, with any of the parameters `problem`, `base_url`, `api_key`, `deadline`,
+`seed` and the job's `args`. It returns a number, rewards by the ids of calls, or None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from motet.own_code import OwnCode, describe
 
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
 _THREADS = 256
-"""Agents that are no coroutines and run at once."""
+"""Most agents that run at once and are not coroutines."""
 
 
 def main() -> None:
@@ -79,11 +79,11 @@ async def _run(
                 returned = await call()
             else:
                 returned = await asyncio.get_running_loop().run_in_executor(threads, call)
-        if time_left.expired():  # it was interrupted, and went on
+        if time_left.expired():  # it was interrupted, but continued
             raise TimeoutError
         reward, rewards = _reward(returned)
         parent.send(m.AgentReturned(request.episode, reward, rewards))
-    except Exception as error:  # an agent's own, or the end of its time
+    except Exception as error:  # an agent's exception, or the end of its time
         if isinstance(error, TimeoutError) and time.time() >= request.deadline:
             parent.send(m.AgentReturned(request.episode, error=m.LATE, late=True))
         else:

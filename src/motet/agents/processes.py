@@ -1,4 +1,4 @@
-"""The processes in which a person's agent runs: one for many episodes, and another when that one is of no more use."""
+"""The processes that run a user's agent: one for many episodes, replaced when an agent hangs or ends it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class AgentProcesses:
         try:
             async with asyncio.timeout(deadline - time.time() + GRACE_SECONDS):
                 returned: m.AgentReturned = await waiting
-        except TimeoutError:  # it hangs: other episodes may finish, and new ones start in another process
+        except TimeoutError:  # it hangs: other episodes may finish here, and new ones start in another process
             process.usable = False
             returned = m.AgentReturned(number, error=m.LATE, late=True)
         except asyncio.CancelledError:

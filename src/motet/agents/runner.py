@@ -22,7 +22,7 @@ class AgentRunner(OwnEnvironment):
         self._gateway, self._processes = Gateway(), AgentProcesses(config.name, config.args, log)
 
     async def open(self) -> None:
-        """Load the agent, and listen for its calls.
+        """Load the agent, and listen for its requests.
 
         Raises:
             EnvironmentFault: it does not load.

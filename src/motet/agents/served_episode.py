@@ -1,4 +1,4 @@
-"""An episode as its address serves it: requests of stock clients in, answers in their formats out."""
+"""The HTTP address of an episode: answers requests of stock clients in their formats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORMATS: Mapping[str, type[ChatFormat]] = {
     "messages": MessagesRequest,
 }
 ROUTES = tuple(_FORMATS)
-"""POST routes of an episode, by the end of the path."""
+"""The request models of an episode's POST routes, by the end of the path."""
 MODELS = "models"
 """GET route of an episode."""
 OVER = "there is no such episode, or it is over"
@@ -58,13 +58,14 @@ class _Given:
 class EpisodeCompleter:
     """The policy in an open episode; each answer comes in one piece."""
 
-    def __init__(self, episode: AgentEpisode) -> None:
-        self._episode = episode
+    def __init__(self, episode: AgentEpisode, payer: str) -> None:
+        """In the turns of `payer`, long work is done apart."""
+        self._episode, self._payer = episode, payer
 
     async def reply(self, asked: Conversation) -> Reply:
         """Sample the whole answer."""
         episode = self._episode
-        await check_grammar(asked.limits.grammar, apart.here(), episode.model)
+        await check_grammar(asked.limits.grammar, apart.here(), self._payer)
         calls = [await episode.complete(asked.messages, asked.tools, asked.limits) for _ in range(asked.n)]
         pieces = [
             AnswerPiece(
@@ -86,11 +87,12 @@ class EpisodeCompleter:
 class ServedEpisode:
     """One episode and the answers that were given in it. Lives in one event loop."""
 
-    def __init__(self, episode: AgentEpisode) -> None:
+    def __init__(self, episode: AgentEpisode, payer: str = "") -> None:
+        """`payer` is the tenant, if there are several."""
         self.episode = episode
-        self._completer = EpisodeCompleter(episode)
+        self._completer = EpisodeCompleter(episode, payer)
         self._replies: dict[bytes, asyncio.Task[Reply]] = {}
-        """To the last request with each body: one that is sent again gets the same."""
+        """The answer to the last request with each body, for repeated requests."""
 
     def close(self) -> None:
         """Refuse further and running requests."""
@@ -99,7 +101,7 @@ class ServedEpisode:
             reply.cancel()
 
     async def answer(self, route: str, body: bytes, *, again: bool) -> EpisodeAnswer:
-        """Answer a request to one of `ROUTES`, or `MODELS`; `again`: its client sends it once more."""
+        """Answer a request to one of `ROUTES`, or `MODELS`; `again`: the client repeats it."""
         if route == MODELS:
             model = {"id": self.episode.model, "object": "model", "created": 0, "owned_by": "motet"}
             return EpisodeAnswer(200, json.dumps({"object": "list", "data": [model]}))
@@ -111,7 +113,7 @@ class ServedEpisode:
             return refusal(
                 400, "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in mistakes)
             )
-        except (ChatRefusal, EngineError, LimitError) as error:  # 400: the stock clients send all others again
+        except (ChatRefusal, EngineError, LimitError) as error:  # 400: the stock clients retry all others
             return refusal(400, str(error))
         except asyncio.CancelledError:
             if not self.episode.closed:
@@ -122,7 +124,7 @@ class ServedEpisode:
         return EpisodeAnswer(200, json.dumps(wanted.answer(reply, await whole(reply.pieces))))
 
     async def _reply(self, wanted: ChatFormat, body: bytes, *, again: bool) -> Reply:
-        """The reply to a request; one that is sent again, because its answer was lost, gets the same one."""
+        """The reply to a request; a repeated request, whose answer was lost, gets the same one."""
         digest = hashlib.blake2b(body, digest_size=16).digest()
         asked = self._replies.get(digest) if again else None
         if asked is None or (asked.done() and asked.exception() is not None):
@@ -133,6 +135,6 @@ class ServedEpisode:
 
 
 def refusal(status: int, message: str) -> EpisodeAnswer:
-    """An error as the stock clients read it."""
+    """An error in the form that the stock clients read."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return EpisodeAnswer(status, json.dumps({"error": error}))

@@ -59,7 +59,7 @@ def rows(env: Mapping[str, Any], most: int | None = None) -> list[dict[str, Any]
 
 
 def main() -> None:
-    """Write the tasks of an environment, a JSON object a line."""
+    """Write the tasks of an environment, one JSON object per line."""
     parser = argparse.ArgumentParser("python -m motet.agents.verifiers", description=main.__doc__)
     parser.add_argument("env", type=json.loads, help='the environment, as JSON: {"taskset": {"id": "NAME"}}')
     parser.add_argument("--most", type=int, help="how many tasks; an endless taskset needs it")

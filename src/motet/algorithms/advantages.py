@@ -35,7 +35,7 @@ def advantages(groups: Sequence[Sequence[float]], kind: AdvantageKind) -> list[F
         float32 arrays [G] in the shape of `groups`; computed in float64.
     """
     rewards = [np.asarray(group, dtype=np.float64) for group in groups]
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes an infinite gradient, and that a skipped step
+    with np.errstate(over="ignore"):  # a value beyond float32 becomes an infinite gradient, and so a skipped step
         return [values.astype(np.float32) for values in ADVANTAGES[kind](rewards)]
 
 
@@ -48,7 +48,7 @@ def _grpo(groups: list[Rewards]) -> list[Rewards]:
 
 
 def over_std(centred_G: Rewards) -> Rewards:
-    """Divided by the sample deviation of what is centred already; zeros stay."""
+    """Divide centred values by their sample deviation; zeros stay."""
     if not centred_G.any():
         return centred_G
     return centred_G / (math.sqrt(math.fsum(centred_G**2) / (len(centred_G) - 1)) + STD_EPSILON)
@@ -85,7 +85,7 @@ def _none(groups: list[Rewards]) -> list[Rewards]:
 
 
 def _minus_mean(rewards: Rewards) -> Rewards:
-    """Subtract the mean; exactly 0 where all are equal (the rounded mean of equal numbers may differ from them)."""
+    """Subtract the mean; exactly 0 if all are equal (the rounded mean of equal numbers may differ from them)."""
     if len(rewards) == 0 or rewards.min() == rewards.max():
         return np.zeros_like(rewards)
     return rewards - math.fsum(rewards) / len(rewards)
@@ -101,7 +101,7 @@ ADVANTAGES: dict[AdvantageKind, Callable[[list[Rewards]], list[Rewards]]] = {
 
 
 def normalisation(lengths: Sequence[int], reduction: Reduction, max_tokens: int) -> tuple[FloatArray, float]:
-    """The weight of each sample's tokens and what their sum is divided by: loss = Σ weight · token loss / denominator.
+    """The weight of each sample's tokens, and the denominator of their sum: loss = Σ weight · token loss / denominator.
 
     Worked example, two samples of 1 and 4 trainable tokens with token losses [3] and [1, 1, 1, 1], max_tokens 8:
 
@@ -112,9 +112,9 @@ def normalisation(lengths: Sequence[int], reduction: Reduction, max_tokens: int)
 
     Args:
         lengths: trainable tokens of each sample of the job's COMPLETE step, never of a micro-batch. A sample with none
-            (masked out) counts nowhere: leaving it out of the step gives the same figures.
-        reduction: what is averaged over.
-        max_tokens: the longest completion; only `constant` looks at it.
+            (masked out) does not count: leaving it out of the step gives the same figures.
+        reduction: the name of the average, as above.
+        max_tokens: the longest completion; only `constant` uses it.
 
     Returns:
         Weights [S], and a denominator that is at least 1, also for a step without samples.
@@ -137,7 +137,7 @@ def select_groups(groups: Sequence[Group], wanted: int) -> tuple[Group, ...]:
         wanted: `groups_per_step`.
 
     Returns:
-        Possibly fewer than wanted, and nothing where no group has a signal: the caller then trains the step without
-        samples (weights stay as they are, the version still advances) instead of sampling on without end.
+        Possibly fewer than wanted, and none if no group has a signal. The caller then trains the step without samples
+        (weights stay, the version still advances) instead of sampling without end.
     """
     return tuple(group for group in groups if group.has_signal)[:wanted]

@@ -1,4 +1,4 @@
-"""What every algorithm is: its own section of a job file, and a loss. How it learns is its kind's."""
+"""The base class of algorithms: a section of a job file, and a loss. Subclasses define how a job learns."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from motet.types import FloatArray
 
 
 def is_address(name: str) -> bool:
-    """Whether a name of what a policy is compared with is the address of a server."""
+    """Whether the value of a reference or teacher is the address of a server."""
     return name.startswith(("http://", "https://"))
 
 
 @dataclass(frozen=True)
 class ReferenceServer:
-    """An OpenAI-compatible server that gives `prompt_logprobs`."""
+    """An OpenAI-compatible server that returns `prompt_logprobs`."""
 
     url: str
     model: str | None = None
-    """Its name there; None is the first that the server lists."""
+    """The model's name on the server; None is the first that the server lists."""
     key_env: str | None = None
     """Environment variable with the server's key."""
 
@@ -32,59 +32,59 @@ class Algorithm(Config):
     """How a job learns. A plain string is the type."""
 
     needs_rewards: ClassVar[bool] = True
-    """Whether a job has to name rewards, or an environment that gives some."""
+    """Whether a job must name rewards, or an environment that gives them."""
     compared_field: ClassVar[str] = "reference"
-    """The field that `compared_with` is read from."""
+    """The field that `compared_with` reads."""
 
     type: str = ""
     """A name, or `file.py:Class` for your own."""
 
     @property
     def lag(self) -> int:
-        """How many versions older than the trained one what is trained may be."""
+        """The largest number of versions between the sampled data and the trained version."""
         return 0
 
     @property
     def compared_with(self) -> str:
-        """What reference logprobs are of: `base`, `start`, a PEFT directory, or the address of `reference_server`."""
+        """The model of reference logprobs: `base`, `start`, a PEFT directory, or the address of `reference_server`."""
         return "base"
 
     @property
     def reference_server(self) -> ReferenceServer | None:
-        """The server that is asked for them, where one is."""
+        """The server of reference logprobs, if any."""
         return None
 
     def companions(self, *, started: bool) -> int:
-        """Adapters that the trainer holds beside the job's own; `started` is whether that began as another one."""
+        """Adapters in the trainer besides the job's own; `started`: whether the job's adapter started from another."""
         return int(
             self.reference_server is None and self.compared_with not in (("base",) if started else ("base", "start"))
         )
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
-        """Loss of each trainable token of a segment [N], and whether a clip touched it [N]; runs where torch is."""
+        """Loss of each trainable token of a segment [N], and whether a clip touched it [N]; runs in the trainer."""
         raise NotImplementedError(f"{type(self).__name__} has no token_losses")
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one step trains."""
+    """The training data of one step."""
 
     samples: tuple[Sample, ...]
     """In data order; samples that cannot have a gradient are left out."""
     denominator: float
-    """Of the complete step, samples without a gradient included."""
+    """The denominator of the complete step, including samples without a gradient."""
     groups: int = 0
-    """Groups that entered the advantages."""
+    """Number of groups that have advantages."""
     share_prefixes: bool = False
-    """Whether neighbouring samples share all that they begin with, not only a group's prompt."""
+    """Whether neighbouring samples share their whole common prefix, not only a group's prompt."""
 
     @property
     def tokens(self) -> int:
-        """Of all samples, prompts included."""
+        """Tokens of all samples, prompts included."""
         return sum(sample.n_tokens for sample in self.samples)
 
     def segments(self, adapter: str, loss: Loss | None, temperature: float, budget: int) -> tuple[Segment, ...]:
-        """Cut into micro-batches of at most `budget` tokens: a function of these samples alone."""
+        """Cut into micro-batches of at most `budget` tokens; depends on these samples only."""
         whole = Segment(adapter, self.samples, loss, self.denominator, temperature, self.share_prefixes)
         lengths = [sample.n_tokens for sample in self.samples]
         targets = [sample.n_trainable * sample.n_targets for sample in self.samples]

@@ -1,4 +1,4 @@
-"""Learning that a client drives: it brings the data, names a loss of each request, and says when to step."""
+"""Training driven by a client, which sends the data, names a loss in each request, and decides when to step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from motet.types import FloatArray
 
 
 class ClientDriven(Algorithm):
-    """A client of a service brings the data, and decides what to train and when to step."""
+    """A client of a service sends the data, and decides what to train and when to step."""
 
     needs_rewards: ClassVar[bool] = False
 
@@ -25,12 +25,12 @@ class ClientDriven(Algorithm):
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a loss wants of each datum, and its settings."""
+    """The inputs of a loss, and its settings."""
 
     tensors: tuple[str, ...]
-    """Besides `target_tokens`."""
+    """Inputs besides `target_tokens`."""
     settings: Mapping[str, float | None]
-    """Defaults; None has to be given."""
+    """Settings with their defaults; None means required."""
 
 
 _POLICY = ("logprobs", "advantages")
@@ -42,7 +42,7 @@ CLIENT_LOSSES: Mapping[str, Inputs] = {
     "gspo": Inputs((*_POLICY, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "dro": Inputs(_POLICY, {"beta": None}),
 }
-"""The losses that a client can name. All are summed, and nothing is normalised."""
+"""The losses that a client can name. All are sums, without normalisation."""
 _ELSEWHERE = {
     "stable_reinforce": "it is not published; use importance_sampling, ppo, cispo or gspo",
     "custom": "run it in the client: forward_backward_custom",
@@ -58,10 +58,10 @@ def datum(
     advantages: ArrayLike | None = None,
     sequence_ratio_mask: ArrayLike | None = None,
 ) -> Sample:
-    """What a client trains on, by the names of the Tinker protocol: T tokens, and what each place of them is to predict.
+    """A client's training data, with the names of the Tinker protocol: T tokens, and the targets at each position.
 
-    Targets and weights may be [T] or [T, K]. The sample has T + 1 tokens: its first is predicted by nothing, and its last,
-    which is none of theirs, predicts nothing.
+    Targets and weights may be [T] or [T, K]. The sample has T + 1 tokens: nothing predicts the first, and the last,
+    which is not one of the T, predicts nothing.
     """
     ids, targets = np.asarray(tokens, np.int32), np.asarray(target_tokens, np.int32)
     length = len(ids) + 1
@@ -93,10 +93,10 @@ class ClientLoss:
 
     @classmethod
     def of(cls, name: str, given: Mapping[str, float] | None = None) -> ClientLoss:
-        """A loss by its name, with settings where they are not to be the defaults.
+        """A loss by its name, with settings that replace the defaults.
 
         Raises:
-            ConfigError: there is no such loss or setting, and what there is.
+            ConfigError: there is no such loss or setting; the message lists those that exist.
         """
         if name not in CLIENT_LOSSES:
             instead = _ELSEWHERE.get(name, f"there are {', '.join(CLIENT_LOSSES)}")

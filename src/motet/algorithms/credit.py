@@ -1,4 +1,4 @@
-"""Credit of turns: what a turn is worth is what came of it, not what was there before.
+"""Credit of turns: a turn is credited with the rewards that follow it, not with those before.
 
 Legend: G rollouts of a group, K turns of a rollout, T tokens of a branch.
 """
@@ -15,7 +15,7 @@ from motet.types import Branch, FloatArray, Group, Rollout
 
 
 def returns_to_go(rollout: Rollout, discount: float) -> Rewards:
-    """G_k = Σ_{j ≥ k} discount^(j − k) · r_j of each turn [K]; what no turn was given came with the last one."""
+    """G_k = Σ_{j ≥ k} discount^(j − k) · r_j of each turn [K]; a reward that belongs to no turn counts with the last one."""
     rewards = _rewards(rollout)
     returns_K, later = np.zeros(len(rewards)), 0.0
     for turn in reversed(range(len(rewards))):
@@ -30,7 +30,7 @@ def _rewards(rollout: Rollout) -> list[float]:
 
 
 def _of_trained_turns(rollout: Rollout) -> list[float]:
-    """What a turn brought that is not trained counts with the trained one before it, or with the first."""
+    """The reward of an untrained turn counts with the trained turn before it, or with the first."""
     given, before = [], 0.0
     for turn, reward in zip(rollout.turns, _rewards(rollout), strict=True):
         if turn.trained:
@@ -44,12 +44,12 @@ def _of_trained_turns(rollout: Rollout) -> list[float]:
 
 
 def rewards_at_ends(rollout: Rollout, *, of_turns: bool) -> list[FloatArray]:
-    """Rewards on the token that each came with, [T] of each branch, as a critic wants them.
+    """Rewards at their tokens, [T] for each branch, as input for a critic.
 
     Args:
         rollout: one with a reward.
-        of_turns: what each turn was given, on its last token; with the last turn of a branch comes what was given later, in
-            other branches. Otherwise the whole reward, on the last token of each branch.
+        of_turns: put the reward of each turn on its last token; the last turn of a branch also gets later rewards of
+            other branches. Otherwise, the whole reward is on the last token of each branch.
     """
     given = _of_trained_turns(rollout)
     to_go, turn, tokens = np.cumsum(given[::-1])[::-1], 0, []
@@ -69,9 +69,9 @@ def rewards_at_ends(rollout: Rollout, *, of_turns: bool) -> list[FloatArray]:
 def turn_advantages(groups: Sequence[Group], kind: AdvantageKind, discount: float) -> list[list[Rewards]]:
     """One advantage for each turn of each scored rollout, group by group.
 
-    The baseline of turn k is a mean over all rollouts, where one that ended before counts with a return of 0: whoever stops is
-    compared with what going on would have brought, and neither who is compared nor how many depends on where the policy stops.
-    `grpo` divides by one deviation for all turns of a group.
+    The baseline of turn k is a mean over all rollouts; one that ended earlier counts with a return of 0. So stopping is
+    compared with continuing, and the rollouts to compare do not depend on where the policy stops. `grpo` divides by one
+    deviation for all turns of a group.
     """
     returns = [[returns_to_go(rollout, discount) for rollout in group.scored] for group in groups]
     deepest = max((len(own) for group in returns for own in group), default=0)
@@ -91,7 +91,7 @@ def turn_advantages(groups: Sequence[Group], kind: AdvantageKind, discount: floa
 
 
 def placed(rollout: Rollout, advantages_K: Rewards) -> list[FloatArray]:
-    """The advantages of turns on the tokens that were sampled in them, [T] of each branch."""
+    """The advantages of turns at their sampled tokens, [T] for each branch."""
     trained_K = np.array([turn.trained for turn in rollout.turns], np.bool_)
     values, tokens = iter(advantages_K[trained_K].astype(np.float32)), []
     for branch in rollout.branches:
@@ -105,6 +105,6 @@ def placed(rollout: Rollout, advantages_K: Rewards) -> list[FloatArray]:
 
 
 def stretches(branch: Branch) -> list[tuple[int, int]]:
-    """Where the turns of a branch begin and end."""
+    """The start and end of each turn of a branch."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], branch.loss_mask, [False]]).astype(np.int8)))
     return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]

@@ -1,4 +1,4 @@
-"""A critic: what an answer under way is worth, token by token, so that a token's advantage is what it changed.
+"""A critic: estimates the value of an unfinished answer at each token, so a token's advantage is the change of value.
 
 Legend: T tokens of a sequence, N of them sampled by the model.
 """
@@ -56,9 +56,10 @@ class ValueLoss:
 
 
 def generalised_advantages(rewards_N: Values, values_N: Values, gamma: float, lam: float) -> Values:
-    """A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ·V_{t+1} − V_t, over the tokens of one sequence that the model sampled.
+    """A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ·V_{t+1} − V_t, over the sampled tokens of one sequence.
 
-    What it read in between is skipped: the next value is that of the next sampled token; behind the last one it is 0.
+    Tokens that the model read in between are skipped: the next value is that of the next sampled token, and 0 after the
+    last one.
     Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 16.
     """
     advantages_N, later, next_value = np.zeros_like(values_N), 0.0, 0.0
@@ -71,7 +72,7 @@ def generalised_advantages(rewards_N: Values, values_N: Values, gamma: float, la
 
 @dataclass(frozen=True)
 class Credited:
-    """What a step's samples teach policy and critic."""
+    """The training data of a step for policy and critic."""
 
     policy: StepBatch
     critic: StepBatch
@@ -83,8 +84,8 @@ def credited(batch: StepBatch, values: Sequence[FloatArray], config: CriticConfi
     """Advantages for the policy, standardised over the step's tokens, and returns for the critic.
 
     Args:
-        batch: samples whose advantages are their rewards, each on the token that it was given with.
-        values: the critic's, [T] of each.
+        batch: samples whose advantages are their rewards, each at its token.
+        values: the critic's values, [T] for each sample.
         config: γ and λ.
     """
     advantages, olds = [], []

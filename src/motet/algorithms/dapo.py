@@ -23,7 +23,7 @@ class Dapo(PolicyGradient):
     off."""
 
     def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[OfTokens]]:
-        """GRPO's, of rewards less the punishment."""
+        """GRPO's advantages of the rewards plus the punishment."""
         judged = [
             group.rewarded(lambda rollout: rollout.reward + self.punishment(rollout, max_tokens)) for group in groups
         ]

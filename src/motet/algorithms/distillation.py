@@ -1,4 +1,4 @@
-"""On-policy distillation: the student's own answers, each token judged by how likely a teacher finds it."""
+"""On-policy distillation: a teacher's probability of each token judges the student's own answers."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ class Distillation(PolicyGradient):
 
     @property
     def compared_with(self) -> str:
-        """What reference logprobs are of."""
+        """The model of reference logprobs."""
         return self.teacher
 
     @property
     def reference_server(self) -> ReferenceServer | None:
-        """The teacher, where it is the address of one."""
+        """The teacher, if it is a server."""
         if not is_address(self.teacher):
             return None
         return ReferenceServer(self.teacher, self.teacher_model, self.teacher_key_env)
 
     @property
     def needs_reference(self) -> bool:
-        """The teacher's logprobs are what is learned."""
+        """Always: the job learns the teacher's logprobs."""
         return True
 
     def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[OfTokens]]:
-        """0 until the teacher has spoken."""
+        """0 until the teacher's logprobs are known."""
         return [[0.0] * len(group.scored) for group in groups]
 
     def weighed(self, batch: StepBatch) -> StepBatch:

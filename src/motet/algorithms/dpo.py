@@ -1,4 +1,4 @@
-"""Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290): of two answers one was liked better."""
+"""Direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290): learns from pairs of answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Dpo(Preference):
         }
 
     def _margins(self, batch: StepBatch, scored: RowLogprobs) -> Figures:
-        """β · (what chosen gained over the reference − what rejected gained), [P]."""
+        """β · (gain of the chosen answer over the reference − gain of the rejected one), [P]."""
         policy_S, reference_S = scored.sums(batch.samples)
         gains_S = policy_S - reference_S
         gains_S = gains_S / _lengths(batch) if self.length_normalised else gains_S

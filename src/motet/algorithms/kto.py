@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306): answers that were liked, and others."""
+"""Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv 2402.01306): learns from answers with a rating: liked or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from motet.types import FloatArray
 
 
 class Kto(Preference):
-    """Learning from thumbs: `completion` and whether it was liked, `label`.
+    """Learning from ratings: `completion`, and `label`, whether it was liked.
 
     The reference point is the paper's: pair each prompt of the step with the answer to another one, and take how much likelier
     the policy finds these answers than the reference does. These pairs come after the step's answers; they are only scored.
@@ -40,19 +40,19 @@ class Kto(Preference):
         return StepBatch((*answers, *others), float(len(rows)))
 
     def weighed(self, batch: StepBatch, scored: RowLogprobs) -> StepBatch:
-        """Weights ±λ·β·σ(x)·σ(−x) of the answers, eq. 8, where x is what an answer has over the reference point."""
+        """Weights ±λ·β·σ(x)·σ(−x) of the answers, eq. 8, where x is an answer's gain over the reference point."""
         signs_S, over_S = self._over(batch, scored)
         weights_S = signs_S * self._factors(signs_S) * self.beta * sigmoid(over_S) * sigmoid(-over_S)
         return StepBatch(with_weights(batch.samples[: len(signs_S)], weights_S), batch.denominator)
 
     def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:
-        """The loss, and the share of answers that moved to the side of the reference point where they belong."""
+        """The loss, and the share of answers on the right side of the reference point."""
         signs_S, over_S = self._over(batch, scored)
         losses_S = self._factors(signs_S) * sigmoid(-over_S)
         return {"loss": float(losses_S.mean()), "accuracy": float((over_S > 0).mean())}
 
     def _over(self, batch: StepBatch, scored: RowLogprobs) -> tuple[Figures, Figures]:
-        """Of each answer its sign, and β · sign · (its gain over the reference − the reference point), [S]."""
+        """For each answer: its sign, and β · sign · (its gain over the reference − the reference point), [S]."""
         policy, reference = scored.sums(batch.samples)
         n = len(batch.samples) // 2
         signs_S = np.array([_sign(sample.weights) for sample in batch.samples[:n]])
@@ -69,7 +69,7 @@ def _sign(weights: FloatArray | None) -> float:
 
 
 def _exchanged(prompt_of: Example, answer_of: Example) -> Example:
-    """The prompt of one and the answer of the other."""
+    """An example with the prompt of one and the answer of the other."""
     prompt, start = int(np.argmax(prompt_of.loss_mask)), int(np.argmax(answer_of.loss_mask))
     ids = np.concatenate([prompt_of.token_ids[:prompt], answer_of.token_ids[start:]])
     mask = np.concatenate([np.zeros(prompt, np.bool_), answer_of.loss_mask[start:]])

@@ -3,8 +3,8 @@
 A loss is a sum over the tokens of the segment, divided by a figure of the job's complete step, so the losses and
 gradients of micro-batches add up to those of the step. Nothing here looks beyond the one segment.
 
-Legend: N trainable tokens of the segment, S its samples. π is the policy that is trained, `old` the policy that ratios
-are taken against: the sampler, or with `correct_sampler` the policy at the start of the step. A are the advantages.
+Legend: N trainable tokens of the segment, S its samples. π is the trained policy, `old` the policy in the denominator
+of ratios: the sampler, or with `correct_sampler` the policy at the start of the step. A are the advantages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from motet.types import FloatArray
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Settings of `policy_losses`; `PolicyGradient` says what they mean."""
+    """Settings of `policy_losses`; see `PolicyGradient`."""
 
     name: str
     """A key of `LOSSES`."""
@@ -55,7 +55,7 @@ def gspo(low: float, high: float, inputs: LossInputs, log_ratio_N: Tensor) -> To
 
 
 def _means_of_sequences(inputs: LossInputs, values_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Of each token's sequence, over its tokens in the mask [N]."""
+    """The mean over the masked tokens of each token's sequence [N]."""
     # index_select, not indexing: the backward of indexing may add in any order.
     zeros_S = values_N.new_zeros(inputs.n_samples)
     lengths_S = zeros_S.index_add(0, inputs.sample_N, mask_N)
@@ -222,8 +222,8 @@ def loss_and_stats(loss: Loss, denominator: float, inputs: LossInputs) -> tuple[
     """Σ weight · token loss / denominator, and sums for the metrics.
 
     Args:
-        loss: of the job.
-        denominator: of the job's complete step (`normalisation`).
+        loss: the job's loss.
+        denominator: that of the job's complete step (`normalisation`).
         inputs: one job's segment; may be empty.
 
     Returns:
@@ -256,7 +256,7 @@ def _kl_to_base(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
 
 @torch.no_grad()
 def _stats(denominator: float, inputs: LossInputs, weighted_N: Tensor, clipped_N: Tensor) -> LossStats:
-    """Sums in float64, brought over from the device in one go."""
+    """Sums in float64, copied from the device in one transfer."""
     tokens = len(weighted_N)
     if tokens == 0:
         return LossStats()

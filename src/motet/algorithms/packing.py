@@ -1,18 +1,19 @@
 """Packing: how a job's samples are cut into micro-batches, and which waiting cuts share a packed batch.
 
-The first question is answered from the job's own samples alone, so that its gradient has the same bits in any company.
-The second may depend on who else is there: whole cuts are put side by side, nothing of a job's arithmetic crosses.
-Sequences lie end to end; there is no padding.
+The first depends on the job's own samples only, so its gradient has the same bits beside any other jobs. The second may
+depend on other jobs: whole cuts are put side by side, and no arithmetic crosses between jobs. Sequences are packed end
+to end, without padding.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 TARGETS = 128
-"""Targets of a micro-batch for each token of its budget: the head takes room and time for each."""
+"""Most targets of a micro-batch for each token of its budget, because the head needs memory and time for each."""
 
 
 def cut(
@@ -20,18 +21,18 @@ def cut(
 ) -> tuple[range, ...]:
     """Cut a job's samples, in order, greedily into micro-batches of at most `budget` tokens.
 
-    Its targets are at most `TARGETS` times as many. A sample longer than the budget gets a cut of its own. Samples that share a
-    prompt stay together where they fit into one cut. Example: lengths [3, 4, 2, 9, 1] with a budget of 8 give range(0, 2),
-    range(2, 3), range(3, 4), range(4, 5).
+    Its targets are at most `TARGETS` times as many. A sample longer than the budget gets its own cut. Samples that
+    share a prompt stay together if they fit into one cut. Example: lengths [3, 4, 2, 9, 1] with a budget of 8 give
+    range(0, 2), range(2, 3), range(3, 4), range(4, 5).
 
     Args:
         lengths: tokens of each sample, prompt included.
         budget: most packed tokens of a micro-batch.
-        shared: for each sample the prompt tokens that it need not bring when the one before it is there (`Segment.shared`).
-        targets: of each sample; none are counted unless given.
+        shared: for each sample, the prompt tokens that it shares with the sample before it (`Segment.shared`).
+        targets: number of targets of each sample; by default not counted.
 
     Returns:
-        Ranges of sample indices; each sample lies in exactly one, in order.
+        Ranges of sample indices; each sample is in exactly one, in order.
     """
     if budget < 1:
         raise ValueError(f"a micro-batch needs a budget of at least one token, got {budget}")
@@ -54,7 +55,7 @@ def cut(
 
 
 def _together(lengths: Sequence[int], saved: Sequence[int], first: int) -> int:
-    """Packed tokens of a sample and of those after it that share its prompt."""
+    """Packed tokens of a sample and of the following ones that share its prompt."""
     tokens = lengths[first]
     for index in range(first + 1, len(lengths)):
         if not saved[index]:
@@ -65,7 +66,7 @@ def _together(lengths: Sequence[int], saved: Sequence[int], first: int) -> int:
 
 @dataclass(frozen=True)
 class Standing:
-    """What one job has had, and its tenant with it."""
+    """The consumption of a job and of its tenant."""
 
     consumed: float = 0.0
     """Tokens sampled and trained by the job."""
@@ -86,23 +87,23 @@ class Waiting:
     tokens: int
     """Packed tokens of the cut."""
     standing: Standing = Standing()
-    """Of the job, before this batch."""
+    """The job's standing before this batch."""
 
 
 def merge(waiting: Sequence[Waiting], budget: int) -> tuple[int, ...]:
     """Choose the cuts of the next packed batch.
 
-    Again and again the tenant that has consumed least for its share chooses, cuts already chosen included; of its jobs the
-    one that has consumed least for its weight gives its oldest waiting cut; ties go to the one that waits in front. A cut
-    that does not fit makes its job sit out the rest of the batch (its later cuts must not overtake) while others fill the
-    budget. No job starves: the least served goes first.
+    Repeatedly, the tenant with the least consumption for its share is next, including the cuts already chosen. Among
+    its jobs, the one with the least consumption for its weight gives its oldest cut; ties go to the first in the queue.
+    If a cut does not fit, its job leaves the rest of the batch to others, because its later cuts must not overtake. No
+    job starves: the least served goes first.
 
     Args:
         waiting: cuts of all jobs; those of one job in the order in which they must be trained.
         budget: most tokens of the batch; exceeded only by a single cut that is larger by itself.
 
     Returns:
-        Indices into `waiting`, in the order chosen; at least one where anything waits.
+        Indices into `waiting`, in the order chosen; at least one if anything waits.
     """
     queues: dict[str, deque[int]] = {}
     for index, item in enumerate(waiting):
@@ -114,18 +115,25 @@ def merge(waiting: Sequence[Waiting], budget: int) -> tuple[int, ...]:
         had = waiting[queues[job][0]].standing
         return tenants[had.tenant] / had.share, jobs[job] / had.weight, queues[job][0]
 
+    heap = [(place(job), job) for job in queues]
+    heapq.heapify(heap)
     chosen: list[int] = []
-    room = budget
-    while queues:
-        job = min(queues, key=place)
+    room, least = budget, min((item.tokens for item in waiting), default=0)
+    while heap and not (chosen and room < least):
+        before, job = heap[0]
+        if (now := place(job)) != before:  # places only move back: one that is out of date stands too far in front
+            heapq.heapreplace(heap, (now, job))
+            continue
         item = waiting[queues[job][0]]
         if chosen and item.tokens > room:
-            del queues[job]
+            heapq.heappop(heap)
             continue
         chosen.append(queues[job].popleft())
         room -= item.tokens
         jobs[job] += item.tokens
         tenants[item.standing.tenant] += item.tokens / item.standing.weight
-        if not queues[job]:
-            del queues[job]
+        if queues[job]:
+            heapq.heapreplace(heap, (place(job), job))
+        else:
+            heapq.heappop(heap)
     return tuple(chosen)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LossName = Literal["ppo_clip", "importance_sampling", "cispo", "gspo", "reinforce"]
 
 OfTokens = float | FloatArray | Sequence[FloatArray]
-"""The advantage of all tokens of a rollout, of each of its one branch [T], or of each of its branches."""
+"""The advantage of a rollout: one for all tokens, one for each token of its only branch [T], or one array for each branch."""
 
 SEQUENCE_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
 """Clip range of sequence ratios, from GSPO's experiments (arXiv 2507.18071, section 5.1)."""
@@ -39,12 +39,12 @@ class KLConfig(Config):
 class PolicyGradient(Algorithm):
     """Reinforcement learning from groups of rollouts.
 
-    One of your own derives from this or from an algorithm below, with fields of its own, and says what differs: `advantages`,
+    Derive your own from this or from an algorithm below. Add fields, and override what differs: `advantages`,
     `token_losses`, or the whole `batch`.
     """
 
     least_scored: ClassVar[int] = 2
-    """Rollouts with a reward that a group must have to be of use."""
+    """The least number of rollouts with a reward that a group needs."""
 
     advantage: AdvantageKind = "grpo"
     """How rewards become advantages: `grpo` divides by the group's standard deviation, `centered` does not."""
@@ -98,7 +98,7 @@ class PolicyGradient(Algorithm):
     @model_validator(mode="before")
     @classmethod
     def _clip_goes_with_the_loss(cls, given: Any) -> Any:
-        """A sequence ratio is a geometric mean over tokens and stays near 1, so its clip range is another."""
+        """Set the clip range of sequence ratios, which are geometric means over tokens and stay near 1."""
         if isinstance(given, dict) and given.get("loss", cls.model_fields["loss"].default) == "gspo":
             return {**SEQUENCE_CLIP, **given}
         return given
@@ -120,7 +120,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def lag(self) -> int:
-        """How many versions older than the trained one what is trained may be."""
+        """The largest number of versions between the sampled data and the trained version."""
         return self.max_off_policy_steps
 
     @property
@@ -130,16 +130,16 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_values(self) -> CriticConfig | None:
-        """The critic that makes advantages of what `advantages` says each token was given; it takes a slot of its own."""
+        """The critic, which turns the token rewards from `advantages` into advantages; it takes its own slot."""
         return None
 
     @property
     def keeps_all(self) -> bool:
-        """Whether samples without an advantage teach something too: a critic learns from what was expected."""
+        """Whether samples without an advantage are trained too: a critic learns from them."""
         return self.needs_reference or self.needs_values is not None
 
     def companions(self, *, started: bool) -> int:
-        """A critic is one."""
+        """A critic is an additional adapter."""
         return super().companions(started=started) + (self.needs_values is not None)
 
     @property
@@ -159,11 +159,11 @@ class PolicyGradient(Algorithm):
         return [values.tolist() for values in advantages(rewards, self.advantage)]
 
     def weighed(self, batch: StepBatch) -> StepBatch:
-        """The samples once they carry reference logprobs, where `needs_reference` asked for them."""
+        """The samples, after they got reference logprobs if `needs_reference` is set."""
         return batch
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
-        """Loss of each trainable token of a segment [N], and whether the clip touched it [N]; runs where torch is."""
+        """Loss of each trainable token of a segment [N], and whether the clip touched it [N]; runs in the trainer."""
         from motet.algorithms.losses import PolicyLoss, policy_losses
 
         settings = PolicyLoss(
@@ -178,7 +178,7 @@ class PolicyGradient(Algorithm):
         return policy_losses(settings, inputs)
 
     def batch(self, groups: Sequence[Group], max_tokens: int) -> StepBatch:
-        """Samples of a step's groups, whole: advantages, weights, denominator.
+        """Make the samples of a step's groups, with advantages, weights and denominator.
 
         A group with fewer than `least_scored` scored rollouts is dropped. With oversampling, the first `groups_per_step` groups
         that have a signal are kept.
@@ -208,7 +208,7 @@ def _of_branches(rollout: Rollout, of_tokens: OfTokens) -> Sequence[float | Floa
 
 
 def to_sample(branch: Branch, advantage: float | FloatArray, weight: float = 1.0) -> Sample:
-    """A branch as a trainable sequence: advantage and weight stand on every token that the model sampled, 0 elsewhere."""
+    """A branch as a trainable sequence: every sampled token has the advantage and weight, others have 0."""
     advantages = np.where(branch.loss_mask, np.float32(advantage), np.float32(0)).astype(np.float32)
     weights = None if weight == 1.0 else np.where(branch.loss_mask, np.float32(weight), np.float32(0))
     return Sample(branch.token_ids, branch.loss_mask, branch.logprobs, advantages, branch.versions, weights)

@@ -1,4 +1,4 @@
-"""Published algorithms by what sets each apart: how rewards become advantages, the loss of a token, and its mean."""
+"""Published algorithms, each defined by its advantages, its token loss and its mean."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class Ppo(PolicyGradient):
 
     @property
     def needs_values(self) -> CriticConfig | None:
-        """The critic, where there is one."""
+        """The critic, if there is one."""
         return self.critic
 
     def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[OfTokens]]:
-        """With a critic the rewards, of which it makes advantages."""
+        """With a critic: the rewards, which the critic turns into advantages."""
         if self.critic is None:
             return super().advantages(groups, max_tokens)
         of_turns = self.credit == "return_to_go"

@@ -43,7 +43,7 @@ _OWN = "own"
 
 
 class _Choice:
-    """Chooses the section's class by its type, which pydantic puts into the places of mistakes."""
+    """Chooses the section's class by its type; pydantic adds the type to the paths of mistakes."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         kinds: dict[Any, CoreSchema] = {name: handler.generate_schema(kind) for name, kind in ALGORITHMS.items()}
@@ -62,7 +62,7 @@ def _kind(value: Any) -> str:
 
 
 def _own(value: Any) -> Algorithm:
-    """An algorithm of a person's own, from its class."""
+    """A user's own algorithm, from its class."""
     if isinstance(value, Algorithm):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):

@@ -1,8 +1,8 @@
-"""Algorithms that learn from rows of data: nothing is sampled, and every gradient is a weight on a log probability.
+"""Algorithms that learn from rows of data: nothing is sampled, and gradients are weights on log probabilities.
 
-A loss of the log probabilities of whole answers, L(log π(y₁), log π(y₂), …), has the gradient Σ ∂L/∂log π(yᵢ) · ∇log π(yᵢ). Its
-factors are found in forward passes, and the backward pass is that of cross entropy with them as weights: exact, and however
-a step is cut into micro-batches.
+A loss of the log probabilities of whole answers, L(log π(y₁), log π(y₂), …), has the gradient Σ ∂L/∂log π(yᵢ) · ∇log
+π(yᵢ). Forward passes compute its factors, and the backward pass is that of cross entropy with these factors as weights.
+This is exact for any division into micro-batches.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Figures = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RowLogprobs:
-    """The log probability of each token of the samples of a step [T], 0 where nothing is learned."""
+    """The log probability of each token of a step's samples [T]; 0 at tokens that are not trained."""
 
     policy: Sequence[FloatArray]
     reference: Sequence[FloatArray]
-    """Empty where the algorithm has none."""
+    """Empty if the algorithm has no reference."""
 
     def sums(self, samples: Sequence[Sample]) -> tuple[Figures, Figures]:
-        """Of each sample the whole log probability, by the policy and by the reference, [S]."""
+        """The log probability of each whole sample, by the policy and by the reference, [S]."""
         masks = [sample.loss_mask for sample in samples]
         policy, reference = (
             np.array([values[mask].sum(dtype=np.float64) for values, mask in zip(of, masks, strict=True)])
@@ -42,24 +42,24 @@ class RowLogprobs:
 
 
 class RowAlgorithm(Algorithm):
-    """What every algorithm has that learns from rows."""
+    """Base of algorithms that learn from rows."""
 
     rows: ClassVar[str]
-    """What a row must have: a name in `tasks.rows.READERS`."""
+    """The kind of rows: a name in `tasks.rows.READERS`."""
     score: ClassVar[str] = "loss"
-    """The figure of an evaluation that tells the best version: the lower the better."""
+    """The figure of an evaluation that decides the best version; lower is better."""
 
     rows_per_step: int = Field(16, ge=1, le=10**6)
     """Rows of one step."""
 
     @property
     def kind(self) -> str:
-        """What a row is read for; see `tasks.rows`."""
+        """The kind of rows; see `tasks.rows`."""
         return self.rows
 
     @property
     def compares(self) -> bool:
-        """Whether weights depend on what policy and reference think of the samples."""
+        """Whether weights depend on logprobs of policy and reference."""
         return False
 
     @abstractmethod
@@ -68,10 +68,10 @@ class RowAlgorithm(Algorithm):
 
     @abstractmethod
     def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:
-        """What metrics tell of samples."""
+        """Metrics of samples."""
 
     def weighed(self, batch: StepBatch, scored: RowLogprobs) -> StepBatch:
-        """The samples with the weights that their scores give them."""
+        """The samples with weights from their scores."""
         return batch
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
@@ -82,7 +82,7 @@ class RowAlgorithm(Algorithm):
 
 
 class Preference(RowAlgorithm):
-    """Learning from what people liked better, or liked: how much likelier an answer became than the reference finds it."""
+    """Base of learning from preferences and ratings: compares the likelihood of answers with that by the reference."""
 
     reference: str = "start"
     """What the policy is compared with: `start` (the adapter as the job begins with it), `base`, or a PEFT directory."""
@@ -98,17 +98,17 @@ class Preference(RowAlgorithm):
 
     @property
     def compares(self) -> bool:
-        """Whether weights depend on what policy and reference think of the samples."""
+        """Whether weights depend on logprobs of policy and reference."""
         return True
 
     @property
     def compared_with(self) -> str:
-        """What reference logprobs are of."""
+        """The model of reference logprobs."""
         return self.reference
 
 
 def sample_of(example: Example, weight: float = 1.0) -> Sample:
-    """An example with a weight on each token that is learned."""
+    """An example with a weight on each trained token."""
     mask, nothing = example.loss_mask, np.zeros(len(example.token_ids), np.float32)
     weights = np.where(mask, np.float32(weight), np.float32(0))
     if example.shares is not None:
@@ -118,7 +118,7 @@ def sample_of(example: Example, weight: float = 1.0) -> Sample:
 
 
 def with_weights(samples: Sequence[Sample], weights_S: Figures) -> tuple[Sample, ...]:
-    """The samples, each with one weight on all that is learned of it."""
+    """The samples, each with one weight on all its trained tokens."""
     return tuple(
         replace(sample, weights=np.where(sample.loss_mask, np.float32(weight), np.float32(0)))
         for sample, weight in zip(samples, weights_S, strict=True)

@@ -27,7 +27,7 @@ class Supervised(RowAlgorithm):
 
     @property
     def kind(self) -> str:
-        """What a row is read for; see `tasks.rows`."""
+        """The kind of rows; see `tasks.rows`."""
         return "last_answer" if self.turns == "last" else self.rows
 
     def batch(self, rows: Sequence[Row]) -> StepBatch:
@@ -44,7 +44,7 @@ class Supervised(RowAlgorithm):
 
 
 class SoftTargets(Supervised):
-    """Distillation from rows: the probabilities that a teacher gave to its likeliest tokens are the targets."""
+    """Distillation from rows: the targets are a teacher's probabilities of its likeliest tokens."""
 
     rows: ClassVar[str] = "soft"
 

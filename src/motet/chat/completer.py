@@ -21,7 +21,7 @@ MOST_MESSAGES = 4096
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"logit_bias": ({},), "audio": (), "functions": ()}
 """Fields that would change the sampling, with their neutral values."""
 _MOST_ARGUMENTS = 8192
-"""Values in the arguments of all tool calls of a request."""
+"""Most values in the arguments of all tool calls of a request."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CallLimits:
     train: bool = True
     """Whether an episode trains the answer."""
     grammar: str = ""
-    """That the answer keeps to. An episode does not train such an answer: it is no sample of the policy."""
+    """The grammar of the answer. An episode does not train such an answer: it is not a sample of the policy."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Conversation:
     """A request in any format."""
 
     messages: tuple[Message, ...]
-    """Results of tools have the role `tool`."""
+    """The conversation; results of tools have the role `tool`."""
     tools: Tools = ()
-    """That the model may call."""
+    """Tools that the model may call."""
     limits: CallLimits = field(default_factory=CallLimits)
     n: int = 1
-    """How many answers."""
+    """The number of answers."""
     stream: bool = False
     logprobs: bool = False
     """Whether to return each token's text and logprob."""
@@ -68,13 +68,13 @@ class AnswerPiece:
     """Part of one answer, or all of it."""
 
     index: int
-    """Which of `n`."""
+    """The answer's number among `n`."""
     id: str
-    """Of this answer; the ids of its tool calls are made from it."""
+    """The answer's id; the ids of its tool calls are made from it."""
     text: str = ""
-    """Without tool calls."""
+    """Text without tool calls."""
     calls: tuple[ToolCall, ...] = ()
-    """All calls of the answer; they come with its last piece."""
+    """All tool calls of the answer, in its last piece."""
     finish: Literal["stop", "length"] | None = None
     """Set on the last piece."""
     token_ids: list[int] = field(default_factory=list)
@@ -99,7 +99,7 @@ class AnswerPiece:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer that has begun."""
+    """Answers that have begun."""
 
     id: str
     model: str
@@ -191,7 +191,7 @@ def text_of(content: Any) -> str:
 
 
 def check_arguments(texts: Iterable[str]) -> None:
-    """Bound the arguments of all tool calls of a request: they are JSON inside its JSON.
+    """Limit the arguments of all tool calls of a request: they are JSON inside its JSON.
 
     Raises:
         ChatRefusal: they hold more values than a request may.
@@ -226,6 +226,6 @@ def event(body: Mapping[str, Any], kind: str = "") -> str:
 
 
 def error_event(message: str, kind: str) -> str:
-    """An error inside a stream, as the stock clients of all formats read it."""
+    """An error inside a stream, in a form that the stock clients of all formats read."""
     detail = {"message": message, "type": kind, "param": None, "code": None}
     return event({"type": "error", "error": detail}, "error")

@@ -47,7 +47,7 @@ class ChatMessage(Extra):
     tool_calls: list[CalledTool] | None = Field(None, fail_fast=True)
 
     def plain(self) -> Message:
-        """As templates take it."""
+        """The message in the form of chat templates."""
         calls = (call_of(one.function.name, one.function.arguments) for one in self.tool_calls or ())
         return Message("system" if self.role == "developer" else self.role, text_of(self.content), tuple(calls))
 
@@ -73,7 +73,7 @@ class ChatRequest(ChatFormat):
     return_token_ids: bool | None = None
     """Add `prompt_token_ids` to the answer and `token_ids` to each choice, as vLLM does."""
     response_format: dict[str, Any] | None = None
-    """`json_schema`, `json_object` or `text`: tokens that would leave the schema are not drawn."""
+    """`json_schema`, `json_object` or `text`: only tokens that keep to the schema are sampled."""
 
     def conversation(self) -> Conversation:
         """The conversation of the request."""

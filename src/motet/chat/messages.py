@@ -54,7 +54,7 @@ class MessagesRequest(ChatFormat):
         """The conversation of the request; each result of a tool becomes a message."""
         n_blocks = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
         if n_blocks > _MOST_BLOCKS:
-            raise ChatRefusal(f"messages: they have {n_blocks} blocks; {_MOST_BLOCKS} are the most of a request")
+            raise ChatRefusal(f"messages: they have {n_blocks} blocks; the limit is {_MOST_BLOCKS}")
         system = [Message("system", _text_of(self.system))] if self.system else []
         hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return Conversation(

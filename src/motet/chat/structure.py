@@ -15,7 +15,7 @@ _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 _LONGEST = 16_000
 """The cost per token grows faster than a schema's length."""
 _MEMORY_MB = 128
-"""For compiling a grammar: an engine keeps some of them."""
+"""Memory for compiling one grammar; an engine keeps several of them."""
 _KEPT = 256
 """Cached results of checks."""
 
@@ -45,7 +45,7 @@ def grammar_of(asked: Any, *, tools: bool) -> str:
         raise ChatRefusal(f"response_format: json_schema must have a `schema`, an object, not {schema!r:.80}")
     answer = json.dumps({"x-guidance": _SPACES, **schema})
     if len(answer) > _LONGEST:
-        raise ChatRefusal(f"response_format: the schema has {len(answer)} characters; {_LONGEST} are the most")
+        raise ChatRefusal(f"response_format: the schema has {len(answer)} characters; the limit is {_LONGEST}")
     return (
         f'start: answer | CALL\nanswer: %json {answer}\nCALL: "<tool_call>" /(.|\\n)*/'
         if tools

@@ -46,11 +46,11 @@ class AgentWorker(LeaseWorker[EpisodeWork]):
         self.open = 0
         """Episodes that run now."""
         self.returned = 0
-        """Of which the agent returned something."""
+        """Episodes whose agent returned a result."""
         self.failed = 0
-        """Of which it did not."""
+        """Episodes whose agent failed."""
         self.reason = ""
-        """Why the last one of these failed."""
+        """Why the last of these failed."""
 
     async def _prepare(self, job: Job) -> None:
         environment = job.spec["environment"]

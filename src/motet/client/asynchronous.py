@@ -121,7 +121,7 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return await self._ask(Job, "POST", f"{path_of('jobs', job)}/cancel")
 
     async def change(self, /, job: str, **fields: int | str | None) -> Job:
-        """Give a job that has not ended another `budget` (None is none) or `priority` (a number, `low`, `normal`, `high`)."""
+        """Set `budget` (None means none) or `priority` (a number, `low`, `normal`, `high`) of a job before its end."""
         return await self._ask(Job, "PATCH", path_of("jobs", job), json=fields)
 
     async def delete(self, job: str) -> None:
@@ -162,12 +162,12 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return await self._ask(Rollouts, "GET", f"{path_of('jobs', job)}/rollouts", params=params)
 
     async def steps(self, job: str, fields: Sequence[str] = (), points: int = 5000) -> list[dict[str, Any]]:
-        """Lines of a job's metrics.jsonl, or some fields of them; where there are more than `points`, thinned evenly."""
+        """Lines of a job's metrics.jsonl, or some of their fields; if there are more than `points`, thinned evenly."""
         params = {"field": list(fields), "points": points}
         return (await self._ask(Steps, "GET", f"{path_of('jobs', job)}/steps", params=params)).data
 
     async def check(self, text: str) -> list[dict[str, Any]]:
-        """The jobs that a job file, given as text, holds; each could be submitted, and nothing is."""
+        """Check the text of a job file; returns its jobs, and submits none."""
         return (await self._ask(CheckedJobs, "POST", "/v1/check", json={"text": text})).jobs
 
     async def upload(self, path: str | Path) -> str:
@@ -193,13 +193,13 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
         return (await self._ask(Rewards, "GET", "/v1/rewards")).data
 
     async def health(self) -> Health:
-        """Whether jobs can run, and over which bases."""
+        """Whether jobs can run, and on which bases."""
         return await self._ask(Health, "GET", "/readyz", also=503)
 
     async def chat(
         self, /, model: str, messages: Sequence[Mapping[str, str]], **sampling: float | str | list[str]
     ) -> AsyncGenerator[str, None]:
-        """Pieces of an answer to a conversation, as they come.
+        """Yield pieces of an answer to a conversation as they arrive.
 
         Args:
             model: `job@version`, an adapter's name, or the base's.
@@ -238,7 +238,7 @@ class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
                     async for line in lines:
                         if (event := following.read(line)) is not None:
                             yield event
-                        elif line.startswith(":") and await self._has_ended(job):  # the stream has nothing more
+                        elif line.startswith(":") and await self._has_ended(job):  # the stream has no more events
                             break
                 if await self._has_ended(job):
                     async for event in self.events(job, following.after):
@@ -290,7 +290,7 @@ def _tree(job: JobConfig | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unix_seconds(at: datetime | str | float | None) -> float | None:
-    """Unix time of a time; one without a zone is local."""
+    """The Unix time of a date and time; without a zone, it is local."""
     if at is None or isinstance(at, int | float):
         return at
     try:
@@ -300,7 +300,7 @@ def _unix_seconds(at: datetime | str | float | None) -> float | None:
 
 
 def _piece(line: str) -> str:
-    """The text that a line of a stream adds to the answer; raises ServiceError where the answer ends with an error."""
+    """The text that a line of a stream adds to the answer; raises ServiceError if the answer ends with an error."""
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == "[DONE]":
         return ""
@@ -311,7 +311,7 @@ def _piece(line: str) -> str:
 
 
 def _to_send(path: Path) -> tuple[str, IO[bytes]]:
-    """Name and content of a file of rows; .csv and .json go as lines of JSON, which a service reads one after another."""
+    """Name and content of a file of rows; .csv and .json are sent as JSON lines, which a service reads one at a time."""
     try:
         if path.suffix.lower() not in (".csv", ".json"):
             return path.name, path.open("rb")

@@ -26,7 +26,7 @@ M = TypeVar("M", bound=BaseModel)
 DEFAULT_URL = "http://127.0.0.1:8420"
 """Where `motet serve` listens by default."""
 PATIENCE_SECONDS = 600.0
-"""How long following a job waits for a service that went away."""
+"""How long following a job waits for an unreachable service."""
 PAGE = 200
 """Jobs per request."""
 AWAY = (0, 502, 503, 504)
@@ -38,12 +38,12 @@ _QUIET = httpx2.Timeout(45.0, connect=5.0)  # a stream sends a keep-alive every 
 
 
 def path_of(kind: str, name: str) -> str:
-    """Of one of the service's `jobs`, `adapters`, …"""
+    """The path of one of the service's `jobs`, `adapters`, …"""
     return f"/v1/{kind}/{quote(name, safe='')}"
 
 
 def worker_name() -> str:
-    """A name for a worker of this machine, another each time."""
+    """A name for a worker on this machine, different each time."""
     host = "".join(letter for letter in socket.gethostname()[:40] if letter.isalnum() or letter in "-_.")
     return f"{host or 'worker'}-{secrets.token_hex(4)}"
 
@@ -112,7 +112,7 @@ class Connection:
         return response
 
     async def _ask(self, model: type[M], method: str, path: str, **request: Any) -> M:
-        """The answer, which has this shape."""
+        """Read the answer in this shape."""
         response = await self._send(method, path, **request)
         try:
             return model.model_validate_json(response.content)
@@ -134,7 +134,7 @@ class Connection:
             wait = min(2 * wait, 5.0)
 
     async def _lines(self, method: str, path: str, **request: Any) -> AsyncGenerator[str, None]:
-        """Lines of an answer as they come."""
+        """Yield lines of an answer as they arrive."""
         with _transport_errors(self.url):
             response = await self._http.send(self._request(method, path, **request), stream=True)
             async with contextlib.aclosing(response):
@@ -191,7 +191,7 @@ def _refusal(response: httpx2.Response) -> ServiceError:
 
 
 class Following:
-    """How far the following of a job's events is."""
+    """The progress of following a job's events."""
 
     def __init__(self, job: str, after: int) -> None:
         self.after = after
@@ -199,7 +199,7 @@ class Following:
         self._heard = 0.0
         self._wait = 0.25
         self._refused = 0
-        """How often in a row it was asked too often."""
+        """How often in a row the service answered that requests are too frequent."""
 
     @property
     def request(self) -> dict[str, Any]:
@@ -221,9 +221,9 @@ class Following:
         """Seconds until the next attempt.
 
         Raises:
-            ServiceError: there is no use in one.
+            ServiceError: another attempt is of no use.
         """
-        if error is not None and error.status == 429 and self._refused < _MOST_RETRIES:  # too often: later
+        if error is not None and error.status == 429 and self._refused < _MOST_RETRIES:  # rate limit: wait longer
             self._refused += 1
             return 2.0
         lost = error is not None and error.status in AWAY

@@ -80,7 +80,7 @@ class LeaseWorker(ABC, Generic[Work]):
         return ""
 
     async def _serve(self, path: str) -> None:
-        """Take work of one job, as much as may be done at once, until it has ended."""
+        """Take work of one job, up to `at_once` pieces, until the job has ended."""
         running, wait = Running(), 0.0
         try:
             while True:

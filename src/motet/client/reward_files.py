@@ -47,7 +47,7 @@ class RewardFiles:
         self._default = ""
 
     def default(self) -> str:
-        """The function of a job that names none: the only one, or the one that is called `reward`.
+        """The function for a job that names none: the only one, or the one named `reward`.
 
         Raises:
             RewardError: it is not clear which, or the file does not load.

@@ -35,7 +35,7 @@ class SignInMethods(Connection):
         return await self._ask(Me, "GET", "/v1/me")
 
     async def sign_in(self, show: Show, browser: bool = False, port: int = 0) -> NewKey:
-        """Get a key for a person who signs in, and use it from now on.
+        """Sign a person in, and use the new key from now on.
 
         Args:
             show: called with the URL to open, and the code to enter there (empty if none is needed).
@@ -83,7 +83,7 @@ class SignInMethods(Connection):
 
 @contextlib.asynccontextmanager
 async def _waiting(port: int, state: str) -> AsyncIterator[tuple[int, asyncio.Future[str]]]:
-    """A port of this machine where a browser brings a code with this state, while the block runs."""
+    """A local port to which the browser brings a code with this state, while the block runs."""
     code: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The client that waits for each answer. It runs the asynchronous client in a thread."""
+"""The synchronous client. It runs the asynchronous client in a thread."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _yields(
             while (item := self._run(functools.partial(_next, items))) is not _END:
                 yield item
         except GeneratorExit:
-            if self._close.alive:  # else the end of the thread has closed them
+            if self._close.alive:  # otherwise the end of the thread has closed them
                 self._run(items.aclose)
             raise
 
@@ -57,7 +57,7 @@ async def _next(items: AsyncGenerator[T, None]) -> T:
 
 
 class Client:
-    """A service, asked one thing after another."""
+    """A client of a service that waits for each answer."""
 
     submit = _waits(AsyncClient.submit)
     submit_all = _waits(AsyncClient.submit_all)
@@ -129,6 +129,6 @@ class Client:
         try:
             result: T = future.result()
         except BaseException:
-            future.cancel()  # after Ctrl-C, the work in the thread ends too
+            future.cancel()  # after Ctrl-C, work in the thread ends too
             raise
         return result

@@ -24,12 +24,12 @@ class TenantMethods(Connection):
         expires_days: float | None = None,
         scope: Sequence[str] | None = None,
     ) -> NewKey:
-        """Make a key of one's own tenant; with an admin's key of any, which is made where there is none of the name."""
+        """Create a key for your tenant; with an admin key for any tenant, which is created if needed."""
         body = {"tenant": tenant, "name": name, "role": role, "expires_days": expires_days, "scope": scope}
         return await self._ask(NewKey, "POST", "/v1/keys", json=body)
 
     async def keys(self) -> list[ApiKey]:
-        """Keys without their texts, oldest first: one's own and those that it created; with an admin's key, all."""
+        """Keys without their texts, oldest first: your own and those made with it; with an admin key, all."""
         return (await self._ask(Keys, "GET", "/v1/keys")).data
 
     async def revoke_key(self, key: str) -> None:
@@ -37,7 +37,7 @@ class TenantMethods(Connection):
         await self._send("DELETE", path_of("keys", key))
 
     async def rotate_key(self, key: str) -> NewKey:
-        """End a key by its id, and make another with the same name and rights."""
+        """Replace a key by a new one with the same name and rights."""
         return await self._ask(NewKey, "POST", f"{path_of('keys', key)}/rotate")
 
     async def usage(
@@ -49,16 +49,16 @@ class TenantMethods(Connection):
     async def usage_csv(
         self, by: Sequence[By] = ("job",), since: Day = None, until: Day = None, tenant: str | None = None
     ) -> str:
-        """The same as a table for a spreadsheet."""
+        """The same as CSV."""
         params = {**_usage_params(by, since, until, tenant), "format": "csv"}
         return (await self._send("GET", "/v1/usage", params=params)).content.decode()
 
     async def limits(self) -> TenantInfo:
-        """Limits and usage of one's own tenant."""
+        """Limits and usage of your tenant."""
         return await self._ask(TenantInfo, "GET", "/v1/limits")
 
     async def tenants(self) -> list[TenantInfo]:
-        """All tenants with their limits and use; needs an admin's key."""
+        """All tenants with their limits and usage; needs an admin key."""
         return (await self._ask(Tenants, "GET", "/v1/tenants")).data
 
     async def set_limits(self, tenant: str, limits: Mapping[str, Any]) -> TenantInfo:
@@ -66,11 +66,11 @@ class TenantMethods(Connection):
         return await self._ask(TenantInfo, "PUT", f"{path_of('tenants', tenant)}/limits", json=dict(limits))
 
     async def erase_tenant(self, tenant: str) -> Erased:
-        """Erase a tenant; ask again until it is `erased`. Needs an admin's key of another tenant."""
+        """Erase a tenant; repeat until it is `erased`. Needs an admin key of another tenant."""
         return await self._ask(Erased, "DELETE", path_of("tenants", tenant))
 
     async def audit(self, tenant: str | None = None) -> AsyncGenerator[AuditEntry, None]:
-        """Who changed what, newest first: all, or what one tenant did; needs an admin's key."""
+        """Who changed what, newest first, optionally by one tenant; needs an admin key."""
         async for entry in self._all_pages(AuditEntries, "/v1/audit", tenant=tenant):
             yield entry
 

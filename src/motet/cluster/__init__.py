@@ -1,1 +1,1 @@
-"""Hosts: the processes that have a base each and train and answer on it, and which job is on which of them."""
+"""Hosts: processes that have a base, train and answer on it; and the assignment of jobs to them."""

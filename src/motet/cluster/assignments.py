@@ -7,67 +7,67 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from motet.cluster import messages as m
-from motet.cluster.host import Host
+from motet.cluster.host_link import HostLink
 from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.runtime.slots import FREE, Claim, Rule, taken
-from motet.types import JobState
+from motet.types import JobState, Wanted
 
 _OPEN = (JobState.QUEUED, JobState.RUNNING)
 
 
 @dataclass
 class Assigned:
-    """A job that a host has."""
+    """A job on a host."""
 
     claim: Claim
-    host: Host
+    host: HostLink
     state: JobState = JobState.QUEUED
-    to: Host | None = None
-    """For which host it was asked to let it go."""
+    to: HostLink | None = None
+    """The host for which this one was asked to release it."""
     had_slot: bool = False
-    """Whether it has run there."""
+    """Whether it has run on this host."""
 
 
 class Assignments:
     """The jobs that hosts have, and the rules of their tenants."""
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    def __init__(self, hosts: Sequence[HostLink]) -> None:
         self._hosts = hosts
         self.ahead: int | None = None
-        """How many of a tenant's jobs wait on a host at most (`placed`); the others wait where open jobs are read."""
+        """Most jobs of a tenant that wait on a host (`placed`); the others wait in the database."""
         self._jobs: dict[str, Assigned] = {}
         self.rules: dict[str, Rule] = {}
         self.held: dict[str, m.Held] = {}
-        """Jobs that hosts already had under an earlier service, and that have received no message yet."""
+        """Jobs that hosts already had under an earlier service, and that have received no message since."""
         self.refused: set[tuple[Claim, bool]] = set()
-        """Claims of jobs that no host could take, without their names, and whether they run."""
+        """Claims of jobs that no host could take, without their names, and whether the jobs were running."""
 
     @property
     def _limits(self) -> Mapping[str, Rule]:
-        """A single host is given all jobs: it keeps the limits itself."""
+        """A single host gets all jobs, and enforces the limits itself."""
         return self.rules if len(self._hosts) > 1 else {}
 
     def get(self, job: str) -> Assigned | None:
         """The assignment of a job."""
         return self._jobs.get(job)
 
-    def on(self, host: Host) -> int:
-        """How many jobs a host has."""
+    def on(self, host: HostLink) -> int:
+        """The number of jobs on a host."""
         return sum(job.host is host for job in list(self._jobs.values()))
 
     def all(self) -> list[str]:
-        """The jobs that hosts have."""
+        """The jobs on hosts."""
         return list(self._jobs)
 
     @property
     def most(self) -> int | None:
-        """More than hosts take of one tenant's jobs; None where nothing bounds it, or no host is ready."""
+        """An upper limit on one tenant's jobs that hosts take; None if nothing limits them, or no host is ready."""
         bounded = self.ahead is not None and any(host.ready for host in self._hosts)
         return sum(host.slots + (self.ahead or 0) for host in self._hosts) + 1 if bounded else None
 
     def room(self, tenant: str, base: str) -> int | None:
-        """How many more of a tenant's jobs hosts of a base take now; None as with `most`."""
+        """How many more of a tenant's jobs the hosts of a base take now; None as for `most`."""
         if self.most is None or self.ahead is None:
             return None
         same = [host for host in self.loads().values() if host.base == base]
@@ -76,17 +76,17 @@ class Assignments:
         return max(0, free + self.ahead * len(same) - waiting)
 
     def tenants(self) -> set[str]:
-        """Tenants with jobs that run or wait to run."""
+        """Tenants with jobs that run or wait."""
         return {job.claim.tenant for job in self._jobs.values() if job.state in _OPEN}
 
-    def place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> Host | None:
-        """Choose the host of a job and count it in the loads; None while none can take it, or where one has it."""
+    def place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> HostLink | None:
+        """Choose the host of a job and count it in the loads; None if none can take it, or if one has it already."""
         name = str(message.job["name"])
         self.rules[message.tenant] = message.rule
         if name in self._jobs:
             return None
         claim = Claim(name, message.tenant, int(message.job.get("priority", 0)), message.slots, message.base)
-        runs = message.wanted == "run"
+        runs = message.wanted is Wanted.RUN
         number = placed(claim, list(loads.values()), self._limits if runs else {}, self.ahead)
         if number is None:
             self.refused.add((replace(claim, job=""), runs))
@@ -98,8 +98,8 @@ class Assignments:
         self._jobs[name] = Assigned(claim, host, JobState.QUEUED if runs else JobState.PAUSED)
         return host
 
-    def adopt(self, host: Host, jobs: Sequence[m.Held]) -> None:
-        """Add a ready host with the jobs that an earlier service gave it, and send it the tenants' rules."""
+    def adopt(self, host: HostLink, jobs: Sequence[m.Held]) -> None:
+        """Add a ready host with the jobs from an earlier service, and send it the tenants' rules."""
         for held in jobs:
             claim = Claim(held.job, held.tenant, slots=held.slots, base=host.base)
             self._jobs.setdefault(held.job, Assigned(claim, host, held.state, had_slot=True))
@@ -114,24 +114,24 @@ class Assignments:
         )
 
     def forget(self, job: str) -> None:
-        """No host has a job any more."""
+        """Remove a job that no host has any more."""
         self._jobs.pop(job, None)
 
-    def forget_all_on(self, host: Host) -> None:
-        """A host has no job any more."""
+    def forget_all_on(self, host: HostLink) -> None:
+        """Remove all jobs of a host."""
         for name in [name for name, job in self._jobs.items() if job.host is host]:
             del self._jobs[name]
 
-    def moved_on(self, host: Host, event: m.JobChanged) -> None:
-        """A job has another state on its host."""
+    def moved_on(self, host: HostLink, event: m.JobChanged) -> None:
+        """Record a job's new state on its host."""
         job = self._jobs.get(event.job)
         if job is not None and job.host is host:
             job.state, job.had_slot = event.state, job.had_slot or event.state is JobState.RUNNING
             if event.state.final:
                 del self._jobs[event.job]
 
-    def released(self, host: Host, job: str) -> bool:
-        """A host has let a job go; False where it had it no more."""
+    def released(self, host: HostLink, job: str) -> bool:
+        """Record that a host has released a job; False if it did not have it."""
         assigned = self._jobs.get(job)
         if assigned is None or assigned.host is not host:
             return False
@@ -148,7 +148,7 @@ class Assignments:
         """Whether a paused job cannot resume, because its tenant has as many jobs as may run."""
         return job.state is JobState.PAUSED and placed(job.claim, list(self.loads().values()), self._limits) is None
 
-    def moves(self) -> Iterator[tuple[Host, str]]:
+    def moves(self) -> Iterator[tuple[HostLink, str]]:
         """Jobs that hosts must release so that the load becomes even."""
         while (move := moved(list(self.loads().values()))) is not None:
             self._jobs[move.job].to = self._hosts[move.to]
@@ -180,7 +180,7 @@ class Assignments:
         }  # fmt: skip
 
 
-async def even_out(hosts: Sequence[Host], jobs: Assignments) -> None:
+async def even_out(hosts: Sequence[HostLink], jobs: Assignments) -> None:
     """Apply tenants' shares over all hosts together."""
     account, shared = ClusterShares(), False
     while len(hosts) > 1:

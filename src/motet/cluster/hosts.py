@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments, even_out
-from motet.cluster.host import Engine, Host, HostHandlers, Launch, OfHost
+from motet.cluster.host_link import HostChild, HostHandlers, HostLink, Launch, OfHost
 from motet.cluster.placement import HostLoad
 from motet.errors import EngineError, HostGone
 from motet.runtime.slots import Claim
+from motet.types import Wanted
 
 _log = logging.getLogger(__name__)
 GATHER_SECONDS = 60.0
@@ -43,7 +44,7 @@ class Hosts:
         self._handling = ThreadPoolExecutor(1, "motet-events")
         logs = [directory / (f"engine-{number}.log" if number else "engine.log") for number in range(len(starts))]
         self.hosts = [
-            Host(number, start, log, self._handling, launch)
+            HostLink(number, start, log, self._handling, launch)
             for number, (start, log) in enumerate(zip(starts, logs, strict=True))
         ]
         self._handlers: HostHandlers | None = None
@@ -106,9 +107,9 @@ class Hosts:
         self._asked.add(job)
         return all(host.ready or host.failure or host.starts > 1 for host in self.hosts) and not self.has(job)
 
-    def adopt(self, engine: Engine) -> None:
-        """Have a process that was started already (`start_engine`) as the first host's; before `start`."""
-        self.hosts[0].adopt(engine)
+    def adopt(self, child: HostChild) -> None:
+        """Have a process that was started already (`start_host`) as the first host's; before `start`."""
+        self.hosts[0].adopt(child)
 
     def start(self, handlers: HostHandlers) -> None:
         """Start the hosts and keep them running."""
@@ -153,7 +154,7 @@ class Hosts:
             async for answer in answers:
                 yield answer
 
-    def _answering(self, base: str) -> list[Host]:
+    def _answering(self, base: str) -> list[HostLink]:
         return [host for host in self.hosts if host.ready and not host.away and host.base == base]
 
     def send(self, *messages: m.ToHost) -> None:
@@ -192,13 +193,13 @@ class Hosts:
         self._asked.add(message.job)
         if job is None:
             self._note(None)
-        elif isinstance(message, m.SteerJob) and message.action == "resume" and self.jobs.has_to_wait(job):
+        elif isinstance(message, m.SteerJob) and message.wanted is Wanted.RUN and self.jobs.has_to_wait(job):
             self._route(m.ForgetJob(message.job))
             self._unplaced = True
-        elif not (job.to is not None and isinstance(message, m.SteerJob) and message.action != "cancel"):
+        elif not (job.to is not None and isinstance(message, m.SteerJob) and message.wanted is not Wanted.CANCEL):
             job.host.send(message)
 
-    def _hear(self, host: Host, message: OfHost | None) -> None:
+    def _hear(self, host: HostLink, message: OfHost | None) -> None:
         if not self._answering(host.base):
             self.there[host.base].clear()
         match message:
@@ -281,13 +282,13 @@ class Hosts:
         return False
 
 
-def longest_sequence(engine: Hosts, *bases: str) -> int:
+def longest_sequence(hosts: Hosts, *bases: str) -> int:
     """Tokens of the longest sequence of any of these bases; 0 before all of them were ready once."""
-    known = [max(host.positions for host in engine.hosts if host.base == base) for base in bases]
+    known = [max(host.positions for host in hosts.hosts if host.base == base) for base in bases]
     return max(known) if all(known) else 0
 
 
-async def _gathered(hosts: Sequence[Host], look: asyncio.Event, seconds: float) -> None:
+async def _gathered(hosts: Sequence[HostLink], look: asyncio.Event, seconds: float) -> None:
     """Wait for all starting hosts: jobs given to the first one only would have to move.
 
     A host that was taken over may send much before it reports its jobs; given to another host, they would run twice.

@@ -1,4 +1,4 @@
-"""Hosts on other machines: each connects to its owner and sends a shared secret token."""
+"""Hosts on other machines: each connects to the service or run, and sends a secret token."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Awaitable, Callable
 
 from motet.channel import LONGEST_LINE, Child
 from motet.cluster import messages as m
-from motet.cluster.host import Engine
+from motet.cluster.host_link import HostChild
 
 ADDRESS, TOKEN = "MOTET_HOST_PARENT", "MOTET_HOST_TOKEN"
 """Environment variables of a host's process: the address to connect to, and the token."""
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Begin = Callable[[str, str], Awaitable[Awaitable[object]]]
-"""Starts a process with an address and a token; what it gives is done when the process has ended."""
+"""Starts a process with an address and a token; the result is done when the process has ended."""
 
 
-async def engine_that_connects(host: str, begin: Begin, end: Callable[[], Awaitable[None]]) -> Engine:
-    """The process that `begin` starts, once it has connected to this address of this machine; `end` ends it.
+async def host_that_connects(host: str, begin: Begin, end: Callable[[], Awaitable[None]]) -> HostChild:
+    """Start a process with `begin`, and wait until it connects to this address of this machine; `end` ends it.
 
     Raises:
-        ConnectionError: it ended before it connected; or what its end was, where that is an error.
+        ConnectionError: it ended before it connected. The process's own error is raised instead, if it has one.
     """
     token, connected = secrets.token_hex(16), asyncio.get_running_loop().create_future()
 
@@ -53,7 +53,7 @@ async def engine_that_connects(host: str, begin: Begin, end: Callable[[], Awaita
 
 
 def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.Future[object]) -> None:
-    """A process that is gone sends nothing any more, also where its machine could not say so."""
+    """Close the connection of a process that is gone, in case its machine could not."""
     if not ended.cancelled():
         ended.exception()
     writer.transport.abort()

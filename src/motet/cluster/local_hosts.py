@@ -19,7 +19,7 @@ from pathlib import Path
 from motet import wall
 from motet.channel import LONGEST_LINE, ChannelMessage, Child
 from motet.cluster import messages as m
-from motet.cluster.host import Engine, start_engine
+from motet.cluster.host_link import HostChild, start_host
 from motet.cluster.listener import TOKEN
 from motet.config.service import ServiceConfig
 
@@ -46,26 +46,26 @@ class LocalHosts:
         """`directory` holds sockets and tokens."""
         self._directory = directory
 
-    async def __call__(self, start: m.StartHost, log: Path) -> Engine:
+    async def __call__(self, start: m.StartHost, log: Path) -> HostChild:
         """Find or start the process of a host."""
         return await self.host(start.host or 0, log)
 
-    async def host(self, number: int, log: Path) -> Engine:
+    async def host(self, number: int, log: Path) -> HostChild:
         """Find a host's process from an earlier service, or start one that prints to `log`."""
         return await self._left(number) or await self._started(number, log)
 
     async def end_from(self, number: int) -> None:
         """End surplus hosts, from this number on, after they save their jobs."""
         for path in sorted(self._directory.glob("*.sock")):
-            if path.stem.isdigit() and int(path.stem) >= number and (engine := await self._left(int(path.stem))):
-                engine.send(m.Stop())
+            if path.stem.isdigit() and int(path.stem) >= number and (child := await self._left(int(path.stem))):
+                child.send(m.Stop())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_STOP_SECONDS):
-                        async for _ in engine.messages():
+                        async for _ in child.messages():
                             pass
-                await engine.kill()
+                await child.kill()
 
-    async def _left(self, number: int) -> Engine | None:
+    async def _left(self, number: int) -> HostChild | None:
         """The listening process, if it is a host of this service."""
         socket_file, token_file = self._files(number)
         try:
@@ -88,13 +88,13 @@ class LocalHosts:
         _log.warning("%s: process %d there is no engine of this service; another is started", socket_file, pid)
         return None
 
-    async def _started(self, number: int, log: Path) -> Engine:
+    async def _started(self, number: int, log: Path) -> HostChild:
         files, token = self._files(number), secrets.token_hex(32)
         try:
             listening = self._listening(*files, token)
         except OSError as error:
             _log.warning("%s takes no socket (%s): the engine ends with this process", self._directory, error)
-            return await start_engine(log)
+            return await start_host(log)
         with log.open("ab") as out, listening, _short(self._directory) as short:
             process = await asyncio.create_subprocess_exec(
                 *wall.command("motet.hosting", str(files[0])),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -11,10 +11,8 @@ from motet.channel import ChannelMessage
 from motet.config.service import Largest
 from motet.native.choice import Choice
 from motet.runtime.slots import Rule
-from motet.types import Chunk, FloatArray, IntArray, JobState, SamplingParams
+from motet.types import Chunk, FloatArray, IntArray, JobState, SamplingParams, Wanted
 from motet.types import Message as ChatMessage
-
-Action = Literal["pause", "resume", "cancel"]
 
 # --- to a host -------------------------------------------------------------------------------------------------------
 
@@ -40,9 +38,9 @@ class StartHost(ChannelMessage, frozen=True):
     host: int | None = None
     """Its number if several hosts share the run directory."""
     own_jobs: bool = False
-    """Whether jobs belong to the person who started the host: rewards need no wall, data and addresses no limits."""
+    """Whether jobs belong to the person who started the host: then rewards need no wall, and data and addresses no limits."""
     accept_changes: bool = True
-    """Whether a job resumes although it differs from its directory, or its directory is damaged."""
+    """Whether a job resumes even if it differs from its directory, or its directory is damaged."""
     trust_remote_code: bool = False
     takeover_seconds: float = 0.0  # time that the host runs without a service; 0: it ends with its parent
     own: Choice | None = None  # the kernels that `auto` selects on all hosts of this base
@@ -59,22 +57,21 @@ class AddJob(ChannelMessage, frozen=True):
 
     job: dict[str, Any]
     """`JobConfig`, with the job's id as its name."""
-    wanted: str
-    """`run`, `pause` or `cancel`."""
-    first_step: int
-    """First step whose event is sent again."""
+    wanted: Wanted
+    first_step: int  # first step whose event is sent again
     tenant: str
     rule: Rule
     slots: int = 1
     base: str = ""
     resumes: bool = False  # it had a slot when its host ended
+    until: int | None = None  # steps after which its host releases it, because its race has to decide
 
 
 class SteerJob(ChannelMessage, frozen=True):
-    """Pause, resume or cancel a job."""
+    """Let a job run, pause or end."""
 
     job: str
-    action: Action
+    wanted: Wanted
 
 
 class ChangeJob(ChannelMessage, frozen=True):
@@ -191,8 +188,7 @@ class Held(msgspec.Struct, frozen=True):
     tenant: str
     slots: int
     state: JobState
-    wanted: str
-    """The last request: `run`, `pause` or `cancel`."""
+    wanted: Wanted
 
 
 class HostReady(ChannelMessage, frozen=True):
@@ -203,7 +199,7 @@ class HostReady(ChannelMessage, frozen=True):
     tokens_per_second: float = 0.0
     """Prefill speed on one prompt; 0 if unknown."""
     device: str = ""
-    """Name of its device; hosts with equal names count as equally fast, whatever slowed one of them down meanwhile."""
+    """Name of its device; hosts with equal names count as equally fast, even if other work slowed one down."""
     jobs: list[Held] = []
     """Unfinished jobs from an earlier service."""
     positions: int = 0
@@ -281,7 +277,7 @@ class JobWorked(ChannelMessage, frozen=True):
 
 
 class Released(ChannelMessage, frozen=True):
-    """A job is saved, and this host has forgotten it."""
+    """A job is saved, and this host has forgotten it: it was asked to, or the job waits for a decision of its race."""
 
     job: str
 

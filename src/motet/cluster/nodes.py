@@ -25,7 +25,7 @@ class NodeFacts:
 
     address: str
     versions: tuple[str, str, str]
-    """Of Motet, torch and Python."""
+    """Versions of Motet, torch and Python."""
     name_means: str
     """The address that its host name resolves to, or `nothing`; gloo listens on it."""
     cores: int
@@ -51,7 +51,7 @@ def faults(
 ) -> list[str]:
     """Faults that prevent hosts from running, each with a remedy.
 
-    `too_large` says why the project cannot be copied to nodes that see the same directories.
+    `too_large` says why the project cannot be copied to a node, by the directories that the node sees.
     """
     sentences = []
     if len({node.versions for node in nodes}) > 1:

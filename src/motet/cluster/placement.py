@@ -39,7 +39,7 @@ class HostLoad:
 
     @cached_property
     def fullness(self) -> float:
-        """Slots that jobs have or want, per slot of the host and unit of speed."""
+        """Slots that jobs have or want, relative to the host's slots and speed."""
         return self.fullness_with(0)
 
     def fullness_with(self, more: int) -> float:
@@ -53,7 +53,7 @@ class HostLoad:
     def has_room(self, claim: Claim, ahead: int) -> bool:
         """Whether a job may run soon: a slot is free, or fewer than `ahead` jobs of its tenant wait here before it.
 
-        Jobs that gave up a slot do not count: idle sessions of clients may wait for ever.
+        Jobs that gave up a slot do not count: idle sessions of clients may wait forever.
         """
         before = (other for other in self.fresh if other.tenant == claim.tenant and other.priority >= claim.priority)
         return self.has_slots(claim) or sum(1 for _ in before) < ahead

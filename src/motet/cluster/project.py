@@ -43,7 +43,7 @@ class Seen:
     there: bool = True
     """Whether any directory has the project's path."""
     missing: tuple[str, ...] = ()
-    """Missing files that jobs name by absolute paths."""
+    """Files that jobs name by absolute paths and that the node lacks."""
     same: frozenset[str] = frozenset()
     """Mounts in the project, and targets of its links to directories, that this node sees too (`leads_away`)."""
 
@@ -109,13 +109,13 @@ def look_of(directory: Path) -> str:
     try:
         entries = sorted((entry.name, entry.inode()) for entry in os.scandir(directory))
         number = directory.stat().st_ino
-    except OSError:  # it is not there, or not for this user
+    except OSError:  # it is missing, or this user may not read it
         return ""
     return hashlib.sha256(repr((number, entries)).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def leads_away(project: Path, run: Path, mounts: Path = MOUNTS) -> dict[str, str]:
-    """Mounts in a project and directories outside that its links mean, each with its `look_of`: a node may see them too."""
+    """Mounts in a project and directories outside that its links point to, each with its `look_of`: a node may see them too."""
     away = set(map(str, _mounts(project, mounts)))
     for number, (folder, names, _) in enumerate(os.walk(project)):
         names[:] = [name for name in names if not _stays(Path(folder, name), run) and f"{folder}/{name}" not in away]
@@ -127,7 +127,7 @@ def leads_away(project: Path, run: Path, mounts: Path = MOUNTS) -> dict[str, str
 
 
 def _mounts(project: Path, mounts: Path) -> list[Path]:
-    """Where other file systems are mounted in a project; none where the kernel does not tell."""
+    """Mount points of other file systems in a project; empty if the kernel does not list them."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Hosts on the nodes of a Ray cluster: Ray places their processes, starts and watches them; messages go by sockets of Motet's.
+"""Hosts on the nodes of a Ray cluster: Ray places, starts and watches their processes; messages use Motet's sockets.
 
-This is the one module that imports Ray.
+Only this module imports Ray.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from motet.cluster.host import Engine
-from motet.cluster.listener import ADDRESS, TOKEN, engine_that_connects
+from motet.cluster.host_link import HostChild
+from motet.cluster.listener import ADDRESS, TOKEN, host_that_connects
 from motet.cluster.messages import StartHost
 from motet.cluster.nodes import NodeFacts, address_of
 from motet.cluster.project import Seen, leads_away, look_of, moved, place_on, seen_here
@@ -47,7 +47,7 @@ def _gpus(node: Mapping[str, Any]) -> int:
 
 
 def cores_and_gpus(start: StartHost, gpus_of_nodes: Sequence[int] = ()) -> tuple[int, int]:
-    """Cores and GPUs that a host with its ranks asks one node for; with device `auto`, GPUs if a node has enough."""
+    """Cores and GPUs that a host with its ranks needs on one node; with device `auto`, GPUs if a node has enough."""
     engine, launch = EngineConfig.model_validate(start.engine), RolloutConfig.model_validate(start.rollout).launch
     wants = engine.device.startswith("cuda")
     if engine.device == "auto" and (most := max(gpus_of_nodes, default=0)):
@@ -73,7 +73,7 @@ class RayLauncher:
         self._copies: dict[Path, dict[frozenset[str], Path]] = {}
         """Copies of the project in a run directory, by `Seen.same`: made once, so that all hosts have the same code."""
 
-    async def __call__(self, start: StartHost, log: Path) -> Engine:
+    async def __call__(self, start: StartHost, log: Path) -> HostChild:
         """Start the process of a host where there is room for its threads and GPU, and wait until it has connected.
 
         Raises:
@@ -86,7 +86,7 @@ class RayLauncher:
         except (RayError, OSError, ValueError, RuntimeError) as error:
             raise EngineError(f"Ray at {self._address!r} could not start a host: {error}") from error
 
-    async def _started(self, start: StartHost, log: Path) -> Engine:
+    async def _started(self, start: StartHost, log: Path) -> HostChild:
         nodes: list[Any] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         cores, gpus = cores_and_gpus(start, [_gpus(node) for node in nodes])
         here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -105,10 +105,10 @@ class RayLauncher:
         async def end() -> None:
             ray.kill(process)
 
-        engine = await engine_that_connects(here, begin, end)
+        child = await host_that_connects(here, begin, end)
         if directory != self._project:
-            engine.translate = partial(moved, project=self._project, copy=directory)
-        return engine
+            child.translate = partial(moved, project=self._project, copy=directory)
+        return child
 
     async def _directory(self, process: Any, run: Path) -> Path:
         """The working directory of a host on its node."""
@@ -154,13 +154,13 @@ class MotetHost:
     """One process of a host; it ends with this actor, because the other end of its socket closes."""
 
     def look(self, mark: str, project: str, look: str, named: Sequence[str]) -> Seen:
-        """What there is on this node; `look` is that of the project where Motet was started."""
+        """Facts about this node; `look` is that of the project where Motet was started."""
         missing = tuple(path for path in named if not Path(path).exists())
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         return Seen(address, _sees(Path(mark)), look_of(Path(project)) == look, Path(project).is_dir(), missing)
 
     def same(self, looks: dict[str, str]) -> frozenset[str]:
-        """The directories that this node sees as the first one does."""
+        """The directories that look the same on this node as on the first one."""
         return seen_here(looks)
 
     def run(self, settings: dict[str, str], directory: str, log: str) -> int:
@@ -178,9 +178,9 @@ def examine_nodes(address: str, directory: Path, count: int = 1) -> list[NodeFac
     """Ask every node of a cluster for its facts, and run a round of gloo over all of them.
 
     Args:
-        address: of the cluster, as for `ray.init`.
-        directory: that all nodes are to share.
-        count: of nodes to wait for.
+        address: the cluster's address, as for `ray.init`.
+        directory: a directory that all nodes must see.
+        count: the number of nodes to wait for.
 
     Raises:
         EngineError: the cluster cannot be reached, too few nodes join it, or a node does not answer.
@@ -230,7 +230,7 @@ class _Node:
     """A process that examines its node."""
 
     def look(self, mark: str, project: str, look: str, away: dict[str, str]) -> NodeFacts:
-        """What there is here; `project` is where hosts will run, with that `look` and directories that lead `away`."""
+        """Facts about this node; `project` is where hosts will run, with its `look` and the `away` directories."""
         from importlib.metadata import version
 
         from motet import budgets

@@ -9,19 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from motet.cluster import messages as m
-from motet.cluster.host import Host, HostHandlers, Launch, OfJob
+from motet.cluster.host_link import HostHandlers, HostLink, Launch, OfJob
 from motet.cluster.hosts import Hosts
 from motet.cluster.starts import starts_of
 from motet.config import JobConfig, RunConfig
 from motet.config.service import Largest
 from motet.errors import ConfigError, RunError
 from motet.native.choice import Choice
-from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.progress import JobProgress
+from motet.runtime.race import Race, let_decide
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slots import FREE
-from motet.types import HostNow, JobState
+from motet.types import HostNow, JobState, Wanted
 
 _LOOK_SECONDS = 0.25
 _NEVER = 1e9
@@ -42,11 +43,35 @@ class HostedJob:
 
     counted: int = 0
     """Its host's token count at the last report."""
+    until: int | None = None
+    """Steps after which it waits for a decision of its race; None where it trains to the end."""
 
     @property
     def open(self) -> bool:
         """Whether the job has work left."""
         return not self.progress.state.final and not self.progress.spent
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return self.config.name
+
+    @property
+    def state(self) -> JobState:
+        """The current state."""
+        return self.progress.state
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it waits for a decision of its race, and its commit can be seen here: a shared directory may be late."""
+        if self.until is None or self.progress.step < self.until:
+            return False
+        return (self.directory.newest() or Committed()).step >= self.until
+
+    def move(self, state: JobState, message: str = "") -> None:
+        """Change the state and record it. No host may have the job."""
+        self.progress.state, self.progress.message, self.progress.phase = state, message, ""
+        self.directory.write_status({"state": state.value, "message": message, "inexact": list(self.inexact)})
 
     def hear(self, event: OfJob) -> None:
         """Handle a host's event."""
@@ -87,10 +112,11 @@ class HostedRun:
         *,
         accept_changes: bool = False,
         own: Choice | None = None,
+        races: Sequence[Race] = (),
     ) -> None:
         """`launch` starts the hosts; `accept_changes` resumes jobs that differ from their directories.
 
-        `own` has the kernels that `auto` selects.
+        `own` has the kernels that `auto` selects; `races` decide which of the jobs go on.
 
         Raises:
             ConfigError: a job cannot run in another process.
@@ -127,7 +153,8 @@ class HostedRun:
         hosts = starts_of((start, config.model_copy(update={"engine": engine})))
         self._client = Hosts(hosts, directory.path.absolute(), launch)
         self._stopping = asyncio.Event()
-        self._jobs = {job.config.name: job for job in jobs}
+        self._jobs = {job.name: job for job in jobs}
+        self._races, self._failures = races, list[BaseException]()
 
     def now(self) -> list[HostNow]:
         """The state of each host; empty after the run."""
@@ -153,7 +180,7 @@ class HostedRun:
             RunError: no host can start; the message says why.
         """
         progress, stopping = [job.progress for job in self._jobs.values()], self._stopping
-        failures = list[BaseException]()
+        failures = self._failures
 
         def look() -> None:
             for name, standing in self._client.progress.items():
@@ -161,18 +188,17 @@ class HostedRun:
             if observe is not None:
                 observe(progress)
 
-        def open_jobs() -> list[m.AddJob]:
-            return [self._message(job) for job in self._jobs.values() if job.open]
-
-        self._client.start(HostHandlers(open_jobs, lambda event: self._jobs[event.job].hear(event)))
+        self._client.start(HostHandlers(self._open_jobs, lambda event: self._jobs[event.job].hear(event)))
         try:
             with interrupt.heard(stopping.set, progress):
-                while not stopping.is_set() and any(job.open for job in self._jobs.values()):
+                while not (stopping.is_set() or failures) and any(job.open for job in self._jobs.values()):
                     try:
                         look()
                     except (Exception, SystemExit) as error:  # rich exits if the output is closed
                         failures.append(error)
                         break
+                    if any(race.ready(self._on_hosts()) for race in self._races):
+                        self._client.look()
                     if none_can_start(self._client.hosts):
                         raise RunError(self._client.failure)
                     await asyncio.sleep(_LOOK_SECONDS)
@@ -186,14 +212,32 @@ class HostedRun:
                 look()
         if failures:
             raise failures[0]
+        if not any(job.open for job in self._jobs.values()):
+            let_decide(self._races, ())  # their outcomes
+
+    def _open_jobs(self) -> list[m.AddJob]:
+        """The jobs that hosts may train now, after decisions of races. Called in the thread of the jobs' events."""
+        jobs, there = self._jobs.values(), self._on_hosts()
+        try:
+            for job in jobs:
+                if job.open and job.name not in there and job.arrived:  # its host has released it, or is gone
+                    job.progress.state = JobState.QUEUED
+            let_decide(self._races, there)
+            return [self._message(job) for job in jobs if job.open and not job.arrived]
+        except Exception as error:  # it ends the run, as it does on one host
+            self._failures.append(error)
+            return []
+
+    def _on_hosts(self) -> set[str]:
+        return {name for name in self._jobs if self._client.has(name)}
 
     @staticmethod
     def _message(job: HostedJob) -> m.AddJob:
         tree = job.config.model_dump(mode="json")
-        return m.AddJob(tree, "run", max(job.lines, default=-1) + 1, "", FREE, job.config.slots)
+        return m.AddJob(tree, Wanted.RUN, max(job.lines, default=-1) + 1, "", FREE, job.config.slots, until=job.until)
 
 
-def none_can_start(hosts: Sequence[Host]) -> bool:
+def none_can_start(hosts: Sequence[HostLink]) -> bool:
     """Whether no host runs or starts. A failed host is tried again while another may start."""
     return all(host.hopeless for host in hosts)
 

@@ -16,7 +16,7 @@ _LOOKS = 12
 class ClusterShares:
     """One account per tenant, in tokens per share, over all hosts.
 
-    A new tenant starts level with the one that has had the least. No tenant's arrears exceed the tokens of a few
+    A new tenant starts level with the one that has had the least. A tenant's arrears never exceed the tokens of a few
     readings: waiting longer earns no credit.
     """
 
@@ -25,7 +25,7 @@ class ClusterShares:
         self._seen: dict[int, Mapping[str, float]] = {}
         """Values of each host at the last reading."""
         self._recent = 0.0
-        """Tokens per share between two looks, as of late."""
+        """Recent tokens per share between two readings."""
 
     def update(
         self, used: Mapping[int, Mapping[str, float]], there: Collection[str], shares: Mapping[str, float]

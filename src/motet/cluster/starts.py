@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from msgspec.structs import replace
 
 from motet import budgets
-from motet.cluster.host import Launch
+from motet.cluster.host_link import Launch
 from motet.cluster.messages import StartHost
 from motet.config import HostConfig
 from motet.config.engine import ClusterConfig, EngineConfig
@@ -53,7 +53,7 @@ def starts_of(*bases: tuple[StartHost, HostConfig]) -> list[StartHost]:
 
 
 def _devices(engine: EngineConfig) -> list[str]:
-    """Of each of its hosts."""
+    """The device of each host."""
     return engine.devices or [engine.device] * engine.hosts
 
 

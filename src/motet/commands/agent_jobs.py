@@ -1,4 +1,4 @@
-"""Jobs whose agent runs on this machine: those of a file as a service takes them, and the work beside them while they run."""
+"""Jobs whose agent runs on this machine: submits the jobs of a file, and runs their agent until they end."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LOOK_SECONDS = 0.5
 
 
 def of_file(client: Client, file: Path, overrides: Sequence[str], agent: str | None) -> tuple[list[Job], str]:
-    """The jobs of a file that an agent is for, submitted where the service has none of their name, and the function.
+    """The jobs of a file for an agent, and its function; submits those that the service does not have by name.
 
     Raises:
-        ConfigError: the file is not right, names no agent, or several, or not this one.
+        ConfigError: the file is invalid, or names no agent, several, or another one.
     """
     config = load_jobs(file, overrides)
     try:
@@ -37,10 +37,10 @@ def of_file(client: Client, file: Path, overrides: Sequence[str], agent: str | N
 
 
 def meant(jobs: Sequence[JobConfig], agent: str | None) -> tuple[list[JobConfig], str]:
-    """The jobs that an agent is for, those that name it or leave open which, and its function; all where none says so.
+    """The jobs for an agent and its function: jobs that name it or name none; all jobs if no job has an agent.
 
     Raises:
-        ConfigError: they name none, or several, or not this one.
+        ConfigError: they name none, several, or another one.
     """
     named = sorted({job.environment.name for job in jobs if ":" in job.environment.name})
     if agent is None and len(named) != 1:
@@ -70,7 +70,7 @@ def _elsewhere(job: JobConfig) -> JobConfig:
 
 
 def running(agent: str, concurrency: int) -> served_jobs.LocalWork:
-    """Runs the agent of jobs until all have ended; on a terminal, a line below theirs says what it does."""
+    """Runs the agent of jobs until all have ended; a terminal shows its progress below the jobs."""
 
     async def work(client: AsyncClient, jobs: Sequence[str], console: Console) -> None:
         worker = AgentWorker(client, agent, concurrency)

@@ -1,6 +1,6 @@
-"""What a service answered, as a table or a line for people, or as JSON for other programs; commands for them to type.
+"""Prints a service's answers as tables or lines for people, or as JSON for programs; and commands to type next.
 
-`motet --help` comes by here: rich and pydantic are imported when something is answered.
+`motet --help` imports this module, so rich and pydantic are imported only when something is printed.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _LOG_WIDTH = 160
 
 
 def same_command() -> str:
-    """The command that was typed, without a key in it."""
+    """The command as it was typed, without its key."""
     typed = itertools.pairwise(["motet", *sys.argv[1:]])
     words = [word for before, word in typed if "--key" not in (before, word) and not word.startswith("--key=")]
     return shlex.join(["motet", *words])
 
 
 def command_for(url: str | None, *words: str) -> str:
-    """A command to type, which speaks to the same service."""
+    """A command for the same service, to type next."""
     known = url is None or url == os.environ.get("MOTET_URL")
     return shlex.join(["motet", *words, *([] if known else ["--url", str(url)])])
 
 
 def say(text: str | Text | Table, *, aside: bool = False) -> None:
-    """Print text as it is, however long, or a table; on standard error where it is `aside`."""
+    """Print text without wrapping, or a table; on standard error if `aside`."""
     from rich.console import Console
     from rich.table import Table
 
@@ -54,12 +54,12 @@ def say(text: str | Text | Table, *, aside: bool = False) -> None:
 
 
 def width_of(console: Console) -> int:
-    """How wide a table may be."""
+    """The width available to a table."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else _LOG_WIDTH
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table; in a file or a pipe, no line ends in blanks and no column is missing."""
+    """Print a table; in a file or a pipe with all columns, and without trailing spaces."""
     if console.is_terminal:
         console.print(table)
         return
@@ -75,7 +75,7 @@ def print_table(console: Console, table: Table) -> None:
 def print_answer(
     answer: BaseModel | Mapping[str, Any] | Iterable[BaseModel], as_json: bool, text: str | Text | Table
 ) -> None:
-    """JSON, or what people read."""
+    """Print JSON, or a form for people."""
     from pydantic import BaseModel
 
     if not as_json:
@@ -88,13 +88,13 @@ def print_answer(
 
 
 def table(rows: Iterable[Sequence[str | Text]], headings: str, *, empty: str, folds: Sequence[str] = ()) -> str | Table:
-    """Rows below headings, or `empty` where there are none.
+    """A table of rows below headings, or `empty` without rows.
 
     Args:
-        rows: cells, as they are.
-        headings: separated by commas; `>` before one sets its column to the right.
-        empty: what is said instead of an empty table.
-        folds: columns that take several lines where there is no room.
+        rows: cells.
+        headings: separated by commas; `>` before one aligns its column to the right.
+        empty: text instead of an empty table.
+        folds: columns that wrap if there is no room.
     """
     from rich import box
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""`motet init` and `motet data` as commands; `init.py` and `data.py` do what they ask."""
+"""The commands `motet init` and `motet data`; `init.py` and `data.py` do the work."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def data(
     seed: Annotated[int, typer.Option(help="Seed of --split.")] = 0,
 ) -> None:
     """Show columns, lengths and a prompt as the model reads it; filter, dedupe and split rows into .jsonl files."""
-    from motet.commands.data import Wanted, look_at
+    from motet.commands.data import Selection, look_at
 
-    look_at(source, base, prompt, answer, Wanted(tuple(only or ()), dedupe, near, held_out, seed), to)
+    look_at(source, base, prompt, answer, Selection(tuple(only or ()), dedupe, near, held_out, seed), to)

@@ -28,7 +28,7 @@ Answer = Callable[[Sequence[Message], bool], AsyncIterator[str]]
 
 @dataclass(frozen=True)
 class Style:
-    """How answers are drawn."""
+    """Sampling settings for answers."""
 
     temperature: float
     top_p: float
@@ -37,7 +37,7 @@ class Style:
 
 
 def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | None) -> None:
-    """Talk to a base on this machine, or to an adapter on it."""
+    """Talk to a base on this machine, with or without an adapter."""
     from motet.config import EngineConfig
     from motet.launch import load, sampling
     from motet.model.find import find_adapter
@@ -79,7 +79,7 @@ def _from_engine(info: ModelInfo, engine: RolloutEngine, ref: AdapterRef | None,
 
 
 def chat_over_http(url: str | None, key: str | None, model: str, style: Style, system: str | None) -> None:
-    """Talk to a version of a service's job, also while it trains."""
+    """Talk to a version of a job on a service, also while it trains."""
     from motet.client import AsyncClient
 
     with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
@@ -102,10 +102,10 @@ def chat_over_http(url: str | None, key: str | None, model: str, style: Style, s
 
 
 async def _look_for(client: AsyncClient, model: str) -> None:
-    """See that a job has this version, before anybody asks it something.
+    """Check that a job has this version, before the first question.
 
     Raises:
-        ServiceError: it has not, with what was perhaps meant.
+        ServiceError: it does not; the message suggests a similar name.
     """
     names = [one.id for one in await client.models()]
     job, _, version = model.rpartition("@")
@@ -127,7 +127,7 @@ async def _look_for(client: AsyncClient, model: str) -> None:
 
 
 async def _base_of(client: AsyncClient, model: str) -> str:
-    """The base that a model is on."""
+    """The base of a model."""
     health, job = await client.health(), model.partition("@")[0]
     bases = {one.id.partition("@")[0]: one.base or one.id for one in await client.models()} if health.bases else {}
     if health.bases and job not in bases:  # a job by its id, or an old one
@@ -137,7 +137,7 @@ async def _base_of(client: AsyncClient, model: str) -> str:
 
 
 def converse(runner: asyncio.Runner, answer: Answer, adapter: str, system: str | None) -> None:
-    """Read lines, stream answers; the conversation goes on until an empty line, Ctrl-D or Ctrl-C.
+    """Read lines and stream answers until an empty line, Ctrl-D or Ctrl-C.
 
     Lines are read outside of the event loop, in the main thread, where Ctrl-C reaches `input`.
     """
@@ -166,7 +166,7 @@ def converse(runner: asyncio.Runner, answer: Answer, adapter: str, system: str |
 
 
 async def _shown(console: Console, pieces: AsyncIterator[str]) -> str:
-    """An answer, printed as it comes."""
+    """Print an answer while it arrives."""
     text = ""
     async for piece in pieces:
         console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)

@@ -26,8 +26,9 @@ from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.config.candidates import RacePlan, raced
 from motet.errors import ConfigError, RunError
+from motet.host import Host
 from motet.jobfile import load_jobs
-from motet.launch import assemble, open_base, services
+from motet.launch import open_base
 from motet.preparing import left_out, prepare_all
 from motet.running import config_of
 from motet.runtime.checkpoint import JobDirectory
@@ -44,7 +45,6 @@ from motet.runtime.versions import Versions
 from motet.tasks.rows import row_of
 from motet.types import Group
 from motet.view.text import duration_text
-from motet.workshop import Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -57,9 +57,9 @@ PROBLEMS = 4
 def check_file(
     path: Path, overrides: Sequence[str], rollouts: int, *, race: bool = False, trust_remote_code: bool
 ) -> int:
-    """Check a job file as `motet run` would use it; nothing is trained and nothing is written to the run directory.
+    """Check a job file as `motet run` would use it; train nothing and write nothing to the run directory.
 
-    Returns 0, or 1 where the rewards of a job failed on every answer.
+    Returns 0, or 1 if the rewards of a job failed on every answer.
     """
     return 0 if _check(load_jobs(path, overrides, race=race, trust_remote_code=trust_remote_code), rollouts) else 1
 
@@ -73,7 +73,7 @@ def check(
 ) -> bool:
     """Show the first prompts of jobs, sample and score a few rollouts, and train nothing: `motet check` from Python.
 
-    Takes the jobs that `motet.run` takes. Returns whether each has answers that got a reward.
+    Accepts the same jobs as `motet.run`. Returns whether each job has an answer that got a reward.
 
     Raises:
         ConfigError: a field is wrong.
@@ -101,40 +101,38 @@ def _check(config: RunConfig, rollouts: int) -> bool:
             console.print(f"note: {note}")
         prepared = prepare_all(config.jobs, base.info, directory, checked.sources)
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
-        workshop = assemble(base, alone, [need for _, need in prepared], directory, config.jobs)
-        for note in [*workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:
+        host = Host(base, alone, directory, [need for _, need in prepared], config.jobs)
+        for note in [*host.workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:
             console.print(f"note: {note}", soft_wrap=True, markup=False)
         try:
-            shared = services(workshop, directory, base.info)
             others = {one.name for plan in plans for one in plan.candidates[1:]}
             jobs = [job for job, _ in prepared if job.name not in others]
             print_rates(console, jobs)
             steps = {job.name: FirstSteps.read(JobDirectory(Path(config.run) / job.name)) for job in config.jobs}
             begun = {name: found for name, found in steps.items() if found is not None and name not in refused}
-            Interrupt().run(
-                lambda: _check_all(console, jobs, workshop, shared, rollouts, failing, config.prices, begun)
-            )
+            Interrupt().run(lambda: _check_all(console, jobs, host, rollouts, failing, config.prices, begun))
             for plan in plans:
                 console.print(_forecast(plan), markup=False, soft_wrap=True)
             console.print(_longest(base, config.engine))
         finally:
-            workshop.close()
+            host.close()
             directory.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     share = config.engine.host_kv_memory_fraction
     beside = f" and {share:.0%} of free host memory for what gives way" if share else ""
-    held = f"KV cache: {workshop.kv_tokens:,} tokens{beside} · " if workshop.kv_tokens else ""
+    kv_tokens = host.workshop.kv_tokens
+    held = f"KV cache: {kv_tokens:,} tokens{beside} · " if kv_tokens else ""
     console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
     return not failing and not refused
 
 
 def _forecast(plan: RacePlan) -> str:
-    """What a race will cost at most."""
+    """The highest possible cost of a race."""
     decisions = [f"step {plan.stop(rung)}: {keep} of them" for rung, (_, keep) in enumerate(plan.rungs)]
     n, total = len(plan.candidates), plan.total_steps
-    budget = f", within {plan.settings.budget:,} tokens where that is less" if plan.settings.budget else ""
+    budget = f", within {plan.settings.budget:,} tokens if that is less" if plan.settings.budget else ""
     return (
-        f"race {plan.name}: {n} candidates; who goes on after {', after '.join(decisions)}. At most {total} steps in all, "
+        f"race {plan.name}: {n} candidates; these continue: after {', after '.join(decisions)}. At most {total} steps in all, "
         f"{total / plan.steps:.1f} times one run and {total / (n * plan.steps):.0%} of training all to the end{budget}"
     )
 
@@ -153,7 +151,7 @@ def _print_changes(console: Console, config: RunConfig, checked: Checked) -> set
 
 
 def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
-    """How long a sequence can be trained in the memory that is free now."""
+    """The longest sequence that can be trained in the memory that is free now."""
     from motet.model.accelerator import free_memory
     from motet.model.lora_model import LoraModel
     from motet.training.memory import pass_memory
@@ -183,8 +181,7 @@ def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
 async def _check_all(
     console: Console,
     jobs: Sequence[Job],
-    workshop: Workshop,
-    shared: Services,
+    host: Host,
     rollouts: int,
     failing: list[str],
     prices: PricesConfig,
@@ -196,33 +193,31 @@ async def _check_all(
     table = Table(
         "job", "train / held out", "reward", "groups with signal", "answer length", "truncated", "a step", "all steps"
     )
-    try:
-        async with workshop.open():
-            for job in jobs:
-                if isinstance(job.config.algorithm, RowAlgorithm):
-                    table.add_row(*await _check_rows(console, job, shared))
-                    continue
-                sampled, took = await _check_job(console, job, shared, rollouts)
-                spend, held_out = shared.rewards.spend(job.name), len(job.data.holdout)
-                whole = took.whole(job.config, held_out)
-                table.add_row(*_row(job, took.step, whole, _figures(sampled.groups)))
-                forecasts.append((job.name, forecast(job.config, sampled.groups, took, spend, held_out)))
-                failures += [
-                    f"job {job.name}: {warning}"
-                    for warning in warnings_of(job.config, job.chat, job.data.train, sampled.groups)
-                ]
-                reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
-                failed = Counter(reason for reason in reasons if reason)
-                failing += [job.name] * (failed.total() == len(reasons))
-                if warning := _no_signal(sampled.groups):
-                    failures.append(f"job {job.name}, from {len(reasons)} answers: {warning}")
-                if failed:
-                    (commonest, _), *_ = failed.most_common(1)
-                    failures.append(
-                        f"job {job.name}: {failed.total()} of {len(reasons)} answers got no reward: {commonest}"
-                    )
-    finally:
-        await shared.rewards.close()
+    async with host.open():
+        shared = host.services
+        for job in jobs:
+            if isinstance(job.config.algorithm, RowAlgorithm):
+                table.add_row(*await _check_rows(console, job, shared))
+                continue
+            sampled, took = await _check_job(console, job, shared, rollouts)
+            spend, held_out = shared.rewards.spend(job.name), len(job.data.holdout)
+            whole = took.whole(job.config, held_out)
+            table.add_row(*_row(job, took.step, whole, _figures(sampled.groups)))
+            forecasts.append((job.name, forecast(job.config, sampled.groups, took, spend, held_out)))
+            failures += [
+                f"job {job.name}: {warning}"
+                for warning in warnings_of(job.config, job.chat, job.data.train, sampled.groups)
+            ]
+            reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
+            failed = Counter(reason for reason in reasons if reason)
+            failing += [job.name] * (failed.total() == len(reasons))
+            if warning := _no_signal(sampled.groups):
+                failures.append(f"job {job.name}, from {len(reasons)} answers: {warning}")
+            if failed:
+                (commonest, _), *_ = failed.most_common(1)
+                failures.append(
+                    f"job {job.name}: {failed.total()} of {len(reasons)} answers got no reward: {commonest}"
+                )
     print_table(console, table)
     for line in failures:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
@@ -234,14 +229,14 @@ async def _check_all(
 
 
 def _no_signal(groups: Sequence[Group]) -> str:
-    """What `motet run` would warn of, where so few groups are enough to do so; nothing where no answer has a reward."""
+    """The warnings of `motet run` that a few groups can show; none if no answer has a reward."""
     rewards = [rollout.reward for group in groups for rollout in group.scored]
     share = sum(not group.has_signal for group in groups) / len(groups)
     return no_signal(share, fmean(rewards)) if rewards else ""
 
 
 def _row(job: Job, step: float, whole: float, figures: tuple[str, str, str, str]) -> tuple[str, ...]:
-    """Of the table: seconds of a step and of the whole job, and the figures from the reward to what was truncated."""
+    """Cells of the table: seconds of a step and of the whole job, and the figures from the reward to the truncated share."""
     rows = f"{len(job.data.train)} / {len(job.data.holdout)}"
     return job.name, rows, *figures, f"≈ {step:.1f} s", f"≈ {duration_text(whole)}"
 
@@ -279,7 +274,7 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     wanted = job.config.rl.groups_per_step * job.config.rl.group_size * job.config.rl.oversampling
 
     def seconds(answers: float) -> float:
-        """Rows are free until the engine is full."""
+        """Additional rows take no more time until the engine is full."""
         return sampled.seconds * max(1.0, answers / max(asked, shared.engine.capacity))
 
     evaluation = seconds(len(job.data.holdout) * job.config.eval.n)
@@ -287,15 +282,15 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
 
 
 async def _add(job: Job, shared: Services) -> None:
-    """The adapter as the job begins with it."""
+    """The adapter at the start of the job."""
     adapter, trainer = job.config.adapter, shared.trainer
     await shared.on_device(job.name, lambda: trainer.add_adapter(job.name, adapter, job.seed))
-    if adapter.init is not None and job.before is None:  # what a job above is to make is not there yet
+    if adapter.init is not None and job.before is None:  # the adapter of an earlier job in the file does not exist yet
         await shared.on_device(job.name, lambda: trainer.load_adapter(job.name, job.init_directory(), optimizer=False))
 
 
 async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str, ...]:
-    """A row of the table for a job that learns rows: how likely a few of its answers are; the first is shown."""
+    """A row of the table for a job that learns rows, from the likelihood of a few answers; also shows the first row."""
     algorithm = job.config.algorithm
     assert isinstance(algorithm, RowAlgorithm)
     n = algorithm.rows_per_step
@@ -317,7 +312,7 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
 
 
 def _show(console: Console, job: Job, group: Group) -> None:
-    """The first problem of the first step: what the model reads, token by token, and what is said then."""
+    """Show the first problem of the first step: what the model reads, token by token, and the answers."""
 
     def show(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -344,7 +339,7 @@ def _show(console: Console, job: Job, group: Group) -> None:
 
 
 async def _train_seconds(job: Job, shared: Services, sampled: SampledStep) -> float:
-    """Time of a forward pass over the rollouts, times three for the backward pass; no gradient is computed."""
+    """The time of a forward pass over the rollouts, times three for the backward pass, which is not run."""
     samples = tuple(
         to_sample(branch, 0.0)
         for group in sampled.groups

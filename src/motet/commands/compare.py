@@ -31,13 +31,13 @@ from motet.runtime.progress import REWARD
 from motet.runtime.settings import Mean
 
 _MOST_TASKS = 6
-"""Tasks that have a column."""
+"""Most tasks with their own column."""
 MOST_ROLLOUTS = 1000
-"""Rollouts of an evaluation that a service gives."""
+"""Most rollouts of an evaluation that a service returns."""
 
 
 def compare_places(places: Sequence[str], svg: Path | None, url: str | None, key: str | None) -> None:
-    """Print how the sides compare; `svg` is where their mean curves are drawn.
+    """Print how the sides compare; `svg` is a file for their mean curves.
 
     Raises:
         RunError: they cannot be compared.
@@ -67,7 +67,7 @@ def _sides(places: Sequence[str], url: str | None, key: str | None) -> list[Side
 
 
 def short_names(places: Sequence[str]) -> list[str]:
-    """As many of the last parts of some paths as tell them apart."""
+    """Shorten paths to as many last parts as needed to tell them apart."""
     parts = [Path(place).parts for place in places]
     n = 1
     while n < max(map(len, parts)) and len({one[-n:] for one in parts}) < len(parts):
@@ -93,7 +93,7 @@ def _job(place: str, url: str | None, key: str | None) -> EvaluatedJob:
 
 
 def _means(sides: Sequence[Side]) -> str | Table:
-    """The held-out figure of each side, the best first; by task where there are several."""
+    """The held-out figure of each side, best first; by task if there are several."""
     tasks = list(dict.fromkeys(key[0] for side in sides for key in side.jobs))
     shown = tasks if 1 < len(tasks) <= _MOST_TASKS else []
     rows = [
@@ -105,7 +105,7 @@ def _means(sides: Sequence[Side]) -> str | Table:
 
 
 def print_differences(differences: Sequence[Difference], *, pairs: bool = True) -> None:
-    """Print what each side has more than the first one; `pairs` of jobs have a column."""
+    """Print the differences of each side from the first; with `pairs`, the number of job pairs has a column."""
     if not differences:
         return
     say(f"against {differences[0].first}:")

@@ -1,4 +1,4 @@
-"""`motet compare`, `motet diff`, `motet eval` and `motet probe` as commands; the modules of these names do the work."""
+"""`motet compare`, `motet diff`, `motet eval` and `motet probe` as commands; the modules with these names do the work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def diff(
             min=0, help="With --rollouts: answers that this step trained on, not held-out ones.", show_default=False
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="With --rollouts: the most problems to show.")] = 5,
+    limit: Annotated[int, typer.Option(min=1, help="With --rollouts: the largest number of problems to show.")] = 5,
     report: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write everything to this file.")
     ] = None,
@@ -80,27 +80,27 @@ def evaluate(
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="JOB", help="The job whose problems and rewards count; the first that is named.", show_default=False
+            metavar="JOB", help="The job whose problems and rewards count [default: the first].", show_default=False
         ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
             metavar="SOURCE",
-            help="Other problems than the held-out rows: a source as in a job file.",
+            help="Problems to use instead of the held-out rows: a source as in a job file.",
             show_default=False,
         ),
     ] = None,
     reward: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Another reward than that of the job; may be repeated.", show_default=False),
+        typer.Option(metavar="NAME", help="Replaces the job's rewards; you can repeat the option.", show_default=False),
     ] = None,
     rows: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Evaluate only the first N rows.", show_default=False)
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Answers per row and model.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token, always.")] = False,
-    seed: Annotated[int, typer.Option(help="Random numbers depend on it, the row and the sample alone.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random numbers depend only on this seed, the row and the sample.")] = 0,
     base: Annotated[bool, typer.Option(help="Evaluate the base too, and compare with it.")] = True,
     solved: Annotated[float, typer.Option(help="The least reward of an answer that passes, for pass@k.")] = 1.0,
     report: Annotated[
@@ -113,7 +113,7 @@ def evaluate(
     overrides: Override = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Evaluate the base and adapters on the same problems, with intervals. Ctrl-C stops, and keeps what is done."""
+    """Evaluate the base and adapters on the same problems, with intervals. Ctrl-C stops after the current rows."""
     from motet.commands.evaluate import Asked
     from motet.commands.evaluate import evaluate as compare_models
 
@@ -130,14 +130,15 @@ def evaluate(
 )
 def probe(
     server: Annotated[str, typer.Argument(metavar="URL", help="The server's address.", show_default=False)],
-    model: Annotated[str, typer.Option(help="What the server calls the adapter.", show_default=False)],
+    model: Annotated[str, typer.Option(help="The server's name for the adapter.", show_default=False)],
     adapter: Annotated[Path, typer.Option(help="The adapter's PEFT directory.", show_default=False)],
     base: Annotated[str, typer.Option(help="The base, as in a job file.", show_default=False)],
     server_base: Annotated[
-        str | None, typer.Option(help="What the server calls the base; the first that it lists.", show_default=False)
+        str | None,
+        typer.Option(help="The server's name for the base [default: the first that it lists].", show_default=False),
     ] = None,
     kind: Annotated[
-        Literal["vllm", "sglang", "openai"] | None, typer.Option(help="The server's protocol; found out without it.")
+        Literal["vllm", "sglang", "openai"] | None, typer.Option(help="The server's protocol [default: detected].")
     ] = None,
     server_key: Annotated[
         str | None, typer.Option(envvar="MOTET_SERVER_KEY", help="The server's API key.", show_default=False)

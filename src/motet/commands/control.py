@@ -1,4 +1,4 @@
-"""`motet pause`, `resume` and `cancel`: a word in a job's directory, read by the process that runs it."""
+"""`motet pause`, `resume` and `cancel`: written as a word to a job's directory, where the process that runs it reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def send(directory: Path, job: str, word: str) -> str:
     """Ask the running process to pause, resume or cancel a job.
 
     Raises:
-        RunError: there is no such job, no process runs it, or it does not obey the word.
+        RunError: there is no such job, no process runs it, or its state does not allow the command.
     """
     if not directory.is_dir():
         raise RunError(

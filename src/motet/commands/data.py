@@ -1,4 +1,4 @@
-"""`motet data`: what rows a source has, and files of those that a person wants."""
+"""`motet data`: shows the rows of a source, and writes selected rows to files."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _WORD = re.compile(r"\w+|[^\w\s.,;:!?\"'’“”…]")
 _SHOWN = 40
 _EXAMPLES = 3
 _MOST_COMPARED, _MOST_LETTERS = 20_000, 20_000_000
-"""Of `--near`, whose time grows with the square of the rows."""
+"""Most rows for `--near`, whose time grows with the square of their number."""
 _MOST_COUNTED = 2000
-"""Rows whose tokens are counted."""
+"""Most rows whose tokens are counted."""
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -46,13 +46,13 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which rows, and how many are split off."""
+class Selection:
+    """The wanted rows, and the number to split off."""
 
     filters: tuple[str, ...] = ()
     dedupe: bool = False
     near: float | None = None
-    """Share of common word triples from which two prompts count as one; None leaves near duplicates in."""
+    """Share of common word triples above which two prompts are near duplicates; None keeps near duplicates."""
     held_out: int = 0
     seed: int = 0
 
@@ -64,7 +64,7 @@ class Comparison:
     column: str
     sign: str
     value: Any
-    """A number where it reads as one and the column has numbers; else text."""
+    """A number if the text is one and the column has numbers; otherwise text."""
 
     @classmethod
     def of(cls, text: str) -> Comparison:
@@ -83,12 +83,12 @@ class Comparison:
         return cls(match[1], match[2], value)
 
     def holds(self, row: Row) -> bool:
-        """Whether a row fits; one without the column, or with a value of another kind, does not."""
+        """Whether a row fits; a row without the column, or with a value of another type, does not."""
         if self.column not in row:
             return False
         found, value = row[self.column], self.value
         if isinstance(found, str) and not isinstance(value, str):
-            value = json.dumps(value)  # of a .csv every value is text
+            value = json.dumps(value)  # in a .csv, every value is text
             if self.sign not in ("==", "!=", "~"):
                 try:
                     found, value = float(found), float(self.value)
@@ -100,8 +100,8 @@ class Comparison:
             return False
 
 
-def look_at(source: str, base: str, prompt: str | None, answer: str | None, wanted: Wanted, to: Path | None) -> None:
-    """Print what a source has, and write the rows that are wanted.
+def look_at(source: str, base: str, prompt: str | None, answer: str | None, wanted: Selection, to: Path | None) -> None:
+    """Show a source, and write the wanted rows.
 
     Raises:
         DataError, ConfigError: it cannot be read, or nothing is left.
@@ -131,10 +131,10 @@ def look_at(source: str, base: str, prompt: str | None, answer: str | None, want
 
 
 def far_apart(texts: Sequence[str], near: float) -> tuple[list[int], list[tuple[float, int, int]]]:
-    """Places of the texts that are not near an earlier one of these; and (share, place, earlier place) of the others.
+    """Places of the texts that are not near an earlier one, and (share, place, earlier place) of the others.
 
-    The share is Jaccard's: word triples of both, divided by those of either. Case and the marks of a
-    sentence do not count; signs such as + do.
+    The share is the Jaccard index of word triples: those in both, divided by those in either. Case and punctuation do
+    not count; signs such as + do.
 
     Raises:
         DataError: there are too many words to compare.
@@ -161,11 +161,11 @@ def far_apart(texts: Sequence[str], near: float) -> tuple[list[int], list[tuple[
     return kept, pairs
 
 
-def selected(rows: Sequence[Row], wanted: Wanted) -> list[Row]:
+def selected(rows: Sequence[Row], wanted: Selection) -> list[Row]:
     """The rows that fit all comparisons.
 
     Raises:
-        ConfigError: a comparison is none, or no row has its column.
+        ConfigError: a comparison is invalid, or no row has its column.
         DataError: no row fits.
     """
     columns = {name for row in rows for name in row}
@@ -225,8 +225,8 @@ def _quantiles(counts: Sequence[int]) -> tuple[str, str, str, str]:
     return smallest, median, high, largest
 
 
-def _write(rows: Sequence[Row], wanted: Wanted, to: Path) -> None:
-    """Write rows in their order; those that are split off depend on the seed and the number of rows only."""
+def _write(rows: Sequence[Row], wanted: Selection, to: Path) -> None:
+    """Write rows in order; the choice of the rows to split off depends only on the seed and the number of rows."""
     if wanted.held_out >= len(rows):
         raise ConfigError(f"--split {wanted.held_out} leaves nothing: there are {len(rows)} rows")
     order = seeds.permutation(seeds.key(wanted.seed, "split"), len(rows)).tolist()

@@ -20,9 +20,9 @@ from motet.runtime.receipts import fields_apart, materials_of, read_receipt
 from motet.tasks.plain_json import as_json
 
 _MOST = 60
-"""Characters of a setting that a table shows."""
+"""Most characters of a setting in a table."""
 _SHOWN = 12
-"""Characters of a digest that a table shows."""
+"""Characters of a digest in a table."""
 _TOLD_OTHERWISE = ("job", "contents", "code", "computed_before")
 
 
@@ -34,14 +34,14 @@ class Compared:
     record: JobRecord
     directory: JobDirectory
     version: int
-    """The newest one that counts."""
+    """The newest version that counts."""
 
     @classmethod
     def of(cls, place: str, name: str) -> Compared:
         """`RUN/JOB` or `RUN/JOB@12`.
 
         Raises:
-            ConfigError, RunError: there is no such job, or it has not come to that version.
+            ConfigError, RunError: there is no such job, or it has not reached that version.
         """
         path, _, version = place.rpartition("@") if not Path(place).exists() else (place, "", "")
         if not path or not (version.isdecimal() or version in ("", "best", "latest")):
@@ -56,11 +56,11 @@ class Compared:
 
     @property
     def evaluated(self) -> list[int]:
-        """Versions with a held-out figure."""
+        """The job's versions with a held-out figure."""
         return [int(x) for x in self.record.evaluations.xs if x <= self.version]
 
     def receipt(self) -> Mapping[str, Any] | None:
-        """Of its newest version that has one."""
+        """The receipt of the newest version that has one."""
         for version in range(self.version, -1, -1):
             with contextlib.suppress(RunError):
                 return read_receipt(self.directory.receipts / f"v{version}.json")
@@ -72,7 +72,7 @@ class Compared:
         return {int(name): line.get("sha256") for name, line in named if name.isdecimal() and int(name) < self.version}
 
     def answers(self, file: str) -> dict[str, list[Line]]:
-        """Recorded rollouts by their problem."""
+        """Recorded rollouts by problem."""
         found: dict[str, list[Line]] = {}
         for line in read_lines(self.directory.path / "rollouts" / f"{file}.jsonl"):
             found.setdefault(json.dumps([line.get("prompt"), line.get("answer")], default=str), []).append(line)
@@ -80,7 +80,7 @@ class Compared:
 
 
 def diff(places: tuple[str, str], *, rollouts: bool, step: int | None, limit: int, report: Path | None) -> None:
-    """Print where two jobs differ, and write it as JSON where asked.
+    """Print where two jobs differ, and write it as JSON if asked.
 
     Raises:
         MotetError: one of them cannot be read, or they have no recorded answers in common.
@@ -129,7 +129,7 @@ def diff(places: tuple[str, str], *, rollouts: bool, step: int | None, limit: in
 
 
 def _settings(first: Compared, second: Compared) -> Iterator[tuple[str, Any, Any]]:
-    """Each field of job.yaml that differs, but for what receipts tell."""
+    """Each field of job.yaml that differs, except those that receipts cover."""
     trees = []
     for side in (first, second):
         job, config = side.record.config.get("job"), side.record.config
@@ -155,7 +155,7 @@ def _materials(first: Compared, second: Compared) -> Iterator[tuple[str, str | N
 
 
 def _curves(first: Compared, second: Compared) -> Iterator[tuple[int, int, float, float, Difference | None]]:
-    """Held-out figures at the versions that both were evaluated at, and at the newest of each where these are not the same."""
+    """Held-out figures at the versions that both jobs evaluated, and at each job's newest if those differ."""
     pairs = [(version, version) for version in first.evaluated if version in second.evaluated]
     if first.evaluated and second.evaluated:
         newest = (first.evaluated[-1], second.evaluated[-1])
@@ -176,9 +176,9 @@ def _versions(at: int, to: int) -> str:
 
 
 def _side_by_side(first: Compared, second: Compared, step: int | None, limit: int) -> list[dict[str, Any]]:
-    """Print the answers of both on the same problems, those with the largest difference of reward first.
+    """Print the answers of both jobs to the same problems, largest difference of reward first.
 
-    They are those of the newest evaluation of both, or those that were trained on at a step.
+    The answers are from the newest evaluation of both, or from the training of a step.
 
     Raises:
         RunError: they have none in common.

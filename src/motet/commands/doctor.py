@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def examine(base_name: str) -> int:
-    """Print the tables; returns 0 when results are exact in every type tried, 1 when not."""
+    """Print the tables; returns 0 if results are exact in every type tried, otherwise 1."""
     console = Console()
     config = EngineConfig()
     print_table(console, _machine())
@@ -54,7 +54,7 @@ def examine(base_name: str) -> int:
 
 
 def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
-    """Print what the nodes of a Ray cluster say, once there are so many; 0 when hosts can run on all of them, 1 when not."""
+    """Wait for `nodes` nodes of a Ray cluster and print their facts; returns 0 if hosts can run on all, otherwise 1."""
     if find_spec("ray") is None:
         raise ConfigError("motet doctor --ray needs Ray, which is not installed: pip install 'motet[ray]'")
     from motet.cluster.ray_hosts import examine_nodes
@@ -83,7 +83,7 @@ def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
 
 
 def _wall() -> Table:
-    """What processes that score answers, or parse what others give, could still do; what was tried is listed."""
+    """The result of trying to break out of the wall around processes that score answers or parse other people's data."""
     table = Table(show_header=False, title="wall around rewards and data of others")
     for what, outcome in wall.probe().items():
         table.add_row(what, outcome)
@@ -118,7 +118,7 @@ def _processor() -> str:
 
 
 def _kernels() -> str:
-    """Which form of the C++ kernels is taken, why no faster one, and the most that a core multiplies with it."""
+    """The form of the C++ kernels in use, why no faster one is, and its highest speed on one core."""
     from motet.native import library
     from motet.native.choice import of_machine
 
@@ -133,7 +133,7 @@ def _kernels() -> str:
 
 
 def build_kernels() -> int:
-    """Compile the C++ kernels into the cache and print which form is taken; returns 0 when that worked, 1 when not."""
+    """Compile the C++ kernels into the cache and print the form in use; returns 0 on success, otherwise 1."""
     from motet.native import building, library
 
     directory = library.cache_directory()

@@ -21,8 +21,9 @@ from motet.commands.answers import INTERRUPTED, say, table
 from motet.commands.compare import print_differences
 from motet.config import JobConfig, RunConfig
 from motet.errors import ConfigError, RunError
+from motet.host import Host
 from motet.jobfile import load_jobs, validate_as
-from motet.launch import assemble, open_base, services
+from motet.launch import open_base
 from motet.model.find import find_adapter
 from motet.near import close_matches
 from motet.preparing import prepare
@@ -39,23 +40,22 @@ from motet.runtime.versions import Versions
 from motet.tasks.plain_json import as_json
 from motet.tracking.trackers import write_parquet
 from motet.types import AdapterRef, Group
-from motet.workshop import Workshop
 
 _FORMATS = (".jsonl", ".parquet")
 _OF_ROWS = ("prompt", "answer", "template", "system", "chat_template", "chat_template_kwargs", "max_prompt_tokens")
-"""What other rows keep of the `data` section of a job."""
+"""The `data` fields that a job keeps when other rows are evaluated."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is evaluated besides the models."""
+    """Settings of an evaluation besides the models."""
 
     task: str | None = None
-    """The job whose problems, rewards and environment count; None is the first that is named."""
+    """The job whose problems, rewards and environment count; by default the first that is named."""
     data: str | None = None
-    """Another source of problems than the held-out rows."""
+    """A source of problems to use instead of the held-out rows."""
     rewards: Sequence[str] = ()
-    """Other rewards than those of the job."""
+    """Rewards to use instead of the job's."""
     rows: int | None = None
     samples: int = 1
     greedy: bool = False
@@ -74,11 +74,11 @@ class Model:
     path: Path | None
     """The PEFT directory; None is the base."""
     groups: list[Group] = field(default_factory=list)
-    """One for each row that is done, in order."""
+    """The group of each finished row, in order."""
 
     @property
     def rewards(self) -> dict[int, float]:
-        """Mean reward of each row, by its place; rows without a scored answer are left out."""
+        """Mean reward of each row, by its position; rows without a scored answer are left out."""
         return {
             place: fmean(rollout.reward for rollout in group.scored)
             for place, group in enumerate(self.groups)
@@ -86,7 +86,7 @@ class Model:
         }
 
     def passed(self, solved: float) -> Mean:
-        """Share of rows in which at least one answer has this reward."""
+        """Share of rows in which at least one answer has at least this reward."""
         return Mean.of([float(any(one.reward >= solved for one in group.scored)) for group in self.groups])
 
     def summary(self, asked: Asked) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Model:
 
 
 class _Places(Versions):
-    """Adapters by their place in the list; the base has none."""
+    """Adapters by their position in the list; the base has none."""
 
     def __init__(self, job: str, shared: Services, models: Sequence[Model]) -> None:
         super().__init__(job, f"{job}.{shared.engine_suffix}.eval", shared.engine, shared.sync)
@@ -129,7 +129,7 @@ def evaluate(
     out: Path | None,
     trust_remote_code: bool,
 ) -> int:
-    """Evaluate and print; returns 0, 1 where no answer of a model got a reward, or 130 after Ctrl-C.
+    """Evaluate and print; returns 0, 1 if no answer of a model got a reward, or 130 after Ctrl-C.
 
     Raises:
         MotetError: a model, the rows, the rewards or the base cannot be used.
@@ -160,10 +160,10 @@ def evaluate(
         if not rows:
             raise ConfigError(f"job {job.name} holds no rows out: give other rows with --data")
         job.data = replace(job.data, holdout=rows)
-        workshop = assemble(base, alone, [need], directory, [task])
-        stack.callback(workshop.close)
+        host = Host(base, alone, directory, [need], [task])
+        stack.callback(host.close)
         evaluation = _Evaluation(job, models, asked, None if out is None or out.suffix == ".parquet" else out)
-        evaluation.run(workshop, services(workshop, directory, base.info))
+        evaluation.run(host)
     done = len(models[-1].groups)
     if done == 0:
         raise RunError("stopped before a row was done")
@@ -211,7 +211,7 @@ def find_models(config: RunConfig, names: Sequence[str]) -> list[Model]:
 
 
 def _task(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
-    """The job whose problems count, with what is asked in place of its own settings."""
+    """The job whose problems count, with the requested settings instead of its own."""
     jobs = {job.name: job for job in config.jobs}
     named = [name.partition("@")[0] for name in names if name.partition("@")[0] in jobs]
     name = asked.task or next(iter(named or (jobs if len(jobs) == 1 else ())), None)
@@ -242,23 +242,20 @@ def _task(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
 
 
 class _Evaluation:
-    """Samples rows in blocks, all models of a block at a time, so that what is done can be compared at any moment."""
+    """Samples rows in blocks, all models of a block at a time, so that the finished rows can be compared at any moment."""
 
     def __init__(self, job: Job, models: Sequence[Model], asked: Asked, log: Path | None) -> None:
         self._job, self._models, self._asked, self._log = job, models, asked, log
         self._stopped = asyncio.Event()
 
-    def run(self, workshop: Workshop, shared: Services) -> None:
+    def run(self, host: Host) -> None:
         """Sample until all rows are done, or Ctrl-C."""
         interrupt = Interrupt(lambda line: say(line, aside=True))
 
         async def main() -> None:
             with interrupt.heard(self._stopped.set, []):
-                try:
-                    async with workshop.open():
-                        await self._sample(shared)
-                finally:
-                    await shared.rewards.close()
+                async with host.open():
+                    await self._sample(host.services)
 
         interrupt.run(main)
 
@@ -288,7 +285,7 @@ class _Evaluation:
             await versions.drop_all()
 
     async def _block(self, sampler: JobSampler, part: slice) -> None:
-        """Sample some rows from every model, and keep them."""
+        """Sample some rows with every model, and keep the groups."""
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(sampler.evaluation(place, part, self._asked.seed))
@@ -314,7 +311,7 @@ def _lines(job: Job, model: Model, groups: Sequence[Group]) -> Iterator[Mapping[
 
 
 def _differences(models: Sequence[Model]) -> list[Difference]:
-    """What each model has more than the first, row by row; the intervals hold together with 95 % (Bonferroni)."""
+    """The difference of each model from the first, row by row; the intervals hold together at 95 % (Bonferroni)."""
     first, *others = models
     before, found = first.rewards, list[Difference]()
     for model in others:

@@ -1,4 +1,4 @@
-"""What `motet check` warns of and forecasts, out of a job's data and a few sampled groups."""
+"""The warnings and forecasts of `motet check`, from a job's data and a few sampled groups."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from motet.types import Group, Problem
 from motet.view.text import count_text, duration_text
 
 _ROWS = 200
-"""Rows that are looked at."""
+"""Most rows to examine."""
 _SHOWN = 60
 _TOO_MANY = 0.1
-"""Share of reference answers longer than an answer may be, above which it is said."""
+"""Share of reference answers that are too long, above which a warning is shown."""
 _MOST_CUT = 0.5
 _ALIKE = 0.5
 _ERRORS = 2.0
-"""Standard errors to both sides of a forecast."""
+"""Half the width of a forecast, in standard errors."""
 _FIRST_STEPS = 8
-"""Steps of a run that a forecast is compared with."""
+"""First steps of a run to compare a forecast with."""
 _SHORT = 10.0
-"""Seconds below which a fraction is shown."""
+"""Seconds below which decimals are shown."""
 _SPACE = re.compile(r"\s+")
 
 
 def warnings_of(config: JobConfig, chat: Chat, data: Sequence[Problem], groups: Sequence[Group]) -> Iterator[str]:
-    """What would waste a job's time, a sentence each."""
+    """Problems that would waste a job's time, one sentence each."""
     problems = [data[row] for row in range(0, len(data), max(1, len(data) // _ROWS))][:_ROWS]
     most, temperature = config.sampling.max_tokens, config.sampling.temperature
     yield from (found for found in (_mangled(chat, problems), _too_short(chat, problems, most)) if found)
@@ -56,7 +56,7 @@ def warnings_of(config: JobConfig, chat: Chat, data: Sequence[Problem], groups: 
 
 
 def _mangled(chat: Chat, problems: Sequence[Problem]) -> str:
-    """Prompts whose text does not come back after template, tokeniser and decoding; white space may change."""
+    """A warning about prompts whose text changes through template, tokeniser and decoding, except for white space."""
     bad = [(problem, lost) for problem in problems if (lost := _lost(chat, problem))]
     if not bad:
         return ""
@@ -77,7 +77,7 @@ def _lost(chat: Chat, problem: Problem) -> tuple[str, str] | None:
 
 
 def _too_short(chat: Chat, problems: Sequence[Problem], most: int) -> str:
-    """Reference answers that would not fit into an answer."""
+    """A warning about reference answers that do not fit into an answer."""
     lengths = [
         len(chat.tokenizer.encode(problem.answer, add_special_tokens=False)) for problem in problems if problem.answer
     ]
@@ -92,26 +92,26 @@ def _too_short(chat: Chat, problems: Sequence[Problem], most: int) -> str:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of all steps of a job and its evaluations; pairs are the two ends of a range."""
+    """Totals over a job's steps and evaluations; pairs are the two ends of a range."""
 
     tokens: tuple[float, float]
-    """Sampled."""
+    """Sampled tokens."""
     seconds: tuple[float, float]
-    """For the job alone."""
+    """Seconds if the job runs alone."""
     judge: float = 0.0
-    """What judges cost, in the middle of the range."""
+    """The cost of judges, in the middle of the range."""
     length: tuple[float, float] = (0, 0)
     """Tokens of an answer."""
     step_seconds: tuple[float, float] = (0, 0)
 
     def text(self, prices: PricesConfig) -> str:
-        """In one line."""
+        """The forecast in one line."""
         costs = [one / 3600 * prices.hour + self.judge for one in self.seconds]
         line = f"forecast: {_range(map(count_text, self.tokens))} tokens sampled, {_range(map(duration_text, self.seconds))}"
         return f"{line}, cost {_range(f'{cost:.2f}' for cost in costs)}" if any(costs) else line
 
     def against(self, steps: FirstSteps) -> str:
-        """The forecast beside what the first steps took, in one line."""
+        """The forecast compared with the first steps, in one line."""
         tokens, seconds = _range(map(count_text, self.length)), _range(map(_short_time, self.step_seconds))
         took = "" if steps.seconds is None else f", and took {_short_time(steps.seconds)} each (forecast {seconds})"
         first = "step" if steps.n == 1 else f"{steps.n} steps"
@@ -126,38 +126,38 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a job alone, estimated from a few groups."""
+    """Seconds of a job that runs alone, estimated from a few groups."""
 
     sample: float
-    """Of a step's groups."""
+    """Seconds of sampling a step's groups."""
     train: float
-    """Of a step's training."""
+    """Seconds of a step's training."""
     evaluate: float = 0.0
-    """Of one evaluation."""
+    """Seconds of one evaluation."""
 
     @property
     def step(self) -> float:
-        """Of a whole step."""
+        """Seconds of a whole step."""
         return self.sample + self.train
 
     def whole(self, config: JobConfig, held_out: int) -> float:
-        """Of all steps, and of the evaluations on so many problems."""
+        """Seconds of all steps, and of the evaluations with this many problems."""
         return self.step * config.steps + (self.evaluate * config.eval.count(config.steps) if held_out else 0)
 
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """What the first steps of a run took."""
+    """Measurements of the first steps of a run."""
 
     n: int
     length: float
-    """Tokens of an answer, without evaluations; the mean."""
+    """Mean tokens of an answer, without evaluations."""
     seconds: float | None
-    """From the end of a step to that of the next, the median; None of one step."""
+    """Median seconds from the end of a step to that of the next; None with one step."""
 
     @classmethod
     def read(cls, job: JobDirectory) -> FirstSteps | None:
-        """From a job's logs; None if they have no step, or cannot be read."""
+        """Read them from a job's logs; None if the logs have no step, or cannot be read."""
         try:
             lines = [line for line in _first_lines(job.metrics) if line.get("rollouts") and line.get("length")]
             times = [float(line["time"]) for line in _first_lines(job.timings)]
@@ -186,17 +186,17 @@ def _short_time(seconds: float) -> str:
 def forecast(
     config: JobConfig, groups: Sequence[Group], took: Seconds, spend: Mapping[str, Any], held_out: int
 ) -> Forecast:
-    """Out of a few groups of a first step.
+    """Forecast from a few groups of the first step.
 
-    Problems differ in how long their answers are, so the range is that of the mean over groups, two standard errors to
-    both sides, and never above `max_tokens`. How lengths change while a job learns is not known before.
+    Lengths of answers differ between problems, so the range is the mean over groups ± two standard errors, and never
+    above `max_tokens`. It cannot predict how lengths change while a job learns.
 
     Args:
         config: the job.
         groups: with rollouts.
-        took: estimated from them.
-        spend: what judges took for them, as `RewardPool.spend` says.
-        held_out: problems of an evaluation.
+        took: times, estimated from these groups.
+        spend: the judges' spending on these groups, as in `RewardPool.spend`.
+        held_out: number of problems of an evaluation.
     """
     means = [fmean(one.sampled for one in group.rollouts) for group in groups if group.rollouts]
     if not means or not (mean := fmean(means)):

@@ -26,7 +26,7 @@ TASKS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "own": ("a function of yours in rewards.py gives the score", {"reward": "rewards.py:reward"}),
     "imitate": ("the model learns to give the reference answers (no reward)", {"algorithm": "sft"}),
 }
-"""The kinds of task, with what they mean and the fields of their jobs."""
+"""The kinds of task: their meaning and the fields of their jobs."""
 _SHORT = ("exact", "contains")
 _FEWEST, _USUAL = 16, 256
 _OWN_REWARD = '''"""The reward of the job: a number for each answer, larger is better."""
@@ -38,10 +38,10 @@ def reward(problem, completion):
 
 
 def write_job_file(file: Path, task: str | None, data: str | None, base: str | None, *, ask: bool) -> None:
-    """Write a job file; what is not given is asked for, or has its default where nothing is asked.
+    """Write a job file; ask for missing values, or use their defaults if nothing may be asked.
 
     Raises:
-        ConfigError: the file is there, or an answer is missing or wrong.
+        ConfigError: the file exists already, or an answer is missing or wrong.
         MotetError: the data or the base cannot be used.
     """
     if file.exists():
@@ -82,13 +82,13 @@ def _answer(given: str | None, question: str, default: str, ask: bool) -> str:
 
 
 def _from_file(data: str, file: Path) -> str:
-    """Where a job file would look for its data: in the working directory, then beside itself."""
+    """The data's path as a job file finds it: in the working directory, then beside the file."""
     beside = file.parent / data
     return str(beside) if not Path(data).exists() and beside.exists() else data
 
 
 def _job(task: str, data: str, longest: int) -> dict[str, Any]:
-    """`longest` is in characters, of which a token has at least one: an answer of that many tokens is not cut."""
+    """`longest` is in characters. A token has at least one, so an answer with that many tokens is not cut."""
     name = "".join(letter if letter.isalnum() else "-" for letter in Path(data.partition(":")[2] or data).stem)
     tree = {"name": name.strip("-")[:40] or "job", "data": data, **TASKS[task][1]}
     if task == "imitate":

@@ -12,13 +12,13 @@ from typing import Any
 from motet.errors import ConfigError
 
 _LACKING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-"""What binding to an address fails with that `localhost` has and some machines lack: all of IPv6, or this address of it."""
+"""Errors of binding to an address that `localhost` has and the machine lacks: no IPv6, or not this address."""
 
 
 def bound(host: str, port: int, addresses: Callable[..., Sequence[Any]] = socket.getaddrinfo) -> list[socket.socket]:
-    """A socket for each address of a host, which refuses connections until something listens; port 0 takes a free one.
+    """A socket for each address of a host; it refuses connections until something listens. Port 0 takes a free one.
 
-    `addresses` tells the addresses of a host.
+    `addresses` returns the addresses of a host.
 
     Raises:
         ConfigError: the port is taken, or no address of the host is this machine's.

@@ -56,7 +56,7 @@ def logout(url: Url = None) -> None:
             with motet.Client(url, key) as signed_in:
                 signed_in.sign_out()
         except ServiceError as error:
-            if error.status != 401:  # it has ended already
+            if error.status != 401:  # the key has ended already
                 raise
         keep_key(client.url, None)
     say(f"signed out of {client.url}")

@@ -1,4 +1,4 @@
-"""An adapter that is exported, its base, and both as one model."""
+"""An adapter for export, its base, and both merged into one model."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from motet.model.peft_io import PeftAdapter
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What a base that sees images has besides; what is written reads them again."""
+"""Additional files of a base that reads images; the written model needs them too."""
 
 
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
-"""The hub's cache names a repository's folder so."""
+"""The name of a repository's folder in the hub's cache."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """What is exported. Files are read when they are asked for."""
+    """The adapter and base of an export. Files are read when they are needed."""
 
     adapter: Path
     """A PEFT LoRA directory."""
     named: str | None = None
-    """The base that the user names; None takes what the adapter's directory says."""
+    """The base that the user names; None means the one named in the adapter's directory."""
     dtype: str = "auto"
-    """Of a whole model's weights; `auto` is the base's own, and float16 in a .gguf file."""
+    """Type of a whole model's weights; `auto` is the base's own, and float16 in a .gguf file."""
     checked: bool = True
     """Whether the consumer loads the export again."""
 
@@ -53,7 +53,7 @@ class ExportSource:
         """Name of its base.
 
         Raises:
-            AdapterError: nobody says it.
+            AdapterError: neither the user nor the adapter names it.
         """
         if not (name := self.named or self.weights.base):
             raise AdapterError(f"{self.adapter} does not say what it was trained on; give --base")
@@ -61,10 +61,10 @@ class ExportSource:
 
     @cached_property
     def files(self) -> str:
-        """What transformers loads of the base: a hub id or a directory.
+        """The base in the form that transformers loads: a hub id or a directory.
 
         Raises:
-            BaseModelError: it is not there, or is a .gguf file.
+            BaseModelError: it is missing, or is a .gguf file.
         """
         from motet.model.find import find_base
 
@@ -98,13 +98,13 @@ class ExportSource:
 
     @property
     def loads_as(self) -> str:
-        """A name of the base that transformers and peft load in any directory: its name on the hub, or a whole path."""
+        """The base's name on the hub, or its absolute path: transformers and peft can load it from any directory."""
         here = Path(self.files)
         return self.hub_id or (str(here.absolute()) if here.is_dir() else self.files)
 
     @cached_property
     def directory(self) -> Path:
-        """The base's files, downloaded where they are on the hub."""
+        """The base's files, downloaded if they are on the hub."""
         if Path(self.files).is_dir():
             return Path(self.files)
         from huggingface_hub import snapshot_download
@@ -131,7 +131,7 @@ def merge(source: ExportSource, target: Path, dtype: str) -> str:
 
 
 def load_model(name: str, source: str, dtype: str) -> tuple[Any, Any]:
-    """A model and its tokenizer from what transformers loads; `name` is for the message.
+    """Load a model and its tokenizer with transformers; `name` is for the message.
 
     Raises:
         BaseModelError: it cannot be loaded.
@@ -151,7 +151,7 @@ def load_model(name: str, source: str, dtype: str) -> tuple[Any, Any]:
 
 
 def _copy_processors(source: str, target: Path) -> None:
-    """Whatever prepares images, as it is."""
+    """Copy the files that prepare images, unchanged."""
     from transformers.utils.hub import cached_file
 
     for name in _PROCESSORS:
@@ -161,7 +161,7 @@ def _copy_processors(source: str, target: Path) -> None:
 
 
 def _add(model: Any, adapter: Any, source: Path, base: str) -> None:
-    """Add the adapter to the weights of the layers that it names."""
+    """Add the adapter to the weights of its layers."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -187,7 +187,7 @@ def _add(model: Any, adapter: Any, source: Path, base: str) -> None:
 
 
 def _weight(layers: dict[str, Any], path: str, targets: str | list[str]) -> tuple[Any, Any]:
-    """A layer and its weight; of experts the parameter that PEFT wrapped at this depth, the first one innermost."""
+    """A layer and its weight; for experts, the parameter that PEFT wrapped at this depth (the first is innermost)."""
     inside, *wrappers = path.split(".base_layer")
     layer = layers.get(inside)
     if layer is None or getattr(layer, "weight", None) is not None:

@@ -26,7 +26,7 @@ def listen(
     key_env: str | None,
     command: Sequence[str] = (),
 ) -> None:
-    """Serve until a signal; what it wrote stays, because the server may read it again. `command` starts the server.
+    """Serve until a signal. Written files stay, because the server may read them again. `command` starts the server.
 
     Raises:
         ConfigError: the settings are not safe, or something is not installed.
@@ -77,7 +77,7 @@ def listen(
 
 
 def _leave(place: Path, *, made: bool) -> None:
-    """Say what stays; nothing does where nothing came."""
+    """Print which files stay; none if no version came."""
     if made:
         with contextlib.suppress(OSError):
             place.rmdir()

@@ -1,4 +1,4 @@
-"""`motet simulate` and `motet node-agent`: clusters before they are there, and beside their servers."""
+"""`motet simulate` and `motet node-agent`: the simulation of a cluster, and the agent beside a server."""
 
 from __future__ import annotations
 

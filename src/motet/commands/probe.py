@@ -26,20 +26,21 @@ TEXTS = (
     "Sort these letters: q b x a m.\nHere is the result, as one word without spaces: abmqx.",
     'def area(width, height):\n    """The area of a rectangle."""\n    return width * height\n',
 )
-"""Scored where no others are given."""
+"""Texts to score if none are given."""
 CLEAR = 4.0
-"""The adapter must move the logprobs by this many times what sets the server's base and the one here apart."""
+"""The adapter must change logprobs by at least this many times the difference between the server's base and the local one."""
 NEAR = 3.0
-"""A right server is within this many times of it from the adapter here, and `SLACK` of what the adapter changes."""
+"""A right server differs from the local adapter by at most this many times that difference, plus `SLACK` of the
+adapter's change."""
 SLACK = 0.05
 _OTHERS = 3
-"""Versions beside the adapter that are compared too."""
+"""Most neighbouring versions of the adapter to compare too."""
 RIGHT, WRONG, UNKNOWN = 0, 1, 3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the logprobs say."""
+    """The verdict from the logprobs."""
 
     code: int
     text: str
@@ -49,10 +50,10 @@ def judge(base: FloatArray, here: Mapping[str, FloatArray], server_base: FloatAr
     """Compare a server's logprobs [N] with those computed here.
 
     Args:
-        base: of the base, computed here.
-        here: of the adapter and of versions beside it, by name; the adapter is the first.
-        server_base: of the server's base.
-        server: of what the server calls the adapter.
+        base: those of the base, computed here.
+        here: those of the adapter and of neighbouring versions, by name; the adapter comes first.
+        server_base: those of the server's base.
+        server: those of the server's model with the adapter's name.
     """
     name, adapter = next(iter(here.items()))
     noise, effect = float(np.linalg.norm(server_base - base)), float(np.linalg.norm(adapter - base))
@@ -105,7 +106,7 @@ KINDS = tuple(_KINDS)
 
 @dataclass
 class _Server:
-    """One server, and the first kind of request that it understands."""
+    """One server, and the first kind of request that it supports."""
 
     connection: ServerConnection
     kinds: Sequence[str]
@@ -114,7 +115,7 @@ class _Server:
         """Logprobs [T − 1] of a text's tokens.
 
         Raises:
-            ServerFault: it gives none in any way that is known.
+            ServerFault: it returns none by any known request.
         """
         refused = []
         for kind in self.kinds:
@@ -132,7 +133,7 @@ class _Server:
         raise ServerFault(f"{self.connection.url} gives no logprobs of a prompt:\n  " + "\n  ".join(refused))
 
     async def names(self) -> list[str]:
-        """The models that it lists; empty where it lists none."""
+        """The models that it lists; empty if it lists none."""
         try:
             answer = await self.connection.request(HttpRequest("/v1/models"), 10.0)
             return [str(card["id"]) for card in answer["data"] if not card.get("parent")]
@@ -151,7 +152,7 @@ def probe(
     key: str | None,
     texts: Sequence[str],
 ) -> int:
-    """Ask, compute, compare and print; returns 0 where the server is right, 1 where it is not, 3 where nobody can tell.
+    """Ask, compute, compare and print; returns 0 if the server is right, 1 if it is wrong, 3 if that cannot be decided.
 
     Raises:
         MotetError: the adapter, the base or the server cannot be used.
@@ -160,7 +161,7 @@ def probe(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     server = _Server(ServerConnection(url.rstrip("/"), Clocks(), headers), KINDS if kind is None else (kind,))
     with asyncio.Runner() as runner:
-        names = runner.run(server.names())  # before the base is loaded: an address may be wrong
+        names = runner.run(server.names())  # before the base is loaded, because the address may be wrong
         of_base = server_base or (names[0] if names else None)
         token_ids, here = runner.run(logprobs_here(base_name, [adapter, *_beside(adapter)], lambda _: texts or TEXTS))
 
@@ -185,14 +186,15 @@ async def logprobs_here(
     dtype: Literal["auto", "float32"] = "auto",
     most: int | None = None,
 ) -> tuple[dict[str, IntArray], dict[str, FloatArray]]:
-    """Tokens of each text, and their logprobs [N] by the base (under an empty name) and by each adapter, under its name.
+    """Tokens of each text, and their logprobs [N] by name: by the base (empty name) and by each adapter.
 
     Args:
-        base_name: what the adapters were trained on.
+        base_name: the base of the adapters.
         adapters: PEFT directories.
-        texts: those to score, from the base's tokenizer. With `most`, no special tokens are added, and longer ones are cut.
-        dtype: what the base computes in.
-        most: tokens of one text.
+        texts: returns the texts to score for the base's tokenizer. With `most`, no special tokens are added, and longer
+            texts are cut.
+        dtype: the type that the base computes in.
+        most: most tokens of one text.
 
     Raises:
         AdapterError: a text is too short or too long, or an adapter does not fit.
@@ -224,7 +226,7 @@ async def _scored(engine: EmbeddedEngine, token_ids: Iterable[IntArray], ref: Ad
 
 
 def _beside(adapter: Path) -> list[Path]:
-    """The versions nearest to one, where it is a version of a job."""
+    """The nearest versions of the same job, if the adapter is a job's version."""
     if not adapter.name[1:].isdecimal():
         return []
     own = int(adapter.name[1:])

@@ -12,6 +12,7 @@ from motet.commands.answers import print_table, same_command, width_of
 from motet.config import RunConfig
 from motet.config.engine import ClusterConfig
 from motet.errors import ConfigError
+from motet.host import Host
 from motet.jobfile import load_jobs
 from motet.results import RunResult
 from motet.running import run_config
@@ -19,7 +20,6 @@ from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.types import HostNow, JobState
 from motet.view import bracket_table, glyphs_of, make_view, settings_table, summary_table
-from motet.workshop import Workshop
 
 
 def run_file(
@@ -53,10 +53,10 @@ def run_file(
         view.watch(hosts)
         view.start()
 
-    def started(workshop: Workshop, jobs: Sequence[Job]) -> None:
-        _print_notes(console, workshop.notes, printed)
+    def started(host: Host, jobs: Sequence[Job]) -> None:
+        _print_notes(console, host.workshop.notes, printed)
         print_rates(console, jobs)
-        view.watch(workshop.loads)
+        view.watch(host.workshop.loads)
         view.start()
 
     try:
@@ -80,7 +80,7 @@ def run_file(
 
 
 def _print_tables(console: Console, jobs: Sequence[JobProgress], run: Path, seconds: Mapping[str, float]) -> None:
-    """What became of jobs, and of settings where some were trained with several seeds."""
+    """Print the results of jobs, and of settings if some were trained with several seeds."""
     glyphs, width = glyphs_of(console), width_of(console)
     print_table(console, summary_table(jobs, run, seconds, glyphs, width))
     if (seeds := settings_table(jobs, glyphs, width)) is not None:
@@ -90,7 +90,7 @@ def _print_tables(console: Console, jobs: Sequence[JobProgress], run: Path, seco
 
 
 def print_rates(console: Console, jobs: Sequence[Job]) -> None:
-    """Print the learning rates that were chosen for jobs that leave them open."""
+    """Print the learning rates that `auto` chose."""
     rates = sorted({f"{job.base_rate:.2g}" for job in jobs if job.config.optimizer.lr == "auto"})
     if rates:
         console.print(f"learning rate (auto): {', '.join(rates)}")
@@ -104,7 +104,7 @@ def _be_the_rank_that_torchrun_wants(cluster: ClusterConfig) -> None:
     """Only the first of torchrun's processes returns.
 
     Raises:
-        ConfigError: torchrun is there and not meant, or the other way round.
+        ConfigError: torchrun started this without cluster.launcher, or the other way round.
     """
     there, meant = "TORCHELASTIC_RUN_ID" in os.environ, cluster.launcher == "torchrun"
     if there != meant:

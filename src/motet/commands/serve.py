@@ -19,7 +19,7 @@ from rich.console import Console
 
 from motet import wall
 from motet.allocator import without_collections
-from motet.cluster.host import Engine, start_engine
+from motet.cluster.host_link import HostChild, start_host
 from motet.cluster.local_hosts import LocalHosts, lasting
 from motet.commands.answers import say
 from motet.commands.listening import bound
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from motet.service.settings import Settings
 
 _GRACE_SECONDS = 10
-"""For answers under way when the service stops; the service itself lets go of them after half of that."""
+"""Seconds for open answers when the service stops; the service itself ends them after half of that."""
 
 
 def serve(
@@ -56,7 +56,7 @@ def serve(
     """Serve until stopped.
 
     Raises:
-        MotetError: it cannot start, and why.
+        MotetError: it cannot start; the message says why.
     """
     if (base is None) != bool(config.bases):
         raise ConfigError(
@@ -75,7 +75,7 @@ def serve(
         _check_bases(base, config)
     directory = Path(os.path.expanduser(directory)).resolve()
     wall.check_outside(directory)
-    os.umask(0o077)  # of the engine's process too, and of its workers
+    os.umask(0o077)  # also applies to the engine's process and its workers
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Plain())
     installed = {name: one.model_dump() for name, one in config.rewards.items()}
@@ -101,7 +101,7 @@ def serve(
 
 @without_collections()
 def application(settings: Settings) -> FastAPI:
-    """Import and make it. All that was made so far stays: a collection that looks through it takes a tenth of a second."""
+    """Import and create the application, then freeze all objects: a garbage collection over them takes a tenth of a second."""
     from motet.service.app import create_app
 
     app = create_app(settings)
@@ -110,7 +110,7 @@ def application(settings: Settings) -> FastAPI:
 
 
 def _public(url: str | None, no_keys: bool, config: ServiceConfig) -> str:
-    """Where browsers reach the service: an origin without a path; empty where it has no sign-in.
+    """The service's address for browsers: an origin without a path; empty without sign-in.
 
     Raises:
         ConfigError: it is missing, or cannot be used.
@@ -136,10 +136,10 @@ def _public(url: str | None, no_keys: bool, config: ServiceConfig) -> str:
 
 
 def _check_bases(base: str | None, config: ServiceConfig) -> None:
-    """Refuse bases and directories that are not there, all at once.
+    """Refuse missing bases and directories, all at once.
 
     Raises:
-        ConfigError: which they are.
+        ConfigError: one is missing; the message lists them all.
     """
     wrong = []
     for place in [base] if base is not None else [one.base for one in config.bases.values()]:
@@ -159,10 +159,13 @@ def _check_bases(base: str | None, config: ServiceConfig) -> None:
 async def _run(
     make: Callable[[Sequence[int]], FastAPI], config: ServiceConfig, directory: Path, sockets: Sequence[socket.socket]
 ) -> None:
-    """Make the application and serve it. A host's process on this machine is started first: both take seconds to load."""
+    """Create the application and serve it.
+
+    Processes of hosts on this machine start first, because both take seconds to load.
+    """
     hosts = lasting(config, directory)
     with _noted() as heard:
-        engine = await _first_host(config, hosts, directory / "engine.log")
+        child = await _first_host(config, hosts, directory / "engine.log")
         try:
             import uvicorn
 
@@ -170,34 +173,34 @@ async def _run(
 
             app = make(heard)
         except BaseException:
-            if engine is not None:
-                engine.close_input()  # what trains waits for a service that can start; what was just started ends
+            if child is not None:
+                child.close_input()  # a host that trains waits for the next service; one that was just started ends
             raise
     if heard:
-        if engine is not None:
-            engine.close_input()
+        if child is not None:
+            child.close_input()
         return
     client = app.state.service.hosts
-    if engine is not None:
-        client.adopt(engine)
+    if child is not None:
+        client.adopt(child)
     await LocalHosts(directory / "engine").end_from(0 if hosts is None else len(client.hosts))
 
     lifecycle = app.state.lifecycle
 
     class Server(uvicorn.Server):
-        """Tells waiting requests that the service stops; uvicorn would wait and then cut them off."""
+        """A server that tells waiting requests when the service stops; uvicorn would wait for them and then cut them off."""
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             lifecycle.drain(_GRACE_SECONDS / 2)
             await super().shutdown(sockets)
-            await client.kill()  # where a second Ctrl-C skipped the rest
+            await client.kill()  # after a second Ctrl-C, which skips the rest
 
     connections = Connections(app.state.service.settings.config.http, raise_open_files())
     options: dict[str, Any] = {"http": connections.protocol, "ws": "none", "backlog": connections.backlog}
     server = Server(
         uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS, **options)
     )  # fmt: skip
-    looking = asyncio.create_task(_look_for_wall(lambda: server.should_exit))  # which takes a moment, and nobody waits
+    looking = asyncio.create_task(_look_for_wall(lambda: server.should_exit))  # takes a moment; nobody waits for it
     await server.serve(list(sockets))
     looking.cancel()
     if not server.started:
@@ -205,15 +208,15 @@ async def _run(
         sys.exit(3)
 
 
-async def _first_host(config: ServiceConfig, hosts: LocalHosts | None, log: Path) -> Engine | None:
+async def _first_host(config: ServiceConfig, hosts: LocalHosts | None, log: Path) -> HostChild | None:
     if config.cluster.launcher != "local":
         return None
-    return await (start_engine(log) if hosts is None else hosts.host(0, log))
+    return await (start_host(log) if hosts is None else hosts.host(0, log))
 
 
 @contextlib.contextmanager
 def _noted() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM while the service is put together; obeyed as soon as there is something that can be ended."""
+    """Ctrl-C and SIGTERM while the service starts; handled as soon as it can be stopped."""
     heard: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: heard.append(number))
@@ -235,7 +238,7 @@ def _greet(app: FastAPI, address: str) -> None:
     if not settings.open_to_all and not tenants.all_keys():
         _, key = tenants.create_key("admin", "first", "admin")
         console.print(
-            f"the first key, an admin's, shown this once: [bold]{key}[/bold]", soft_wrap=True, highlight=False
+            f"the first admin key; it is shown only once: [bold]{key}[/bold]", soft_wrap=True, highlight=False
         )
     console.print(
         f"motet serves {', '.join(settings.bases.names)} at {address} (the dashboard; the API is described at /docs); "
@@ -251,7 +254,7 @@ def _greet(app: FastAPI, address: str) -> None:
 
 
 async def _look_for_wall(stopping: Callable[[], bool]) -> None:
-    """Say where there is no wall; the signal that stops the service may have ended what looked for it."""
+    """Print a warning if this machine has no wall; the signal that stops the service may have ended the check."""
     if (reason := await asyncio.to_thread(wall.missing)) and not stopping():
         Console(emoji=False).print(
             f"this machine has no wall ({reason}): jobs whose rewards need one are refused, unless `unwalled` or `wall: false` "
@@ -261,7 +264,7 @@ async def _look_for_wall(stopping: Callable[[], bool]) -> None:
 
 
 class _Plain(logging.Formatter):
-    """Lines of the log without what steers a terminal: they quote names that tenants give."""
+    """Log lines without control characters for terminals, because they quote names from tenants."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One entry."""
@@ -283,7 +286,7 @@ def _make_private(directory: Path) -> None:
 
 
 def _limits(config: ServiceConfig) -> str:
-    """What a tenant may use unless an admin set something else for it, and where to change that."""
+    """Print the default limits of a tenant, and where to change them."""
     shown = ((name, value) for name, value in config.limits.model_dump().items() if name != "share")
     listed = ", ".join(f"{name} {_shown(value)}" for name, value in shown)
     return (
@@ -299,7 +302,7 @@ def _shown(value: object) -> str:
 
 
 def _alone(directory: Path) -> IO[str]:
-    """The directory's lock, for as long as the file is open; its engine holds another one, of `run/`.
+    """Lock the directory while the file is open; the engine holds a separate lock on `run/`.
 
     Raises:
         RunError: another service uses the directory, or it cannot be written.

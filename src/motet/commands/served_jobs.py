@@ -1,4 +1,4 @@
-"""Jobs of a service for people: what is sent with them, the lines while they run, and everything about one."""
+"""Jobs of a service on the command line: submits them with their files, follows them, and shows one in full."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ from motet.view import LogView, glyphs_of
 from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, reward_text
 
 LocalWork = Callable[[AsyncClient, Sequence[str], Console], Coroutine[Any, Any, None]]
-"""What this machine does for jobs while they are followed, until all have ended; their lines go to the console."""
+"""Work of this machine for jobs while they are followed, until all have ended; its lines go to the console."""
 
 
 def base_meant(config: RunConfig, service: Health, file: Path) -> str | None:
-    """The base of a service that a file means, None where there is one alone; says which of the file's fields do not count.
+    """The service's base that a file names; None if the service has only one.
+
+    Prints which fields of the file are ignored.
 
     Raises:
-        ConfigError: it means one that the service does not have.
+        ConfigError: the service does not have that base.
     """
     served = service.base or ""
     places = service.bases or {served: served}
@@ -55,7 +57,7 @@ def _same(base: str, place: str) -> bool:
 
 
 def with_uploads(client: Client, job: JobConfig, files: dict[str, str], base: str | None = None) -> JobConfig:
-    """The job with ids in the place of files and of a PEFT directory, each of which is uploaded once."""
+    """The job with ids instead of files and of a PEFT directory; each is uploaded once."""
     uploaded = {}
     for name in ("source", "eval_source"):
         source = getattr(job.data, name)
@@ -82,10 +84,10 @@ def submit(
     quiet: bool = False,
     known: Mapping[str, Job] = {},
 ) -> list[Job]:
-    """Submit the jobs of a file together, which may go on with each other's adapters; `known` ones stay as they are.
+    """Submit the jobs of a file together; jobs may start from each other's adapters, and `known` ones stay as they are.
 
     Raises:
-        MotetError: one of them cannot be taken; then none was, and nothing that was uploaded for them stays.
+        MotetError: one of them was refused; then none is submitted, and their uploads are deleted.
     """
     new = [job for job in jobs if job.name not in known]
     check_files(new)
@@ -105,7 +107,7 @@ def submit(
         submitted = client.submit_all(to_submit, after=awaited, at=at, base=base) if to_submit else []
     except MotetError as error:
         refused = not isinstance(error, ServiceError) or 400 <= error.status < 500
-        for uploaded in files.values() if refused else ():  # without an answer, jobs may have been taken that need them
+        for uploaded in files.values() if refused else ():  # without an answer, jobs with them may have been accepted
             with contextlib.suppress(MotetError):
                 (client.delete_file if uploaded.startswith("file-") else client.delete_adapter)(uploaded)
         raise
@@ -120,7 +122,7 @@ def check_files(jobs: Sequence[JobConfig]) -> None:
     """Read the files of jobs as the service will, before they are uploaded.
 
     Raises:
-        ConfigError: what is wrong, a line for each job.
+        ConfigError: a file is wrong; the message has a line for each job.
     """
     sources, wrong = Sources(), []
     for job in jobs:
@@ -151,9 +153,9 @@ def follow(
     *,
     aside: bool = False,
 ) -> int:
-    """Show jobs until all have ended, and do the work for them meanwhile that there is.
+    """Show jobs until all have ended, and do their work on this machine meanwhile.
 
-    `again` is the command that goes on with the work. Returns the exit code; with `aside` the lines go to standard error.
+    `again` is the command that continues the work. Returns the exit code; with `aside`, lines go to standard error.
     """
     lines = JobLines(jobs, history=work is None, aside=aside)
 
@@ -184,7 +186,7 @@ def follow(
 
 
 def _take_in(progress: JobProgress, event: JobEvent) -> None:
-    """Bring what is known of a job up to an event."""
+    """Update a job's progress with an event."""
     data = event.data
     if event.kind == "state":
         progress.state, progress.message = JobState(data["state"]), str(data.get("message") or "")
@@ -198,7 +200,7 @@ def _take_in(progress: JobProgress, event: JobEvent) -> None:
 
 
 class JobLines:
-    """The lines that `motet run` writes to a log, made from events; without `history`, of steps from now on."""
+    """The log lines of `motet run`, made from events; without `history`, only those of later steps."""
 
     def __init__(self, jobs: Sequence[Job], *, history: bool, aside: bool = False) -> None:
         self.console = Console(emoji=False, stderr=aside)
@@ -225,7 +227,7 @@ def job_cells(job: Job, *, based: bool = False) -> list[str | Text]:
 
 
 def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -> Text:
-    """Everything about one job, a line for each thing."""
+    """Everything about one job, one line for each fact."""
     glyphs, progress = glyphs_of(Console()), JobProgress(job.name, job.steps)
     for event in events:
         _take_in(progress, event)
@@ -256,7 +258,7 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
 
 
 def _state(job: Job) -> str:
-    """With what it waits for, where that is somebody's work."""
+    """The state, and the worker that the job waits for, if any."""
     phase = str((job.progress or {}).get("phase") or "")
     return f"{job.state}, {phase}" if phase.startswith("waits for") and job.state == JobState.RUNNING else job.state
 

@@ -1,4 +1,4 @@
-"""`motet simulate`: how many hosts some jobs need, what they wait and cost, and how fair it is."""
+"""`motet simulate`: how many hosts some jobs need, how long they wait, what they cost, and how fair it is."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from motet.simulation.outcome import SimulationOutcome, simulate
 
 
 def show(file: Path, hosts: int | None, plot: Path | None) -> None:
-    """Print a table of an imagined cluster, and draw its jobs over time.
+    """Simulate a cluster, print a table, and draw its jobs over time.
 
     Args:
         file: a cluster and its jobs.
-        hosts: so many hosts instead.
+        hosts: overrides the number of hosts.
         plot: an HTML page to write.
 
     Raises:
-        ConfigError: the file cannot be used, or the page not be written.
+        ConfigError: the file cannot be used, or the page cannot be written.
     """
     config = load_simulation(file, hosts)
     if plot is not None and plot.is_dir():
@@ -67,7 +67,7 @@ def _figures(outcome: SimulationOutcome, *, priced: bool) -> list[tuple[str, str
 
 
 def _known(text: str, figure: float) -> str:
-    """A figure of the time in which tenants competed; there may have been none."""
+    """A figure for the time in which tenants competed; there may be none."""
     return "–" if math.isnan(figure) else text
 
 

@@ -1,4 +1,4 @@
-"""`motet usage`, `tenants` and `keys`: what a service was used for, what tenants may use, and their keys."""
+"""`motet usage`, `tenants` and `keys`: usage of a service, limits of tenants, and keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ key_app = typer.Typer(rich_markup_mode=None)
 
 
 class _By(StrEnum):
-    """`schemas.usage.By`, in a form that typer takes several of."""
+    """`schemas.usage.By`, in a form for repeated options of typer."""
 
     JOB = "job"
     DAY = "day"
@@ -31,7 +31,7 @@ class _By(StrEnum):
 
 
 class _Right(StrEnum):
-    """What a key's scope can hold."""
+    """The values of a key's scope."""
 
     READ = "read"
     JOBS = "jobs"
@@ -228,7 +228,7 @@ def create_key(
         made = client.create_key(tenant, name, role, expires_days, [one.value for one in scope] if scope else None)
     print_answer(made, as_json, made.key)
     if not as_json:
-        say(f"{made.id}, {role} of {made.tenant}; it is shown this once", aside=True)
+        say(f"{made.id}, {role} of {made.tenant}; it is shown only once", aside=True)
 
 
 @keys.command("ls", epilog="Example: motet keys ls")

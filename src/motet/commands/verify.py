@@ -1,4 +1,4 @@
-"""`motet verify`: does a run directory hold what was saved, and all of it?"""
+"""`motet verify`: checks that a run directory has all saved files, unchanged."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ _OF_A_JOB = ("state", "job.yaml", MANIFEST)
 
 
 def verify(directory: Path, jobs_file: Path | None = None) -> int:
-    """Check every commit, version, receipt, log and rollout of a run, or of one job; returns 0 where all is whole, else 1.
+    """Check every commit, version, receipt, log and rollout of a run or job; returns 1 if any is damaged or missing.
 
-    Of a version alone, such as one that was pulled, check what its receipts name.
-
-    With a job file, also whether base, data, code and configuration are what the receipts name.
+    For a single version, such as a pulled one, check it against its receipts. With a job file, also compare base, data,
+    code and configuration with the receipts.
 
     Raises:
         RunError: there is no run in the directory.
@@ -136,7 +135,7 @@ def _version_damages(directory: Path, sums: Mapping[str, str]) -> Iterator[Damag
 
 
 def _without_base(path: Path) -> Any:
-    """A PEFT config without the name of its base, which an export may change; text that is no JSON as it is."""
+    """A PEFT config without the name of its base, which an export may change; invalid JSON is returned unchanged."""
     try:
         config = json.loads(path.read_bytes())
     except ValueError:
@@ -145,14 +144,14 @@ def _without_base(path: Path) -> Any:
 
 
 def _not_named(directory: Path, receipt: Mapping[str, Any]) -> list[str]:
-    """Files of a version that can be other than they were without a trace."""
+    """Files of a version whose change would not be noticed."""
     files = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file() and path.name != SUMS}
     known = {*subjects_of(receipt), RECEIPT, TRAINED_CONFIG}
     return sorted(name for name in files - known if not name.startswith(f"{RECEIPTS}/"))
 
 
 def _in_a_service(job: JobConfig, settings: Mapping[str, Any]) -> JobConfig:
-    """A job as a service trains it: under an id, with the seed of its name, and from a copy of its first adapter."""
+    """A job as a service trains it: under an id, with the seed of its name, and from a copy of its initial adapter."""
     seed = job.seed if settings.get("seed") is None else job.effective_seed
     changed: dict[str, Any] = {"name": settings.get("name"), "seed": seed}
     if job.adapter.init is not None and (init := _init_of(settings)) is not None:
@@ -175,7 +174,7 @@ _NO_MANIFEST = "; an earlier version of Motet wrote them, so removed files canno
 
 
 def _not_the_same(jobs_file: Path, directories: Sequence[Path]) -> Iterator[str]:
-    """What the newest receipts name that is not so here."""
+    """Differences between the newest receipts and this machine."""
     config, sources = load_jobs(jobs_file), Sources()
     known = {job.name: job for job in known_jobs(config.jobs)}
     for path in directories:
@@ -194,12 +193,12 @@ def _no_job(path: Path, jobs_file: Path) -> list[str]:
 def _compared(
     name: str, receipt: Mapping[str, Any], job: JobConfig, base: str, sources: Sources
 ) -> tuple[bool, list[str]]:
-    """Whether a job could be compared with a receipt, and what differs, or why it could not."""
+    """Whether a job could be compared with a receipt, and the differences, or why it could not."""
     try:
         now = Materials(of_config(job), base, sources.split(job.data))
     except MotetError as error:
         return False, [f"{name}: it cannot be compared with the job file: {error}"]
-    # which rows stay only the tokenizer knows
+    # only the tokenizer decides which rows stay
     skipped = "data/" if job.data.max_prompt_tokens is not None else None
     lines = [f"{name}: {line}" for line in now.changes(receipt, without=skipped)]
     if skipped:

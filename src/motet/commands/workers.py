@@ -1,4 +1,4 @@
-"""`motet score`, `motet rewards` and `motet agent`: work for jobs of a service that is done on this machine."""
+"""`motet score`, `motet rewards` and `motet agent`: work on this machine for jobs of a service."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def score(
 
 
 def _code(*names: str) -> str:
-    """The sum of the code that is called: a service cannot see it, so a person compares it with that of the last start."""
+    """A checksum of the code: a service cannot see the code, so a person compares it with that of the last start."""
     from motet.runtime.source_sums import sum_of_code
 
     digest = sum_of_code(*names)

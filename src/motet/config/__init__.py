@@ -1,4 +1,4 @@
-"""What a user may write: one definition for job files, the command line, Python and the service.
+"""The configuration: one definition for job files, the command line, Python and the service.
 
 Every field has a docstring; `docs/configuration.md` is generated from them.
 """
@@ -31,7 +31,7 @@ from motet.section import Config, named
 
 
 class HostConfig(Config):
-    """What a host computes with, whatever jobs it trains."""
+    """The settings of a host, independent of its jobs."""
 
     base: str
     """`small` (ships with Motet), a hub id, a directory or a .gguf file."""
@@ -42,7 +42,7 @@ class HostConfig(Config):
 
     @model_validator(mode="after")
     def _settings_are_of_the_engine(self) -> Self:
-        """What an engine would pass over is refused."""
+        """Refuse settings that the engine would ignore."""
         check_effect(self.engine, self.rollout)
         return self
 

@@ -33,13 +33,13 @@ class RacePlan:
     name: str
     settings: RaceConfig
     steps: int
-    """Of a job that goes on to the end."""
+    """Steps of a candidate that trains to the end."""
     candidates: tuple[JobConfig, ...]
     """Ordinary jobs; the first has the settings of the job as it is written."""
     values: Mapping[str, Mapping[str, Any]]
     """By candidate: the settings that differ, by field."""
     rungs: tuple[tuple[int, int], ...]
-    """(version whose evaluation decides, candidates that go on), in order."""
+    """(version whose evaluation decides, candidates that continue), in order."""
 
     def stop(self, rung: int) -> int | None:
         """Steps after which candidates wait for decision `rung`; None after the last.
@@ -59,10 +59,10 @@ class RacePlan:
 
 
 def raced(jobs: Sequence[JobConfig]) -> tuple[list[JobConfig], list[RacePlan]]:
-    """Put the candidates in the place of each job that races.
+    """Replace each job that races by its candidates.
 
     Raises:
-        ConfigError: a job cannot race, and why.
+        ConfigError: a job cannot race; the message says why.
     """
     plans = {job.name: plan(job, job.race) for job in jobs if job.race is not None}
     for job in jobs:
@@ -77,7 +77,7 @@ def raced(jobs: Sequence[JobConfig]) -> tuple[list[JobConfig], list[RacePlan]]:
 
 
 def known_jobs(jobs: Sequence[JobConfig]) -> list[JobConfig]:
-    """The jobs of a file and all candidates of their races; of a job without `race`, those of `motet run --race`."""
+    """The jobs of a file and all candidates of their races; for a job without `race`, those of `motet run --race`."""
     known = list(jobs)
     for job in jobs:
         with contextlib.suppress(ConfigError):  # it cannot race
@@ -89,7 +89,7 @@ def plan(job: JobConfig, race: RaceConfig) -> RacePlan:
     """Draw the candidates of a job.
 
     Raises:
-        ConfigError: the job cannot race, and why.
+        ConfigError: the job cannot race; the message says why.
     """
     _check(job)
     n, rungs, every = race.candidates, *_rungs(job, race)
@@ -101,7 +101,7 @@ def plan(job: JobConfig, race: RaceConfig) -> RacePlan:
 
 
 def _check(job: JobConfig) -> None:
-    """Refuse jobs that have no reproducible rewards of held-out rows."""
+    """Refuse jobs without reproducible rewards of held-out rows."""
     algorithm, where = job.algorithm, f"job {job.name}: race: "
     if job.team:
         raise ConfigError(f"{where}a race compares one adapter with others, and a team has several; use a sweep")
@@ -151,7 +151,7 @@ def _rungs(job: JobConfig, race: RaceConfig) -> tuple[tuple[tuple[int, int], ...
 
 
 def _space(job: JobConfig) -> dict[str, ValueRange | ValueList]:
-    """What a race varies by default: the clip only where several updates reuse a batch, so that it acts."""
+    """The fields that a race varies by default; the clip only if several updates reuse a batch."""
     clip = _CLIP if job.rl.updates_per_batch > 1 and job.rl.loss != "gspo" else {}
     return {**_RATE, **({} if job.adapter.init else _RANK), **_GROUP, **clip}
 
@@ -176,7 +176,9 @@ def _candidate(job: JobConfig, number: int, given: Mapping[str, Any], every: int
             f"job {job.name}: race.over: seed {given['seed']!r} is not a whole number; list whole numbers"
         )
     rollouts = job.rl.group_size * job.rl.groups_per_step
-    if "algorithm.group_size" in given and "algorithm.groups_per_step" not in given:  # as many rollouts a step
+    if (
+        "algorithm.group_size" in given and "algorithm.groups_per_step" not in given
+    ):  # keeps the number of rollouts of a step
         values["algorithm.groups_per_step"] = max(1, round(rollouts / int(given["algorithm.group_size"])))
     labels = [f"{path.rpartition('.')[2]}={value}" for path, value in given.items()]
     names = ("-".join([f"{job.name}-c={number:02d}", *labels[:shown]]) for shown in range(len(labels), -1, -1))

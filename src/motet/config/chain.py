@@ -18,7 +18,7 @@ class ChainStart:
 
     @classmethod
     def of(cls, init: str | None, jobs: Sequence[JobConfig]) -> ChainStart | None:
-        """What `adapter.init` names, where it names one of these jobs: `job`, `job@best`, `job@latest` or `job@12`."""
+        """The version of one of these jobs that `adapter.init` names: `job`, `job@best`, `job@latest`, `job@12`."""
         names = {job.name for job in jobs}
         if init is None or init in names:
             return None if init is None else cls(init, "best")
@@ -28,16 +28,16 @@ class ChainStart:
 
 
 def chains(jobs: Sequence[JobConfig]) -> Mapping[str, ChainStart]:
-    """Jobs that start from one above them, by name."""
+    """Jobs that start from an earlier one in the file, by name."""
     starts = {job.name: ChainStart.of(job.adapter.init, jobs[:place]) for place, job in enumerate(jobs)}
     return {name: start for name, start in starts.items() if start is not None}
 
 
 def check_chains(jobs: Sequence[JobConfig]) -> None:
-    """A job that goes on with another's adapter has its shape, and stands below it.
+    """Check that a job which starts from another's adapter comes after it in the file and has the same shape.
 
     Raises:
-        ValueError: one does not.
+        ValueError: a job does not.
     """
     by_name, starts = {job.name: job for job in jobs}, chains(jobs)
     for job in jobs:

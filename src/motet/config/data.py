@@ -1,4 +1,4 @@
-"""Where the problems of a job come from."""
+"""The source of a job's problems."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from motet.section import Config
 
 GENERATED_ROWS = 4096
-"""Rows of a generated source whose job does not say how many."""
+"""Default number of rows of a generated source."""
 HELD_OUT = 64
-"""Rows held out of many, where a job does not say how many."""
+"""Default number of held-out rows."""
 GIVEN_ROWS = "[rows]"
-"""The source of rows that were given themselves; no file, hub name or generated task is called so."""
+"""The source name for rows given as objects; no file, hub name or generated task has it."""
 OF_CLIENT = "[client]"
-"""The source of a job whose client brings its data: there are no rows."""
+"""The source name for jobs whose client sends the data: there are no rows."""
 
 
 MOST_POOLS = 64
@@ -64,7 +64,7 @@ Weights = Annotated[
 
 
 class PoolsConfig(Config):
-    """How often rows with each value of a column are trained on, such as of each difficulty."""
+    """How often rows with each value of a column, such as a difficulty, are trained on."""
 
     column: str
     """A column of the data."""
@@ -77,7 +77,7 @@ class PoolsConfig(Config):
 
     @property
     def values(self) -> list[str]:
-        """All values that ever have a weight, sorted: the order in which they are written changes no byte."""
+        """All values that ever have a weight, sorted, so that their order in the file changes no byte."""
         phases = [self.weights, *(self.changes[step] for step in sorted(self.changes))]
         return sorted({value for weights in phases for value, weight in weights.items() if weight > 0})
 
@@ -131,7 +131,7 @@ class DataConfig(Config):
     """Seed of a generated source and of the held-out rows. It is the same for every job, so sweeps share both."""
 
     def held_out_of(self, rows: int | None) -> int:
-        """How many rows are held out of so many; None is for a source of its own."""
+        """The number of rows to hold out of `rows`; None for a separate evaluation source."""
         if self.holdout != "auto":
             return self.holdout
         return HELD_OUT if rows is None else min(HELD_OUT, rows // 4)
@@ -164,10 +164,10 @@ class DataConfig(Config):
 
 
 def _rows_of(given: Any) -> Any:
-    """Rows that were given: a list, a `datasets.Dataset`, or a table of pandas, polars or pyarrow; None for anything else."""
+    """Rows from a list, a `datasets.Dataset`, or a table of pandas, polars or pyarrow; None for anything else."""
     if isinstance(given, list) or hasattr(given, "to_list"):
         return given
-    if hasattr(given, "iterrows"):  # pandas, which has NaN, NaT and NA for what is missing
+    if hasattr(given, "iterrows"):  # pandas, which has NaN, NaT and NA for missing values
         return given.astype(object).where(given.notna(), None).to_dict(orient="records")
     method = next((name for name in ("to_dicts", "to_pylist") if hasattr(given, name)), None)  # polars, pyarrow
     return None if method is None else getattr(given, method)()

@@ -1,4 +1,4 @@
-"""What a user may write of the device that trains, and samples unless servers do."""
+"""The section `engine`: the device that trains, and samples unless servers do."""
 
 from __future__ import annotations
 
@@ -135,12 +135,12 @@ class EngineConfig(Config):
 
     @property
     def n_ranks(self) -> int:
-        """Processes that train together."""
+        """The number of processes that train together."""
         return self.ranks or self.shard
 
     @property
     def without_own_kernels(self) -> str:
-        """The setting with which own kernels do not go together; empty where there is none."""
+        """The setting that excludes own kernels; empty if there is none."""
         unfit = {
             f"device is {self.device}": self.device not in ("auto", "cpu"),
             f"shard is {self.shard}": self.shard > 1,
@@ -158,7 +158,7 @@ class EngineConfig(Config):
     @field_validator("trust_remote_code", mode="before")
     @classmethod
     def _of_the_command_line(cls, value: object) -> bool:
-        """A job file may come from anybody, and this lets a base's files run as code."""
+        """Refuse the field in a job file: a file may come from anybody, and the field lets a base's files run as code."""
         if value is not False:
             raise ValueError(
                 "a job file cannot let a base's own code run; if you trust it, leave this out and run with --trust-remote-code"
@@ -167,7 +167,7 @@ class EngineConfig(Config):
 
 
 class ClusterConfig(Config):
-    """Where the processes of `engine.hosts` are; the ranks of one in shards are on its node."""
+    """Where the processes of `engine.hosts` run. The ranks of a host are on one node."""
 
     launcher: Literal["local", "ray", "torchrun"] = "local"
     """`local`: processes on this machine. `ray`: processes that Ray places on the nodes of a cluster (`motet[ray]`); each

@@ -1,4 +1,4 @@
-"""What a user may write of one job."""
+"""The section of one job."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ class EnvironmentConfig(Config):
     """Who answers the model's turns."""
 
     TURNS: ClassVar[Mapping[str, int]] = {"single": 1, "retry": 2}
-    """The most completions of one rollout, by the names of those that need no class."""
+    """The most completions of one rollout, for environments without a class."""
     SHIPPED: ClassVar[Mapping[str, str]] = {
         "sandbox": "motet.tasks.shipped.sandbox:Tools",
         "mcp": "motet.tasks.shipped.mcp_server:Server",
         "textarena": "motet.tasks.shipped.textarena:Game",
         "skyrl_gym": "motet.tasks.shipped.skyrl_gym:Episode",
     }
-    """The classes that ship, by their names."""
+    """The built-in classes, by name."""
     AGENT: ClassVar[str] = "agent"
-    """Name of an agent that runs elsewhere."""
+    """The name for agents that run elsewhere."""
 
     name: str = "single"
     """`single`: one answer. `retry`: the model is told whether it was right and may answer once more. `sandbox`, `mcp`,
@@ -102,12 +102,12 @@ class EnvironmentConfig(Config):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is an agent that does not run here."""
+        """Whether it is an agent that runs elsewhere."""
         return self.name == self.AGENT
 
     @property
     def target(self) -> str:
-        """Where the class is: `module:name` or `file.py:name`."""
+        """The location of the class: `module:name` or `file.py:name`."""
         return self.SHIPPED.get(self.name, self.name)
 
     @property
@@ -227,14 +227,14 @@ def _reward_list(value: Any) -> Any:
 
 
 def _weighted(given: Any) -> list[Any]:
-    """Spell out a mapping of name to weight in a list of rewards."""
+    """Expand a mapping of name to weight to a list of rewards."""
     if not isinstance(given, dict) or not all(isinstance(weight, int | float) for weight in given.values()):
         return [given]
     return [{"name": name, "weight": weight} for name, weight in given.items()]
 
 
 def _one_reward(item: Any) -> Any:
-    """Spell out a reward that is given by its name, or as a function."""
+    """Expand a reward given by its name, or as a function."""
     if callable(item):
         return {"name": getattr(item, "__name__", "reward"), "function": item}
     if isinstance(item, str):
@@ -245,11 +245,11 @@ def _one_reward(item: Any) -> Any:
 
 
 PRIORITIES = {"low": -10, "normal": 0, "high": 10}
-"""Classes of priority, by name."""
+"""Priority classes, by name."""
 
 
 def _priority(value: Any) -> Any:
-    """Accept the name of a class."""
+    """Accept the name of a priority class."""
     if isinstance(value, str) and value not in PRIORITIES:
         raise ValueError(f"must be a number, or one of {', '.join(PRIORITIES)}")
     return PRIORITIES[value] if isinstance(value, str) else value
@@ -362,12 +362,12 @@ class JobConfig(Config):
 
     @property
     def slots(self) -> int:
-        """Adapters that the trainer holds for it."""
+        """The number of adapters that the trainer holds for the job."""
         return len(self.adapters) + self.algorithm.companions(started=self.adapter.init is not None)
 
     @property
     def adapters(self) -> dict[str, AdapterConfig]:
-        """The shape of each role's adapter; of a job without a team the one of the role ''."""
+        """The shape of each role's adapter; a job without a team has the role ''."""
         if not self.team:
             return {"": self.adapter}
         ranks = {role: one.rank or self.adapter.rank for role, one in self.team.items()}
@@ -381,13 +381,13 @@ class JobConfig(Config):
 
     @property
     def rollouts_per_update(self) -> float | None:
-        """Rollouts of a step for each of its optimizer updates; None of a job without rollouts of its own."""
+        """Rollouts per optimizer update; None for a job that samples no rollouts."""
         one = self.algorithm
         return one.group_size * one.groups_per_step / one.updates_per_batch if isinstance(one, PolicyGradient) else None
 
     @property
     def effective_seed(self) -> int:
-        """The seed that is given, or one derived from the name (never from the job's place in the file)."""
+        """The given seed, or one derived from the name (never from the job's position in the file)."""
         if self.seed is not None:
             return self.seed
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "little") % (1 << SEED_BITS)

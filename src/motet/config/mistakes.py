@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words: one line for each field, and what to write instead."""
+"""Messages about mistakes in a configuration: one line for each field, with what to write instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from motet.errors import ConfigError
 from motet.near import close_matches
 
 MOST_MISTAKES = 100
-"""Mistakes that are reported together."""
+"""Most mistakes that are reported together."""
 _MOST_PLACES = 3
 
 OTHERS_WORDS: Mapping[str, str] = {
@@ -63,18 +63,18 @@ OTHERS_WORDS: Mapping[str, str] = {
     "use_vllm": "rollout.engine",
     "colocate": "rollout.launch.gpu_memory_utilization that leaves room for the trainer, such as 0.4",
 }
-"""Names that TRL, PEFT and transformers have for what fields of ours hold."""
+"""Motet's fields for names of TRL, PEFT and transformers."""
 _ALSO_WRITTEN: Mapping[type[Config], Sequence[str]] = {RunConfig: ("defaults", "sweep"), JobConfig: ("reward", "sweep")}
-"""What a job file may hold besides the fields that it is made into."""
+"""Keys of a job file that are not fields of a run."""
 
 
 def explain(error: ValidationError, root: type[Config], tree: Mapping[str, Any]) -> list[str]:
-    """A line for each field that is wrong; a job is called by its name.
+    """A line for each wrong field; jobs are named.
 
     Args:
-        error: what validating `tree` against `root` raised.
+        error: the exception from validating `tree` against `root`.
         root: the whole configuration.
-        tree: what was written.
+        tree: the values that were validated.
     """
     by_field: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for item in error.errors(include_url=False):
@@ -91,7 +91,7 @@ def check_fields(tree: Mapping[Any, Any], model: type[Config], where: str) -> No
     """Refuse all unknown fields of a file together.
 
     Raises:
-        ConfigError: which they are, and what was perhaps meant.
+        ConfigError: names the fields, with suggestions.
     """
     known = (*model.model_fields, *_ALSO_WRITTEN.get(model, ()))
     lines = [f"{name}: {no_such_field(str(name), model)}" for name in tree if name not in known][:MOST_MISTAKES]
@@ -102,7 +102,7 @@ def check_fields(tree: Mapping[Any, Any], model: type[Config], where: str) -> No
 
 
 def no_such_field(name: str, model: type[Config]) -> str:
-    """What to say of a field that a section does not have."""
+    """The message about a field that a section does not have."""
     message = "there is no such field; "
     if name in OTHERS_WORDS:
         return f"{message}it is {OTHERS_WORDS[name]}"
@@ -112,9 +112,9 @@ def no_such_field(name: str, model: type[Config]) -> str:
     if dot and (name in FIELDS or section in fields):
         message += f"write it as {section}: {{{_nested(field)}}}, or by --set {name}=…. There are "
     elif model is RunConfig and name in JobConfig.model_fields:
-        message += "it stands in a job, or in defaults for all jobs. There are "
+        message += "it belongs in a job, or in `defaults` for all jobs. There are "
     elif places:
-        message += f"it stands in {' or '.join(places[:_MOST_PLACES])}. There are "
+        message += f"it belongs in {' or '.join(places[:_MOST_PLACES])}. There are "
     elif near := close_matches(name, fields, n=1, cutoff=0.7):
         message += f"did you mean {near[0]}? There are "
     else:
@@ -139,7 +139,7 @@ def _line(
         job = f"job {_at(written, 'name') or number}: "
         if path[:1] == ["rewards"] and _at(written, "rewards") is None:
             path[0] = "reward"
-    if path[:1] == ["algorithm"]:  # what stands behind it is its type
+    if path[:1] == ["algorithm"]:  # the part after it is its type
         del path[1:2]
     field = ".".join(map(str, path))
     return f"  {job}{field}{': ' if field else ''}{_message(root, location, items)}"
@@ -165,20 +165,23 @@ def _message(root: type[Config], location: tuple[Any, ...], items: Sequence[Mapp
 
 
 def _not_text(value: bool | int | float | date) -> str:
-    """What to say of a text that YAML has read as something else."""
+    """The message about a text that YAML reads as another type."""
     kind = {bool: "true or false, as it does yes, no, on and off", int: "a number", float: "a number"}.get(type(value))
     written = {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
     return f"must be text, and YAML reads this as {kind or 'a date'}: quote it, such as '{written}' (got {value!r})"
 
 
 def _field_of(root: type[Config], item: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Where a mistake is: for a field of several types pydantic names the type too, and tells a mistake for each."""
+    """The path of a mistake.
+
+    For a field with several types, pydantic adds the type to the path and reports a mistake for each.
+    """
     location = tuple(item["loc"])
     return location if item["type"] == "extra_forbidden" else location[: _walk(root, location)[0]]
 
 
 def _walk(root: type[Config], location: Sequence[Any]) -> tuple[int, type[Config] | None]:
-    """How much of a location is of the configuration, and the section that it ends in."""
+    """The length of the part of a location that is in the configuration, and the section in which it ends."""
     model: type[Config] | None = root
     for index, part in enumerate(location):
         if model is Algorithm:
@@ -204,7 +207,7 @@ def _model_in(annotation: Any) -> type[Config] | None:
 
 def _paths(model: type[Config], above: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        if field.exclude:  # of Python and of the command line
+        if field.exclude:  # set from Python or the command line
             continue
         yield f"{above}{name}"
         inner = _model_in(field.annotation)
@@ -215,11 +218,11 @@ def _paths(model: type[Config], above: str) -> Iterator[str]:
 
 
 FIELDS = tuple(_paths(RunConfig, ""))
-"""Every field of a job file, with its section; those of a job without `jobs`."""
+"""Every field of a job file, with its section; fields of a job are without `jobs`."""
 
 
 def _at(value: Any, key: Any) -> Any:
-    """What a tree holds at a place; None where it does not."""
+    """The value at a path in a tree; None if there is none."""
     if isinstance(value, dict):
         return value.get(key)
     if isinstance(value, list | tuple) and isinstance(key, int) and key < len(value):

@@ -1,4 +1,4 @@
-"""What a user may write of observers of steps, such as experiment trackers."""
+"""The section `observers`: observers of steps, such as experiment trackers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ObserverConfig(Config):
 
 
 def _spelled(value: Any) -> Any:
-    """Spell out one observer, or several, that are given by name or as objects."""
+    """Expand one or several observers given by name or as objects."""
     if isinstance(value, str | dict) or callable(value):
         value = [value]
     return [_one(item) for item in value] if isinstance(value, list | tuple) else value
@@ -38,7 +38,7 @@ def _one(item: Any) -> Any:
 
 
 def _have_names_of_their_own(observers: Sequence[ObserverConfig]) -> Sequence[ObserverConfig]:
-    """Progress is kept by name."""
+    """Refuse repeated names: progress is stored by name."""
     (name, count), *_ = Counter(one.name for one in observers).most_common(1) or [("", 0)]
     if count > 1:
         raise ValueError(f"two observers have the name {name!r}; keep one")

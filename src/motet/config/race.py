@@ -1,4 +1,4 @@
-"""A race: which settings of a job to try, and how many of them go on."""
+"""The section `race`: which settings of a job to try, and how many of them continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ValueRange(Config):
 
 
 def _choice(value: Any) -> Any:
-    """Spell out a list of values."""
+    """Expand a list of values."""
     return {"values": value} if isinstance(value, list) else value
 
 
@@ -36,14 +36,14 @@ class ValueList(Config):
     """A list of values."""
 
     values: list[Any] = Field(min_length=1, max_length=MOST_VALUES)
-    """What to choose from. A plain list is written as such."""
+    """The values or the range to choose from. A plain list is allowed."""
 
 
 class RaceConfig(Config):
     """Try several settings of a job and drop the worse ones early ([Races](races.md))."""
 
     SECTIONS: ClassVar[tuple[str, ...]] = ("adapter", "algorithm", "optimizer", "sampling")
-    """Sections whose fields may differ between candidates. They share data, rewards, environment and evaluation."""
+    """Sections whose fields may differ between candidates. Data, rewards, environment and evaluation are shared."""
 
     candidates: int = Field(16, ge=2, le=MOST_CANDIDATES)
     """Number of settings to try. The first is the job as it is written."""
@@ -51,15 +51,15 @@ class RaceConfig(Config):
     """Fields to vary, such as `optimizer.lr`, `adapter.rank`, `algorithm.clip_high` or `seed`: a list of values, or `low` and
     `high` for a range. By default the learning rate from a tenth to ten times, the rank and the group size."""
     keep_one_in: int = Field(2, ge=2, le=MOST_CANDIDATES)
-    """At each decision, one candidate in this many goes on."""
+    """At each decision, one candidate in this many continues."""
     finalists: int = Field(2, ge=1, le=MOST_CANDIDATES)
     """Candidates that train to the end. Large learning rates often lead at first and collapse late; a second finalist guards
     against them."""
     first: int | None = Field(None, ge=1, le=10**7)
     """Steps before the first decision. By default an eighth of the job's steps, at least 3."""
     budget: int | None = Field(None, ge=1, le=10**15)
-    """Tokens that all candidates together may sample and train. At each decision, fewer go on if the next stretch would cost
-    more. One candidate always goes on."""
+    """Tokens that all candidates together may sample and train. At each decision, fewer continue if the steps to the
+    next one would cost more. One candidate always continues."""
     level: float = Field(0.95, gt=0.5, lt=1)
     """Confidence of the statements that the race makes, over all its decisions together."""
 

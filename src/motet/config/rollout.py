@@ -1,4 +1,4 @@
-"""What a user may write of where rollouts are sampled: on the device that trains, or on servers."""
+"""The section `rollout`: where rollouts are sampled, on the device that trains or on servers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from motet.near import close_matches
 from motet.section import Config
 
 VERSIONS_BESIDES = 2
-"""Versions of a job that servers hold at a time, besides one for each step that it may lag."""
+"""Versions of a job that servers hold at the same time, besides one for each step of lag."""
 OF_SAMPLING = (
     "samplers", "max_rows", "kv_tokens", "kv_memory_fraction", "host_kv_memory_fraction", "kept_kv", "prefill_tokens"
 )  # fmt: skip
-"""Fields of `engine` that the embedded engine reads alone."""
+"""Fields of `engine` that only the embedded engine reads."""
 
 
 class LaunchConfig(Config):
-    """Servers that Motet starts, watches, starts again and ends."""
+    """Servers that Motet starts, watches, restarts and stops."""
 
     python: str = "python3"
     """The Python interpreter of the environment with vLLM or SGLang."""
@@ -57,7 +57,7 @@ class LaunchConfig(Config):
 
     @property
     def names_gpus(self) -> bool:
-        """Whether it says that servers have GPUs, also where the trainer has none."""
+        """Whether the settings say that servers have GPUs, even if the trainer has none."""
         return bool(self.devices) or self.gpu_memory_utilization is not None or self.tensor_parallel > 1
 
 
@@ -148,10 +148,10 @@ class RolloutConfig(Config):
 
 
 def check_effect(engine: EngineConfig, rollout: RolloutConfig) -> None:
-    """Refuse what the engine that samples would pass over.
+    """Refuse settings that the sampling engine would ignore.
 
     Raises:
-        ValueError: which field, and what there is instead.
+        ValueError: names the field, and what to use instead.
     """
     kind = rollout.engine
     if kind == "embedded":
@@ -168,5 +168,5 @@ def check_effect(engine: EngineConfig, rollout: RolloutConfig) -> None:
 
 
 def _set(section: Config) -> list[str]:
-    """Fields that are not as they are by themselves."""
+    """Fields with values other than their defaults."""
     return [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]

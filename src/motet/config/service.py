@@ -24,7 +24,7 @@ TENANT_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]*"
 class LimitsConfig(Config):
     """What one tenant may use. A field that is null is no limit."""
 
-    model_config = ConfigDict(defer_build=False)  # a route takes it, and FastAPI has to build what routes take
+    model_config = ConfigDict(defer_build=False)  # a route accepts it, and FastAPI must be able to build it
     running_jobs: int | None = Field(16, ge=1, le=10**6)
     """Jobs that run at once; more wait in the queue."""
     queued_jobs: int | None = Field(100, ge=0, le=10**6)
@@ -58,7 +58,7 @@ class LimitsConfig(Config):
 
     @property
     def highest_priority(self) -> int | None:
-        """As the number that a job has."""
+        """The class as a job's number."""
         return None if self.priority is None else PRIORITIES[self.priority]
 
 
@@ -72,7 +72,7 @@ class RateConfig(Config):
 
 
 class HttpConfig(Config):
-    """What the HTTP process takes from everybody together, from one address and from one key."""
+    """Limits of the HTTP process: in total, per address and per key."""
 
     hosts: list[str] = []
     """Without keys (`--no-keys`): other names under which browsers and clients may reach this machine, such as
@@ -170,21 +170,21 @@ _USUAL_LAG = 4
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest jobs that servers are started for; their sizes cannot change while they run. None is any."""
+    """The largest jobs for which servers start; a running server cannot change its limits. None means any size."""
 
     rank: int | None = None
-    """Of `adapter.rank`."""
+    """The largest `adapter.rank`."""
     lag: int | None = None
-    """Of `algorithm.max_off_policy_steps`."""
+    """The largest `algorithm.max_off_policy_steps`."""
     usual_rank: int | None = None
-    """That of a tenant without limits of its own, where no such server has a rank."""
+    """The default limit on a tenant's rank, used if `rank` is None."""
 
 
 ANY_SIZE = Largest()
 
 
 class ServedBase(EngineConfig):
-    """One of several bases of a service: what it is, and settings of its hosts that go before those of `engine`."""
+    """One of several bases of a service, and settings of its hosts that override those of `engine`."""
 
     base: str = Field(min_length=1)
     """`small`, a hub id, a directory or a .gguf file."""
@@ -194,7 +194,7 @@ class ServedBase(EngineConfig):
 
     @property
     def engine(self) -> EngineConfig:
-        """The device of its hosts, and its budgets."""
+        """The device and the budgets of its hosts."""
         return EngineConfig.model_validate(self.model_dump(exclude={"base", "rollout"}))
 
     @property
@@ -258,7 +258,7 @@ class ServiceConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _bases_have_what_engine_says(cls, tree: Any) -> Any:
-        """What a base does not say of its hosts is as in `engine`, and of its servers as in `rollout`."""
+        """Fill in a base's missing settings: those of hosts from `engine`, those of servers from `rollout`."""
         if not isinstance(tree, dict) or not isinstance(tree.get("bases"), dict):
             return tree
         return {**tree, "bases": {name: _with_shared(one, tree) for name, one in tree["bases"].items()}}
@@ -275,7 +275,7 @@ class ServiceConfig(Config):
 
     @model_validator(mode="after")
     def _settings_are_of_the_engine(self) -> ServiceConfig:
-        """Of several bases, those that sample themselves may read what others pass over."""
+        """Check settings of several bases: those that sample themselves may read fields that the others ignore."""
         if all(base.rollout.engine != "embedded" for base in self.bases.values()):
             check_effect(self.engine, self.rollout)
         return self
@@ -294,7 +294,7 @@ class ServiceConfig(Config):
         return bases
 
     def largest(self, host: HostConfig) -> Largest:
-        """What servers that a base's hosts start have room for: as `rollout.launch` says, as limits allow, or what is usual."""
+        """The limits of servers that a base's hosts start: from `rollout.launch`, from `limits`, or the usual ones."""
         launch = host.rollout.launch
         if launch is None:
             return Largest(usual_rank=self.limits.rank)
@@ -303,7 +303,7 @@ class ServiceConfig(Config):
 
 
 def _with_shared(base: Any, tree: Mapping[str, Any]) -> Any:
-    """A base of a file with what the file says of all; one with servers does without what the embedded engine alone reads."""
+    """A base with the file's common settings; one with servers leaves out fields that only the embedded engine reads."""
     base = {"base": base} if isinstance(base, str) else base
     if not isinstance(base, dict):
         return base

@@ -1,4 +1,4 @@
-"""What a user may write of a cluster that is only thought of: hosts, what they take for what, and the jobs that come."""
+"""The file of `motet simulate`: an imagined cluster, its hosts and their costs, and the jobs that arrive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from motet.section import Config
 
 
 class HostCosts(Config):
-    """What one host takes, as measured on one (`motet check`, `timings.jsonl`)."""
+    """Costs of one host, as measured (`motet check`, `timings.jsonl`)."""
 
     token_seconds: float = Field(gt=0)
     """Seconds between two tokens of a completion that samples alone."""
@@ -48,7 +48,7 @@ class HostsConfig(Config):
 
 
 class JobsConfig(Config):
-    """Jobs of one tenant; where there are two numbers, each job draws from between them."""
+    """Jobs of one tenant. For a field with two numbers, each job draws a value between them."""
 
     tenant: str = ""
     """Name of the tenant. Entries with the same name have one share."""

@@ -1,4 +1,4 @@
-"""What a user may write of a job that ends before its last step."""
+"""The section `stop_when`: rules that end a job before its last step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StopConfig(Config):
         return [name for name in type(self).model_fields if getattr(self, name) is not None]
 
     def mistake(self, *, rows: bool, held_out: bool, every: int, steps: int, measures_kl: bool) -> str | None:
-        """Why a rule could never hold; None where each can.
+        """Why a rule could never hold; None if each can.
 
         Args:
             rows: whether the job learns from rows.

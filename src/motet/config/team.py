@@ -1,4 +1,4 @@
-"""What a user may write of a team: several adapters that one job trains in the same episodes, each by a role."""
+"""The section `team`: several adapters that one job trains in the same episodes, one for each role."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROLE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class RoleConfig(Config):
-    """The adapter of one role. What it leaves out is that of the job."""
+    """The adapter of one role. Fields that you leave out are those of the job."""
 
     rank: int | None = Field(None, ge=1, le=MOST_RANK)
     """Rank of its adapter. By default `adapter.rank`."""

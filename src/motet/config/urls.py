@@ -1,4 +1,4 @@
-"""Addresses of servers as people write them."""
+"""Addresses of servers, as written by people."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from urllib.parse import SplitResult, urlsplit
 
 
 def parse_url(url: str) -> SplitResult:
-    """The parts of an http or https URL with a host; its `port` is a number, or None where it names none.
+    """The parts of an http or https URL with a host; its `port` is a number, or None if the URL has none.
 
     Raises:
-        ValueError: it is no such URL, and what is wrong with it.
+        ValueError: it is not such a URL; the message says what is wrong.
     """
     if not url.lower().startswith(("http://", "https://")):
         raise ValueError(f"{url!r} must begin with http:// or https://")
@@ -30,7 +30,7 @@ def parse_url(url: str) -> SplitResult:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this machine alone reaches what listens there."""
+    """Whether only this machine can reach an address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -41,7 +41,7 @@ def check_safe_url(url: str) -> SplitResult:
     """The parts of an https URL; http is allowed on this machine alone.
 
     Raises:
-        ValueError: it is neither, and what is wrong with it.
+        ValueError: it is neither; the message says what is wrong.
     """
     parts = parse_url(url)
     if parts.scheme.lower() != "https" and not is_loopback(parts.hostname or ""):

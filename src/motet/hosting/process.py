@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from msgspec import structs
@@ -20,12 +20,13 @@ from motet.channel import Parent
 from motet.cluster import messages as m
 from motet.config import HostConfig, JobConfig, RolloutConfig
 from motet.errors import EngineError
+from motet.host import Host
 from motet.hosting.answers import Answers, reason
 from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports
 from motet.hosting.scores import AskedOfService
-from motet.launch import assemble, open_base, services
-from motet.preparing import Sources, open_prepared, prepare
+from motet.launch import open_base
+from motet.preparing import ReadData, Sources, prepare
 from motet.protocols import RolloutEngine
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
@@ -39,7 +40,7 @@ from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.row_files import OF_A_JOB
-from motet.types import JobState
+from motet.types import JobState, Wanted
 from motet.workshop import Workshop
 
 USUAL = budgets.Need(512, 512)
@@ -69,35 +70,36 @@ class HostProcess:
         self.directory = directory
         self._opened = contextlib.ExitStack()
         self.base = open_base(config, directory, self._opened, start.own)
-        alone = start.host is None
-        self.workshop: Workshop = assemble(self.base, config, [USUAL], self.directory, start.largest, alone=alone)
         self._scores = AskedOfService(parent.send)
-        self._episodes = EpisodesElsewhere(parent.send)
+        self._episodes = EpisodesElsewhere(parent.send, lambda job: self.pipeline.jobs[job].tenant)
         self._start = start
         info, self._alone = self.base.info, False
         rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest)
-        shared = services(self.workshop, self.directory, info, rewards)
-        self._shared = replace(
-            shared,
-            positions=info.max_positions,
-            vocabulary=info.vocab_size,
-            functions=self.base.math,
-            agents=None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes),
+        agents = None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes)
+        alone = start.host is None
+        self.host = Host(
+            self.base, config, directory, [USUAL], start.largest, alone=alone, rewards=rewards, agents=agents
         )
+        self.workshop, self._shared = self.host.workshop, self.host.services
         turns = SlotTurns("" if start.host is None else f"{start.host}")
         idle = start.patience_seconds
         self.pipeline = Pipeline([], self._shared, config.engine.slots, stays=True, max_idle=idle, turns=turns)
         room = min(info.max_positions, self.workshop.kv_tokens or info.max_positions)
         self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._usage = UsageReports(Meter(self.workshop.device.busy), parent.send, shared.engine_suffix, start.serves)
+        self._usage = UsageReports(
+            Meter(self.workshop.device.busy), parent.send, self._shared.engine_suffix, start.serves
+        )
         self._servers = _Servers(self.workshop, away_seconds(config.rollout))
         self._changes: dict[str, m.ChangeJob] = {}
         """Of jobs that are being prepared: another budget or priority."""
         self._leaving: set[str] = set()
         """Jobs that are to save and go to another host."""
-        self._wanted: dict[str, str] = {}  # last wanted state of jobs that are being prepared
-        self._handed_over, self._reports = HandedOver(), JobReports(parent.send, shared.engine_suffix)
+        self._read = WeakValueDictionary[str, ReadData]()
+        """Data of the jobs that are here: those of a sweep share it."""
+        self._wanted: dict[str, Wanted] = {}
+        """Of jobs that are being prepared."""
+        self._handed_over, self._reports = HandedOver(), JobReports(parent.send, self._shared.engine_suffix)
         self._resting = set[str]()
         """Jobs that stop waiting as soon as no scorer is connected."""
 
@@ -110,7 +112,7 @@ class HostProcess:
         """Handle messages until the input ends."""
         messages = self._parent.queue()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "motet-files"))
-        async with self.workshop.open():
+        async with self.host.open():
             running, watching = asyncio.create_task(self.pipeline.run()), asyncio.create_task(self._watch())
             for task in (running, watching):  # without them this process is of no use: a new one takes over
                 task.add_done_callback(lambda task: messages.put_nowait(None) if _fault(task) else None)
@@ -137,13 +139,12 @@ class HostProcess:
                     task.cancel()
                 faults = [fault for task in (running, watching) if (fault := _fault(task)) is not None]
                 await asyncio.gather(running, watching, *self._tasks, return_exceptions=True)
-                await self._shared.rewards.close()
         if faults:
             raise faults[0]
 
     def close(self) -> None:
         """Release the resources of `serve`."""
-        self.workshop.close()
+        self.host.close()
         self._opened.close()
 
     async def _stopped(self, running: asyncio.Task[None]) -> None:
@@ -156,6 +157,7 @@ class HostProcess:
         """Serve a connected service: report the jobs here, and repeat unanswered requests."""
         self._alone = False
         self._parent.resume()
+        self._handed_over.keep({*self.pipeline.jobs, *self._wanted})
         self._parent.send(structs.replace(self._ready, jobs=self._handed_over.held(self.pipeline.jobs)))
         self._scores.ask_again()
         self._episodes.offer_again()
@@ -183,7 +185,7 @@ class HostProcess:
                     self.pipeline.rule(message.tenant, message.rule)
             case m.SteerJob():
                 self._handed_over.steer(message)
-                self._steer(message.job, message.action)
+                self._steer(message.job, message.wanted)
             case m.SetRule():
                 self.pipeline.rule(message.tenant, message.rule)
             case m.EvenOut():
@@ -193,9 +195,9 @@ class HostProcess:
             case m.Nudge():
                 if (job := self.pipeline.jobs.get(message.job)) is not None:
                     job.news.set()
-            case m.ReleaseJob():
+            case m.ReleaseJob() if message.job in {*self.pipeline.jobs, *self._wanted}:  # else it was released already
                 self._leaving.add(message.job)
-                self._steer(message.job, "pause")
+                self._steer(message.job, Wanted.PAUSE)
             case m.ForgetJob():
                 self.pipeline.forget(message.job)
             case m.Complete():
@@ -236,7 +238,7 @@ class HostProcess:
                 self._reports.changed(name, JobState.FAILED, reason(error))
             return
         if name in self._wanted:
-            job.tenant, job.resumes = message.tenant, message.resumes
+            job.tenant, job.resumes, job.until = message.tenant, message.resumes, message.until
             self.pipeline.add(job)
             if (change := self._changes.pop(name, None)) is not None:
                 self._change(change)
@@ -245,12 +247,10 @@ class HostProcess:
     def _prepared(self, tree: Mapping[str, Any], first_step: int) -> Job:
         start, info = self._start, self.base.info
         sources = Sources(None if start.own_jobs else OF_A_JOB)
-        job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, sources)
+        job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, sources, self._read)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         installed = {name: str(one["target"]) for name, one in start.rewards.items()}
-        open_prepared(job, info, self._config, of_config(job.config, installed), **accepts)
-        for why in self.workshop.inexact:
-            job.note_inexact(why)
+        self.host.take(job, of_config(job.config, installed), **accepts)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
         report = lambda event: self._reports.event(job, event, leaves=job.name in self._leaving)  # noqa: E731
@@ -258,10 +258,11 @@ class HostProcess:
         return job
 
     def _release(self) -> None:
-        """Release jobs that must leave and have saved."""
-        for name in list(self._leaving):
+        """Release jobs that must leave and have saved, and those that wait for a decision of their race."""
+        waiting = [job.name for job in self.pipeline.jobs.values() if job.arrived and job.state is JobState.QUEUED]
+        for name in {*self._leaving, *waiting}:
             job = self.pipeline.jobs.get(name)
-            if job is not None and job.state is JobState.PAUSED:
+            if job is not None and (job.state is JobState.PAUSED or name in waiting):
                 self.pipeline.forget(name)
             elif job is not None and not job.state.final:
                 self.pipeline.pause(name)  # again: a fault of the device has put it back into the queue
@@ -275,15 +276,15 @@ class HostProcess:
         elif change.job in self._wanted:
             self._changes[change.job] = change
 
-    def _steer(self, name: str, action: str) -> None:
-        if name in self._wanted and action == "cancel":  # at once: to prepare it may take long
+    def _steer(self, name: str, wanted: Wanted) -> None:
+        if name in self._wanted and wanted is Wanted.CANCEL:  # at once: to prepare it may take long
             del self._wanted[name]
             self._changes.pop(name, None)
             self._reports.changed(name, JobState.CANCELLED, "cancelled before it began")
         elif name in self._wanted:
-            self._wanted[name] = action
-        elif name in self.pipeline.jobs and action in ("pause", "resume", "cancel"):
-            getattr(self.pipeline, action)(name)
+            self._wanted[name] = wanted
+        elif name in self.pipeline.jobs:
+            self.pipeline.steer(name, wanted)
 
     async def _watch(self) -> None:
         """Send the progress of jobs periodically, and forget ended ones."""

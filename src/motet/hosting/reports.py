@@ -63,8 +63,7 @@ class HandedOver:
     def steer(self, message: m.SteerJob) -> None:
         """Record a job's new wanted state."""
         if (job := self._jobs.get(message.job)) is not None:
-            wanted = "run" if message.action == "resume" else message.action
-            self._jobs[message.job] = structs.replace(job, wanted=wanted)
+            self._jobs[message.job] = structs.replace(job, wanted=message.wanted)
 
     def keep(self, names: Collection[str]) -> None:
         """Forget all other jobs."""

@@ -70,7 +70,7 @@ def load_base(
         )
     if base.towers:
         base.revise(
-            f"reads text alone: its {' and '.join(base.towers)} is left out, and messages with images are refused"
+            f"reads only text: its {' and '.join(base.towers)} is left out, and messages with images are refused"
         )
     if limited:
         base.revise(

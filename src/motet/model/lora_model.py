@@ -331,14 +331,12 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
     base = LoraModel(info, model, decoder, head, dtype, device, context, linears, experts, stateful=stateful)
     base.revise(experts=tuple(experts), experts_idle=_why_idle(base))
     if peculiar:
-        base.revise(
-            f"{' and '.join(sorted(peculiar))} layers get no adapter, because they multiply in a way of their own"
-        )
+        base.revise(f"{' and '.join(sorted(peculiar))} layers get no adapter, because they multiply in their own way")
     if base.has_experts:
         base.revise(
-            "mixture of experts: routers get no adapter, and routed experts where target_modules names `experts`"
+            "mixture of experts: routers get no adapter; routed experts get one if target_modules names `experts`"
             if experts
-            else "mixture of experts: routers and routed experts get no adapter, they stay as they are"
+            else "mixture of experts: routers and routed experts get no adapter"
         )
     return base
 
@@ -351,7 +349,7 @@ def _why_idle(base: LoraModel) -> str:
         return "it has no experts"
     if base.device.type != "cpu":
         return "adapters on experts are supported on CPUs only"
-    return "its class computes experts in a way of its own"
+    return "its class computes experts in its own way"
 
 
 def _freeze_head(model: Any) -> FrozenWeight:

@@ -269,8 +269,8 @@ def _check_calls(base: LoraModel, calls: list[int]) -> None:
     silent = [layer for layer in layers if layer not in calls and layer not in without]
     if silent:
         raise BaseModelError(
-            f"{base.info.name}: layers {silent} of {len(layers)} do not call the attention function that transformers lets one "
-            f"replace{_what_mixes(base, silent)}; Motet's cannot stand in for theirs; {INSTEAD}"
+            f"{base.info.name}: layers {silent} of {len(layers)} do not call the attention function that programs can "
+            f"replace{_what_mixes(base, silent)}, so Motet cannot compute them; {INSTEAD}"
         )
     if len(set(calls)) < len(calls) or not set(calls) <= set(layers):
         raise BaseModelError(

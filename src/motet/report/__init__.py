@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs no network, made from the files in the run directory alone.
+"""Writes a run as one HTML file that needs no network, from the files in the run directory only.
 
 write_report(Path("runs/default"))   # runs/default/report.html, and report.svg beside it
 curves_svg(Path("runs/default"))     # the reward and evaluation curves as a small static picture

@@ -22,7 +22,7 @@ from motet.runtime.settings import Mean, common_name, setting_of
 from motet.view.names import seed_of, task_of, variant_of
 
 Key = tuple[str, str]
-"""A task and a seed: jobs of two sides with the same key are a pair."""
+"""Task and seed; jobs of two sides with the same key are a pair."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class EvaluatedJob:
 
 @dataclass(frozen=True)
 class Side:
-    """What is compared with another: a job, a run, or a setting of a run."""
+    """One side of a comparison: a job, a run, or a setting of a run."""
 
     name: str
     jobs: Mapping[Key, EvaluatedJob]
 
     def mean(self, task: str | None = None) -> float:
-        """Held-out figure of a task, or the mean over all tasks; NaN where there is none."""
+        """Held-out figure of a task, or the mean over all tasks; NaN without one."""
         tasks = [task] if task is not None else sorted({key[0] for key in self.jobs})
         figures = [[job.figure for key, job in self.jobs.items() if key[0] == one] for one in tasks]
         return fmean([fmean(some) for some in figures if some] or [math.nan])
@@ -53,22 +53,22 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a second side has more than a first one."""
+    """The difference of a second side from a first one."""
 
     first: str
     second: str
     jobs: int
-    """Pairs of jobs."""
+    """Number of job pairs."""
     problems: int
-    """Held-out problems that were paired, the least of any pair of jobs; 0 where the jobs sample none."""
+    """Number of paired held-out problems: the smallest of all pairs of jobs; 0 if the jobs sample none."""
     more: Mean
-    """Over pairs of jobs, or over problems where there is one pair."""
+    """The mean over pairs of jobs, or over problems if there is one pair."""
     notes: tuple[str, ...]
-    """What a person should know before believing it."""
+    """Limits of the comparison, for a person."""
 
     @property
     def verdict(self) -> str:
-        """Whether the second side is better than the first, or why that cannot be said."""
+        """Whether the second side is better than the first, or why that is unknown."""
         low, high = self.more.mean - self.more.half, self.more.mean + self.more.half
         if math.isnan(self.more.half):
             return "cannot tell from one pair"
@@ -81,7 +81,7 @@ class Difference:
 
 
 def evaluated(record: JobRecord, rollouts: Iterable[Line], version: int | None = None) -> EvaluatedJob:
-    """A job with the rollouts of its newest evaluation, or of that of a `version`.
+    """A job with the rollouts of its newest evaluation, or of the evaluation of a `version`.
 
     Raises:
         RunError: nothing was evaluated.
@@ -106,17 +106,21 @@ def read_evaluated(path: Path) -> EvaluatedJob:
 
 
 def side_of_job(name: str, job: EvaluatedJob) -> Side:
-    """A job by itself."""
+    """A single job as a side."""
     return Side(name, {("", ""): job})
 
 
 def side_of_run(path: Path) -> Side:
-    """All jobs of a run, paired with those of another by their names."""
+    """All jobs of a run as a side; jobs of two runs are paired by name."""
     return Side(str(path), {(job.name, ""): read_evaluated(path / job.name) for job in read_run(path).jobs})
 
 
 def sides_of_run(run: RunRecord) -> list[Side]:
-    """The settings of a run: what its sweeps vary besides task and seed, or jobs that differ in more than their seed."""
+    """The settings of a run as sides.
+
+    They come from the values that its sweeps vary besides task and seed, or from jobs that differ in more than their
+    seed.
+    """
     swept = any(variant_of(job.name) for job in run.jobs)
     groups: dict[str, list[JobRecord]] = {}
     for job in run.jobs:
@@ -136,13 +140,13 @@ def sides_of_run(run: RunRecord) -> list[Side]:
 
 
 def compare(sides: Sequence[Side], *, best_first: bool) -> list[Difference]:
-    """What each side has more than the first, or less than the best.
+    """The difference of each side from the first, or from the best.
 
-    The intervals hold together with 95 % (Bonferroni), so that of many sides one does not seem better by chance.
+    The intervals hold together at 95 % (Bonferroni), so that among many sides none seems better by chance.
 
     Args:
         sides: at least two.
-        best_first: compare with the best side, which the figures choose: then all pairs count.
+        best_first: compare with the best side; because the figures choose it, the correction counts all pairs.
 
     Raises:
         RunError: two sides have nothing in common.
@@ -171,7 +175,7 @@ def _difference(first: Side, second: Side, level: float) -> Difference:
 
 
 def _of_pair(job: EvaluatedJob, other: EvaluatedJob) -> list[float]:
-    """The difference on each held-out problem of both; of the figures where one of them samples none."""
+    """The differences on held-out problems of both; the difference of the figures if one side samples none."""
     if not job.problems or not other.problems:
         return [other.figure - job.figure]
     same = [problem for problem in job.problems if problem in other.problems]
@@ -197,7 +201,7 @@ def _section(config: Mapping[str, Any], name: str) -> Any:
 
 
 def mean_curves(side: Side) -> Curves:
-    """The mean curves of a side's jobs, where all of them have a value."""
+    """The mean curves of a side's jobs, at points where all have a value."""
     jobs = [job.record for job in side.jobs.values()]
     rewards, held_out = [job.columns.get("reward", Series()) for job in jobs], [job.evaluations for job in jobs]
     return Curves(side.name, _mean_series(rewards), _mean_series(held_out))

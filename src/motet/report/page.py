@@ -1,4 +1,7 @@
-"""The HTML page: the run as JSON, drawn by the dashboard's scripts, which stand in the file as plotly.js does. No network."""
+"""The HTML page: the run as JSON, drawn by the dashboard's scripts.
+
+The file contains them and plotly.js, and needs no network.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _MAX_TEXT = 6000  # characters of one completion or prompt
 
 
 def dashboard_file(name: str) -> str:
-    """A part of the dashboard."""
+    """The text of a dashboard file."""
     return (resources.files("motet.service") / "dashboard" / name).read_text(encoding="utf-8")
 
 
@@ -32,8 +35,8 @@ def page(run: RunRecord, picture: str) -> str:
     """The whole file.
 
     Args:
-        run: what is on disk.
-        picture: the static curves, shown where scripts are off.
+        run: the run as read from disk.
+        picture: the static curves, shown if scripts are off.
     """
     from plotly.offline import get_plotlyjs
 
@@ -52,7 +55,7 @@ def page(run: RunRecord, picture: str) -> str:
 
 
 def _one_module(scripts: str) -> str:
-    """Modules that follow each other in one need neither imports nor exports."""
+    """Remove imports and exports from joined modules."""
     return re.sub(r"^(import .*\n|export )", "", scripts, flags=re.MULTILINE)
 
 
@@ -75,7 +78,7 @@ def _race(race: RaceRecord) -> dict[str, Any]:
 
 
 def _settings(groups: Sequence[Setting]) -> list[dict[str, Any]]:
-    """What the seeds of each setting came to, with its place among those of its task; nothing where none has several."""
+    """The results of each setting over its seeds, with its rank within its task; empty if no setting has several seeds."""
     if all(len(one.jobs) < 2 for one in groups):
         return []
     places = ranks((one.name, one.held_out.mean if one.held_out else None) for one in groups)
@@ -125,7 +128,7 @@ def _job(job: JobRecord, start: float) -> dict[str, Any]:
 
 
 def _adapter(job: JobRecord) -> str:
-    """The best version that is there."""
+    """The best version that exists."""
     if not job.versions:
         return "none yet"
     best = job.best[0] if job.best and job.best[0] in job.versions else job.versions[-1]
@@ -162,7 +165,7 @@ def _cut(value: Any) -> str:
 
 
 def _short(value: float) -> float | None:
-    """Five significant digits are enough for a picture; whole numbers stay whole, and a gap is null."""
+    """Round to five significant digits, which are enough for a picture; whole numbers stay whole, and a gap is null."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) else float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""What a run left on disk, as records. Files may be missing, half written or damaged: what can be read is taken."""
+"""Reads a run from disk as records. Files may be missing, incomplete or damaged: everything readable is used."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from motet.tasks.reward_elsewhere import weights_of
 
 Line = Mapping[str, Any]
 MAX_POINTS = 600
-"""Points of one curve; longer ones are averaged over equal stretches."""
+"""Most points of a curve; longer ones are averaged over equal parts."""
 _JOB_FILES = ("job.yaml", "metrics.jsonl", "status.json")
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve. A y that is not a number is a gap: something was done there, and this was not measured."""
+    """A curve. A y that is NaN is a gap: a step without this measurement."""
 
     xs: tuple[float, ...] = ()
     ys: tuple[float, ...] = ()
 
     @property
     def known(self) -> Series:
-        """The same without gaps."""
+        """The curve without gaps."""
         return series(zip(self.xs, self.ys, strict=True))
 
     def thinned(self, limit: int = MAX_POINTS) -> Series:
-        """At most about `limit` points; a gap stays where a whole stretch is one."""
+        """The curve with at most about `limit` points; a gap remains if a whole part is one."""
         if len(self.xs) <= limit:
             return self
         size = math.ceil(len(self.xs) / limit)
@@ -56,7 +56,7 @@ def _mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """The same held-out problem before and after training."""
+    """A held-out problem with answers before and after training."""
 
     prompt: Any
     answer: Any
@@ -74,24 +74,24 @@ class JobRecord:
     message: str
     inexact: tuple[str, ...]
     config_text: str
-    """job.yaml as it is."""
+    """The text of job.yaml."""
     config: Mapping[str, Any]
-    """The same as values; empty where it cannot be read."""
+    """The values of job.yaml; empty if it cannot be read."""
     base: str
     planned: int | None
-    """Steps asked for, if job.yaml says so."""
+    """Number of steps to train, if job.yaml has it."""
     steps: tuple[Line, ...]
     """metrics.jsonl."""
     timings: tuple[Line, ...]
     pairs: tuple[Pair, ...]
     pair_versions: tuple[int, int] | None
-    """Versions that the pairs compare."""
+    """The versions that the pairs compare."""
     versions: tuple[int, ...]
-    """Adapters on disk."""
+    """Versions on disk."""
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """What the metrics warn of."""
+        """Warnings from the metrics."""
         signs, timings = Signs(_weights(self.config)), {number(line.get("step")): line for line in self.timings}
         for line in self.steps:
             step = number(line.get("step"))
@@ -103,12 +103,12 @@ class JobRecord:
 
     @property
     def done(self) -> int:
-        """Steps done."""
+        """Number of finished steps."""
         return sum("loss" in line for line in self.steps)  # the last line has an evaluation only
 
     @cached_property
     def columns(self) -> Mapping[str, Series]:
-        """Fields of metrics.jsonl over steps, those of a table inside as `eval/reward`; a null is a gap."""
+        """Fields of metrics.jsonl over steps; nested fields are named like `eval/reward`, and a null is a gap."""
         points_of: dict[str, list[tuple[float, float]]] = {}
         for line in self.steps:
             if (step := number(line.get("step"))) is not None:
@@ -124,7 +124,7 @@ class JobRecord:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The version on disk with the highest evaluation, the earlier among equals, and that; any where none is on disk."""
+        """The best version on disk (the earliest among equals), and its figure; any version if none is on disk."""
         points = [(y, -int(x)) for x, y in zip(self.evaluations.xs, self.evaluations.ys, strict=True)]
         kept = [one for one in points if -one[1] in self.versions]
         value, version = max(kept or points, default=(0.0, 0))
@@ -137,7 +137,7 @@ class JobRecord:
 
     @property
     def tokens(self) -> int:
-        """Sampled and trained, by the timings."""
+        """Tokens sampled and trained, by the timings."""
         return int(sum(map(_tokens, self.timings)))
 
 
@@ -161,7 +161,7 @@ class RunRecord:
 
     @property
     def start(self) -> float:
-        """When the first step of all ended."""
+        """The time when the first step of any job ended."""
         return min((_time(line) for line in self._timings), default=0.0)
 
     @property
@@ -170,7 +170,7 @@ class RunRecord:
         return sorted(lines, key=_time)
 
     def device(self) -> dict[str, Series]:
-        """Shares of the time so far, and of the batches that were full, over minutes: all jobs tell of one device."""
+        """Shares of time and of full batches so far, over minutes; all jobs report the same device."""
         shares: dict[str, list[float | None]] = {"decode": [], "train": [], "idle": [], "occupancy": []}
         for line in self._timings:
             given = line.get("device")
@@ -192,7 +192,7 @@ def read_run(path: Path) -> RunRecord:
     """Read every job of a run directory.
 
     Raises:
-        RunError: there is none.
+        RunError: there are no jobs.
     """
     jobs = [
         item for item in sorted(path.glob("*"), key=_natural) if any((item / file).is_file() for file in _JOB_FILES)
@@ -239,7 +239,7 @@ def read_lines(path: Path) -> tuple[Line, ...]:
 
 
 def parse_lines(text: str) -> tuple[Line, ...]:
-    """The same of the text of a file."""
+    """As `json_lines`, from the text of a file."""
     whole, _, _ = text.rpartition("\n")
     return tuple(line for text in whole.split("\n") if (line := _object(text)))
 
@@ -260,7 +260,7 @@ def read_pairs(directory: Path, limit: int = 8) -> tuple[tuple[Pair, ...], tuple
 
 
 def series(points: Iterable[tuple[Any, Any]]) -> Series:
-    """A curve of the points whose both coordinates are finite numbers."""
+    """A curve of the points with two finite coordinates."""
     known = [(x, y) for a, b in points if (x := number(a)) is not None and (y := number(b)) is not None]
     return Series(tuple(x for x, _ in known), tuple(y for _, y in known))
 
@@ -275,7 +275,7 @@ def number(value: Any) -> float | None:
 
 
 def numbers_in(table: Line, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Its numbers by the path of their fields; a null is not a number, and a gap."""
+    """The numbers of a line, by the path of their fields; a null becomes a gap."""
     for name, value in table.items():
         if isinstance(value, dict):
             yield from numbers_in(value, f"{prefix}{name}/")
@@ -320,7 +320,7 @@ def _text(path: Path) -> str:
 
 
 def _weights(config: Mapping[str, Any]) -> Mapping[str, float]:
-    """Of the rewards of a job; empty where what the file says cannot be read."""
+    """The weights of a job's rewards; empty if they cannot be read from the file."""
     job = config.get("job")
     try:
         rewards = [RewardConfig.model_validate(reward) for reward in job["rewards"]] if isinstance(job, Mapping) else []

@@ -1,4 +1,4 @@
-"""The curves of a run as a small hand-written SVG: mid-tones on nothing, so that it reads on white and on black."""
+"""The curves of a run as a small SVG: mid-tones without a background, readable on white and on black."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from motet.report.read import RunRecord, Series
 COLOURS = tuple(
     re.findall("#[0-9a-f]{6}", (resources.files("motet.service") / "dashboard/palette.js").read_text("utf-8"))
 )
-"""Of jobs, as everywhere."""
+"""Colours of jobs, as in all charts."""
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 _WIDTH, _TOP, _PANEL_HEIGHT = 860, 58, 220
@@ -30,18 +30,18 @@ _STROKES = ("", "6 3", "2 3", "7 3 2 3")
 
 
 def printable(text: str) -> str:
-    """Without the characters that neither HTML nor XML allows."""
+    """A text without characters that HTML or XML forbids."""
     return _FORBIDDEN.sub("", text)
 
 
 def escaped(text: str) -> str:
-    """For elements and quoted attributes."""
+    """Escape a text for elements and quoted attributes."""
     return html.escape(printable(text))
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What is drawn in one colour."""
+    """The curves in one colour."""
 
     name: str
     rewards: Series
@@ -49,12 +49,12 @@ class Curves:
 
 
 def curves_of(run: RunRecord) -> list[Curves]:
-    """Those of each job."""
+    """The curves of each job."""
     return [Curves(job.name, job.columns.get("reward", Series()), job.evaluations) for job in run.jobs]
 
 
 def draw_curves(curves: Sequence[Curves], what: str = "jobs") -> str:
-    """Two panels, reward and held-out evaluation, with one legend below; `what` the curves are of, for the title."""
+    """Two panels, reward and held-out evaluation, with one legend below; `what` names the curves' subjects in the title."""
     legend, legend_height = _legend([one.name for one in curves], _TOP + _PANEL_HEIGHT + 52)
     height = _TOP + _PANEL_HEIGHT + 42 + legend_height
     rewards, held_out = [one.rewards for one in curves], [one.held_out for one in curves]
@@ -70,7 +70,7 @@ def draw_curves(curves: Sequence[Curves], what: str = "jobs") -> str:
 
 
 def _panel(title: str, x_title: str, jobs: Sequence[Series], left: float, *, marked: bool = False) -> str:
-    """Title, axes and a curve for each job; `left` is where the axis stands, `marked` puts a dot on each point."""
+    """Title, axes and a curve for each job; `left` is the position of the axis, `marked` draws a dot at each point."""
     parts = [
         f'<text x="{left}" y="22" font-size="15" font-weight="600">{title}</text>',
         f'<text x="{left}" y="40" font-size="11.5">by {x_title}</text>',
@@ -108,7 +108,7 @@ def _panel(title: str, x_title: str, jobs: Sequence[Series], left: float, *, mar
 
 
 def _smoothed(curve: Series) -> Series:
-    """An exponential mean as the charts have it: it starts at the first value and reaches about a tenth back; gaps stay."""
+    """An exponential mean as in the charts: it starts at the first value and spans about a tenth of the curve; gaps remain."""
     weight = max(2 / (len(curve.ys) / 5 + 1), 0.04)
     mean, ys = next((y for y in curve.ys if math.isfinite(y)), 0.0), []
     for y in curve.ys:
@@ -118,7 +118,7 @@ def _smoothed(curve: Series) -> Series:
 
 
 def _curve(job: int, stretches: Sequence[Sequence[tuple[float, float]]], *, marked: bool, faint: bool) -> str:
-    """A line through each stretch between gaps, and dots."""
+    """A line through each part between gaps, and dots."""
     if not stretches:
         return ""
     colour = COLOURS[job % len(COLOURS)]
@@ -135,7 +135,7 @@ def _dashes(job: int) -> str:
 
 
 def _legend(names: Sequence[str], top: float) -> tuple[str, int]:
-    """A row of names, broken where it is full; also its height."""
+    """The legend: names in rows of limited width; also returns its height."""
     parts, x, row = [], float(_LEFT), 0
     for job, name in enumerate(names):
         label = name if len(name) <= 40 else name[:26] + "…" + name[-13:]

@@ -27,9 +27,7 @@ from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.job import CommandObeyed, Executed, Job, Services
 from motet.runtime.learner import unheard
-from motet.runtime.metrics import trained_record
 from motet.runtime.session import FinishedStep
-from motet.runtime.steps import LearnedStep
 from motet.types import FloatArray
 
 ABOUT = "checkpoint.json"
@@ -236,12 +234,13 @@ class ClientLoop(Driver):
 
     async def _finish(self, number: int, done: j.Done, optim: OptimStats | None, seconds: dict[str, float]) -> None:
         """Write the outcome, record and commit the next version. This order never repeats a committed command."""
-        learned, step = LearnedStep(StepBatch((), 1.0), self._stats, optim, self._tokens), self.session.done.step
-        finished = FinishedStep(
-            record={"step": step, "version": step, "samples": self._samples, **trained_record(learned)},
+        finished = FinishedStep.driven(
+            self.session.done.step,
+            self._stats,
+            self._samples,
+            optim,
+            self._tokens,
             seconds=seconds,
-            optim=optim,
-            tokens_trained=self._tokens,
             position=number + 1,
         )
         since = self.session.done.position

@@ -136,7 +136,8 @@ class Driver:
         return wanted or self.job.evaluates(version) or config.algorithm.lag > 0
 
     async def _publish(self) -> None:
-        if self.session.versions.latest == self.session.done.step:  # nothing was trained: the step was stopped
+        """Publish the newest version, unless nothing was trained, or nothing samples from it before the job is opened again."""
+        if self._stops or self.session.versions.latest == self.session.done.step:
             return
         if self.job.recorded is None:
             await self.session.publish()

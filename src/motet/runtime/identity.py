@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from motet.checksums import hash_of
+from motet.checksums import hash_of, sums_of
 from motet.config import GIVEN_ROWS, JobConfig
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.function_sums import FunctionSums
@@ -91,8 +91,14 @@ def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
         rows = json.dumps(as_json(list(config.data.rows)), sort_keys=True)
         yield GIVEN_ROWS, hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()[:SHOWN]
     for name in (config.data.source, config.data.eval_source, *adapters):
-        if name and (path := Path(os.path.expanduser(name))).is_file():
+        if not name:
+            continue
+        path = Path(os.path.expanduser(name))
+        if path.is_file():
             yield path.name, hash_of(path).hexdigest()[:SHOWN]
+        elif path.is_dir():  # a saved dataset
+            files = json.dumps(sums_of(path), sort_keys=True)
+            yield path.name, hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()[:SHOWN]
 
 
 def _placeless(name: str | None) -> str | None:

@@ -65,6 +65,8 @@ class CommandObeyed:
 
 
 JobEvent = StateChanged | StepDone | Executed | CommandObeyed
+Agents = Callable[[str, EnvironmentConfig], OwnEnvironment]
+"""Creates the environment of a job whose agent runs elsewhere."""
 JobObserver = Callable[[JobEvent], None]
 
 
@@ -85,7 +87,7 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 
 @dataclass(frozen=True)
 class Services:
-    """Shared by all jobs of a run; built by `launch`."""
+    """Shared by all jobs of a host."""
 
     engine: RolloutEngine
     trainer: Trainer
@@ -113,8 +115,8 @@ class Services:
     exact_logs: bool = False
     """Whether rollout logs hold exactly what is trained on, because rollouts cannot be sampled again (`recorded`)."""
     room: StorageRoom = field(default_factory=StorageRoom)
-    agents: Callable[[str, EnvironmentConfig], OwnEnvironment] | None = None
-    """Creates the environment of a job whose agent runs elsewhere; None if that is not supported."""
+    agents: Agents | None = None
+    """None if agents cannot run elsewhere."""
 
     @functools.cached_property
     def starts(self) -> StartTurns:
@@ -160,6 +162,8 @@ class Job:
     """Which of its versions: `best`, `latest`, or a number."""
     recorded: JobDirectory | None = None
     """Of the job, if its steps are derived again from rollouts that are recorded there: nothing is sampled or published."""
+    keeps: object = None
+    """What lives as long as a job needs it, such as data that jobs share."""
     until: int | None = None
     """Steps after which it waits for a decision of its race; None where it trains to the end."""
 

@@ -22,21 +22,21 @@ _REASONS, _REASON = 3, 300
 STEP_FIELDS: Mapping[str, str] = {
     "step": "the step, from 0; the last line has the number of steps and only the final evaluation",
     "version": "the adapter version that was sampled",
-    "staleness": "step − the oldest version that sampled a token of it",
+    "staleness": "the step minus the oldest version that sampled any of its tokens",
     "reward": "mean over scored rollouts",
     "reward_std": "standard deviation over scored rollouts",
     "reward_parts": "mean of each reward",
     "length": "mean number of sampled tokens",
-    "truncated": "share of rollouts that ran into max_tokens",
-    "turns": "with several turns: mean number of them; so are `tool_calls`, `tool_errors` (answers of tools that begin with "
+    "truncated": "share of rollouts that reached max_tokens",
+    "turns": "with several turns: their mean number; likewise `tool_calls`, `tool_errors` (tool results that begin with "
     "`Error`) and `branches`",
     "rollouts": "rollouts sampled",
     "failed": "rollouts without a reward",
-    "groups": "groups that entered the advantages",
+    "groups": "groups that have advantages",
     "no_signal": "share of groups whose rewards are all equal",
     "distinct": "share of a group's answers that differ from each other, mean over groups",
     "samples": "samples with a gradient",
-    "tokens": "trainable tokens of these samples; all fields from `loss` to `lr` are of them, and `null` where there are none",
+    "tokens": "trainable tokens of these samples; the fields from `loss` to `lr` are over these tokens, and `null` without any",
     "trained": "trainable tokens per sampled token",
     "loss": "the loss before the update",
     "entropy": "mean entropy per token, nats",
@@ -44,22 +44,22 @@ STEP_FIELDS: Mapping[str, str] = {
     "ratio_max": "largest ratio",
     "clip_fraction": "share of tokens whose gradient the clip removed",
     "kl_sampler": "k3 estimate of KL(sampler ‖ policy) per token, nats",
-    "kl_base": "k3 estimate of KL(policy ‖ base) per token, nats; on steps that evaluate, or always with a KL term; with "
-    "`distill` to the teacher",
-    "logprob_gap": "largest |trainer − sampler| logprob; 0 on-policy on the embedded engine, where the base is exact",
-    "grad_norm": "before clipping",
+    "kl_base": "k3 estimate of KL(policy ‖ base) per token, nats; with `distill`, to the teacher. On steps that evaluate, "
+    "or on every step with a KL term",
+    "logprob_gap": "largest |trainer − sampler| logprob; 0 on-policy on the embedded engine, if the base is exact",
+    "grad_norm": "norm of the gradient before clipping",
     "lr": "learning rate of the update",
-    "skipped": "whether the gradient was not finite and the update left out",
-    "value_loss": "of the critic, before the update, where there is one",
-    "value_explained": "share of the variance of the tokens' returns that its values explained",
-    "accuracy": "with `dpo` and `kto` the share of pairs, or answers, that the policy has on the right side of the reference",
-    "margin": "with `dpo` by how much more the chosen answers gained than the others, times beta",
-    "roles": "with a [team](roles.md), of each role: reward, reward_std, rollouts in which it took part, and its own fields "
-    "from `tokens` to `lr`; in `eval` the first three",
-    "eval": "held-out evaluation of `version` step: reward, reward_std, reward_stderr (standard error of `reward` over the "
-    "problems), reward_parts, length, truncated, rollouts, failed; with `sft` and `soft_targets` nll (mean negative "
-    "log-likelihood of a token of the answers, nats), tokens; with `dpo` and `kto` loss, accuracy, margin; with all of these "
-    "rows",
+    "skipped": "whether the update was left out because the gradient was not finite",
+    "value_loss": "with a critic: its loss before the update",
+    "value_explained": "with a critic: share of the variance of the tokens' returns that its values explain",
+    "accuracy": "with `dpo` and `kto`: share of pairs, or answers, on which the policy is on the right side of the reference",
+    "margin": "with `dpo`: how much more the chosen answers gained than the rejected ones, times beta",
+    "roles": "with a [team](roles.md), for each role: reward, reward_std, the rollouts in which it took part, and its own "
+    "fields from `tokens` to `lr`; in `eval`, the first three",
+    "eval": "held-out evaluation of the version with the number of the step: reward, reward_std, reward_stderr (standard "
+    "error of `reward` over the problems), reward_parts, length, truncated, rollouts, failed; with `sft` and "
+    "`soft_targets` nll (mean negative log-likelihood of a token of the answers, nats) and tokens; with `dpo` and `kto` "
+    "loss, accuracy and margin; with these four also rows",
 }
 """Every field of metrics.jsonl."""
 

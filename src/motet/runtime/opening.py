@@ -43,12 +43,14 @@ def open_job(
         RunError: it belongs to a different job or is damaged; the message says what to do.
     """
     accept_changes = accept_changes or (directory.path / FORKED).exists()
-    check_identity(directory, identity, accept_changes=accept_changes)
+    text, before, steps = _as_yaml(identity), _read_identity(directory.path / "job.yaml"), directory.steps()
+    now = _values(text)
+    if steps:
+        _check_same(directory, before, now, steps[-1], accept_changes=accept_changes)
     for name in ("state", "versions", "rollouts"):
         (directory.path / name).mkdir(parents=True, exist_ok=True)
-    otherwise = _computed_otherwise(directory, identity)
-    kept = {_BEFORE: otherwise} if otherwise else {}
-    described = _as_yaml({**identity, **kept}).encode()
+    otherwise = _computed_otherwise(before, now, steps[-1]) if any(steps) else []
+    described = (_as_yaml({**identity, _BEFORE: otherwise}) if otherwise else text).encode()
     if accept_changes:
         _accept_changes(directory, described)
     if accept_damage and not any(commit_damages(directory)):
@@ -81,18 +83,14 @@ def _accept_changes(directory: JobDirectory, described: bytes) -> None:
         directory.record(directory.steps(), directory.versions(), closed=not lost and _closed(directory))
 
 
-def _computed_otherwise(directory: JobDirectory, identity: Mapping[str, Any]) -> list[str]:
-    before, steps = _read_identity(directory.path / "job.yaml"), directory.steps()
-    if not steps or not steps[-1]:
-        return []
+def _computed_otherwise(before: Mapping[str, Any] | None, now: Mapping[str, Any], step: int) -> list[str]:
     if before is None:
         return ["nobody knows how its first steps were computed: job.yaml was damaged"]
-    now = _values(_as_yaml(identity))
     changes = _changes(before, {**_known(before, now), **({"code": now["code"]} if "code" in now else {})})
     known = [str(line) for line in before.get(_BEFORE, ())]
     # unlike hosts may take turns with a run: each difference is listed once
     new = (change for change in changes if not any(line.startswith(f"{change} (") for line in known))
-    return [*known, *(f"{change} (from step {steps[-1]} on)" for change in new)]
+    return [*known, *(f"{change} (from step {step} on)" for change in new)]
 
 
 def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool) -> list[str]:
@@ -104,21 +102,33 @@ def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, acce
     Raises:
         RunError: something differs and `accept_changes` is not set.
     """
-    path = directory.path / "job.yaml"
-    if not path.exists() or not directory.steps():
+    path, steps = directory.path / "job.yaml", directory.steps()
+    if not path.exists() or not steps:
         return []
     accept_changes = accept_changes or (directory.path / FORKED).exists()
-    before = _read_identity(path)
-    if before is None and accept_changes:
+    now = _values(_as_yaml(identity))
+    return _check_same(directory, _read_identity(path), now, steps[-1], accept_changes=accept_changes)
+
+
+def _check_same(
+    directory: JobDirectory,
+    before: Mapping[str, Any] | None,
+    now: Mapping[str, Any],
+    step: int,
+    *,
+    accept_changes: bool,
+) -> list[str]:
+    """`check_identity` of a job that has done `step` steps; `before` is None where its job.yaml cannot be read."""
+    path = directory.path / "job.yaml"
+    if (before is None and accept_changes) or not path.exists():
         return []
     if before is None:
         raise RunError(f"{path} is damaged: put it back, or use --accept-changes to continue with the job as it is")
-    now = _values(_as_yaml(identity))
     changes = _changes(before, now)
     if changes and not accept_changes:
         listed = "\n  ".join(changes)
         raise RunError(
-            f"{directory.path} was made by a different job, and has done {directory.steps()[-1]} steps of it:\n  {listed}\n"
+            f"{directory.path} was made by a different job, and has done {step} steps of it:\n  {listed}\n"
             "Use another run directory, undo the change, or continue with the changed job by --accept-changes "
             "(accept_changes=True in Python)."
         )
@@ -226,10 +236,11 @@ def identity_damage(directory: JobDirectory) -> Iterator[Damage]:
         return
     if not path.exists() and allowed:
         yield Damage(path, "is missing", remedy)
-    elif path.exists() and _read_identity(path) is None:
-        yield Damage(path, "is damaged", remedy)
-    elif allowed and sum_of(path) not in allowed:
-        yield Damage(path, "is not what was saved", remedy)
+    elif path.exists() and sum_of(path) not in allowed:
+        if _read_identity(path) is None:
+            yield Damage(path, "is damaged", remedy)
+        elif allowed:
+            yield Damage(path, "is not what was saved", remedy)
 
 
 def _lost_commits(directory: JobDirectory) -> Iterator[Damage]:

@@ -6,6 +6,7 @@ An exception in a job's loop becomes that job's state and reason; other jobs con
 from __future__ import annotations
 
 import asyncio
+import itertools
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ from motet.runtime.rundir import read_commands
 from motet.runtime.scheduler import weight_of
 from motet.runtime.slot_turns import MAX_IDLE, IdleSlotTimeouts, SlotTurns
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
-from motet.types import JobState
+from motet.runtime.uninterrupted import in_thread
+from motet.types import JobState, Wanted
 
 _POLL_SECONDS = 0.3
 MAX_RESTARTS = 3
@@ -52,6 +54,11 @@ class Running:
         if self.loop is not None:
             self.loop.pause()
 
+    def preempt(self) -> None:
+        """Give the slot to another job after the current step."""
+        self.preempted = True
+        self.stop_after_step()
+
 
 class Pipeline:
     """Runs jobs over shared services."""
@@ -73,9 +80,8 @@ class Pipeline:
         self._services, self._slots, self._races = services, slots, races
         self._running: dict[str, Running] = {}
         self._rules: dict[str, Rule] = {}
-        self._disk_gate = DiskSpaceGate()
+        self._disk_gate, self._changed = DiskSpaceGate(), asyncio.Event()
         self._stopping = self._closing = False
-        self._changed = asyncio.Event()
 
     async def run(self) -> None:
         """Run until every job has ended or, after `stop`, is paused. With `stays`, run until stopped."""
@@ -125,6 +131,10 @@ class Pipeline:
             self.jobs.pop(name, None)
             self._disk_gate.forget(name)
             self._timeouts.forget(name)
+
+    def steer(self, name: str, wanted: Wanted) -> None:
+        """Let a job run, pause or end; nothing changes if it does that already."""
+        {Wanted.RUN: self.resume, Wanted.PAUSE: self.pause, Wanted.CANCEL: self.cancel}[wanted](name)
 
     def pause(self, name: str, reason: str = "") -> None:
         """Finish the job's step, save and release its slot."""
@@ -231,13 +241,12 @@ class Pipeline:
             return
         preempted = preempted_for_share(claims, running, slots, self._rules, self._turns.had)
         if preempted is not None and not self._pauses(preempted):
-            self._running[preempted].preempted = True
-            self._running[preempted].stop_after_step()
+            self._running[preempted].preempt()
 
     async def _run_job(self, job: Job) -> None:
         running = self._running[job.name]
         try:
-            loop = running.loop = driver_of(job)(job, self._services, job.directory.restore())
+            loop = running.loop = driver_of(job)(job, self._services, await in_thread(job.directory.restore))
             if running.pause is not None:
                 loop.pause()
             state = await loop.run()
@@ -253,7 +262,8 @@ class Pipeline:
             full = self._stays and is_full(error)
             _fail(job, error, self._disk_gate.block(job, error, self._services.room) if full else "")
         finally:
-            self._release(job)
+            self._running.pop(job.name, None)
+            self._changed.set()
 
     def _never_began(self, job: Job, task: asyncio.Task[None]) -> None:
         """Clean up after a task that was cancelled before its first line; its `finally` does not run."""
@@ -261,11 +271,8 @@ class Pipeline:
         if running is not None and running.task is task:
             if not (self._closing and self._stays):
                 _move(job, *_cut_off(self._closing, "before it began"))
-            self._release(job)
-
-    def _release(self, job: Job) -> None:
-        self._running.pop(job.name, None)
-        self._changed.set()
+            self._running.pop(job.name, None)
+            self._changed.set()
 
     def _restart(self, job: Job, error: DeviceError) -> None:
         """Requeue a job after a device error that another job may have caused. It ends with the same bytes."""
@@ -276,14 +283,14 @@ class Pipeline:
 
     async def _poll(self) -> None:
         """Check waiting jobs at intervals, and execute commands of other processes."""
-        while True:
+        for turn in itertools.count():
             await asyncio.sleep(_POLL_SECONDS)
             if self._stays:
                 self._preempt_idle()
             if self._disk_gate.may_open() or self._turns.due:
                 self._changed.set()
-            for name, command in read_commands(list(self.jobs.values())):
-                getattr(self, command)(name)
+            for name, wanted in read_commands(list(self.jobs.values()), turn):
+                self.steer(name, wanted)
 
     def _preempt_idle(self) -> None:
         """Take slots from jobs that only wait for scores, if they must stop anyway or another job needs the slot."""
@@ -345,14 +352,7 @@ def driver_of(job: Job) -> type[Driver]:
 
 
 def _outcome(job: Job, state: JobState, reason: str | None, *, preempted: bool) -> tuple[JobState, str]:
-    """State and message of a job whose loop has ended.
-
-    Args:
-        job: the job.
-        state: as returned by its loop.
-        reason: why it was paused, None if nobody asked.
-        preempted: whether another job gets its slot.
-    """
+    """State and message of a job whose loop returned `state`; `reason` is why it was paused, None if nobody asked."""
     done = f"after step {job.progress.step}"
     if state is JobState.QUEUED:
         waited = "it waited for scores, for an agent or for its client"

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from motet.checksums import replace_file
 from motet.config import Config
@@ -21,6 +21,7 @@ from motet.config.race import RaceConfig
 from motet.errors import ConfigError, RunError
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
 from motet.runtime.job import Job
+from motet.runtime.progress import JobProgress
 from motet.runtime.race_rule import CONFIRMS, RaceStanding, confirming, decide, deciding, paired, ranked
 from motet.tasks.plain_json import as_json
 from motet.types import JobState
@@ -169,10 +170,34 @@ def records(run: Path) -> list[RaceRecord]:
     return known
 
 
+class Candidate(Protocol):
+    """What a race needs of a job: one of this process, or one that hosts train."""
+
+    directory: JobDirectory
+    progress: JobProgress
+    until: int | None
+    """Steps after which it waits for a decision; None where it trains to the end."""
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+
+    @property
+    def state(self) -> JobState:
+        """The current state."""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it waits for a decision."""
+
+    def move(self, state: JobState, message: str = "") -> None:
+        """Change the state and record it."""
+
+
 class Race:
     """Decides which candidates of one job go on."""
 
-    def __init__(self, plan: RacePlan, jobs: Mapping[str, Job], run: Path) -> None:
+    def __init__(self, plan: RacePlan, jobs: Mapping[str, Candidate], run: Path) -> None:
         """Take up what an earlier process decided.
 
         Raises:
@@ -188,7 +213,7 @@ class Race:
                 f"{self.path} is of a race with other candidates, rungs or level; use another run directory, or change the "
                 "race back"
             )
-        if not self.path.exists() and any(job.progress.message.startswith(DROPPED) for job in self._jobs.values()):
+        if not self.path.exists() and any(map(_was_dropped, self._jobs.values())):
             raise RunError(
                 f"{self.path} is gone, and candidates were dropped by it: put it back, or use another run directory"
             )
@@ -196,9 +221,13 @@ class Race:
             self._compare(number, rung)
         self._obey()
 
+    def ready(self, running: Container[str]) -> bool:
+        """Whether every candidate has committed the rung and left its slot, or has ended."""
+        return self.record.outcome is None and all(self._arrived(job, running) for job in self._live())
+
     def decide(self, running: Container[str]) -> None:
-        """Decide, where every candidate has committed the rung and left its slot; note the outcome at the end."""
-        if self.record.outcome is not None or not all(self._arrived(job, running) for job in self._live()):
+        """Decide, where the race is ready; note the outcome at the end."""
+        if not self.ready(running):
             return
         number = len(self.record.rungs)
         if number == len(self.plan.rungs) or not any(_takes_part(job) for job in self._live()):
@@ -209,11 +238,11 @@ class Race:
 
     # --- who is in it ------------------------------------------------------------------------------------------------
 
-    def _live(self) -> list[Job]:
+    def _live(self) -> list[Candidate]:
         dropped = self.record.dropped()
         return [job for name, job in self._jobs.items() if name not in dropped]
 
-    def _arrived(self, job: Job, running: Container[str]) -> bool:
+    def _arrived(self, job: Candidate, running: Container[str]) -> bool:
         if job.name in running:
             return False
         return job.arrived if job.state is JobState.QUEUED else job.state.final
@@ -292,14 +321,15 @@ class Race:
         return RaceOutcome(job.name, version, *figures, as_good, tokens, tokens_of(job))
 
     @staticmethod
-    def _versions(job: Job) -> list[int]:
+    def _versions(job: Candidate) -> list[int]:
         """Versions that are kept and were evaluated."""
         kept = set(job.directory.versions())
         return [version for version in job.directory.sampled(evals=True) if version in kept and version > 0]
 
     def _write(self, **fields: Any) -> None:
-        self.record = replace(self.record, **fields)
-        self.record.write(self.path)
+        record = replace(self.record, **fields)
+        record.write(self.path)
+        self.record = record
 
 
 def let_decide(races: Iterable[Race], running: Container[str]) -> None:
@@ -344,12 +374,17 @@ def rows_in(directory: JobDirectory, version: int) -> list[float]:
     return [fmean(scores) if scores else math.nan for scores in rewards.values()]
 
 
-def tokens_of(job: Job) -> int:
+def tokens_of(job: Candidate) -> int:
     """Sampled and trained by a job, as it committed them."""
     return (job.directory.newest() or Committed()).tokens
 
 
-def _takes_part(job: Job) -> bool:
+def _was_dropped(job: Candidate) -> bool:
+    """Whether an earlier process wrote down that a race dropped it."""
+    return str(job.directory.read_status().get("message", "")).startswith(DROPPED)
+
+
+def _takes_part(job: Candidate) -> bool:
     return job.state is JobState.QUEUED
 
 

@@ -10,15 +10,17 @@ import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from motet.checksums import replace_file
+from motet.checksums import remove_old_drafts, replace_file
 from motet.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
-from motet.types import JobState
+from motet.types import JobState, Wanted
 
 CONTROL = "control"
 """File in a job's directory with the command `pause`, `resume` or `cancel`; deleted once read."""
-_COMMANDS = ("pause", "resume", "cancel")
+_COMMANDS = {wanted.word: wanted for wanted in Wanted}
+_AT_ONCE = 40
+"""Jobs that are looked at for commands at a time, on a disk that may be slow."""
 
 
 class RunDirectory:
@@ -38,6 +40,7 @@ class RunDirectory:
                 if part:
                     locks.enter_context(self._locked(f".lock.{part}"))
                 self.run_id, self.attempt = self._identify()
+                remove_old_drafts(path)
             except OSError as error:
                 raise RunError(
                     f"{path} cannot be a run directory: {error.strerror}; give another one with --run"
@@ -109,12 +112,14 @@ def opened(path: Path, part: str = "") -> Iterator[RunDirectory]:
         directory.close()
 
 
-def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, str]]:
-    """Yield (job name, command) for each command file; commands that the job's state does not allow are dropped.
+def read_commands(jobs: Sequence[Job], turn: int = 0) -> Iterator[tuple[str, Wanted]]:
+    """Yield (job name, what it shall do) for each command file; commands that the job's state does not allow are dropped.
 
+    Of many jobs it looks at a part, at another one in each `turn`.
     A file that cannot be read or removed, such as another user's, adds a note to the job.
     """
-    for job in jobs:
+    rounds = max(1, -(-len(jobs) // _AT_ONCE))
+    for job in jobs[turn % rounds :: rounds]:
         path, obeys = job.directory.path / CONTROL, not job.state.final or job.state is JobState.FAILED
         try:
             command = path.read_text(errors="replace").strip()
@@ -129,4 +134,4 @@ def read_commands(jobs: Sequence[Job]) -> Iterator[tuple[str, str]]:
                 )
             continue
         if command in _COMMANDS and obeys:
-            yield job.name, command
+            yield job.name, _COMMANDS[command]

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from motet import seeds
-from motet.batch import AdamW, OptimStats, Segment, Trained
+from motet.algorithms.algorithm import StepBatch
+from motet.batch import AdamW, LossStats, OptimStats, Segment, Trained
 from motet.config import AdapterConfig
 from motet.config.job import SEED_BITS
 from motet.device import used_by
@@ -26,8 +27,9 @@ from motet.protocols import Trainer
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services, StepDone
 from motet.runtime.learner import Executed, unheard
-from motet.runtime.metrics import timing_record
+from motet.runtime.metrics import timing_record, trained_record
 from motet.runtime.probe import Probe, probe_ids
+from motet.runtime.steps import LearnedStep
 from motet.runtime.stopping import Stopping
 from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions, adapter_name
@@ -68,6 +70,16 @@ class FinishedStep:
     """Lines of the rollout log."""
     errors: Mapping[str, int] = field(default_factory=dict)
     """Why rollouts have no reward (`errors_of`)."""
+
+    @classmethod
+    def driven(
+        cls, step: int, stats: LossStats, samples: int, optim: OptimStats | None, tokens: int, **more: Any
+    ) -> FinishedStep:
+        """A step that a client or a loop of your own made of a number of samples; `more` are other fields."""
+        record = trained_record(LearnedStep(StepBatch((), 1.0), stats, optim, tokens))
+        return cls(
+            {"step": step, "version": step, "samples": samples, **record}, optim=optim, tokens_trained=tokens, **more
+        )
 
 
 class Slot:

@@ -92,11 +92,14 @@ class Signs:
     earliest: _Evaluation | None = None
     best: _Evaluation | None = None
     last: _Evaluation | None = None
+    _warnings: dict[str, str] | None = field(default=None, init=False, repr=False, compare=False)
+    """None where something came since they were derived; views ask for them more often than steps end."""
 
     def see(self, line: Line) -> None:
         """Take in the next step's line, with its `errors` where they are known."""
         if "no_signal" not in line:
             return
+        self._warnings = None
         if len(self.first) < LEAST:
             self.first.append(line)
         self.recent.append(line)
@@ -113,6 +116,7 @@ class Signs:
         """Take in the held-out reward of a version; other figures say nothing."""
         reward = _mean([evaluation], "reward")
         if math.isfinite(reward):
+            self._warnings = None
             error = _mean([evaluation], "reward_stderr")
             self.last = _Evaluation(version, reward, error if math.isfinite(error) else math.inf)
             self.earliest = self.earliest or self.last
@@ -122,7 +126,9 @@ class Signs:
     @property
     def warnings(self) -> dict[str, str]:
         """Each diagnosis as one line for people, by kind."""
-        return {one.kind: str(one) for one in self.diagnoses}
+        if self._warnings is None:
+            self._warnings = {one.kind: str(one) for one in self.diagnoses}
+        return self._warnings
 
     @property
     def diagnoses(self) -> list[Diagnosis]:

@@ -135,10 +135,12 @@ def preempted_if_idle(
         rules: by tenant; tenants without one have no limits.
         had: past turns per share, by tenant (`SlotTurns`).
     """
-    for claim in reversed(running if taken(running) >= slots else ()):
+    if not queued or not waiting or taken(running) < slots:
+        return None
+    for claim in [one for one in reversed(running) if one.job in waiting]:
         others = [other for other in running if other is not claim]
         first = admitted([*queued, claim], others, taken(running), rules, had)  # as if it were last in the queue
-        if claim.job in waiting and first and first != [claim.job]:
+        if first and first != [claim.job]:
             return claim.job
     return None
 

@@ -18,13 +18,13 @@ from motet.types import FinishReason
 _CHAT_TOKENS = 512
 
 
-async def ask(engine: Hosts, question: Complete, name: str = "") -> tuple[PromptRead, AsyncIterator[AnswerPiece]]:
+async def ask(hosts: Hosts, question: Complete, name: str = "") -> tuple[PromptRead, AsyncIterator[AnswerPiece]]:
     """Returns the engine's reading of the prompt, and the answer's pieces, whose ids begin with `name`.
 
     Raises:
         EngineError, ConfigError: it cannot answer. The iterator raises them too.
     """
-    answers = engine.ask(question)
+    answers = hosts.ask(question)
     first = await anext(answers)
     assert isinstance(first, PromptRead)
     return first, _pieces(answers, question, name)
@@ -52,7 +52,7 @@ async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str)
         yield piece
 
 
-async def all_whole(engine: Hosts, questions: Sequence[Complete]) -> list[tuple[int, list[AnswerPiece]]]:
+async def all_whole(hosts: Hosts, questions: Sequence[Complete]) -> list[tuple[int, list[AnswerPiece]]]:
     """Ask several questions at once; returns the prompt tokens and complete answers of each.
 
     If one fails, the others are cancelled.
@@ -62,7 +62,7 @@ async def all_whole(engine: Hosts, questions: Sequence[Complete]) -> list[tuple[
     """
 
     async def one(question: Complete) -> tuple[int, list[AnswerPiece]]:
-        read, pieces = await ask(engine, question)
+        read, pieces = await ask(hosts, question)
         return read.tokens, await whole(pieces)
 
     try:
@@ -76,9 +76,9 @@ async def all_whole(engine: Hosts, questions: Sequence[Complete]) -> list[tuple[
 class StoredVersion:
     """A base or a stored version of an adapter, for one request."""
 
-    def __init__(self, engine: Hosts, question: Complete, model: str, name: str) -> None:
+    def __init__(self, hosts: Hosts, question: Complete, model: str, name: str) -> None:
         """`question` has everything but the conversation; `model` and `name` (the answer's id) appear in the response."""
-        self._engine, self._question, self._model, self._name = engine, question, model, name
+        self._hosts, self._question, self._model, self._name = hosts, question, model, name
 
     async def reply(self, asked: Conversation) -> Reply:
         """Start the answer; see `Completer`."""
@@ -100,5 +100,5 @@ class StoredVersion:
             within_room=True,
             sampling=sampling,
         )
-        read, pieces = await ask(self._engine, question, self._name)
+        read, pieces = await ask(self._hosts, question, self._name)
         return Reply(self._name, self._model, read.tokens, pieces, read.token_ids)

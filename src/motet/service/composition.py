@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import asdict
 
 from motet.apart import Apart, WorkLimits
-from motet.cluster.host import HostHandlers
+from motet.cluster.host_link import HostHandlers
 from motet.cluster.hosts import Hosts
 from motet.cluster.local_hosts import code_of, lasting
 from motet.cluster.messages import StartHost

@@ -120,7 +120,8 @@ def _answer(request: Request, error: Exception, without_places: Callable[[str], 
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"][1:])
             status = 400 if request.url.path.startswith(_BAD_REQUESTS) else 422
-            return error_body(status, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
+            told = str(first["msg"]).removeprefix("Value error, ")
+            return error_body(status, f"{where}: {told}" if where else told, where or None)
         case DatabaseDataError():
             return error_body(422, f"the database cannot keep this: {error.orig}")
         case DatabaseReplaced():

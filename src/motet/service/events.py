@@ -130,11 +130,16 @@ class EventLog:
 
     def first_missing_step(self, job_id: str) -> int:
         """The first step that may be missing; the engine must send it and later ones again."""
+        return self.first_missing_steps((job_id,)).get(job_id, 0)
+
+    def first_missing_steps(self, job_ids: Collection[str]) -> dict[str, int]:
+        """`first_missing_step` of each of these jobs that has one above 0."""
         number = cast(Event.key, Integer)
-        query = select(func.count(), func.max(number)).where(Event.job_id == job_id, Event.kind == "step")
+        query = select(Event.job_id, func.count(), func.max(number)).group_by(Event.job_id)
+        query = query.where(Event.job_id.in_(job_ids), Event.kind == "step")
         with self._store.transaction() as session:
-            count, last = session.execute(query).one()
-        return int(count) if count and count == last + 1 else 0  # otherwise one is missing
+            rows = session.execute(query).all()
+        return {str(job): int(count) for job, count, last in rows if count == last + 1}  # otherwise one is missing
 
     def _load(self) -> None:
         if self._floor is None:

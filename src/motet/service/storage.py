@@ -16,7 +16,8 @@ from motet.runtime.receipts import RECEIPT, RECEIPTS
 MOST_RECEIPTS = 1000
 """Receipts that an adapter's archive has, of some kilobytes each."""
 _TRACEBACK = "Traceback (most recent call last):"
-_ROOTS = {sys.prefix, sys.base_prefix, str(wall.PACKAGE_ROOT), os.path.expanduser("~"), gettempdir()} - {"/", "~"}
+_OWN = {sys.prefix, sys.base_prefix, str(wall.PACKAGE_ROOT), os.path.expanduser("~"), gettempdir()}
+_ROOTS = (_OWN | set(filter(os.path.isabs, sys.path))) - {"/", "~"}  # a .pth file may name packages anywhere
 _ANY_ROOT = "|".join(re.escape(one) for one in sorted(_ROOTS, key=len, reverse=True))
 _PLACES = re.compile(rf"(?<![\w/.:])(?:{_ANY_ROOT})/(?:[\w.@+-]+/)*")
 """Paths on this machine."""

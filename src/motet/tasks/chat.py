@@ -20,7 +20,7 @@ from motet.errors import BaseModelError, ConfigError
 from motet.tasks.tool_calls import written
 from motet.types import BoolArray, IntArray, Message, Problem
 
-# Stands for sampled text when a template is rendered; letters and digits only, so that no template trims or escapes it.
+# A placeholder for sampled text when a template is rendered; letters and digits only, so that no template trims or escapes it.
 _PLACEHOLDER = "7sampled7text7"
 _PART_OF_A_LETTER = "\ufffd"
 _MOST_PAIRS = 2**15
@@ -121,7 +121,7 @@ class Chat:
         return tuple(spoken)
 
     def _with_calls(self, before: Sequence[Message], message: Message, tools: Tools) -> str:
-        """A turn with tool calls as the template writes it; where it has no place for them, in the commonest form."""
+        """A turn with tool calls as the template writes it, or in the most common form if the template has none."""
         calls: list[dict[str, Any]] = [
             {"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls
         ]
@@ -146,7 +146,7 @@ class Chat:
         return _most_tokens(text) > most and len(self._encode(text, special=not self.chat_template)) > most
 
     def longest(self, problems: Sequence[Problem]) -> tuple[int, Problem]:
-        """Number of tokens of the longest prompt, and its problem; the first of equal ones."""
+        """Number of tokens of the longest prompt, and its problem; among equals, the first."""
         most_tokens, longest_index = 0, 0
         for first in range(0, len(problems), _TOGETHER):
             texts = [self.prompt_text(one) for one in problems[first : first + _TOGETHER]]
@@ -186,7 +186,7 @@ class Chat:
         ids = self._encode(tail, special=False)
         last = int(sampled_ids[-1]) if len(sampled_ids) else -1
         ends = np.flatnonzero(ids == last)
-        # Some templates put a space before the end-of-turn token; the sampled one stands for both.
+        # Some templates put a space before the end-of-turn token; the sampled one replaces both.
         if len(ends) and _is_special(self.tokenizer, last) and not self._decode(ids[: ends[0]]).strip():
             return ids[ends[0] + 1 :]
         return ids
@@ -295,7 +295,7 @@ def _written(message: Message) -> Message:
 
 
 def _whole_characters(text: str) -> str:
-    """The text; raises BaseModelError where it has half of a surrogate pair, which tokenizers do not take."""
+    """The text; raises BaseModelError if it has half of a surrogate pair, which tokenizers do not accept."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

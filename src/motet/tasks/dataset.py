@@ -1,4 +1,4 @@
-"""Problems out of rows: which column is the prompt, which the answer, which rows are held out, which step owns which.
+"""Makes problems of rows: finds prompt and answer columns, holds rows out, and assigns problems to steps.
 
 A Problem's id is its row's index in the source, so logs and random numbers name the same row in every run.
 """
@@ -295,7 +295,7 @@ def parts_of(template: str) -> list[tuple[str, str | None]]:
             asked = f"{{{column}{'!' + conversion if conversion else ''}{':' + form if form else ''}}}"
             raise DataError(
                 f"data.template cannot be filled: {asked:.80} is not the name of a column alone. {hint}; for anything else "
-                "make a column of its own"
+                "add a column"
             )
     return [(text, column) for text, column, _, _ in pieces]
 

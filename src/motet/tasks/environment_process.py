@@ -9,7 +9,7 @@ implements one or both of two forms:
     def get_reward(self) -> float             # of the whole episode
     def list_tools(self) -> list              # schemas of further tools,
     def call_tool(self, name, arguments)      # which are called with this
-    role: str                                 # who of a team has the next turn; rewards may be dicts of role to number
+    role: str                                 # the role of a team with the next turn; rewards may be dicts of role to number
     done: bool                                # True ends the episode
     reward: float                             # of the whole episode, if neither these nor the job give a reward
 """

@@ -38,7 +38,7 @@ class _Worker(WorkerLink):
 
 @dataclass(eq=False)
 class _WorkerSlot:
-    """Holds a process, or none yet: after a death the next one repeats the calls that its episodes had made."""
+    """Holds a process, or none yet. After a process dies, the next one repeats the calls of its episodes."""
 
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     worker: _Worker | None = None
@@ -72,7 +72,7 @@ class EnvironmentWorkers(OwnEnvironment):
                 slot.worker = None
 
     def episode(self, seed: int) -> EnvironmentInstance:
-        """An instance to be, in the process with the fewest; `seed` is for the random numbers that it draws."""
+        """A new instance, created later in the process with the fewest; `seed` is for the random numbers that it draws."""
         slot = min(self._slots, key=lambda one: one.episodes)
         slot.episodes += 1
         return EnvironmentInstance(self, slot, seed)
@@ -153,12 +153,12 @@ class EnvironmentInstance:
         except (ProcessDiedError, EnvironmentFault) as error:
             return m.EpisodeReply(error=f"the environment {error}")
         except EngineError as error:
-            return m.EpisodeReply(error=f"what is said to the environment has {error}")
+            return m.EpisodeReply(error=f"the text for the environment has {error}")
         self._done.append(call)
         return reply
 
     async def close(self) -> None:
-        """Let the instance go."""
+        """Release the instance."""
         self._slot.episodes -= 1
         if self._slot.worker is not None and self._slot.worker is self._worker:
             await self.do(m.Close())
@@ -180,7 +180,7 @@ async def _open(
 async def _first_turns(
     workers: EnvironmentWorkers, context: GroupContext, opened: Sequence[Rollout]
 ) -> dict[int, tuple[IntArray, Chunk]]:
-    """Of each rollout its prompt and its first turn; rollouts that read the same are one request, with one prefill."""
+    """The prompt and the first turn of each rollout. Rollouts with the same prompt are one request, with one prefill."""
     together: dict[tuple[str, tuple[Message, ...]], list[int]] = {}
     for rollout in opened:
         if not rollout.error:

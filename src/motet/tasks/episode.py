@@ -58,7 +58,7 @@ class GroupContext:
     release: Release = _nothing_kept
     """Called with the index of each rollout that has no further turn."""
     team: Mapping[str, Generate] = field(default_factory=dict)
-    """For each role of a team what draws the completions of its adapter; `generate` is then not used."""
+    """In a team: the `Generate` of each role's adapter; `generate` is then not used."""
 
 
 Environment = Callable[[GroupContext], Awaitable[tuple[Rollout, ...]]]
@@ -203,7 +203,7 @@ async def judged(rollouts: list[Rollout], context: GroupContext) -> tuple[Rollou
 
 
 def _judged(rollout: Rollout, result: ScoreOutcome) -> Rollout:
-    """The rollout, and each role's conversation in it, with what the job's rewards add."""
+    """The rollout, and each role's conversation in it, with the job's own rewards added."""
     parts = {**rollout.reward_parts, **result.parts}
     total = sum(rollout.reward_parts.values()) + result.reward
     roles = {role: _judged(own, result) for role, own in rollout.roles.items()}

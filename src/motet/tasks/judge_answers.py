@@ -36,7 +36,7 @@ class Said:
 
     text: str
     read: int
-    """Tokens of the question, as the address counts them."""
+    """Tokens of the question, as counted by the server."""
     written: int
     """Tokens of the answer."""
 

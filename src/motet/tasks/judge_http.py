@@ -41,11 +41,11 @@ _PER = 1e6
 """Tokens per unit of price."""
 _NOTHING = Spend()
 _LONGEST_ANSWER = 200_000
-"""Most characters of an answer that is kept."""
+"""Most characters of an answer that are kept."""
 BASE = "base"
 """Name of the run's base as a judge."""
 TEMPLATE = "chat_template_kwargs"
-"""The only further field of a request to it."""
+"""The only additional field of a request to the run's base."""
 _NO_URL = (
     "reward judge: args.url is missing: name an OpenAI-compatible server, such as http://localhost:8000/v1, write "
     f"`model: {BASE}` for the base of the run, or submit the job to `motet serve`, whose own models can judge"
@@ -67,11 +67,11 @@ class JudgeAddress(Config):
     """The address of a judge: fields of the reward's `args`, beside the grader's."""
 
     url: str | None = Field(None, max_length=2000)
-    """Base URL of an OpenAI-compatible server, such as `https://api.openai.com/v1`. None asks the base of the run."""
+    """Base URL of an OpenAI-compatible server, such as `https://api.openai.com/v1`. None means the base of the run."""
     key: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")
     """Name of the environment variable with the API key."""
     at_once: int = Field(8, ge=1, le=1000)
-    """Most open questions, over all jobs of a process that ask this `url`; the smallest number counts."""
+    """Most open questions to this `url`, over all jobs of a process; the smallest number counts."""
     body: dict[str, Any] = {}
     """More fields of the request, such as `reasoning_effort`; null leaves a field out."""
     budget: int | None = Field(None, ge=1, le=10**15)
@@ -127,7 +127,7 @@ def _key(address: JudgeAddress) -> str:
 
 
 class AtOnce:
-    """Admits questions to one address: as many together as the smallest `at_once` of those that are open or wait."""
+    """Limits open questions to one address, by the smallest `at_once` of the questions that are open or waiting."""
 
     def __init__(self) -> None:
         self._wanted, self._open = Counter[int](), 0
@@ -135,7 +135,7 @@ class AtOnce:
 
     @contextlib.asynccontextmanager
     async def admit(self, at_once: int) -> AsyncIterator[None]:
-        """Wait for a place, first come, first served."""
+        """Wait until a question may be asked, first come, first served."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._wanted[at_once] += 1
         self._waiting.append(turn)
@@ -144,7 +144,7 @@ class AtOnce:
             await turn
             yield
         finally:
-            self._open -= turn.done() and not turn.cancelled()  # a task may be cancelled after it was let in
+            self._open -= turn.done() and not turn.cancelled()  # a task may be cancelled after it was admitted
             self._wanted -= Counter([at_once])
             self._let_in()
 
@@ -164,7 +164,7 @@ class Judges:
         self._graders = Graders(Walls())
         self._gates: weakref.WeakValueDictionary[str, AtOnce] = weakref.WeakValueDictionary()
         self._spent: dict[str, Spend] = {}
-        """Of jobs that are here; their files have the same."""
+        """The spending of jobs on this host; their files have the same figures."""
         self._open: dict[tuple[str, str], asyncio.Task[str]] = {}
 
     async def __call__(
@@ -217,7 +217,7 @@ class Judges:
         if (under_way := self._open.get((job, key))) is None:
             under_way = self._open[job, key] = asyncio.create_task(self._ask(job, address, kept, key, body, seconds))
             under_way.add_done_callback(lambda done: self._forget((job, key), done))
-        return await asyncio.shield(under_way)  # the answer is paid for: it is kept even if the caller is cancelled
+        return await asyncio.shield(under_way)  # the answer is paid: keep it even if the caller is cancelled
 
     def _forget(self, question: tuple[str, str], done: asyncio.Task[str]) -> None:
         del self._open[question]
@@ -240,15 +240,15 @@ class Judges:
                 said = await self._answer(address, address.url, body, seconds)
             cost = (said.read * address.prices.read + said.written * address.prices.written) / _PER
             paid = await asyncio.to_thread(kept.keep, key, said, cost)
-            if paid.questions > self._spent.get(job, _NOTHING).questions:  # of two threads the second may be first here
+            if paid.questions > self._spent.get(job, _NOTHING).questions:  # a later total may be there already
                 self._spent[job] = paid
         return said.text
 
     async def _answer(self, address: JudgeAddress, url: str, body: Mapping[str, Any], seconds: float) -> Said:
-        """One answer; temporary failures are tried again until the time is over.
+        """One answer; temporary failures are retried until the time is over.
 
         Raises:
-            EngineError: there is no answer in time.
+            EngineError: there was no answer in time.
         """
         host, reason, pause = httpx2.URL(url).host, "", _FIRST_PAUSE
         try:
@@ -273,7 +273,7 @@ class Judges:
 
 
 def tokens_of(reward: RewardConfig, chat: Chat, problem: Problem, n: int, new: int) -> int:
-    """Tokens of a question to the run's base and of its answer, at most; 0 of a judge elsewhere.
+    """Upper limit on the tokens of a question to the run's base and its answer; 0 for a judge at an address.
 
     Args:
         reward: a `judge`.
@@ -284,7 +284,7 @@ def tokens_of(reward: RewardConfig, chat: Chat, problem: Problem, n: int, new: i
     """
     found, own = [0], {name: value for name, value in reward.args.items() if name not in JudgeAddress.model_fields}
     for judge in judges(parse(own, "reward judge: args")) if reward.args.get("url") is None else ():
-        if judge.model != BASE:  # a service resolves its names
+        if judge.model != BASE:  # a service resolves names of judges itself
             continue
         shown = [""] * n if isinstance(judge, Rank) else []
         with contextlib.suppress(UnfilledError):
@@ -309,7 +309,7 @@ def _request(address: JudgeAddress, judge: Judge, messages: list[dict[str, str]]
 
 
 def _read(body: bytes) -> Said:
-    """An answer in OpenAI's form.
+    """Read an answer in OpenAI's form.
 
     Raises:
         AddressRefused: it has another form.
@@ -320,7 +320,9 @@ def _read(body: bytes) -> Said:
         usage = answer.get("usage") or {}
         read, written = (usage.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise AddressRefused("answered what is not a chat completion: is url the base URL, ending in /v1?") from error
+        raise AddressRefused(
+            "answered with something that is not a chat completion: is url the base URL, ending in /v1?"
+        ) from error
     if isinstance(text, str):  # a cut emoji is half a character, which cannot be stored
         text = text.encode("utf-8", "replace").decode()
     if not isinstance(text, str) or len(text) > _LONGEST_ANSWER:
@@ -330,6 +332,6 @@ def _read(body: bytes) -> Said:
 
 
 def of_a_run(directory: Path, base: OfBase | None = None) -> dict[str, Elsewhere]:
-    """Scorers outside reward processes for a person's own run, which may ask any address; without a `base` only to check."""
+    """Scorers outside reward processes for `motet run`, which may ask any address; without a `base`, only for checks."""
     http = HttpRewards(Addresses(anywhere=True))
     return {"http": http, "judge": Judges(directory, http, base)}

@@ -122,7 +122,7 @@ class Graders:
         graded: Sequence[Graded],
         asked: Asked,
     ) -> None:
-        """Put one grader's scores or failures into `graded`."""
+        """Record one grader's scores or failures in `graded`."""
         fillable = []
         for output, one in zip(outputs, graded, strict=True):
             try:
@@ -229,7 +229,7 @@ def prompt(judge: Judge, item: Mapping[str, Any], output: str, ranked: Sequence[
         messages[-1]["content"] += f"\n\n[Answer {number}]\n{text}"
     if (size := sum(len(one["content"]) for one in messages)) > MOST_FILLED:
         raise UnfilledError(
-            "item", f"the messages to the judge have {size} characters; the most are {MOST_FILLED}", of_item=True
+            "item", f"the messages to the judge have {size} characters; the limit is {MOST_FILLED}", of_item=True
         )
     messages[-1]["content"] += f"\n\n{_form(judge, len(ranked))}"
     return messages

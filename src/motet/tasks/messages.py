@@ -34,7 +34,7 @@ def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
 
 
 def plain_preference(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of preferences in TRL's form, where it has OpenAI's: `input`, `preferred_output` and `non_preferred_output`."""
+    """Convert a row of preferences from OpenAI's form (`input`, `preferred_output`, `non_preferred_output`) to TRL's."""
     asked = row.get("input")
     if not isinstance(asked, dict) or not {"preferred_output", "non_preferred_output"} <= row.keys():
         return row

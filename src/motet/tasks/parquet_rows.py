@@ -38,7 +38,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         ValueError,
         OverflowError,
         MemoryError,
-    ) as error:  # or a date Python has not
+    ) as error:  # or a date that Python cannot represent
         raise DataError(f"{path} cannot be read as parquet: {error or type(error).__name__}") from error
 
 
@@ -76,7 +76,7 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Gene
                 yield line
             if process.wait() != 0:
                 limit = f"{seconds:g} s" if late.is_set() else f"{memory_mb} MB of memory"
-                raise DataError(f"{path} cannot be read within {limit}, the most here; split it, or make it .jsonl")
+                raise DataError(f"{path} cannot be read within {limit}, the limit here; split it, or make it .jsonl")
         finally:
             timer.cancel()
             process.kill()

@@ -1,4 +1,7 @@
-"""Pools: the rows with one value of a column, such as a difficulty, and which pool each position of the data is from."""
+"""Pools: a pool has the rows with one value of a column, such as a difficulty.
+
+Chooses the pool of each position of the data.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ from motet.types import Problem
 
 Places = NDArray[np.int64]
 _MOST_NAMED, _SAID, _SHOWN = 1000, 10, 60
-"""Values without a weight that are counted; values in a message; characters of a value there."""
+"""Limits for messages: counted values without a weight, values shown, and characters of a value."""
 BLOCK = 1024
-"""Positions in which each pool has its share exactly, to one position."""
+"""Positions in a block, in which each pool has its share, rounded to a position."""
 
 
 def passes(n: int, first: int, stop: int, order: Callable[[int], Places]) -> Places:
-    """Items first … stop − 1 of endless passes over n items.
+    """Items number first to stop − 1 of endless passes over n items.
 
     Args:
         n: items of a pass.
-        first: counted from the first pass.
-        stop: of the item after the last one.
+        first: number of the first item, counted from the first pass.
+        stop: number after that of the last item.
         order: the items of a pass, by its number.
     """
     numbers = range(first // n, (stop - 1) // n + 1)
@@ -45,7 +48,7 @@ def order_of(n: int, seed: int, purpose: str, shuffle: bool) -> Callable[[int], 
 
 @lru_cache(8)
 def _permutation(stream: int, n: int) -> Places:
-    """Kept, because windows of one row each ask for the same pass."""
+    """The last pass, because windows of one row request the same pass repeatedly."""
     order = seeds.permutation(stream, n)
     order.flags.writeable = False
     return order
@@ -63,8 +66,8 @@ def shares(weights: Sequence[float]) -> Places:
 def block(weights: tuple[float, ...]) -> Places:
     """The pool of each position of a block. [BLOCK]
 
-    Among the pools that have had fewer positions than their share so far, the one whose next position is due first: so
-    any stretch has each pool's share to within one or two positions.
+    Each position goes to the pool whose next position is due first, among those with less than their share so far. So any range
+    of positions has each pool's share to within one or two.
     """
     counts = shares(weights)
     given, pools = np.zeros_like(counts), np.empty(BLOCK, np.int64)
@@ -78,7 +81,7 @@ def block(weights: tuple[float, ...]) -> Places:
 
 @dataclass(frozen=True, eq=False)
 class Pools:
-    """Which row is at which position; a pure function of the configuration, the rows and the seed."""
+    """The row at each position: a pure function of configuration, rows and seed."""
 
     config: PoolsConfig
     rows: tuple[Places, ...]
@@ -86,10 +89,10 @@ class Pools:
 
     @classmethod
     def of(cls, config: PoolsConfig, problems: Sequence[Problem], source: str) -> tuple[Pools, Places, str]:
-        """The pools, the rows that they have, by their places in `problems`, and a note about both.
+        """The pools, the places of their rows in `problems`, and a note about both.
 
         Raises:
-            DataError: rows lack the column, or no row has a value that has a weight.
+            DataError: rows lack the column, or a value with a weight has no row.
         """
         pools, others = {value: number for number, value in enumerate(config.values)}, Counter[str]()
         found = np.full(len(problems), -1, np.int32)
@@ -118,13 +121,13 @@ class Pools:
         return cls(config, rows), used, f"rows by {config.column}: {counts}{rest}"
 
     def window(self, first: int, stop: int, seed: int, per_step: int, shuffle: bool) -> Places:
-        """Places of the rows at positions first … stop − 1 of a job that has so many positions in a step."""
+        """Places of the rows at positions first to stop − 1 of a job with `per_step` positions in a step."""
         steps = range(first // per_step, (stop - 1) // per_step + 1)
         whole = np.concatenate([self._step(step, seed, per_step, shuffle) for step in steps])
         return whole[first - steps[0] * per_step : stop - steps[0] * per_step]
 
     def _step(self, step: int, seed: int, per_step: int, shuffle: bool) -> Places:
-        """Places of a step's rows, in a random order: a job may train the first ones alone (`algorithm.oversampling`)."""
+        """Places of a step's rows, in random order, because a job may train only the first ones (`algorithm.oversampling`)."""
         begun = [0, *(change for change in sorted(self.config.changes) if change <= step)]
         before = np.zeros(len(self.rows), np.int64)
         for start, end in zip(begun, [*begun[1:], step], strict=True):
@@ -144,7 +147,7 @@ class Pools:
 
 
 def _counts(pools: Places, n: int, n_pools: int) -> Places:
-    """How many of the first n positions are of each pool."""
+    """The number of positions of each pool among the first n."""
     whole, rest = divmod(n, BLOCK)
     counts: Places = whole * np.bincount(pools, minlength=n_pools) + np.bincount(pools[:rest], minlength=n_pools)
     return counts

@@ -15,7 +15,7 @@ import numpy as np
 from motet.types import IntArray, Message, Problem, ToolCall
 
 _IN_MEMORY = 2**22
-"""Bytes; larger data is in an unlinked file, which disappears with the process."""
+"""Largest data kept in memory, in bytes; larger data is in an unlinked file, which disappears with the process."""
 
 
 class Problems(Sequence[Problem]):
@@ -27,7 +27,7 @@ class Problems(Sequence[Problem]):
 
     @classmethod
     def of(cls, problems: Iterable[Problem]) -> Problems:
-        """Keep problems, of which one at a time is an object."""
+        """Store problems; only one at a time exists as an object."""
         ends, prompts = array("q", [0]), array("q")
         with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
             for problem in problems:
@@ -44,7 +44,7 @@ class Problems(Sequence[Problem]):
         return cls(text, np.stack([bounds[:-1], bounds[1:]], axis=1), np.array(prompts))
 
     def only(self, rows: Iterable[int]) -> Problems:
-        """Some of them, by their places here."""
+        """The problems at these places."""
         chosen = np.fromiter(rows, np.int64)
         return Problems(self._text, self._places[chosen], self._prompts[chosen])
 

@@ -1,8 +1,8 @@
 """reasoning-gym: procedural tasks with their own graders (https://github.com/open-thought/reasoning-gym).
 
-Some of its tasks draw from sets of strings, so their rows depend on Python's hash seed (`word_ladder`, `ransom_note`,
-…). Rows are therefore made in a process of their own with that seed fixed, and reward processes, which have the same
-one, make the entry again from its index: what JSON cannot hold (tuples, integer keys) is then as the task made it.
+Some of its tasks draw from sets of strings, so their rows depend on Python's hash seed (`word_ladder`, `ransom_note`, …). Rows
+are therefore made in a separate process with a fixed hash seed. Reward processes have the same seed and make each entry again
+from its index, so that values which JSON cannot hold (tuples, integer keys) are as the task made them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,23 +22,25 @@ from motet import wall
 from motet.errors import DataError, RewardError
 from motet.near import close_matches
 from motet.tasks.reasoning_answers import read_safely
-from motet.tasks.row_files import RowLimits
 from motet.types import Problem
+
+if TYPE_CHECKING:  # every reward process loads this module, and files of rows take as long as all the rest of Motet
+    from motet.tasks.row_files import RowLimits
 
 HASH_SEED = "0"
 _MEMORY_MB = 1 << 16
-"""Memory of the process that makes rows, without other limits."""
+"""Default memory limit of the process that makes rows."""
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """The reasoning-gym data to grade; only JSON values, so that it can be sent to a reward process."""
+    """Describes reasoning-gym data for its scorer; only JSON values, so that it can be sent to a reward process."""
 
     task: str
     """The task's name in reasoning-gym."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The task's own options."""
+    """The task's options."""
     size: int = 1
     seed: int = 0
     evaluation: ScorerSpec | None = None
@@ -55,8 +57,8 @@ def make_entries(spec: ScorerSpec, bounds: RowLimits | None = None) -> list[dict
     """The rows of a task: `question`, `answer` and `metadata`, as JSON values; the same for the same spec.
 
     Raises:
-        DataError: there is no such task (with close matches), it refuses its options (with those it has), or its rows take
-            more time or memory than the bounds.
+        DataError: there is no such task (the message has similar names), it refuses its options (the message lists them), or
+            its rows take more time or memory than the bounds.
     """
     reply = json.loads(_made_apart(json.dumps(asdict(spec), sort_keys=True), bounds))
     if "error" in reply:

@@ -1,7 +1,4 @@
-"""Scorers of reasoning-gym that evaluate an answer as Python, and what reads it instead.
-
-An answer is whatever a model wrote, and a tenant can make a model write anything.
-"""
+"""Replacements for scorers of reasoning-gym that evaluate an answer as Python. A tenant can make a model write anything."""
 
 from __future__ import annotations
 
@@ -48,12 +45,12 @@ READ_INSTEAD: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
     "games.n_queens": {"eval": ast.literal_eval},
     "games.puzzle24": {"parse_expr": arithmetic},
 }
-"""By module of reasoning-gym, what stands for a name in it."""
+"""Replacements by module of reasoning-gym and name."""
 
 EVALUATED = frozenset(
     {"algebra.intermediate_integration", "algebra.polynomial_multiplication", "algebra.simple_integration"}
 )
-"""Modules whose scorers take symbolic mathematics, which sympy evaluates: the wall is what holds there."""
+"""Modules whose scorers evaluate symbolic mathematics with sympy: only the wall protects against these answers."""
 
 OF_ITS_OWN = frozenset(
     {
@@ -61,11 +58,11 @@ OF_ITS_OWN = frozenset(
         "arithmetic.gsm_symbolic.generators_00_49", "arithmetic.gsm_symbolic.generators_50_99", "code.codeio",
     }
 )  # fmt: skip
-"""Modules that evaluate texts which they made themselves, never an answer."""
+"""Modules that evaluate only texts that they made themselves, never an answer."""
 
 
 def read_safely() -> None:
-    """Let the scorers of this process read answers as `READ_INSTEAD` says."""
+    """Replace the names in `READ_INSTEAD` in this process."""
     for module, names in READ_INSTEAD.items():
         for name, function in names.items():
             setattr(importlib.import_module(f"reasoning_gym.{module}"), name, function)

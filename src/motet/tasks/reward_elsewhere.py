@@ -20,13 +20,13 @@ from motet.errors import RewardError
 MOST_LETTERS = 4000
 """Most characters of a reason."""
 LONGEST_TRANSCRIPT = 2**20
-"""Characters of a conversation, as JSON, that is sent to be scored."""
+"""Most characters of a conversation, as JSON, that is sent to a scorer."""
 MOST_TOGETHER = 2**25
 """Most bytes of answers and conversations in one message: half of its limit, because the problem is sent too."""
 
 
 class Chance(str):
-    """A reason for which the clock or the network is to blame: another run could come out differently."""
+    """A reason caused by the clock or the network: another run could have another result."""
 
     __slots__ = ()
 
@@ -34,30 +34,30 @@ class Chance(str):
 ScoreOrReason = float | str | None
 """A finite number, the reason for a missing score, or None if the reward does not apply."""
 Transcripts = list[list[dict[str, Any]]]
-"""The messages of each completion's whole conversation; none at all where each is the prompt and the completion."""
+"""The messages of each completion's whole conversation; empty if each is only the prompt and the completion."""
 Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str], Transcripts], Awaitable[list[ScoreOrReason]]]
 """(job, reward, problem, completions, transcripts) → one score per completion, in order; a `Problem` as plain values."""
 
 
 @runtime_checkable
 class Judging(Protocol):
-    """Scores elsewhere, keeps count of what that takes, and has something to close."""
+    """A scorer that counts its spending and must be closed."""
 
     def spend(self, job: str) -> Mapping[str, Any]:
-        """What was paid for a job so far; empty where nothing was."""
+        """A job's spending so far; empty without any."""
         ...
 
     def leave(self, job: str) -> None:
-        """A job is no longer here."""
+        """Forget a job that has left this host."""
         ...
 
     async def close(self) -> None:
-        """Ask no longer."""
+        """Stop asking."""
         ...
 
 
 def judging(scorers: Iterable[object]) -> list[Judging]:
-    """Those that keep count of what they take."""
+    """The scorers that count their spending."""
     return [one for one in scorers if isinstance(one, Judging)]
 
 
@@ -83,7 +83,7 @@ class HttpArgs(Config):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, url: str) -> str:
-        import httpx2  # what will ask it has to understand it too
+        import httpx2  # the code that asks must understand the URL too
 
         try:
             parts = urlsplit(url)
@@ -103,7 +103,7 @@ class HttpArgs(Config):
             if not _HEADER.fullmatch(name) or name.lower() in _OWN_HEADERS:
                 raise ValueError(f"{name[:100]!r} is not a header that can be set")
             if value == MASK:
-                raise ValueError(f"the value of {name} is the mask that is shown in its place; give the value itself")
+                raise ValueError(f"the value of {name} is the mask shown instead of it; give the value itself")
             most = _LONGEST_SEALED if value.startswith(SEALED) else _LONGEST_HEADER
             if not value.isascii() or not value.isprintable() or value != value.strip() or len(value) > most:
                 raise ValueError(
@@ -116,7 +116,7 @@ class WorkerArgs(Config):
     """A reward worker on its owner's machine scores."""
 
     function: str = Field("", max_length=300)
-    """Which function of the worker scores: `rewards.py:reward`, or only `reward`; without one, the worker's only one."""
+    """The worker's function: `rewards.py:reward`, or only `reward`; by default, the worker's only function."""
     args: dict[str, Any] = {}
     """Its keyword arguments."""
 
@@ -128,9 +128,10 @@ class JudgeArgs(Config):
 
 
 ELSEWHERE: Mapping[str, type[Config]] = {"http": HttpArgs, "worker": WorkerArgs, "judge": JudgeArgs}
-"""Rewards that no process of the job scores, with their arguments; a model's first line says who scores."""
+"""Rewards that no process of the job scores, with the models of their arguments; the first line of a model's docstring says who
+scores."""
 SPENDING = ("key", "at_once", "budget", "prices")
-"""Arguments of a judge that say who pays for it, and how much."""
+"""Arguments of a judge about payment, which change no score."""
 SEES_ALL = frozenset({"http", "worker"})
 """Rewards among these that get whole conversations."""
 
@@ -157,7 +158,7 @@ def check(reward: RewardConfig) -> None:
 
 
 def with_headers(reward: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """A reward as plain values, with other values of the headers that it sends."""
+    """A reward as plain values, with the values of its headers replaced."""
     args = reward.get("args")
     headers = args.get("headers") if isinstance(args, Mapping) and reward.get("name") == "http" else None
     if not isinstance(args, Mapping) or not isinstance(headers, Mapping):
@@ -166,19 +167,19 @@ def with_headers(reward: Mapping[str, Any], change: Callable[[str], str]) -> dic
 
 
 def masked(reward: Mapping[str, Any]) -> dict[str, Any]:
-    """A reward as it may be shown: values of headers are secrets."""
+    """A reward for display: values of headers are masked."""
     return with_headers(reward, lambda _: MASK)
 
 
 def without_spending(reward: Mapping[str, Any]) -> dict[str, Any]:
-    """A reward as plain values, without what a judge may cost: it changes no score."""
+    """A reward as plain values, without a judge's fields about payment, which change no score."""
     if reward.get("name") != "judge":
         return dict(reward)
     return {**reward, "args": {name: value for name, value in reward["args"].items() if name not in SPENDING}}
 
 
 def needs_a_service(name: str) -> RewardError:
-    """Why a run without a service cannot have a reward."""
+    """The message about a reward that needs a service."""
     return RewardError(
         f"reward {name!r} is scored beside a service: submit the job to `motet serve`, or name a function of yours as "
         "`file.py:function`"
@@ -208,7 +209,7 @@ def weights_of(rewards: Sequence[RewardConfig]) -> dict[str, float]:
 
 
 def number(value: Any) -> ScoreOrReason:
-    """A finite number from a JSON value, or the reason why it is none."""
+    """A finite number from a JSON value, or the reason why it is not one."""
     if value is None:
         return "gave no score"
     if not isinstance(value, int | float):
@@ -223,7 +224,7 @@ def number(value: Any) -> ScoreOrReason:
 def _kind(value: Any) -> str:
     if isinstance(value, str):
         return "text"
-    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, Mapping) else "what is not JSON"
+    return "a list" if isinstance(value, list) else "a mapping" if isinstance(value, Mapping) else "non-JSON data"
 
 
 def to_wire(scores: Sequence[ScoreOrReason]) -> list[Any]:

@@ -40,24 +40,24 @@ _ANY = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class AddressRefused(Exception):
-    """The address answered, or may not be asked, and asking again would not help; the text says why."""
+    """The address refused, or may not be asked; a retry would not help. The text says why."""
 
 
 class AddressFailed(Exception):
-    """The address could not be reached, or failed; it may do better a moment later."""
+    """The address could not be reached, or failed; a retry may succeed."""
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Which addresses may be asked."""
+    """The addresses that may be asked."""
 
     hosts: tuple[str, ...] | None = None
     """Only these: `example.org`, `*.example.org`, `10.0.0.7`, each with or without a port. They may be private."""
     anywhere: bool = False
-    """Everything may be asked, this machine too; names are resolved, and proxies used, as everywhere on it."""
+    """Whether any address may be asked, including this machine; names and proxies are those of the system."""
 
     def check(self, url: str) -> None:
-        """Look at an address without resolving its name.
+        """Check an address without resolving its name.
 
         Raises:
             RewardError: it may not be asked.
@@ -112,7 +112,7 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
 _RESOLVING = ThreadPoolExecutor(64, "motet-names")
-"""A separate pool: a name server that does not answer blocks threads for a long time."""
+"""A separate thread pool: a name server that does not answer blocks threads for a long time."""
 
 
 async def _resolve(host: str, port: int) -> list[str]:
@@ -157,7 +157,9 @@ class HttpRewards:
                 with anyio.fail_after(reward.wall_seconds):
                     return _scores(await self._posted(args, body), len(completions))
             except TimeoutError:
-                reason = Chance(f"{host} gave no whole answer in {reward.wall_seconds:g} s (reward field wall_seconds)")
+                reason = Chance(
+                    f"{host} gave no complete answer in {reward.wall_seconds:g} s (reward field wall_seconds)"
+                )
             except AddressFailed as error:
                 reason = Chance(f"{host} {error}, {ATTEMPTS} times")
             except AddressRefused as error:
@@ -165,7 +167,7 @@ class HttpRewards:
         return [reason] * len(completions)
 
     async def _posted(self, args: HttpArgs, body: bytes) -> bytes:
-        """The answer; failures that may pass are tried again."""
+        """The answer; temporary failures are retried."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self.post_once(args, body, attempt)
@@ -176,10 +178,10 @@ class HttpRewards:
         raise AssertionError
 
     async def post_once(self, args: HttpArgs, body: bytes, attempt: int) -> bytes:
-        """One request; where a name has several addresses, each attempt takes the next.
+        """One request; if a name has several addresses, each attempt takes the next.
 
         Raises:
-            AddressRefused, AddressFailed: there is no answer that could be used.
+            AddressRefused, AddressFailed: there is no usable answer.
         """
         url = httpx2.URL(args.url)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **args.headers}
@@ -207,7 +209,7 @@ class HttpRewards:
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise AddressFailed(f"could not be reached ({error or type(error).__name__})") from error
         except httpx2.TransportError as error:
-            raise AddressFailed(f"broke off ({error or type(error).__name__})") from error
+            raise AddressFailed(f"broke the connection ({error or type(error).__name__})") from error
         except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL) as error:
             raise AddressRefused(f"cannot be asked ({error or type(error).__name__})") from error
 
@@ -239,7 +241,7 @@ async def _read(response: httpx2.Response) -> bytes:
     """Read a response body up to its limit.
 
     Raises:
-        AddressRefused, AddressFailed: it is not one that could hold scores.
+        AddressRefused, AddressFailed: it cannot contain scores.
     """
     status = response.status_code
     if status >= 500 or status == 429:
@@ -247,7 +249,7 @@ async def _read(response: httpx2.Response) -> bytes:
     if 300 <= status < 400:
         raise AddressRefused(f"answered with a redirect ({status}); name the address that scores itself")
     if "content-encoding" in response.headers:
-        raise AddressRefused("answered compressed, which is not asked for")
+        raise AddressRefused("answered with compression, which was not requested")
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
@@ -268,7 +270,7 @@ def _scores(body: bytes, n: int) -> list[ScoreOrReason]:
     try:
         reply = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise AddressRefused(f"answered what is not JSON: {str(error)[:100]}") from error
+        raise AddressRefused(f"answered with something that is not JSON: {str(error)[:100]}") from error
     scores = reply.get("scores") if isinstance(reply, dict) else None
     if not isinstance(scores, list):
         raise AddressRefused('must answer {"scores": [one number for each completion]}')

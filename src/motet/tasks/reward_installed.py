@@ -30,7 +30,7 @@ class Installed:
     summary: str = ""
     """The first line of its docstring."""
     parameters: Mapping[str, str] = field(default_factory=dict)
-    """Its own parameters and their defaults as text; empty text where a job has to give one."""
+    """Its parameters and their defaults as text; empty text for required ones."""
     wall: bool = True
     """Whether it runs behind a wall: without network, files and other processes."""
 
@@ -40,10 +40,10 @@ def install(wanted: Mapping[str, Mapping[str, Any]], file: Path | None = None) -
 
     Args:
         wanted: `{"function": …, "args": {…}}` by name.
-        file: a file of which every public reward function is installed under its own name.
+        file: a file whose public reward functions are all installed under their names.
 
     Raises:
-        RewardError: one of them does not load, and why; or a name is taken.
+        RewardError: one of them does not load, or a name is taken; the message says why.
     """
     asked = json.dumps({"path": import_path(), "wanted": wanted, "file": None if file is None else str(file)})
     try:
@@ -55,12 +55,12 @@ def install(wanted: Mapping[str, Mapping[str, Any]], file: Path | None = None) -
     installed = {name: Installed(**one) for name, one in answer["found"].items()}
     for name in installed:
         if name in BUILTIN or name in ELSEWHERE or name == SCORER or ":" in name:
-            raise RewardError(f"a reward cannot be installed as {name!r}: the name has a meaning already")
+            raise RewardError(f"a reward cannot be installed as {name!r}: the name is already taken")
     return installed
 
 
 def without_folder(text: str, target: str) -> str:
-    """What a reward said, without where its file lies."""
+    """A reward's message without the path of its file."""
     folder = Path(os.path.expanduser(target.rpartition(":")[0])).resolve().parent if ".py:" in target else None
     return text if folder is None else text.replace(f"{folder}/", "")
 
@@ -69,7 +69,7 @@ def _describe(function: Any, target: str, args: Mapping[str, Any], wall: bool) -
     summary = (inspect.getdoc(function) or "").strip().partition("\n")[0]
     known = inspect.signature(function).parameters
     own = list(own_parameters(known).values())
-    if "completions" in known:  # TRL's: its columns are no arguments of a job
+    if "completions" in known:  # TRL's columns are not arguments of a job
         own = [one for one in known.values() if one.default is not one.empty]
     parameters = {
         one.name: repr(args.get(one.name, one.default)) if one.name in args or one.default is not one.empty else ""
@@ -104,15 +104,15 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
         target, args = str(one["function"]), one.get("args") or {}
         function = OWN.find(target)
         described = _describe(function, target, args, one.get("wall", True))
-        adapted(function, {**dict.fromkeys(described.parameters), **args}, name)  # whether it can be called
+        adapted(function, {**dict.fromkeys(described.parameters), **args}, name)  # checks that it can be called
         described_rewards[name] = asdict(described)
     return {"found": described_rewards}
 
 
 def main() -> None:
-    """One question in, one answer out."""
+    """Answer one question on standard input."""
     asked, out = json.loads(sys.stdin.read()), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing that a file prints when it is loaded may pass for the answer
+    os.dup2(2, 1)  # a file's prints while it loads must not be read as the answer
     try:
         answer = _answer(asked)
     except RewardError as error:

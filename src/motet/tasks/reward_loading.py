@@ -1,6 +1,6 @@
-"""From what a job names to something that scores: built-in, `file.py:function`, `module:function`, or a function.
+"""Loads the rewards that a job names: built-in ones, `file.py:function`, `module:function`, or a function object.
 
-Runs in reward processes. These ways of writing a reward are understood, told apart by parameter names:
+Runs in reward processes. A reward may have one of these forms, which differ by parameter names:
 
     def score(problem, completion) -> float                      # ours, sync or async; in any order under these names
     def score(problem, completion, transcript) -> float          # with the whole conversation, a list of messages as mappings
@@ -27,14 +27,14 @@ from motet.types import Problem
 SCORER = "scorer"
 NO_SCORER = "only reasoning-gym:NAME data has a scorer; name a reward, such as `exact`"
 OWN = OwnCode("reward", RewardError, (*BUILTIN, SCORER))
-# What TRL passes besides columns. Tokens are not for rewards here; the trainer's state is None, as before training.
+# Arguments that TRL passes besides columns. Rewards get no tokens here; the trainer's state is None, as before training.
 _TRL_ONLY = ("completion_ids", "prompt_ids", "prompts_ids")
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """A reward that is ready to be called."""
+    """A reward, ready to be called."""
 
     call: Callable[..., Any]
     """Raw values, one per completion; for `async def` an awaitable of one value for one completion."""
@@ -44,20 +44,20 @@ class LoadedReward:
     sees_all: bool = False
     """Takes the transcript too."""
     compares: bool = False
-    """Scores the completions of a problem together, so that one cannot be asked about alone."""
+    """Compares the completions of a problem, so it cannot be called for one alone."""
 
 
 def resolve(name: str, args: Mapping[str, Any], function: Any = None, scorer: ScorerSpec | None = None) -> LoadedReward:
-    """Find the function and look at how it wants to be called.
+    """Find the function and determine how to call it.
 
     Args:
         name: built-in, `file.py:function` or `module:function`.
         args: keyword arguments.
-        function: an object, which wins over the name.
-        scorer: of the data.
+        function: an object, used instead of the name.
+        scorer: the scorer of the data, if it has one.
 
     Raises:
-        RewardError: nothing has that name, it does not load, or its parameters fit neither signature.
+        RewardError: nothing has that name, it does not load, or its parameters fit no form.
     """
     if function is None and name == SCORER:
         if scorer is None:
@@ -65,7 +65,7 @@ def resolve(name: str, args: Mapping[str, Any], function: Any = None, scorer: Sc
         function = build_scorer(scorer)
     elif function is None and name in BUILTIN:
         if name == "math":
-            importlib.import_module("math_verify")  # slow to import: not on the first completion's CPU time
+            importlib.import_module("math_verify")  # slow to import, and must not use the first completion's CPU time
         return built_in(name, args)
     return adapted(OWN.find(name) if function is None else function, args, name)
 
@@ -79,7 +79,7 @@ def built_in(name: str, args: Mapping[str, Any]) -> LoadedReward:
     loaded = adapted(BUILTIN[name], args, name)
     try:
         check_args(name, args)
-    except Exception as error:  # a pattern that is none, a type that does not compare: whatever args may hold
+    except Exception as error:  # args may hold anything, such as an invalid pattern
         raise RewardError(f"reward {name!r}: args {dict(args)}: {error}") from error
     return loaded
 
@@ -88,14 +88,14 @@ def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
     """A function with its arguments, ready to be called.
 
     Raises:
-        RewardError: it is no function, or its parameters fit neither signature.
+        RewardError: it is not a function, or its parameters fit no form.
     """
     if not callable(function):
         raise RewardError(f"reward {name!r} is {type(function).__name__}, not a function")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        parameters = None  # written in C: taken at its word
+        parameters = None  # written in C: its parameters are unknown
     called = function if inspect.isfunction(function) else getattr(function, "__call__", function)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
     if parameters is None:
@@ -123,7 +123,7 @@ def _compared(function: Any, args: dict[str, Any], problem: Problem, completions
 def _own_call(
     function: Any, parameters: Mapping[str, inspect.Parameter], args: Mapping[str, Any], name: str
 ) -> Callable[[Problem, Sequence[str]], Any]:
-    """Problem and completion go to the parameters of these names; where not both are there, to the first and the second."""
+    """Pass problem and completion to the parameters of these names or, if one is missing, to the first two parameters."""
     by_name = _by_name(parameters)
     positional = [key for key, value in parameters.items() if value.kind in _POSITIONAL]
     taken = ""
@@ -153,7 +153,7 @@ def _by_name(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def own_parameters(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
-    """What a reward of ours takes besides problem and completion."""
+    """The parameters of a reward in Motet's form besides problem and completion."""
     taken = ("problem", "completion") if _by_name(parameters) else tuple(parameters)[:2]
     return {
         key: value

@@ -71,7 +71,7 @@ class AnswerToScore:
 
     text: str
     transcript: Transcript = ()
-    """Empty if it is only the prompt and the text."""
+    """The messages; empty if they are only the prompt and the text."""
 
     def whole(self, problem: Problem) -> list[dict[str, Any]]:
         """The conversation in the form that rewards get."""

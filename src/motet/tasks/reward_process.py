@@ -59,7 +59,7 @@ def _raw_values(reward: LoadedReward, request: m.ScoreCompletions) -> list[Any]:
             if len(values) == n:
                 return list(values)
             returned = f"{len(values)} value{'' if len(values) == 1 else 's'}"
-        # Not the fault of one completion: called for each alone, it could return a list of one and look right.
+        # Not the fault of one completion: called for each alone, it could return a list of one, which looks right.
         return [ValueError(f"returned {returned}, not a list of {n} numbers, one for each completion")] * n
     transcripts = request.transcripts or [[]] * len(completions)
     pairs = zip(completions, transcripts, strict=True)
@@ -135,7 +135,7 @@ def _function(source: m.RewardSource) -> Any:
     if source.pickled is None:
         return OWN.find(source.name) if ":" in source.name else None
     try:
-        # The bytes come from the function's owner's process, over a private pipe.
+        # The bytes come from the process of the function's owner, over a private pipe.
         return pickle.loads(source.pickled)  # noqa: S301
     except Exception as error:  # unpickling imports and runs the function's modules
         raise RewardError(f"reward {source.name!r} cannot be unpickled: {describe(error)}") from error

@@ -17,7 +17,7 @@ EVALUATING = frozenset({"scorer", "math", "code"})
 """Rewards that ship with Motet and evaluate an answer, or parts of it, as Python."""
 
 SANDBOXED = frozenset({"code"})
-"""Rewards of Motet whose process starts another one, with its own wall, for each answer."""
+"""Built-in rewards whose process starts another process, with its own wall, for each answer."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Walls:
     required: bool = False
     """Whether rewards that evaluate answers are refused on a machine without walls; otherwise they run without one."""
     exempt: frozenset[str] = frozenset()
-    """Rewards of Motet that run without a wall nevertheless."""
+    """Built-in rewards that may run without a wall all the same."""
     missing: Callable[[], str] = wall.missing
-    """Why this machine has no wall; empty where it has one."""
+    """Why this machine has no wall; empty if it has one."""
 
     def around(self, reward: RewardConfig, installed: Installed | None = None) -> bool:
         """Whether a reward runs behind a wall; `installed` is the operator's reward of its name, if any.

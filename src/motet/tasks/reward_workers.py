@@ -1,4 +1,4 @@
-"""The processes that score one job's rewards: what they load and are asked, who is free, and a new one where one was lost."""
+"""The processes that score one job's rewards: starts them, gives calls to free ones, and replaces lost ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ProcessDiedError, Wo
 
 
 def load_request(rewards: Sequence[RewardConfig], scorer: ScorerSpec | None, walled: bool) -> m.LoadRewards:
-    """The first message to a process: what to load, found along the same import path as here.
+    """The first message to a process: the rewards to load, with this process's import path.
 
     Raises:
         RewardError: a function or its arguments cannot be sent.
@@ -38,7 +38,7 @@ def _pickled(reward: RewardConfig) -> bytes | None:
 
     try:
         pickled: bytes = cloudpickle.dumps(reward.function)
-    except Exception as error:  # whatever the function holds says in its own way that it cannot be pickled
+    except Exception as error:  # pickling may raise any exception, depending on the values in the function
         raise RewardError(
             f"the function of reward {reward.name!r} cannot be sent to its process: {error}. Open files, locks "
             "and clients inside the function, or put it in a file and name it `file.py:function`"
@@ -55,7 +55,7 @@ class RewardLink(WorkerLink):
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         super().__init__(process)
         self.calls = 0
-        """Calls that were answered."""
+        """Number of answered calls."""
         self.loaded = m.RewardsLoaded((), ())
 
     @classmethod
@@ -63,7 +63,7 @@ class RewardLink(WorkerLink):
         """Start a process and load its rewards.
 
         Raises:
-            RewardError: the rewards do not load; the text is for the person.
+            RewardError: the rewards do not load; the text is for a person.
             ProcessDiedError, ClockLimitError: loading ended the process or took too long.
         """
         link = await cls.spawn(log, walled=request.walled)
@@ -94,7 +94,7 @@ class RewardLink(WorkerLink):
 
 
 class Worker:
-    """A place for one process, which is started by the first call that needs it."""
+    """A slot for one process, which the first call that needs it starts."""
 
     link: RewardLink | None = None
 
@@ -106,7 +106,7 @@ class WorkerGroup:
     request: m.LoadRewards
     log: Path | None
     rewards: Mapping[int, RewardConfig]
-    """By their places in the job, in the order in which the process has them."""
+    """Positions of the rewards in the job, in the order in which the process loads them."""
     may_start_another: Callable[[], bool]
     """Whether another process may be started."""
     loaded: m.RewardsLoaded = field(default_factory=lambda: m.RewardsLoaded((), ()))
@@ -129,11 +129,11 @@ class WorkerGroup:
                 await worker.link.kill()
 
     def index(self, reward: int) -> int:
-        """Where in the process a reward is."""
+        """The position of a reward in the process."""
         return list(self.rewards).index(reward)
 
     async def start(self) -> RewardLink:
-        """A new process for a group that is still there.
+        """A new process, if the job is still registered.
 
         Raises:
             ProcessDiedError: the job was unregistered, or the rewards no longer load.
@@ -149,7 +149,7 @@ class WorkerGroup:
         return link
 
     async def take(self) -> Worker:
-        """A free worker; a new one where another may be started, else whichever comes free."""
+        """A free worker: a new one if another may be started, otherwise the next that becomes free."""
         if self._idle:
             return self._idle.pop()
         if not self.workers or self.may_start_another():

@@ -1,7 +1,7 @@
 """The built-in rewards: short pure functions `(problem, completion, **args) -> float`, and the table that names them.
 
-Whether a text is right is a question of convention. Each docstring says which one it follows; where none fits, a reward
-of your own is three lines of Python (`reward: my_rewards.py:score`).
+Conventions decide whether a text is right, and each docstring says which one it follows. If none fits, your own reward
+is three lines of Python (`reward: my_rewards.py:score`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RewardFunction = Callable[..., float]
 # 1,234.5 · -3 · .5 · 2e-3; a minus directly behind a digit or letter is a subtraction or a hyphen, not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w.)])[-−+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
-# Mathematics that says where it begins, or a sentence.
+# Text with marked mathematics, or a sentence.
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[|(?:^|\s)[A-Za-z]{3,}(?=\s|[.,:]|$)")
 
 
@@ -26,7 +26,7 @@ def reference(problem: Problem) -> str:
     """The reference answer without outer spaces.
 
     Raises:
-        ValueError: there is none, so nothing could ever be right.
+        ValueError: there is none, so no answer could be right.
     """
     answer = problem.answer.strip()
     if not answer:
@@ -35,7 +35,7 @@ def reference(problem: Problem) -> str:
 
 
 def exact(problem: Problem, completion: str, *, ignore_case: bool = False) -> float:
-    """1 if the completion is the answer, outer spaces aside."""
+    """1 if the completion equals the answer, ignoring outer spaces."""
     said, answer = completion.strip(), reference(problem)
     return float(said.casefold() == answer.casefold() if ignore_case else said == answer)
 
@@ -67,7 +67,7 @@ def last_number(text: str) -> Decimal | None:
             number = Decimal(digits.replace(",", "").replace("−", "-"))
         except InvalidOperation:
             continue
-        # An exponent of a billion is a number that cannot be compared in finite time.
+        # A number with an exponent of a billion could not be compared in reasonable time.
         return number if abs(number.adjusted()) < 400 else None
     return None
 
@@ -76,7 +76,7 @@ def math(problem: Problem, completion: str) -> float:
     r"""1 if the completion's last mathematical expression equals the answer, judged by Hugging Face's math-verify.
 
     LaTeX (`\boxed{}`, `$…$`) and plain expressions are understood. math-verify's own limits use `signal.alarm`, that
-    is, the wall clock; they are off here because rewards run under a limit of CPU time.
+    is, the wall clock; they are off here because rewards have a limit on CPU time.
     """
     from math_verify import parse, verify
 
@@ -90,7 +90,7 @@ def math(problem: Problem, completion: str) -> float:
 
 
 def regex(problem: Problem, completion: str, *, pattern: str, full: bool = False, ignore_case: bool = False) -> float:
-    """1 if the pattern is found in the completion (`full`: is all of it); `{answer}` in it is the answer, escaped."""
+    """1 if the pattern is found in the completion (`full`: matches all of it); `{answer}` in it is the escaped answer."""
     flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
     compiled = re.compile(pattern.replace("{answer}", re.escape(problem.answer.strip())), flags)
     return float(bool(compiled.fullmatch(completion) if full else compiled.search(completion)))
@@ -105,11 +105,11 @@ def length(problem: Problem, completion: str, *, target: float, unit: str = "wor
 
 
 def grader(problem: Problem, completion: str, /, *, type: str, **fields: Any) -> float:
-    """What a grader gives the completion; `args` are its fields, which the docs give under "Graders" (openai.md).
+    """The score of a grader; `args` are its fields, described under "Graders" (openai.md).
 
-    It is a string_check, a text_similarity or a multi of these.
+    The grader is a string_check, a text_similarity or a multi of these.
     """
-    from motet.tasks import graders  # what it stands on is loaded only where there is one
+    from motet.tasks import graders  # its libraries are loaded only if they are needed
 
     return graders.score(problem, completion, {"type": type, **fields})
 
@@ -117,11 +117,11 @@ def grader(problem: Problem, completion: str, /, *, type: str, **fields: Any) ->
 def code(
     problem: Problem, completion: str, *, column: str = "tests", partial: bool = False, seconds: float = 10.0
 ) -> float:
-    """1 if the answer's program passes all tests of the row's column; with `partial` the share that it passes.
+    """1 if the answer's program passes all tests in a column of the row; with `partial`, the share that it passes.
 
-    The program is the last fenced block, or all of the completion where there is none. Tests are texts in Python that raise
-    nothing (`assert add(1, 2) == 3`), one or a list, or a list of `{"input": …, "output": …}`: what the program reads, and what
-    it must print. It runs behind the wall, with `seconds` of CPU time for each input, or for all texts together.
+    The program is the last fenced block, or the whole completion without one. Tests are Python statements that must not
+    raise (`assert add(1, 2) == 3`), as a text or a list, or a list of `{"input": …, "output": …}`: the program's input
+    and expected output. It runs behind the wall, with `seconds` of CPU time for each input, or for all texts together.
     """
     from motet.tasks import code_tests
 
@@ -138,16 +138,16 @@ BUILTIN: Mapping[str, RewardFunction] = {
     "grader": grader,
     "code": code,
 }
-"""Rewards by name; `scorer`, the data's own, is the one more name that has no function here."""
+"""Rewards by name. The name `scorer`, for the data's own scorer, has no function here."""
 NEED_AN_ANSWER = ("exact", "contains", "numeric", "math")
-"""Rewards that cannot score a row without a reference answer."""
+"""Rewards that need a reference answer."""
 
 
 def check_args(name: str, args: Mapping[str, Any]) -> None:
-    """Try a built-in reward's arguments out on an empty answer.
+    """Try a built-in reward's arguments with an empty answer.
 
     Raises:
-        TypeError, ValueError, re.error, ConfigError: what is wrong with them.
+        TypeError, ValueError, re.error, ConfigError: an argument is wrong.
     """
     if name == "grader":
         from motet.tasks import graders

@@ -18,7 +18,7 @@ from motet.tasks import parquet_rows
 
 Row = dict[str, Any]
 _SMALL = 2**18
-"""Bytes of a file that is read where it arrives."""
+"""Largest file that is read in this process, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class RowLimits:
 
     rows: int = 2_000_000
     row_bytes: int = 2**20
-    """Of one row as JSON."""
+    """Bytes of one row as JSON."""
     bytes: int = 2**30
-    """Of all rows, and of all prompts that are made of them."""
+    """Bytes of all rows, and of all prompts made of them."""
     values: int = 20_000_000
-    """Of all rows: numbers, texts, lists and so on, each of which is an object of Python's."""
+    """Values in all rows (numbers, texts, lists and so on), each of which becomes a Python object."""
     seconds: float = 120.0
-    """Time that generating rows may take, and reading parquet."""
+    """Time for generating rows, or for reading parquet."""
     memory_mb: int = 4096
-    """Memory of the process that does either."""
+    """Memory of the process that generates rows or reads parquet."""
 
 
 UPLOADED = RowLimits()
 """Limits of a service per file."""
 OF_A_JOB = RowLimits(rows=200_000)
-"""Limits of a service per job, which checks each row before it begins."""
+"""Limits of a service per job; every row is checked before the job begins."""
 
 
 def rows_of(path: Path, bounds: RowLimits | None = None) -> Iterator[Row]:
@@ -49,7 +49,7 @@ def rows_of(path: Path, bounds: RowLimits | None = None) -> Iterator[Row]:
 
     Args:
         path: the file; its suffix gives the format.
-        bounds: None for a user's own file, which may be as large as memory allows.
+        bounds: None for a user's own file, which only memory limits.
 
     Raises:
         DataError: it cannot be read, contains something other than rows, or exceeds the limits.
@@ -61,7 +61,7 @@ def rows_of(path: Path, bounds: RowLimits | None = None) -> Iterator[Row]:
 
 
 def count_rows(path: Path, bounds: RowLimits) -> int:
-    """How many rows a file has; every one is read, and none is kept.
+    """The number of rows in a file; reads every row and keeps none.
 
     Raises:
         DataError: as `rows_of`, and for a file without rows or of another kind.
@@ -86,14 +86,14 @@ def count_apart(path: Path, bounds: RowLimits) -> int:
         answer = json.loads(wall.call_apart(__name__, *arguments, seconds=bounds.seconds))
     except (TimeoutError, ChildProcessError) as error:
         most = f"{bounds.seconds:g} s and {bounds.memory_mb} MB of memory"
-        raise DataError(f"{path} cannot be read within {most}, the most here; split it, or make it .jsonl") from error
+        raise DataError(f"{path} cannot be read within {most}, the limit here; split it, or make it .jsonl") from error
     if isinstance(answer, str):
         raise DataError(answer)
     return int(answer)
 
 
 def _too_many_rows(path: Path, bounds: RowLimits) -> DataError:
-    return DataError(f"{path} has more than {bounds.rows} rows, the most here; split it, or set data.size")
+    return DataError(f"{path} has more than {bounds.rows} rows, the limit here; split it, or set data.size")
 
 
 def _too_large(where: str, limit: int) -> DataError:
@@ -101,7 +101,7 @@ def _too_large(where: str, limit: int) -> DataError:
 
 
 def _too_many_values(path: Path, bounds: RowLimits) -> DataError:
-    return DataError(f"{path} has more than {bounds.values} values, the most here; leave columns out, or split it")
+    return DataError(f"{path} has more than {bounds.values} values, the limit here; leave columns out, or split it")
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def _lines(path: Path, bounds: RowLimits | None) -> Iterator[bytes]:
 
 
 def _within(lines: Iterable[bytes], path: Path, unit: str, bounds: RowLimits | None) -> Iterator[tuple[str, bytes]]:
-    """Lines, each with its place, none of which comes before it is known to be within the bounds."""
+    """Yield lines with their places; each line is checked against the bounds before it is yielded."""
     size = values = 0
     for number, line in enumerate(lines, 1):
         where = f"{path} {unit} {number}"
@@ -157,7 +157,7 @@ def _json_list(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
 
 
 def _values(text: bytes) -> int:
-    """At least as many as a text of JSON has values, without parsing it."""
+    """An upper limit on the number of values in a JSON text, without parsing it."""
     return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
@@ -188,7 +188,7 @@ def _object(value: Any, where: str) -> Row:
 
 def _csv(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
     """All fields stay texts: `007` may be a code, not the number 7."""
-    csv.field_size_limit(sys.maxsize)  # of the whole process; rows have bounds of their own
+    csv.field_size_limit(sys.maxsize)  # a limit of the whole process; rows have their own bounds
     reader = csv.reader(_texts(path, bounds), strict=True)
     try:
         names = next(reader, [])
@@ -237,7 +237,7 @@ READERS: dict[str, Callable[[Path, RowLimits | None], Iterator[Row]]] = {
 
 
 def _counted(path: Path, bounds: RowLimits) -> int | str:
-    """The number of rows in a file, or what is wrong with it."""
+    """The number of rows in a file, or what is wrong with it; called in a separate process."""
     try:
         return count_rows(path, bounds)
     except DataError as error:

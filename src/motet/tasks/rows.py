@@ -1,4 +1,4 @@
-"""Rows of data as tokens, for algorithms that learn from rows: answers, preferences, thumbs, a teacher's probabilities."""
+"""Rows of data as tokens, for algorithms that learn from rows: answers, preferences, ratings, a teacher's probabilities."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_rows(problems: Iterable[Problem], kind: str, source: str) -> None:
 
 
 def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
-    """All of the assistant's turns of a conversation."""
+    """All turns of the assistant in a conversation."""
     messages = (*problem.messages, *answer_of(problem, where))
     first = next(at for at, message in enumerate(messages) if message.role == "assistant")
     return Row((_learned(chat.conversation(messages, first, _tools(problem, where)), where),))
@@ -101,7 +101,7 @@ def _pair(problem: Problem, chat: Chat, where: str) -> Row:
 
 
 def _thumb(problem: Problem, chat: Chat, where: str) -> Row:
-    """`completion`, and whether it was liked, `label`."""
+    """`completion`, and `label`: whether it was liked."""
     completion, label = _thumb_of(problem, where)
     return Row((_example(problem, completion, chat, where),), label)
 
@@ -114,7 +114,7 @@ def _thumb_of(problem: Problem, where: str) -> tuple[Continuation, bool]:
 
 
 def _soft(problem: Problem, chat: Chat, where: str) -> Row:
-    """`token_ids` of the answer, and for each of them `top_ids` and `top_logprobs`, a teacher's."""
+    """`token_ids` of the answer, and for each of them a teacher's `top_ids` and `top_logprobs`."""
     own, targets, shares = _soft_of(problem, where)
     vocabulary = len(chat.tokenizer)
     if min(own.min(), targets.min()) < 0 or max(own.max(), targets.max()) >= vocabulary:
@@ -155,7 +155,7 @@ READERS: Mapping[str, Callable[[Problem, Chat, str], Row]] = {
     "thumb": _thumb,
     "soft": _soft,
 }
-"""What rows are read for."""
+"""Readers of rows as tokens, by kind."""
 PARTS: Mapping[str, Callable[[Problem, str], object]] = {
     "answer": answer_of,
     "last_answer": answer_of,
@@ -163,7 +163,7 @@ PARTS: Mapping[str, Callable[[Problem, str], object]] = {
     "thumb": _thumb_of,
     "soft": _soft_of,
 }
-"""What of a row is read, by the same names."""
+"""Parsers of a row's columns, by the same names."""
 
 
 def _continuation(problem: Problem, column: str, where: str) -> Continuation:

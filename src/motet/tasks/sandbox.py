@@ -22,14 +22,14 @@ MODULE = "motet.tasks.sandbox_process"
 SECONDS = 10.0
 MEMORY_MB = 512
 WRITTEN_MB = 64.0
-"""Of all files of one sandbox."""
+"""Bytes of all files of one sandbox."""
 FILES = 1024
 """Files and directories of one sandbox."""
 _TOGETHER_MB = 1024.0
-"""Of all files of all sandboxes of this process."""
+"""Bytes of all files in all sandboxes of this process."""
 _LOOK_SECONDS = 0.02
 _BY_THE_CLOCK = 3.0
-"""How many times its CPU time a program may take by the clock, so that a busy machine decides nothing."""
+"""Wall-clock limit as a multiple of the CPU time limit, so that a busy machine does not decide the result."""
 _SHOWN = 4000
 """Characters shown to the model from the start and from the end of a long text."""
 
@@ -43,7 +43,7 @@ class ProgramResult:
     errors: str
     """Standard error."""
     status: int | None
-    """Its exit status, or minus the signal that ended it; None where its time was up."""
+    """Its exit status, or minus the signal that ended it; None if its time was up."""
     wrote: str = ""
     """Why it was stopped for writing too much; all files of its sandbox were deleted."""
 
@@ -59,10 +59,10 @@ class Sandbox:
     """Runs the programs of one episode in sequence; files that they write stay for the next one."""
 
     _sizes: ClassVar[dict[Path, int]] = {}
-    """Bytes of the sandboxes of this process that are open, as they were looked at last."""
+    """Bytes of the open sandboxes of this process, as last measured."""
 
     def __init__(self, seconds: float = SECONDS, memory_mb: int = MEMORY_MB) -> None:
-        """Limits per program: CPU seconds, three times as many by the clock, and memory."""
+        """Limits per program: CPU seconds (three times as many by the clock) and memory."""
         self._seconds, self._memory_mb = seconds, memory_mb
         self._made = tempfile.TemporaryDirectory(prefix="motet-sandbox-")
         self.directory = Path(self._made.name)
@@ -87,7 +87,7 @@ class Sandbox:
         return self._run("shell", command, given)
 
     def tested(self, code: str, tests: Sequence[str]) -> list[bool]:
-        """Run a program, then each test in the state that it left; returns which tests raise nothing."""
+        """Run a program, then each test in the state that it left; returns which tests pass, that is, do not raise."""
         nonce = os.urandom(16).hex()
         ran = self._run("tests", code, json.dumps({"nonce": nonce, "tests": list(tests)}))
         _, known, said = ran.output.rpartition(nonce)
@@ -96,7 +96,7 @@ class Sandbox:
     def _run(self, kind: Literal["python", "shell", "tests"], code: str, given: str) -> ProgramResult:
         text = code.encode("utf-8", "replace")
         head = {"kind": kind, "bytes": len(text), "seconds": self._seconds, "memory_mb": self._memory_mb}
-        # Files, which the process cannot make longer than its limit.
+        # The output goes to files, which the process cannot make longer than its limit.
         with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(
                 wall.command(MODULE, str(os.getpid())),
@@ -110,10 +110,10 @@ class Sandbox:
                 status = process.returncode
             finally:
                 _end(process)
-            wrote = wrote or self._too_much(process.pid)  # its last files are counted too
+            wrote = wrote or self._too_much(process.pid)  # count its last files too
             if wrote:
                 self._clear()
-            # The directory has another name each time, and what a model is told depends on nothing of that kind.
+            # The directory has a different name each time, and the text for the model must not depend on it.
             output, said = (_whole(file).replace(str(self.directory), "~") for file in (printed, errors))
             return ProgramResult(output, said, None if status == -signal.SIGXCPU else status, wrote)
 
@@ -125,7 +125,7 @@ class Sandbox:
                 process.communicate(given, timeout=min(left, _LOOK_SECONDS))
                 break
             except subprocess.TimeoutExpired:
-                given = None  # it is sent on
+                given = None  # passed on to the caller
             if wrote := self._too_much(process.pid):
                 return wrote
         return ""
@@ -138,7 +138,7 @@ class Sandbox:
             if count > FILES:
                 return f"{FILES} files"
             for name in files:
-                with contextlib.suppress(OSError):  # removed meanwhile
+                with contextlib.suppress(OSError):  # it was removed meanwhile
                     size += os.lstat(os.path.join(root, name)).st_size
         self._sizes[self.directory] = size
         if size > WRITTEN_MB * 2**20:
@@ -153,7 +153,7 @@ class Sandbox:
 
 
 def _unlinked(program: int) -> int:
-    """Bytes of the files that a program has open and that have no name any more; its output is in two of them."""
+    """Bytes of a program's open files without a name; two of them have its output."""
     sizes = dict[int, int]()
     with contextlib.suppress(OSError):  # it has ended
         for handle in os.scandir(f"/proc/{program}/fd"):
@@ -165,7 +165,7 @@ def _unlinked(program: int) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program and all that it started."""
+    """Kill a program and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

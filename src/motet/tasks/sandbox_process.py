@@ -1,7 +1,7 @@
-"""The process in which a program of a model's runs: `python -m motet.tasks.sandbox_process PARENT_PID`.
+"""The process that runs a model's program: `python -m motet.tasks.sandbox_process PARENT_PID`.
 
-Its first line of input says what follows: the program, then what the program reads. It goes behind the wall before it looks
-at either.
+Its first line of input describes the rest: the program, then the program's input. The process goes behind the wall
+before it reads either.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAME = "<program>"
 
 
 def main() -> None:
-    """Read what is to run, and run it."""
+    """Read the program, and run it."""
     wall.end_with(int(sys.argv[1]))
     head = json.loads(_line())
     seconds = math.ceil(head["seconds"])
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _line() -> bytes:
-    """The first line of the input, and no byte more."""
+    """The first line of the input, without reading a byte beyond it."""
     line = b""
     while not line.endswith(b"\n"):
         line += os.read(0, 1)
@@ -76,7 +76,7 @@ def _ran(code: str, names: dict[str, Any]) -> int:
 
 
 def _test(code: str, given: Mapping[str, Any]) -> None:
-    """Say last which tests raise nothing: in words that a program which merely prints or exits does not know."""
+    """Report at the end which tests passed, with a secret that a program which merely prints or exits does not know."""
     names: dict[str, Any] = {"__name__": "__main__"}
     ended = _ran(code, names)
     passed = [ended == 0 and _ran(test, names) == 0 for test in given["tests"]]

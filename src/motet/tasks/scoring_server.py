@@ -44,7 +44,7 @@ class ScoringServer:
         """Logprob of each token given the earlier ones [T]; the first is 0.
 
         Raises:
-            JobFailed: the server does not answer, or without logprobs.
+            JobFailed: the server does not answer, or returns no logprobs.
         """
         body = {
             "model": self._model,

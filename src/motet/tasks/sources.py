@@ -133,7 +133,9 @@ def _datasets(config: DataConfig) -> Iterator[Row]:
         else:
             table = datasets.load_dataset(str(saved) if saved.is_dir() else source, name=config.subset, split=split)
         yield from (dict(table[i]) for i in range(len(table)))
-    except Exception as error:  # the libraries raise exceptions of many kinds; all mean that the data is unavailable
+    except (
+        Exception
+    ) as error:  # the libraries raise many kinds of exceptions, and all mean that the data is unavailable
         if saved.is_dir() and not (config.subset and "BuilderConfig" in str(error)):
             raise DataError(_a_directory(source, saved)) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,7 +1,7 @@
-"""Episodes of a team: each role has a conversation and an adapter of its own.
+"""Episodes of a team: each role has its own conversation and adapter.
 
-The environment says in `self.role` who has the next turn, and its text goes to that role alone. A role's first prompt
-is the problem's system message and that text; the role that begins reads the problem.
+The environment names the role with the next turn in `self.role`, and its text goes to that role only. The first role
+reads the problem; the others begin with the problem's system message and that text.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from motet.tasks.episode import GroupContext, answered, extended, whole
 from motet.types import Chunk, FinishReason, Group, IntArray, Message, Rollout, Turn
 
 Act = Callable[[m.AnyAction], Awaitable[m.EpisodeReply]]
-"""A call of the environment's instance of an episode."""
+"""Calls the environment's instance for an episode."""
 
 
 def groups_of(groups: Sequence[Group], role: str) -> list[Group]:
-    """The groups as a role has them: its conversations, with its rewards. A job without a team has the role ''."""
+    """The groups of one role: its conversations, with its rewards. A job without a team has the role ''."""
     if not role:
         return list(groups)
     return [
@@ -39,14 +39,14 @@ def groups_of(groups: Sequence[Group], role: str) -> list[Group]:
 
 
 def begun(rollout: Rollout, role: str, context: GroupContext) -> Rollout:
-    """An opened rollout with the conversation of the role that begins."""
+    """A new rollout with the conversation of the first role."""
     if not context.team or rollout.error:
         return rollout
     return replace(rollout, roles={role: rollout}, error=_unknown(role, context))
 
 
 def _unknown(role: str, context: GroupContext) -> str:
-    """What is wrong with the role that an environment names; empty if nothing is."""
+    """What is wrong with the role that an environment names; empty if it is valid."""
     if role in context.team:
         return ""
     named = f"names the role {role!r}" if role else "names no role"
@@ -109,7 +109,7 @@ class TeamEpisode:
         return reply
 
     def _addressed(self, role: str, message: Message) -> tuple[IntArray, IntArray, bool]:
-        """Give the next turn to a role: the tokens that it reads now, its prompt, and whether a new branch begins."""
+        """Give the next turn to a role; returns the new tokens that it reads, its prompt, and whether a branch begins."""
         chat, self._role = self._context.chat, role
         if role not in self._roles:
             system = tuple(one for one in self._opened.problem.messages if one.role == "system")
@@ -127,7 +127,7 @@ class TeamEpisode:
         return prompt, prompt, True
 
     def _reward(self, part: str, reply: m.EpisodeReply) -> None:
-        """Add a reward: a mapping gives to its roles, a number to all."""
+        """Add a reward: a mapping has one for each of its roles, a number counts for all."""
         strange = [role for role in reply.rewards if role not in self._context.team]
         if strange and not self._error:
             roles = ", ".join(self._context.team)
@@ -138,7 +138,7 @@ class TeamEpisode:
             parts[part] = parts.get(part, 0.0) + reward
 
     def _whole(self) -> Rollout:
-        """All conversations as one rollout; its parts of the reward are means over the roles that spoke."""
+        """All conversations as one rollout; the parts of its reward are means over the roles that took part."""
         names = list(dict.fromkeys(name for parts in self._given.values() for name in parts))
         given = {role: {name: self._given.get(role, {}).get(name, 0.0) for name in names} for role in self._last}
         roles = {

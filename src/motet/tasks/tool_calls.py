@@ -1,4 +1,4 @@
-"""Tool calls in what a model writes: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as most chat templates have it."""
+"""Tool calls in a model's text: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as most chat templates write them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def tool_calls(text: str) -> tuple[ToolCall, ...]:
-    """The calls of one turn, in their order; one that is no JSON is a call of no tool, so that the model hears of it."""
+    """The calls of one turn, in order. Invalid JSON becomes a call of a tool that does not exist: the model reads an error."""
     return tuple(map(_tool_call, _TOOL_CALL.findall(text)))
 
 
 def without_calls(text: str) -> str:
-    """What a turn says besides."""
+    """The text of a turn besides its calls."""
     return _TOOL_CALL.sub("", text).strip()
 
 
 def written(calls: Sequence[ToolCall]) -> str:
-    """Calls as a model writes them."""
+    """Tool calls in the form that a model writes."""
     return "\n".join(
         f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': dict(call.arguments)})}\n</tool_call>"
         for call in calls
@@ -31,7 +31,7 @@ def written(calls: Sequence[ToolCall]) -> str:
 
 
 class SpokenText:
-    """The text of a turn as it comes, without its tool calls."""
+    """The text of a turn while it is sampled, without its tool calls."""
 
     def __init__(self) -> None:
         self._said, self._held = "", ""
@@ -39,7 +39,7 @@ class SpokenText:
         """Everything from the first call on."""
 
     def take(self, text: str) -> str:
-        """The text that can be shown after this much more: neither part of a call nor a space that may precede one."""
+        """Add text; returns the part that can be shown: neither part of a call nor a space that may precede one."""
         if self._rest:
             self._rest.append(text)
             return ""
@@ -53,7 +53,7 @@ class SpokenText:
         return shown
 
     def end(self, *, cut_off: bool) -> tuple[str, tuple[ToolCall, ...]]:
-        """The rest of the text, and the calls; a turn that was cut off has none."""
+        """The rest of the text, and the calls; a truncated turn has none."""
         rest = self._held + "".join(self._rest)
         if cut_off or not self._rest:
             return rest, ()

@@ -7,8 +7,8 @@ job on one of them finds a base that succeeds sometimes.
     rows = make_rows("add", 256, seed=0, held_out=True)   # problems the base has never read
     rows[0]["prompt"], rows[0]["answer"]                   # "What is 12 + 7?", "19"
 
-Words on which letters matter are written in capitals, because the tokenizer of the small base keeps each
-capital letter (and each digit) a token of its own.
+Words whose letters matter are written in capitals, because each capital letter (and each digit) is one token of the
+small base.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ day play way say stay grey/light night right bite kite white/ring king sing thin
 cake lake make snake take/house mouse/moon soon spoon noon/star car far jar/ball call tall wall fall/\
 bed red head bread/book look cook hook/boat coat goat note/pin tin win fin/rain train plane chain/\
 hen pen ten men/sky fly pie high dry/blue shoe two new/box fox socks rocks"""
-# The ways in which each family asks; `FAMILIES` uses the first. The fields are those of its metadata.
+# The wordings of each family; `FAMILIES` uses the first. The fields are those of its metadata.
 _PHRASINGS = """\
 add: What is {a} + {b}? | Add {a} and {b}. | {a} + {b} = | How much is {a} plus {b}?
 subtract: What is {a} - {b}? | Take {b} away from {a}. | {a} - {b} = | How much is {a} minus {b}?
@@ -77,7 +77,7 @@ def _problem(family: str, answer: object, **metadata: Any) -> Problem:
 
 
 def _pseudo_word(rng: random.Random, shortest: int, longest: int) -> str:
-    """A word-like string of capitals, consonants and vowels in turn: about 10^4 to 10^6 of each length."""
+    """A word-like string of capitals, consonants and vowels in turn: about 10^4 to 10^6 different ones of each length."""
     sets = ("BCDFGHKLMNPRSTVWZ", "AEIOU")
     start = rng.randrange(2)
     return "".join(rng.choice(sets[(start + i) % 2]) for i in range(rng.randint(shortest, longest)))
@@ -183,7 +183,7 @@ def pick(rng: random.Random) -> Problem:
 
 
 def between(rng: random.Random) -> Problem:
-    """Whether a number below 100 lies strictly between two others: yes or no, about equally often."""
+    """Whether a number below 100 is strictly between two others: yes or no, about equally often."""
     low, middle, high = sorted(rng.sample(range(100), 3))
     if rng.random() < 0.5:
         return _problem("between", "yes", a=middle, low=low, high=high, options=["yes", "no"])
@@ -227,15 +227,15 @@ def is_held_out(metadata: dict[str, Any]) -> bool:
 def make_rows(family: str, n: int, seed: int, held_out: bool | None = None) -> list[dict[str, Any]]:
     """`n` problems, each `{"prompt", "answer", "family", ...metadata}`; equal arguments give equal rows.
 
-    `held_out` keeps only the problems the small base never read (True), only the others (False), or both.
-    Problems differ for as long as the family has new ones to give. ValueError for an unknown family.
+    `held_out` keeps only the problems the small base never read (True), only the others (False), or both. No problem is
+    repeated while the family has new ones. ValueError for an unknown family.
     """
     if family not in FAMILIES:
         raise ValueError(f"unknown toy family {family!r}: choose one of {', '.join(FAMILIES)}")
     rng = random.Random(f"{family}/{seed}")
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()
-    repeats_left = 1000 + 10 * n  # repeated problems passed over, before the family is taken to be exhausted
+    repeats_left = 1000 + 10 * n  # repeated problems to skip before the family counts as exhausted
     while len(rows) < n:
         prompt, answer, metadata = FAMILIES[family](rng)
         if held_out not in (None, is_held_out(metadata)):

@@ -1,4 +1,4 @@
-"""The parent's end of a worker process: start it, exchange messages with it, know how it ended, and leave no zombie."""
+"""The parent's end of a worker process: starts it, exchanges messages, reports how it ended, and leaves no zombie."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from motet.channel import LONGEST_LINE, ChannelMessage, decode, encode
 from motet.tasks.reasoning import HASH_SEED
 
 LOAD_SECONDS = 120.0
-"""Wall-clock time that loading somebody's code may take."""
-NO_REPLY = "wrote what is no reply (own code must leave the process's pipes alone)"
+"""Wall-clock time for loading a user's code."""
+NO_REPLY = "wrote something that is not a reply (your code must not use the process's pipes)"
 
 
 class ProcessDiedError(Exception):
@@ -28,10 +28,10 @@ class ClockLimitError(Exception):
 
 
 class WorkerLink:
-    """One worker process. Calls go one at a time."""
+    """One worker process. It handles one call at a time."""
 
     module: str
-    """Runs in the process."""
+    """The module that runs in the process."""
     kind: str
     """`reward` or `environment`: the section of a job whose fields limit it."""
 
@@ -40,8 +40,8 @@ class WorkerLink:
 
     @classmethod
     async def spawn(cls, log: Path | None, *, walled: bool = False) -> Self:
-        """Start a process; one that is to go behind a wall gets nothing of this one's environment."""
-        # One arena and one thread keep address space, which is what is limited, near to memory in use.
+        """Start a process; one for behind a wall gets none of this process's environment variables."""
+        # The limit is on address space; one arena and one thread keep it close to the memory in use.
         environment = wall.environment(PYTHONHASHSEED=HASH_SEED, MALLOC_ARENA_MAX="2")
         if not walled:
             own = {name: value for name, value in environment.items() if name not in (*wall.HOMES, "PATH")}
@@ -56,7 +56,7 @@ class WorkerLink:
         return cls(process)
 
     async def kill(self) -> None:
-        """End the process and all that it started, and wait until the kernel has forgotten it."""
+        """Kill the process and all that it started, and wait for its end."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # its own session, so its pid names its group
         assert self._process.stdin is not None
@@ -64,13 +64,13 @@ class WorkerLink:
         await self._process.wait()
 
     async def exchange(self, message: ChannelMessage, kinds: Any, wall_seconds: float, cpu_seconds: float = 0) -> Any:
-        """One message there, one back. After any exception the process must be killed or is dead already.
+        """Send one message and wait for the reply. After any exception the process must be killed or is dead already.
 
         Args:
-            message: what is sent.
+            message: the message to send.
             kinds: the messages that may come back.
             wall_seconds: how long to wait.
-            cpu_seconds: the limit that the process may have met.
+            cpu_seconds: the limit that may have ended the process.
 
         Raises:
             ProcessDiedError: the process ended instead of answering, or wrote something else.
@@ -79,7 +79,7 @@ class WorkerLink:
         line = await self._exchange(encode(message), wall_seconds, cpu_seconds)
         try:
             return decode(line, kinds)
-        except (ValueError, RecursionError) as error:  # code that took its process over may write anything
+        except (ValueError, RecursionError) as error:  # a user's code may write anything to the pipe
             await self.kill()
             raise ProcessDiedError(NO_REPLY) from error
 
@@ -87,7 +87,7 @@ class WorkerLink:
         answering = asyncio.ensure_future(self._answer(line))
         ending = asyncio.ensure_future(self._process.wait())
         try:
-            # The end of the process is waited for besides the end of its output, which a forked child may hold open.
+            # Also wait for the end of the process: a forked child may hold its output open.
             done, _ = await asyncio.wait({answering, ending}, timeout=wall_seconds, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise ClockLimitError(
@@ -126,5 +126,5 @@ class WorkerLink:
 
 
 def import_path() -> list[str]:
-    """Where modules are found here, and are to be found there."""
+    """This process's import path, for the worker process."""
     return [str(Path(entry or ".").resolve()) for entry in sys.path]

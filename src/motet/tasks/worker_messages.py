@@ -9,11 +9,11 @@ from motet.tasks.reasoning import ScorerSpec
 from motet.types import Problem
 
 Limit = Literal["", "cpu", "memory"]
-"""Which limit a call hit; its process should not be trusted with another one then."""
+"""The limit that a call hit; its process should get no further calls then."""
 
 
 class LoadRefused(ChannelMessage, frozen=True):
-    """Nothing was loaded, and why."""
+    """Loading failed; the text says why."""
 
     error: str
 
@@ -41,14 +41,14 @@ class LoadRewards(ChannelMessage, frozen=True):
 
 
 class RewardsLoaded(ChannelMessage, frozen=True):
-    """Of each reward, in their order."""
+    """One entry for each reward, in order."""
 
     together: tuple[bool, ...]
     """Whether it takes all completions of a problem in one call."""
     sees_all: tuple[bool, ...]
     """Whether it takes the whole conversation too."""
     compares: tuple[bool, ...] = ()
-    """Whether a score depends on the other completions."""
+    """Whether a score depends on other completions."""
 
 
 class ScoreCompletions(ChannelMessage, frozen=True):
@@ -61,18 +61,18 @@ class ScoreCompletions(ChannelMessage, frozen=True):
     cpu_seconds: float
     memory_mb: int
     transcripts: list[list[dict[str, Any]]] = []
-    """One for each completion, where the reward takes them."""
+    """One for each completion, if the reward takes them."""
 
 
 class Scores(ChannelMessage, frozen=True):
-    """A reward's scores of each completion."""
+    """A reward's score of each completion."""
 
     values: list[float | None]
-    """Finite; None where there is no score: it failed, or does not apply."""
+    """Finite; None without a score: it failed, or does not apply."""
     errors: list[str]
     """Why it failed; empty otherwise."""
     failed: bool
-    """Whether the call went wrong as a whole."""
+    """Whether the whole call failed."""
     exceeded: Limit = ""
 
 
@@ -96,7 +96,7 @@ class EnvironmentLoaded(ChannelMessage, frozen=True):
     judges: bool = False
     """Whether it has `get_reward`."""
     agent: bool = False
-    """It is no class, but a function that is an agent and runs elsewhere."""
+    """It is not a class, but an agent's function, which runs elsewhere."""
 
 
 class Reset(ChannelMessage, frozen=True, tag="reset"):
@@ -106,7 +106,7 @@ class Reset(ChannelMessage, frozen=True, tag="reset"):
 
 
 class EnvironmentStep(ChannelMessage, frozen=True, tag="step"):
-    """Say something to a turn without a tool call."""
+    """Reply to a turn without a tool call."""
 
     text: str
 
@@ -130,12 +130,12 @@ AnyAction = Reset | EnvironmentStep | CallTool | JudgeEpisode | Close
 
 
 class EpisodeCall(ChannelMessage, frozen=True):
-    """One call of an episode, which has an instance of the class."""
+    """One call of an episode; each episode has an instance of the class."""
 
     episode: str
     seed: int
     number: int
-    """Of the calls of its episode."""
+    """Number of the call in its episode."""
     cpu_seconds: float
     memory_mb: int
     action: AnyAction
@@ -149,8 +149,8 @@ class EpisodeReply(ChannelMessage, frozen=True):
     reward: float | None = None
     """Finite."""
     rewards: dict[str, float] = {}
-    """Finite, by the roles of a team."""
+    """Finite rewards by role, in a team."""
     role: str = ""
-    """Who of a team has the next turn."""
+    """The role of a team with the next turn."""
     done: bool = False
     exceeded: Limit = ""

@@ -1,4 +1,4 @@
-"""A process that runs a user's code with limits: one message each way, until the input ends.
+"""A process that runs a user's code with limits: one reply to each message, until the input ends.
 
 The code's output goes to standard error, so it cannot be mistaken for replies. Calls are limited in CPU time and
 memory. If Python cannot be interrupted, the kernel ends the process; if a call hangs without using either, the parent
@@ -29,12 +29,12 @@ _AGAIN_SECONDS = 0.2  # code that swallows the exception gets it again
 
 Result = TypeVar("Result")
 Read = Callable[[Any], Any]
-"""The next message, which is one of the kinds given; None where the input has ended."""
+"""The next message, of one of the given kinds; None at the end of the input."""
 Write = Callable[[ChannelMessage], None]
 
 
 class CpuLimitError(BaseException):
-    """CPU time is used up; not an `Exception`, so that the code's own `except Exception` lets it through."""
+    """CPU time is used up. Not an `Exception`, so that a user's `except Exception` does not catch it."""
 
 
 class WorkerLimits:
@@ -104,20 +104,20 @@ def over_limit(exceeded: Limit, kind: str, cpu_seconds: float, memory_mb: int) -
 
 
 def _soft_limit(which: int, limit: int | None) -> None:
-    """Only the soft limit moves: without privileges a lowered hard limit never rises again."""
+    """Set the soft limit only: without privileges, a lowered hard limit cannot be raised again."""
     hard = resource.getrlimit(which)[1]
     wanted = hard if limit is None else limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(which, (wanted, hard))
 
 
 def seed_random(seed: int) -> None:
-    """Code that draws random numbers draws the same for the same call, whatever was called before."""
+    """Seed the random generators, so that equal calls draw equal numbers, whatever was called before."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  # the global state is the one that such code uses
 
 
 def run(serve: Callable[[Read, Write], None]) -> None:
-    """Keep the pipes for the protocol, and give own code standard error for its prints and an empty standard input."""
+    """Keep the pipes for the protocol; a user's code prints to standard error and has an empty standard input."""
     wall.end_with(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -131,7 +131,7 @@ def run(serve: Callable[[Read, Write], None]) -> None:
         return decode(line, kinds) if line else None
 
     def write(reply: ChannelMessage) -> None:
-        if os.getpid() != process:  # a child that the code forked and that came back here
+        if os.getpid() != process:  # a child that the code forked, which returned here
             os._exit(0)
         replies.write(encode(reply))
         replies.flush()

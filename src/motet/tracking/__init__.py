@@ -1,1 +1,1 @@
-"""Observers of steps: experiment trackers, and what users write themselves."""
+"""Observers of steps: experiment trackers and users' own classes."""

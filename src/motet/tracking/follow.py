@@ -1,7 +1,8 @@
-"""Observers follow the files of jobs, each in a thread of its own: training never waits for one.
+"""Observers follow the files of jobs, each in its own thread, so training never waits for one.
 
-What is not sent yet waits in metrics.jsonl, so a slow observer costs no memory. How many lines of a job were sent is kept in a
-file, so that a resumed run continues where it was. After `kill -9` an observer may receive the newest steps twice.
+Steps that are not sent yet wait in metrics.jsonl, so a slow observer costs no memory. A file has the number of lines
+sent for each job, so that a resumed run continues there. After `kill -9` an observer may receive the newest steps
+twice.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _POLL_SECONDS = 0.5
 _PIECE = 1 << 20
 """Bytes of a log that are read at a time."""
 _PATIENCE = 30.0
-"""Seconds that a run which is over waits for an observer."""
+"""Seconds that a finished run waits for an observer."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ class _Log:
 
 @dataclass
 class _Followed:
-    """A job, as one observer knows it."""
+    """A job and the progress of one observer with it."""
 
     job: ObservedJob
     metrics: _Log
@@ -76,7 +77,7 @@ class _Followed:
 
 
 class Follower(threading.Thread):
-    """Brings the steps of jobs to one observer."""
+    """Sends the steps of jobs to one observer."""
 
     def __init__(self, name: str, make: ObserverFactory, home: Path, notify: Callable[[str], None]) -> None:
         super().__init__(name=f"observer {name}", daemon=True)
@@ -93,13 +94,13 @@ class Follower(threading.Thread):
             self._states[job.id] = (job, state)
 
     def delete(self, job_id: str) -> None:
-        """Remove a job's files also after the look that may be under way."""
+        """Remove a job's files, also after a check that may be under way."""
         with self._lock:
             if job_id in self._states:
                 self._deleted.add(job_id)
 
     def run(self) -> None:
-        """Look at all jobs again and again; once more after `close`."""
+        """Check all jobs repeatedly, and once more after `close`."""
         while True:
             closing = self._closing.wait(_POLL_SECONDS)
             with self._lock:
@@ -121,7 +122,7 @@ class Follower(threading.Thread):
         self._closing.set()
 
     def _look(self, job: ObservedJob, state: JobState, *, closing: bool) -> None:
-        """Send what is new. A fault of the observer ends it for this job and no other."""
+        """Send what is new. An error of the observer ends it for this job only."""
         one = self._followed.get(job.id) or self._begin(job)
         ends = closing or state is not JobState.RUNNING
         try:
@@ -146,7 +147,7 @@ class Follower(threading.Thread):
         return one
 
     def _end(self, one: _Followed, state: JobState) -> None:
-        """End the observer; where it is gone, another is made if it was told no end, or another one."""
+        """End the observer. If it no longer exists, create another, unless it has received this state already."""
         ended = state.value if state.final else JobState.PAUSED.value
         if state.final and one.sent and one.ended != ended:
             one.observer = one.observer or self._make(one.job)
@@ -155,7 +156,7 @@ class Follower(threading.Thread):
             self._keep(one, one.sent, ended)
 
     def _keep(self, one: _Followed, sent: int, ended: str = "") -> None:
-        """Note for the next process how far an observer is."""
+        """Store an observer's progress for the next process."""
         one.sent, one.ended = sent, ended
         self._places.mkdir(parents=True, exist_ok=True)
         draft = self._places / f"{one.job.id}.part"
@@ -186,12 +187,12 @@ class Follower(threading.Thread):
 
 
 class Followers:
-    """The observers of a run or a service. Without any it does nothing."""
+    """The observers of a run or a service, if any."""
 
     def __init__(
         self, observers: Sequence[ObserverConfig], home: Path, notify: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Load the observers; `home` is where they may write, `notify` receives the first fault of each.
+        """Load the observers; they may write to `home`, and `notify` receives the first error of each.
 
         Raises:
             ConfigError: there is no such observer, its package is not installed, or its arguments do not fit.
@@ -215,7 +216,7 @@ class Followers:
             one.start()
 
     def move(self, job: ObservedJob, state: JobState) -> None:
-        """Tell observers the state of a job. Each is made when there is something new to send; any thread may call this."""
+        """Tell observers the state of a job. An observer is created when there is something to send. Thread-safe."""
         for one in self._followers:
             one.move(job, state)
 
@@ -226,7 +227,7 @@ class Followers:
         remove(job)
 
     def close(self, seconds: float = _PATIENCE) -> None:
-        """Send what is left, if that takes no longer than this; infinity waits for every observer."""
+        """Send the remaining steps within this time; infinity waits for every observer."""
         for one in self._followers:
             one.close()
         late = time.monotonic() + seconds
@@ -237,7 +238,7 @@ class Followers:
 
 
 def remove(job: ObservedJob) -> None:
-    """Remove what observers have written about a job of a service below its home."""
+    """Remove the files that observers have written below the service's home about a job."""
     for place in _places_of(job.home, job.tenant):
         for found in (*place.glob(f"*-{job.id}"), *place.glob(f"wandb/*-{job.id}")):
             shutil.rmtree(found, ignore_errors=True)
@@ -246,7 +247,7 @@ def remove(job: ObservedJob) -> None:
 
 
 def remove_tenant(home: Path, tenant: str) -> None:
-    """Remove what observers have written below a service's `home` about all jobs of a tenant."""
+    """Remove the files that observers have written below a service's `home` about all jobs of a tenant."""
     for place in _places_of(home, tenant):
         shutil.rmtree(place, ignore_errors=True)
 
@@ -285,7 +286,7 @@ def job_of_run(run_directory: Path, name: str) -> ObservedJob:
     except (OSError, ValueError, TypeError, KeyError):
         run_id = run_directory.resolve().name
     job_id = re.sub(r"[^\w-]+", "_", whole := f"{run_id}-{name}")
-    if job_id != whole:  # else `a.1` and `a=1` were one job
+    if job_id != whole:  # otherwise `a.1` and `a=1` would be one job
         job_id += f"-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
     return ObservedJob(job_id, name, run_directory.resolve().name, "", run_directory / name, run_directory)
 

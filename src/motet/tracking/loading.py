@@ -17,7 +17,7 @@ OWN = OwnCode("observer", ConfigError, tuple(TRACKERS))
 
 
 def load(config: ObserverConfig) -> ObserverFactory:
-    """What makes an observer of a job.
+    """The function that creates an observer for a job.
 
     Raises:
         ConfigError: there is no such observer, its package is not installed, or its arguments do not fit.

@@ -1,4 +1,4 @@
-"""What an observer of steps receives and has to offer.
+"""The interface of observers of steps.
 
 The class or function is called with the `ObservedJob` when a job begins or resumes, and with `args` as keywords.
 """
@@ -29,15 +29,18 @@ class ObservedJob:
     run: str
     """Name of the run directory; empty on a service."""
     tenant: str
-    """Whose job it is; empty without a service."""
+    """The job's tenant; empty without a service."""
     path: Path
     """The job's directory."""
     home: Path
-    """Where observers may keep files: the run directory, or a directory of the service."""
+    """The directory for observers' files: the run directory, or a directory of the service."""
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The job's settings. Arguments of rewards and environments have no values, and URLs no query: both can hold keys."""
+        """The job's settings.
+
+        Values of reward and environment arguments, and URL queries, are left out: they can hold keys.
+        """
         try:
             known = _without_keys(yaml.safe_load((self.path / "job.yaml").read_text()))
             return known if isinstance(known, dict) else {}
@@ -46,15 +49,15 @@ class ObservedJob:
 
     @property
     def label(self) -> str:
-        """The name, with the id on a service, where several jobs can have one name."""
+        """The name; on a service with the id, because several jobs can have one name."""
         return f"{self.name}-{self.id}" if self.tenant else self.name
 
     def project(self, name: str) -> str:
-        """A project of this name; on a service one for each tenant."""
+        """The name of a project; on a service, each tenant has its own."""
         return f"{name}-{self.tenant}" if self.tenant else name
 
     def directory(self, name: str) -> Path:
-        """A directory for files of the job, made if it is missing."""
+        """A directory for files of the job, created if it is missing."""
         place = self.shared(name) / self.label
         place.mkdir(parents=True, exist_ok=True)
         return place
@@ -82,7 +85,7 @@ class ObservedStep:
         return dict(numbers(self.line))
 
     def rollouts(self) -> Iterator[dict[str, Any]]:
-        """The rollouts of the step and of its evaluation; those that are deleted already are left out."""
+        """The rollouts of the step and of its evaluation, unless they are deleted already."""
         for name in (f"{self.number}.jsonl", f"eval-{self.number}.jsonl"):
             try:
                 with (self.path / "rollouts" / name).open("rb") as lines:
@@ -107,7 +110,7 @@ ObserverFactory = Callable[[ObservedJob], StepObserver]
 
 
 def numbers(line: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
-    """The finite numbers of a line but its step, by path."""
+    """The finite numbers of a line except its step, by path."""
     for field, value in line.items():
         if isinstance(value, Mapping):
             yield from numbers(value, f"{before}{field}/")

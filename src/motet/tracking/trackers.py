@@ -1,6 +1,6 @@
 """The trackers that come with Motet. To add one, write a class here, a line in `TRACKERS` and an extra in pyproject.toml.
 
-Each is an observer of steps (`motet.tracking.observing`) with the package that it needs.
+Each is an observer of steps (`motet.tracking.observing`), with the package that it needs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Wandb:
 
 
 def _mode(variables: str, host: str) -> str | None:
-    """`offline` where there is no key, for which the package would ask on the terminal; else its own default."""
+    """`offline` without a key, because the package would ask for one on the terminal; otherwise the package's default."""
     if any(os.environ.get(f"{variables}_{name}") for name in ("MODE", "API_KEY")):
         return None
     try:
@@ -96,14 +96,14 @@ def _mode(variables: str, host: str) -> str | None:
 
 
 class Mlflow:
-    """A run of MLflow for each job, at `uri` or $MLFLOW_TRACKING_URI; without both in `mlruns` of the run directory."""
+    """A run of MLflow for each job, at `uri` or $MLFLOW_TRACKING_URI; without both, in `mlruns` of the run directory."""
 
     package: ClassVar[str] = "mlflow"
 
     def __init__(self, job: ObservedJob, experiment: str = "motet", uri: str = "") -> None:
         from mlflow import MlflowClient
 
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else MLflow 3 refuses directories
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise MLflow 3 refuses directories
         self._client = MlflowClient(uri or os.environ.get("MLFLOW_TRACKING_URI") or job.shared("mlruns").as_uri())
         name = job.project(experiment)
         found = self._client.get_experiment_by_name(name)
@@ -139,7 +139,7 @@ class Trackio:
     def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
         import trackio
 
-        self._run = contextvars.Context().run(  # in the same context it would end the run of another job
+        self._run = contextvars.Context().run(  # in the same context, it would end the run of another job
             trackio.init,
             **args,
             project=job.project(project),
@@ -155,7 +155,7 @@ class Trackio:
         self._run.log(step.metrics, step=step.number)
 
     def end(self, state: str) -> None:
-        """Send what waits."""
+        """Send pending steps."""
         self._run.finish()
 
 
@@ -233,7 +233,7 @@ class Parquet:
             draft.rename(self._place / f"{step.number}.parquet")
 
     def end(self, state: str) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 TRACKERS: Mapping[str, Tracker] = {

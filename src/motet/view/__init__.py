@@ -1,4 +1,4 @@
-"""What a person sees while jobs run, and the table at the end.
+"""The live display of jobs while they run, and the table at the end.
 
 view = make_view(console, base="small")
 view.start()

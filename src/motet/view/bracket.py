@@ -1,4 +1,4 @@
-"""A race as a table: what each candidate had at each decision, and who was dropped, and why."""
+"""A race as a table: each candidate's figure at each decision, and which were dropped, and why."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from motet.view.text import UNICODE, Glyphs, count_text
 
 VERDICTS = {
     "leads": "leads",
-    "goes on": "goes on",
+    "goes on": "continues",
     "worse": "dropped: worse",
     "dropped": "dropped: not shown worse",
     "failed": "failed or ended",
 }
-"""What a decision says of a candidate, in words."""
+"""The verdicts of a decision, in words."""
 
 
 def bracket_rows(race: RaceRecord) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each candidate, those that came farthest first."""
+    """Headings, and a row for each candidate, the furthest first."""
     fields = list(dict.fromkeys(field for given in race.values.values() for field in given))
     headings = [
         "candidate",
@@ -42,19 +42,19 @@ def bracket_rows(race: RaceRecord) -> tuple[list[str], list[list[str]]]:
         elif race.outcome is not None and last is not None and last.stays:
             said = "finalist"
         gap = "" if last is None or last.difference is None else interval(last.difference, last.low, last.high)
-        number = f"c={name.rpartition('-c=')[2].partition('-')[0]}"  # the settings have columns
+        number = f"c={name.rpartition('-c=')[2].partition('-')[0]}"  # settings have their own columns
         rows.append([number, *(f"{race.values[name].get(field, '')}" for field in fields), *means, said, gap])
     return headings, rows
 
 
 def order(race: RaceRecord) -> list[str]:
-    """Candidates, those that came farthest first, the best first among those of one decision."""
+    """Candidates, the furthest first; among those dropped at one decision, the best first."""
     names = [one.name for rung in reversed(race.rungs) for one in rung.standings]
     return list(dict.fromkeys([*names, *race.values]))
 
 
 def verdict(race: RaceRecord) -> str:
-    """What came of a race, in one or two sentences."""
+    """The result of a race, in one or two sentences."""
     end = race.outcome
     if end is None:
         return f"{len(race.rungs)} of {len(race.plan)} decisions are made; run the same command to resume"
@@ -85,7 +85,7 @@ def _figure(value: float | None) -> str:
 
 
 def bracket_table(race: RaceRecord, glyphs: Glyphs = UNICODE) -> Table:
-    """The bracket with its verdict below."""
+    """The bracket with the verdict below."""
     headings, rows = bracket_rows(race)
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left"

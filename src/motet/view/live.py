@@ -1,4 +1,4 @@
-"""One line per job, drawn again several times a second."""
+"""The live view: one line per job, redrawn several times a second."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from motet.view.tables import running_table
 from motet.view.text import STATE_STYLES, UNICODE, Glyphs, count_text, duration_text, shorten
 from motet.view.view import View
 
-_MARGIN = 3  # some terminals wrap when the last column is written, and Ctrl-C writes two characters after the picture
+_MARGIN = 3  # some terminals wrap after the last column, and Ctrl-C writes two characters after the picture
 _ROOM_FOR_BASE = 8
-_ROOM_FOR_HEADINGS = 6  # lines of the terminal from which on there is one for them
+_ROOM_FOR_HEADINGS = 6  # least number of terminal lines to show it
 _REASON_LINES = 2
 _MAX_SERVERS = 4
-_ORDER = (  # who is shown when not all jobs fit
+_ORDER = (  # order of the jobs to show if not all fit
     JobState.RUNNING,
     JobState.FAILED,
     JobState.PAUSED,
@@ -36,7 +36,7 @@ _ORDER = (  # who is shown when not all jobs fit
 
 @dataclass(frozen=True)
 class Frame:
-    """One picture of all jobs; fits any width and height it is drawn in."""
+    """One picture of all jobs; fits any width and height."""
 
     jobs: Sequence[JobProgress]
     base: str
@@ -73,7 +73,7 @@ class Frame:
         return title
 
     def _of_about(self) -> str:
-        """The time that all will have taken, once every job that is to run has done a step."""
+        """The expected total time, once every job that will run has done a step."""
         left = [job.seconds_left for job in self.jobs if job.state in (JobState.RUNNING, JobState.QUEUED)]
         known = [seconds for seconds in left if seconds is not None]
         return f" of ~{duration_text(self.elapsed + max(known))}" if known and len(known) == len(left) else ""
@@ -82,13 +82,15 @@ class Frame:
         headed = height + 1 >= _ROOM_FOR_HEADINGS
         height -= headed
         notes = {job.name: [*self._reason(job, width), *self._warnings(job, width)] for job in self.jobs}
-        if sum(1 + len(lines) for lines in notes.values()) > height:  # jobs first; the summary has the warnings
+        if (
+            sum(1 + len(lines) for lines in notes.values()) > height
+        ):  # jobs come first; the summary shows the warnings too
             notes = {job.name: [] if job.state is JobState.QUEUED else self._reason(job, width) for job in self.jobs}
         shown = list(self.jobs)
         if sum(1 + len(lines) for lines in notes.values()) > height:
             shown.sort(key=lambda job: _ORDER.index(job.state))
             used = list(accumulate(1 + len(notes[job.name]) for job in shown))
-            del shown[bisect_right(used, height - 1) :]  # one line tells of the others
+            del shown[bisect_right(used, height - 1) :]  # one line summarises the others
         if shown:
             table = running_table(shown, width, self.glyphs)
             headings, *drawn = console.render_lines(table, options.update(width=width, height=None), pad=False)
@@ -105,7 +107,7 @@ class Frame:
             yield Text(f"  +{others}", style="bright_black", no_wrap=True)
 
     def _server_lines(self, width: int) -> list[Text]:
-        """What each server does; of many, the last in sum."""
+        """The state of each server; of many, the last ones in total."""
         lines = []
         for server in self.servers[:_MAX_SERVERS]:
             state = JobState.RUNNING if server.up else JobState.FAILED
@@ -122,20 +124,20 @@ class Frame:
         return lines
 
     def _reason(self, job: JobProgress, width: int) -> list[Text]:
-        """Why a job failed or waits, or what to know of a running one, on at most two lines below it."""
+        """Why a job failed or waits, or the warnings of a running one, on at most two lines below it."""
         message = self.glyphs.plain(job.message)
         if not message or (job.state is JobState.SUCCEEDED and not job.stopped_early):
             return []
         return self._folded(message, width, "red" if job.state is JobState.FAILED else "bright_black")
 
     def _warnings(self, job: JobProgress, width: int) -> list[Text]:
-        """What the metrics of a running job warn of."""
+        """The warnings from a running job's metrics."""
         warnings = job.signs.warnings.values() if job.state is JobState.RUNNING else ()
         styled = ((f"! {one}", "red" if one.startswith("alarm") else "yellow") for one in warnings)
         return [line for text, style in styled for line in self._folded(text, width, style)]
 
     def _folded(self, message: str, width: int, style: str) -> list[Text]:
-        """At most two lines below a job's own."""
+        """At most two lines below a job's line."""
         room = width - 4
         wrapped = Text(message).wrap(Console(width=room), room)
         lines = [line.plain.rstrip() for line in wrapped]
@@ -146,7 +148,7 @@ class Frame:
 
 
 def _doing(server: ServerLoad | HostNow) -> tuple[str, str]:
-    """Its name, and what it does."""
+    """A server's name and activity."""
     name = server.name if isinstance(server, HostNow) else server.url.partition("://")[2]
     if not server.up:
         return name, f"away: {server.note}"
@@ -164,7 +166,7 @@ class LiveView(View):
         self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
     def start(self) -> None:
-        """Begin to draw. Other output through the console appears above."""
+        """Start drawing. Other output of the console appears above."""
         super().start()
         self._live.start()
 
@@ -174,7 +176,7 @@ class LiveView(View):
         self._live.update(self.frame(jobs), refresh=True)
 
     def print_line(self, line: str) -> None:
-        """Say something above the picture."""
+        """Print a text above the picture."""
         self._live.console.print(line, style="yellow", markup=False, highlight=False)
 
     def stop(self) -> None:

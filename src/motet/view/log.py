@@ -25,7 +25,7 @@ class _Printed:
 
 
 class LogView(View):
-    """Writes a line whenever a job has done a step or changed its state, and when a server comes or goes."""
+    """Prints a line when a job finishes a step or changes its state, and when a server leaves or returns."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -95,13 +95,13 @@ def step_line(job: JobProgress, index: int, glyphs: Glyphs) -> str:
 
     Args:
         job: the job's current state.
-        index: which of `job.rewards`; it may be older than the newest when several steps ended since the last look.
-        glyphs: what can be written.
+        index: the position in `job.rewards`; not the newest if several steps ended since the last update.
+        glyphs: the characters that can be printed.
     """
     behind = len(job.rewards) - 1 - index
     step = job.step - behind
     parts = [f"step {step}/{job.steps}", f"{job.figure} {reward_text(job.rewards[index])}"]
-    evaluations = [item for item in job.evaluations if item[0] < step]  # a step waits for that of its own version
+    evaluations = [item for item in job.evaluations if item[0] < step]  # a step waits for the evaluation of its version
     if evaluations:
         parts.append(f"eval {evaluation_text(evaluations, glyphs, gap='')}")
     if job.tokens and job.started:

@@ -10,25 +10,25 @@ from os.path import commonprefix
 
 from motet.view.text import Glyphs, shorten
 
-_FIELD = re.compile(r"-(?=[A-Za-z_]\w*=)")  # as `jobfile.expand` joins them: add-lr=1e-4-rank=8
+_FIELD = re.compile(r"-(?=[A-Za-z_]\w*=)")  # in the form of `jobfile.expand`: add-lr=1e-4-rank=8
 _TASK = ("source", "eval_source", "data", "reward", "rewards")
-"""Fields whose variants are other tasks: their rewards do not compare."""
+"""Fields whose variants are different tasks, with rewards that cannot be compared."""
 _MAX_VALUE = 10
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of some jobs, taken apart."""
+    """The names of some jobs, split into parts."""
 
     stems: Mapping[str, str]
     """The name in the job file, of each job."""
     fields: tuple[str, ...]
-    """What differs between variants."""
+    """The fields that differ between variants."""
     values: Mapping[str, tuple[str, ...]]
-    """Of these fields, of each job; empty where a job does not vary one."""
+    """The values of these fields, by job; empty if a job does not vary one."""
 
     def shown(self, width: int, glyphs: Glyphs) -> dict[str, str]:
-        """Each stem in at most `width` cells; where ends alone do not tell them apart, what all begin with goes first."""
+        """Each stem in at most `width` cells; if ends alone do not tell them apart, the common beginning is cut first."""
         stems = sorted(set(self.stems.values()))
         short = {stem: shorten(glyphs.plain(stem), width, glyphs) for stem in stems}
         if len(set(short.values())) < len(stems):
@@ -38,7 +38,7 @@ class Names:
 
 
 def take_apart(names: Sequence[str]) -> Names:
-    """Find what a sweep wrote into names."""
+    """Find the values that a sweep wrote into names."""
     apart = {name: _apart(name) for name in names}
     stems = {name: stem for name, (stem, _) in apart.items()}
     swept = {name: values for name, (_, values) in apart.items()}
@@ -58,24 +58,24 @@ def short_value(value: str, glyphs: Glyphs) -> str:
 
 
 def task_of(name: str) -> str:
-    """What a swept name says of the task: the name in the job file, and the task where a sweep varies it."""
+    """The task of a swept name: the name in the job file and, if the sweep varies it, the task."""
     stem, values = _apart(name)
     return "-".join([stem, *(f"{field}={values[field]}" for field in _TASK if field in values)])
 
 
 def variant_of(name: str) -> str:
-    """What a swept name says besides task and seed; empty where no sweep varies more."""
+    """The setting of a swept name, without task and seed; empty if the sweep varies nothing else."""
     _, values = _apart(name)
     return ", ".join(f"{field}={value}" for field, value in values.items() if field not in (*_TASK, "seed"))
 
 
 def seed_of(name: str) -> str:
-    """The seed that a sweep wrote into a name; empty where it wrote none."""
+    """The seed in a swept name; empty if the sweep does not vary it."""
     return _apart(name)[1].get("seed", "")
 
 
 def ranks(jobs: Iterable[tuple[str, float | None]]) -> dict[str, int]:
-    """Places, from 1 on, among the variants of one task; who has no figure, or no sibling, has no place.
+    """Ranks, from 1, among the variants of one task; a job without a figure or sibling has none.
 
     Args:
         jobs: the name and the figure of each, higher is better.

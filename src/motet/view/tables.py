@@ -1,4 +1,4 @@
-"""Jobs as tables: a line each while they run, and what became of them. A narrow console goes without some columns."""
+"""Jobs as tables, while they run and at the end. A narrow console leaves out some columns."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _SPARK = 6
 _HEADINGS = {"mark": "", "bar": "", "spark": "", "short": "doing"}
 _RIGHT = ("steps", "reward", "tokens", "left", "gain", "time")
 _NO_ROOM = ("tokens", "doing", "spark", "bar", "left", "short", "held-out")
-"""What a line of a running job goes without, in this order; `short` comes in the place of `doing`."""
+"""The columns to leave out of a running job's line, in this order; `short` replaces `doing`."""
 _NO_ROOM_AT_THE_END = ("tokens", "reward", "steps", "time", "state", "gain")
 
 
 def _fitting(
     rows: Sequence[Row], dispensable: Sequence[str], width: int, gap: int, jobs: Sequence[JobProgress]
 ) -> tuple[list[str], int]:
-    """The columns that fit, and what is left over of the width; less than nothing where even those do not."""
+    """The columns that fit, and the remaining width; negative if even these do not fit."""
     columns = list(rows[0])
     for name in ("", *dispensable):
         columns = [column for column in columns if column != name]
@@ -70,7 +70,7 @@ def _heading(column: str, jobs: Sequence[JobProgress]) -> str:
 
 
 def _swept(fields: Sequence[str], values: Sequence[str], glyphs: Glyphs) -> Row:
-    """The values that a sweep varies get separate columns."""
+    """The values that a sweep varies, in separate columns."""
     return {f"={field}": Text(short_value(value, glyphs)) for field, value in zip(fields, values, strict=True)}
 
 
@@ -78,7 +78,7 @@ def _swept(fields: Sequence[str], values: Sequence[str], glyphs: Glyphs) -> Row:
 
 
 def running_table(jobs: Sequence[JobProgress], width: int, glyphs: Glyphs) -> Table:
-    """The headings and a line for each job; what is left over goes to names, then to the bars."""
+    """The headings and a line for each job; remaining width goes to names, then to the bars."""
     names = take_apart([job.name for job in jobs])
     longest = min(max(cell_len(glyphs.plain(stem)) for stem in names.stems.values()), _LONGEST_NAME)
     least = Text(" " * min(longest, _GOOD_NAME))
@@ -88,7 +88,7 @@ def running_table(jobs: Sequence[JobProgress], width: int, glyphs: Glyphs) -> Ta
         | _running_cells(job, glyphs)
         for job in jobs
     ]
-    columns, room = _fitting(rows, _NO_ROOM, width + 1, 1, jobs)  # nothing stands behind the last column
+    columns, room = _fitting(rows, _NO_ROOM, width + 1, 1, jobs)  # the last column needs no separator
     name_width = min(longest, max(least.cell_len + room, _LEAST_NAME))
     bar_width = min(_LONGEST_BAR, _BAR + max(room - (name_width - least.cell_len), 0))
     shown = names.shown(name_width, glyphs)
@@ -139,21 +139,21 @@ def summary_table(
     glyphs: Glyphs = UNICODE,
     width: int = 120,
 ) -> Table:
-    """What became of each job; variants of a sweep in the order of their last evaluation, unless these are seeds.
+    """The result of each job; variants of a sweep are ranked by their last evaluation, unless they are seeds.
 
     Args:
         jobs: their states.
-        run: the run directory; with it the table says where each adapter is.
+        run: the run directory; with it, the table has each adapter's path.
         seconds: how long each job ran (`View.seconds`); otherwise until now.
-        glyphs: what the console can write (`glyphs_of(console)`).
-        width: of the console; a narrow one goes without some columns.
+        glyphs: the characters that the console can print (`glyphs_of(console)`).
+        width: the console's; a narrow one leaves out some columns.
     """
     names = take_apart([job.name for job in jobs])
     name_width = 20 if width >= 100 else 12
     shown = names.shown(name_width, glyphs) if names.fields else {job.name: glyphs.plain(job.name) for job in jobs}
     seeds = any(len(one.jobs) > 1 for one in _settings(jobs))
     last = ((job.name, job.evaluations[-1][1] if job.evaluations else None) for job in jobs)
-    places = {} if seeds else ranks(last)  # settings have places, seeds have none
+    places = {} if seeds else ranks(last)  # settings have ranks, seeds have none
     stems = list(dict.fromkeys(names.stems.values()))
     ordered = sorted(jobs, key=lambda job: (stems.index(names.stems[job.name]), places.get(job.name, len(jobs))))
     least = min(max((cell_len(name) for name in shown.values()), default=0), name_width)
@@ -182,7 +182,7 @@ def summary_table(
 
 
 def settings_table(jobs: Sequence[JobProgress], glyphs: Glyphs = UNICODE, width: int = 120) -> Table | None:
-    """What the seeds of each setting came to, the best of a task first; None where no setting has several seeds."""
+    """The results of each setting over its seeds, the best of a task first; None if no setting has several seeds."""
     groups = _settings(jobs)
     if all(len(one.jobs) < 2 for one in groups):
         return None
@@ -210,7 +210,7 @@ def settings_table(jobs: Sequence[JobProgress], glyphs: Glyphs = UNICODE, width:
 
 
 def _over_seeds(setting: Setting, glyphs: Glyphs) -> tuple[str | Text, ...]:
-    """How many seeds there are, their held-out figure and its gain."""
+    """The number of seeds, their held-out figure and its gain."""
     n = len(setting.jobs)
     if setting.before is None or setting.held_out is None:
         return f"0 of {n}", "", ""
@@ -224,7 +224,7 @@ def _settings(jobs: Sequence[JobProgress]) -> list[Setting]:
 
 
 def _caption(jobs: Sequence[JobProgress], glyphs: Glyphs) -> Text | None:
-    """Why jobs failed, and what the metrics of others warn of."""
+    """Why jobs failed, and the warnings from other jobs' metrics."""
     lines = [
         Text.assemble((f"{job.name} failed: ", "bold red"), glyphs.plain(job.message))
         for job in jobs
@@ -261,7 +261,7 @@ def _ended_cells(job: JobProgress, seconds: Mapping[str, float], glyphs: Glyphs)
 
 
 def _ends(rewards: Sequence[float]) -> list[float]:
-    """Mean of the first and of the last few steps."""
+    """Means of the first and of the last few steps."""
     known = finite(rewards)
     width = max(min(RECENT, len(known) // 2), 1)
     parts = [known[:width], known[-width:]] if len(known) > 1 else [known] if known else []
@@ -282,7 +282,7 @@ def _gain(values: Sequence[float]) -> Text:
 
 
 def _version(job: JobProgress, run: Path) -> str:
-    """The best version on disk by evaluation; says which one is the newest, and which was better, if they are others."""
+    """The best version on disk by evaluation; also the newest, and a better one that was not kept, if they differ."""
     saved = JobDirectory(run / job.name).versions()
     if not saved:
         return ""

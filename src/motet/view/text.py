@@ -17,7 +17,7 @@ from motet.runtime.progress import JobProgress
 from motet.types import JobState
 
 RECENT = 5
-"""Steps whose mean reward is shown as the reward now."""
+"""Number of steps whose mean reward is shown as the current reward."""
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?)")  # colours, titles, links
 _FLAT = 0.05  # share of the range of rewards that counts as no change
 
@@ -32,7 +32,7 @@ STATE_STYLES: dict[JobState, str] = {
 
 
 def safe(text: str) -> str:
-    """A text that does not steer the terminal: without its escapes and control characters, apart from ends of lines."""
+    """A text without escape sequences and control characters, except line ends, so that it cannot steer the terminal."""
     text = _ESCAPES.sub("", text)
     return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf"))
 
@@ -54,7 +54,7 @@ class Glyphs:
     """One character a state, so that states differ without colour."""
 
     def plain(self, text: str) -> str:
-        """One line without control characters: what users and models wrote must not steer the terminal."""
+        """One line without control characters: texts of users and models must not steer the terminal."""
         text = _ESCAPES.sub("", text)
         text = " ".join("".join(" " if unicodedata.category(char)[0] == "C" else char for char in text).split())
         return text if self.to == "→" else text.encode("ascii", "replace").decode()
@@ -69,12 +69,12 @@ ASCII = Glyphs("_.-=*#", ("-", "=", "+"), "->", "+-", "~", _states(".*|+x-"))
 
 
 def glyphs_of(console: Console) -> Glyphs:
-    """What this console's encoding can write."""
+    """The characters that this console's encoding has."""
     return UNICODE if console.encoding.lower().startswith("utf") and not console.legacy_windows else ASCII
 
 
 def finite(values: Iterable[float | None]) -> list[float]:
-    """The numbers among the values."""
+    """The values that are numbers."""
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
@@ -114,7 +114,7 @@ def recent_reward(rewards: Sequence[float]) -> float | None:
 
 
 def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
-    """The whole history in `width` characters: means of equal stretches, scaled to their own range."""
+    """The whole history in `width` characters: means of equal parts, scaled to their range."""
     known = finite(values)
     if not known or width < 1:
         return ""
@@ -127,7 +127,7 @@ def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
 
 
 def trend(values: Sequence[float], glyphs: Glyphs) -> str:
-    """An arrow: the last few steps against the few before them, relative to the range of all."""
+    """An arrow: the last few steps compared with the few before, relative to the range of all."""
     known = finite(values)
     if len(known) < 2:
         return " "
@@ -140,7 +140,7 @@ def trend(values: Sequence[float], glyphs: Glyphs) -> str:
 
 
 def evaluation_text(evaluations: Sequence[tuple[int, float]], glyphs: Glyphs, gap: str = " ") -> str:
-    """`0.12 → 0.48`; one number before anything was trained."""
+    """`0.12 → 0.48`; one number before training."""
     if not evaluations:
         return ""
     first, last = reward_text(evaluations[0][1]), reward_text(evaluations[-1][1])
@@ -148,7 +148,7 @@ def evaluation_text(evaluations: Sequence[tuple[int, float]], glyphs: Glyphs, ga
 
 
 def phase_text(job: JobProgress, *, short: bool = False) -> str:
-    """What a running job does; the state of any other."""
+    """The activity of a running job; the state of any other."""
     if job.state is not JobState.RUNNING:
         return job.state.value
     if job.phase != "sampling":
@@ -158,7 +158,7 @@ def phase_text(job: JobProgress, *, short: bool = False) -> str:
 
 
 def shorten(text: str, width: int, glyphs: Glyphs) -> str:
-    """At most `width` cells; the middle of a longer text goes, since names often differ at their ends."""
+    """At most `width` cells; a longer text loses its middle, because names often differ at their ends."""
     if cell_len(text) <= width:
         return text
     if width < 6:

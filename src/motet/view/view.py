@@ -1,4 +1,4 @@
-"""What all views of a run have: the console, the clock, the servers that are watched."""
+"""The base of all views of a run: console, clock and watched servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WINDOW = 15.0  # seconds over which the rate of all jobs is measured
 
 
 class RunClock:
-    """Measures how long each job ran, and how fast all of them go now: snapshots carry only counts."""
+    """Measures how long each job ran, and the current speed of all, because snapshots have only counts."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -44,7 +44,7 @@ class RunClock:
         return max(after - before, 0) / (end - start) if end > start else 0.0
 
     def see(self, jobs: Sequence[JobProgress]) -> None:
-        """Take a snapshot in."""
+        """Record a snapshot."""
         now = self._now()
         self._counts.append((now, sum(job.tokens for job in jobs)))
         while len(self._counts) > 2 and now - self._counts[0][0] > _WINDOW:
@@ -63,15 +63,15 @@ class View(ABC):
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """How long each job ran, as far as this view saw."""
+        """How long each job ran, as seen by this view."""
         return self.clock.seconds
 
     def watch(self, servers: Callable[[], Sequence[ServerLoad | HostNow]]) -> None:
-        """Show, besides jobs, what these servers or hosts do."""
+        """Show the state of these servers or hosts besides jobs."""
         self.servers = servers
 
     def start(self) -> None:
-        """Begin to show."""
+        """Start the display."""
         self.clock.begin()
 
     @abstractmethod
@@ -80,8 +80,8 @@ class View(ABC):
 
     @abstractmethod
     def print_line(self, line: str) -> None:
-        """Say something besides."""
+        """Print a text."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Leave the last state on the screen."""
+        """End the display, with the last state on the screen."""

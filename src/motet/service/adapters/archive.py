@@ -137,7 +137,7 @@ class _Taken:
         if self._members > MOST_MEMBERS:
             raise DataError(f"the archive has more than {MOST_MEMBERS} members; pack the files of one PEFT directory")
         if path.is_absolute() or ".." in path.parts or "\\" in member or "\0" in member:
-            raise DataError(f"the archive has a member {member!r}, which lies outside of it")
+            raise DataError(f"the archive has a member {member!r}, with a path outside of it")
         if path.name not in ADAPTER_FILES or len(path.parts) > 2:
             return None
         self._places.add(str(path.parent))

@@ -67,8 +67,8 @@ def lock(transaction: Session | Connection, number: int, seconds: float) -> None
         if getattr(error.orig, "sqlstate", None) != _LOCKED:
             raise
         reason = TimeoutError(
-            f"something else that uses it has held a lock for {seconds:g} s: wait, where another service brings it to its "
-            "newest shape, or end the one that hangs (pg_stat_activity lists who is connected)"
+            f"another program has held a lock on it for {seconds:g} s: wait if another service is migrating it, or "
+            "end the one that hangs (pg_stat_activity lists connections)"
         )
         raise OperationalError(error.statement, error.params, reason) from error
     transaction.execute(text("SET LOCAL lock_timeout = DEFAULT"))

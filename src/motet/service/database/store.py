@@ -30,7 +30,7 @@ from motet.service.database.tables import (
     newer_evaluation,
 )
 from motet.service.database.tenants import Principal, Tenants
-from motet.types import JobState
+from motet.types import JobState, Wanted
 
 Value = TypeVar("Value")
 AWAY = (OperationalError, InterfaceError, NoConnection)
@@ -152,7 +152,7 @@ class Store:
         """
         for job in jobs:
             job.id, job.tenant_id = job.id or new_id("job"), who.tenant_id
-            job.state, job.wanted = JobState.QUEUED.value, "run"
+            job.state, job.wanted = JobState.QUEUED.value, Wanted.RUN.value
         try:
             with self.transaction() as session:
                 self._wait_for_earlier_events(session)

@@ -25,7 +25,7 @@ from motet.service.database.tables import (
 from motet.service.jobs.submissions import Submissions
 from motet.service.storage import Storage
 from motet.tracking.follow import remove_tenant
-from motet.types import JobState
+from motet.types import JobState, Wanted
 
 
 class Erasure:
@@ -46,9 +46,9 @@ class Erasure:
         self._store.tenants.close(tenant_id)
         jobs = self._store.scalars(select(StoredJob).where(StoredJob.tenant_id == tenant_id))
         for job in jobs:
-            if not JobState(job.state).final and job.wanted != "cancel":
+            if not JobState(job.state).final and job.wanted != Wanted.CANCEL:
                 with contextlib.suppress(StoreError):  # it has just ended
-                    self._submissions.steer(job, "cancel")
+                    self._submissions.steer(job, Wanted.CANCEL)
         jobs = self._store.scalars(select(StoredJob).where(StoredJob.tenant_id == tenant_id))
         if waiting := sum(not JobState(job.state).final for job in jobs):
             return waiting

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Select, case, func, select
 
 from motet.cluster.hosts import Hosts
-from motet.cluster.messages import Action, AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
+from motet.cluster.messages import AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError
 from motet.runtime.slots import Claim, Rule
@@ -24,12 +24,10 @@ from motet.service.jobs.recorder import EventRecorder
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer
-from motet.types import JobState
+from motet.types import JobState, Wanted
 
 UNFIT = (MotetError, OSError, ValueError)
 """Raised if a job cannot start as it is: it fails with the reason; others are not affected."""
-
-_ACTIONS: dict[str, Action] = {"run": "resume", "pause": "pause", "cancel": "cancel"}
 
 
 class Handover:
@@ -43,12 +41,12 @@ class Handover:
         recorder: EventRecorder,
         initial: InitialAdapters,
         enforcer: QuotaEnforcer,
-        engine: Hosts,
+        hosts: Hosts,
         bases: Bases,
         secrets: Secrets,
     ) -> None:
         self._store, self._storage, self._log, self._recorder = store, storage, log, recorder
-        self._initial, self._enforcer, self._engine, self._bases = initial, enforcer, engine, bases
+        self._initial, self._enforcer, self._hosts, self._bases = initial, enforcer, hosts, bases
         self._secrets = secrets
 
     def hand_over(self, job: StoredJob) -> None:
@@ -61,22 +59,22 @@ class Handover:
             config = JobConfig.model_validate(job.spec)
             # reports a missing file before the job's turn
             self.tree(Principal.member_of(job.tenant_id), config, job.id)
-            self._engine.look(Claim("", job.tenant_id, config.priority, config.slots, self._bases.of(job.base)))
+            self._hosts.look(Claim("", job.tenant_id, config.priority, config.slots, self._bases.of(job.base)))
         except UNFIT as error:
             self._recorder.record_state(job.id, JobState.FAILED, str(error))
 
     def settle(self, job: StoredJob) -> bool:
         """Record the requested state of a job that no host has; False if a host must be told."""
-        if not self._engine.take_back(job.id):
+        if not self._hosts.take_back(job.id):
             return False
         state = JobState(job.state)
-        if job.wanted == "cancel":
+        if job.wanted == Wanted.CANCEL:
             self._recorder.record_state(job.id, JobState.CANCELLED, _cut_off(job))
-        elif job.wanted == "pause" and state is not JobState.PAUSED:
+        elif job.wanted == Wanted.PAUSE and state is not JobState.PAUSED:
             self._recorder.record_state(job.id, JobState.PAUSED, "")
-        elif job.wanted == "run" and state is JobState.PAUSED:
+        elif job.wanted == Wanted.RUN and state is JobState.PAUSED:
             self._recorder.record_state(job.id, JobState.QUEUED, "")
-        self._engine.look()
+        self._hosts.look()
         return True
 
     def open_jobs(self) -> list[AddJob]:
@@ -85,22 +83,25 @@ class Handover:
         Excludes jobs that wait for others, and jobs that a host has and reports itself.
         """
         messages, given, rules = list[AddJob](), Counter[tuple[str, str]](), dict[str, Rule]()
-        hosts = self._engine.jobs
-        for job in self._store.scalars(in_turn(hosts.all(), hosts.most)):
+        hosts, rooms = self._hosts.jobs, dict[tuple[str, str], int | None]()
+        jobs = self._store.scalars(in_turn(hosts.all(), hosts.most))
+        first_steps = self._log.first_missing_steps([job.id for job in jobs])
+        for job in jobs:
             try:
-                if job.wanted != "run":  # requested while no host had the job, and not recorded
-                    paused = job.wanted == "pause"
+                if job.wanted != Wanted.RUN:  # requested while no host had the job, and not recorded
+                    paused = job.wanted == Wanted.PAUSE
                     state, why = (JobState.PAUSED, "") if paused else (JobState.CANCELLED, _cut_off(job))
                     self._recorder.record_state(job.id, state, why)
                 elif (missing := self._bases.missing(job.base)) is not None:
                     self._wait(job, missing)
                 else:
                     whose = job.tenant_id, self._bases.of(job.base)
-                    room = hosts.room(*whose)
-                    if room is None or given[whose] <= room:
+                    if whose not in rooms:
+                        rooms[whose] = hosts.room(*whose)
+                    if (room := rooms[whose]) is None or given[whose] <= room:
                         if (rule := rules.get(job.tenant_id)) is None:
                             rule = rules[job.tenant_id] = self._enforcer.rule_with_job(job)
-                        messages.append(self.message(job, rule))
+                        messages.append(self.message(job, rule, first_steps.get(job.id, 0)))
                         given[whose] += 1
             except UNFIT as error:
                 self._recorder.record_state(job.id, JobState.FAILED, str(error))
@@ -118,8 +119,8 @@ class Handover:
             return [ReleaseJob(held.job)]  # not known here, or not any more
         rule, spec = self._enforcer.rule_with_job(job), job.spec
         messages: list[ToHost] = [SetRule(job.tenant_id, rule), ChangeJob(job.id, spec["budget"], spec["priority"])]
-        if job.wanted != held.wanted or (job.wanted == "run" and held.state is JobState.PAUSED):
-            messages.append(SteerJob(job.id, _ACTIONS[job.wanted]))
+        if job.wanted != held.wanted or (job.wanted == Wanted.RUN and held.state is JobState.PAUSED):
+            messages.append(SteerJob(job.id, Wanted(job.wanted)))
         return [*messages, Nudge(job.id)]
 
     def _wait(self, job: StoredJob, why: str) -> None:
@@ -128,8 +129,8 @@ class Handover:
             paused = job.state == JobState.PAUSED.value
             self._recorder.record_state(job.id, JobState.PAUSED if paused else JobState.QUEUED, why)
 
-    def message(self, job: StoredJob, rule: Rule | None = None) -> AddJob:
-        """The engine's message for a job, with the `rule` of its tenant if that is known.
+    def message(self, job: StoredJob, rule: Rule | None = None, first_step: int | None = None) -> AddJob:
+        """The engine's message for a job, with the `rule` of its tenant and its first missing step if those are known.
 
         Raises:
             MotetError, OSError, ValueError: the job cannot start as it is (`UNFIT`).
@@ -140,10 +141,10 @@ class Handover:
         for reward in config.rewards:
             self._secrets.opened(reward)  # fail now if a secret is missing
         tree = self.tree(Principal.member_of(job.tenant_id), config, job.id)
-        first_step = self._log.first_missing_step(job.id)
+        first_step = self._log.first_missing_step(job.id) if first_step is None else first_step
         rule = rule or self._enforcer.rule_with_job(job)
         resumes = job.state == JobState.RUNNING.value
-        return AddJob(tree, job.wanted, first_step, job.tenant_id, rule, config.slots, base, resumes)
+        return AddJob(tree, Wanted(job.wanted), first_step, job.tenant_id, rule, config.slots, base, resumes)
 
     def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
         """The job under its engine-side name, with paths for the files that it names.
@@ -190,7 +191,7 @@ def in_turn(assigned: Collection[str], most: int | None) -> Select[StoredJob]:
     of_each = func.row_number().over(
         partition_by=(StoredJob.tenant_id, StoredJob.base), order_by=(begun, priority.desc(), StoredJob.number)
     )
-    asleep = (StoredJob.state == JobState.PAUSED.value) & (StoredJob.wanted == "pause")
+    asleep = (StoredJob.state == JobState.PAUSED.value) & (StoredJob.wanted == Wanted.PAUSE.value)
     waiting = StoredJob.state.in_(OPEN) & ~StoredJob.waits & ~asleep & StoredJob.id.not_in(assigned)
     turns = select(StoredJob.number, of_each.label("turn")).where(waiting).subquery()
     chosen = select(StoredJob).join(turns, turns.c.number == StoredJob.number)

@@ -27,7 +27,7 @@ from motet.service.database.tenants import Principal
 from motet.service.events import WAITING_JOBS, EventBus, within
 from motet.service.jobs.handover import UNFIT
 from motet.service.jobs.initial_adapter import InitialAdapters
-from motet.types import JobState
+from motet.types import JobState, Wanted
 
 _log = logging.getLogger(__name__)
 FURTHEST = 366 * 24 * 3600.0
@@ -164,16 +164,16 @@ class JobQueue:
             raise ConfigError(f"after: job {name!r} has {job.state}; name one that can still succeed")
         return job
 
-    def steer(self, job: StoredJob, action: str) -> bool:
+    def steer(self, job: StoredJob, wanted: Wanted) -> bool:
         """Pause, resume or cancel a waiting job; False if it does not wait, so that the engine must do it."""
         with self._lock:
             if not self._waits(job.id):
                 return False
             state, message = {
-                "pause": (JobState.PAUSED, "paused while it waits to start"),
-                "resume": (JobState.QUEUED, "waits to start"),
-                "cancel": (JobState.CANCELLED, "cancelled before it began"),
-            }[action]
+                Wanted.PAUSE: (JobState.PAUSED, "paused while it waits to start"),
+                Wanted.RUN: (JobState.QUEUED, "waits to start"),
+                Wanted.CANCEL: (JobState.CANCELLED, "cancelled before it began"),
+            }[wanted]
             self._record_state(job.id, state, message)
         self._bus.publish(WAITING_JOBS)
         return True

@@ -9,7 +9,7 @@ from typing import Any
 
 from motet.algorithms.client import ClientDriven
 from motet.cluster.hosts import Hosts
-from motet.cluster.messages import Action, ChangeJob, ForgetJob, SteerJob
+from motet.cluster.messages import ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
 from motet.errors import ConfigError, MotetError, StoreError
 from motet.runtime.journal import Journal
@@ -27,7 +27,7 @@ from motet.service.jobs.validation import Allowed, validated
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer, Quotas
-from motet.types import JobState
+from motet.types import JobState, Wanted
 
 MOST_TOLD = 50
 """Most jobs of a request whose errors are reported together."""
@@ -59,7 +59,7 @@ class Submissions:
         enforcer: QuotaEnforcer,
         queue: JobQueue,
         handover: Handover,
-        engine: Hosts,
+        hosts: Hosts,
         secrets: Secrets,
         recorder: EventRecorder,
     ) -> None:
@@ -67,7 +67,7 @@ class Submissions:
         self._allowed, self._bases = allowed, bases
         self._store, self._storage, self._bus, self._adapters = store, storage, bus, adapters
         self._quotas, self._enforcer, self._queue = quotas, enforcer, queue
-        self._handover, self._engine, self._secrets = handover, engine, secrets
+        self._handover, self._hosts, self._secrets = handover, hosts, secrets
         self._recorder = recorder
         self._changing = threading.Lock()
 
@@ -146,7 +146,7 @@ class Submissions:
         same = [self._store.submitted(who, key) for key in keys]
         return [job for job in same if job is not None] if all(job is not None for job in same) else []
 
-    def steer(self, job: StoredJob, action: Action) -> None:
+    def steer(self, job: StoredJob, wanted: Wanted) -> None:
         """Pause, resume or cancel a job.
 
         Raises:
@@ -155,25 +155,25 @@ class Submissions:
             LimitError: a limit prevents it.
         """
         state = JobState(job.state)
-        if state in (JobState.SUCCEEDED, JobState.CANCELLED) or (state is JobState.FAILED and action != "resume"):
+        if state in (JobState.SUCCEEDED, JobState.CANCELLED) or (state is JobState.FAILED and wanted is not Wanted.RUN):
             why = f" ({job.message})" if job.message.startswith(STOPPED_EARLY) else ""
-            raise StoreError(f"job {job.name!r} has {state.value}{why}; it cannot be asked to {action}")
-        if action == "resume" and state in (JobState.PAUSED, JobState.FAILED):
+            raise StoreError(f"job {job.name!r} has {state.value}{why}; it cannot be asked to {wanted.word}")
+        if wanted is Wanted.RUN and state in (JobState.PAUSED, JobState.FAILED):
             self._enforcer.check_resume(job)
             again = Journal(self._storage.job(job.id).path).work_again()
             self._quotas.check_work(job.tenant_id, again, 0, "resuming this job, which computes gradients again,")
-        job.wanted = {"pause": "pause", "resume": "run", "cancel": "cancel"}[action]
+        job.wanted = wanted.value
         # before any change, because something that it names may be missing
         again = state is JobState.FAILED and not job.waits and self._handover.message(job) is not None
         self._store.change_job(job.id, wanted=job.wanted)
-        if self._queue.steer(job, action):
+        if self._queue.steer(job, wanted):
             return
         if again:
             self._store.change_job(job.id, state=JobState.QUEUED.value, message="", ended=None)
-            self._engine.send(ForgetJob(job.id))  # the host on which it failed may still know it
+            self._hosts.send(ForgetJob(job.id))  # the host on which it failed may still know it
             self._handover.hand_over(job)
         elif not self._handover.settle(job):
-            self._engine.send(SteerJob(job.id, action))
+            self._hosts.send(SteerJob(job.id, wanted))
 
     def change(self, job: StoredJob, fields: Mapping[str, Any]) -> None:
         """Change the budget or priority of a job that has not ended.
@@ -193,7 +193,7 @@ class Submissions:
                 if config.priority > int(row.spec["priority"]):
                     self._quotas.check_priority(job.tenant_id, config.priority)
                 row.spec = {**row.spec, "budget": config.budget, "priority": config.priority}
-            self._engine.send(ChangeJob(job.id, config.budget, config.priority))
+            self._hosts.send(ChangeJob(job.id, config.budget, config.priority))
 
     def delete(self, job: StoredJob) -> None:
         """Delete a job that has ended, and its files.
@@ -203,7 +203,7 @@ class Submissions:
         """
         if not JobState(job.state).final:
             raise StoreError(f"job {job.name!r} has not ended; cancel it first")
-        self._engine.send(ForgetJob(job.id))
+        self._hosts.send(ForgetJob(job.id))
         self._adapters.forget_shares(job.id)
         self._storage.job(job.id).delete()  # files first: after a crash, the job can be deleted again
         self._recorder.delete_observed(job)

@@ -28,21 +28,21 @@ from motet.types import Message, Problem, SamplingParams
 class Grading(Graders):
     """Grader processes of a service. Lives in its event loop."""
 
-    def __init__(self, engine: Hosts, adapters: Adapters) -> None:
+    def __init__(self, hosts: Hosts, adapters: Adapters) -> None:
         super().__init__(Walls(required=True))
-        self._engine, self._adapters = engine, adapters
+        self._hosts, self._adapters = hosts, adapters
 
     async def grade(
         self, who: Principal, grader: Grader, item: Mapping[str, Any], outputs: Sequence[str]
     ) -> list[Graded]:
-        """Score the answers to one row, in their order. What goes wrong is in the result."""
+        """Score the answers to one row, in order. Failures are in the results."""
         answerers = await self._answerers(who, grader)
 
         async def asked(judge: Judge, messages: list[dict[str, str]]) -> tuple[str, int]:
             answerer = answerers[judge.model]
             if isinstance(answerer, str):
                 raise EngineError(answerer)
-            return await ask_judge(self._engine, who.tenant_id, answerer, judge, messages)
+            return await ask_judge(self._hosts, who.tenant_id, answerer, judge, messages)
 
         return await self.graded(grader, item, outputs, asked)
 
@@ -55,7 +55,7 @@ class Grading(Graders):
         return [score_or_reason(one) for one in graded]
 
     async def _answerers(self, who: Principal, grader: Grader) -> dict[str, Answerer | str]:
-        """What the names of judges mean, or why nobody can be asked.
+        """Resolve the names of judges; returns the reason if one cannot be asked.
 
         All are resolved before one is asked: if the database is away, grading is repeated later, and no judge is asked
         twice.
@@ -70,11 +70,9 @@ class Grading(Graders):
 
 
 async def ask_judge(
-    engine: Hosts, tenant: str, asked: Answerer, judge: Judge, messages: Sequence[Mapping[str, str]]
+    hosts: Hosts, tenant: str, asked: Answerer, judge: Judge, messages: Sequence[Mapping[str, str]]
 ) -> tuple[str, int]:
-    """What the judge that `asked` means says, and the tokens that it took.
-
-    The tokens are those of `tenant`.
+    """The judge's answer, and its tokens, which are charged to `tenant`.
 
     Raises:
         EngineError, ConfigError: the engine cannot answer, now or ever.
@@ -91,6 +89,6 @@ async def ask_judge(
         tenant, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params,
         messages=[Message(one["role"], one["content"]) for one in messages], base=asked.base,
     )  # fmt: skip
-    read, pieces = await ask(engine, question)
+    read, pieces = await ask(hosts, question)
     (answer,) = await whole(pieces)
     return answer.text, read.tokens + len(answer.token_ids)

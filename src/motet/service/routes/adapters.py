@@ -156,9 +156,9 @@ def _unpacked(file: UploadFile, directory: Path, limit: int) -> Callable[[], int
     return work
 
 
-async def _examined(engine: Hosts, directory: Path, base: str) -> AdapterExamined:
+async def _examined(hosts: Hosts, directory: Path, base: str) -> AdapterExamined:
     """Rank, alpha and modules, as read by a process that has the base."""
-    (answer,) = [answer async for answer in engine.ask(ExamineAdapter(str(directory), base=base))]
+    (answer,) = [answer async for answer in hosts.ask(ExamineAdapter(str(directory), base=base))]
     if isinstance(answer, AdapterExamined):
         return answer
     reason = answer.reason if isinstance(answer, Unfit) else ""

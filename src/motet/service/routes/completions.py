@@ -187,7 +187,7 @@ class Chats:
     """Answers chats in any format."""
 
     def __init__(self, request: Request, who: Asker, service: ServiceDep, names: ModelNamesDep) -> None:
-        self._request, self._who, self._engine = request, who, service.hosts
+        self._request, self._who, self._hosts = request, who, service.hosts
         self._apart, self._names, self._storage = service.apart, names, service.storage
 
     async def __call__(self, wanted: ServedChat, name: str) -> Response:
@@ -202,7 +202,7 @@ class Chats:
         answerer = await self._names.answerer(who, wanted.model)
         if asked.limits.grammar:
             await while_there(self._request, check_grammar(asked.limits.grammar, self._apart, who.tenant_id))
-        completer = StoredVersion(self._engine, wanted.question(who, answerer), wanted.model, name)
+        completer = StoredVersion(self._hosts, wanted.question(who, answerer), wanted.model, name)
         reply = await completer.reply(asked)
         if asked.stream:
             return events_of(wanted.events(reply), self._storage)
@@ -276,7 +276,7 @@ async def complete(who: Asker, service: ServiceDep, names: ModelNamesDep, wanted
     most = longest_sequence(service.hosts, asked_of.base)
     length = max((len(one) for one in wanted.prompts() if isinstance(one, list)), default=0)
     if most and length > most:
-        raise bad_field("prompt", f"it has {length} tokens; {most} are the most that this base reads")
+        raise bad_field("prompt", f"it has {length} tokens; this base reads at most {most}")
     questions = wanted.questions(who, asked_of)
     if (asked := len(questions) * questions[0].n) > MOST_SEQUENCES:
         given = f"{len(questions)} prompts with n {questions[0].n}"

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request
 
-from motet.cluster.messages import Action
 from motet.config import JobConfig
 from motet.errors import StoreError
 from motet.service.database.tables import Event, FineTuning, StoredJob
@@ -23,7 +22,7 @@ from motet.service.jobs.submissions import GivenJob
 from motet.service.schemas import fine_tuning as s
 from motet.tasks.graders.shapes import Multi, judges
 from motet.tasks.judging import Graded
-from motet.types import JobState
+from motet.types import JobState, Wanted, Word
 
 router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"])
 Limit = Annotated[int, Query(ge=1, le=200)]
@@ -44,12 +43,12 @@ class FineTuningAnswers:
     """Converts jobs to responses."""
 
     def __init__(self, service: ServiceDep) -> None:
-        self._engine, self._storage = service.hosts, service.storage
+        self._hosts, self._storage = service.hosts, service.storage
 
     def __call__(self, made: Made) -> s.FineTuningJob:
         """The response for one job."""
         job, asked = made[0], made[1].request
-        state, standing = JobState(job.state), self._engine.progress.get(job.id)
+        state, standing = JobState(job.state), self._hosts.progress.get(job.id)
         left = None if standing is None else standing.seconds_left
         method = asked.get("method") or {"type": "supervised"}
         kind = method["type"]
@@ -132,11 +131,11 @@ def retrieve(shown: Shown, made: NamedMade) -> s.FineTuningJob:
 
 
 @router.post("/jobs/{job}/{word}")
-def steer(who: Asker, service: ServiceDep, shown: Shown, made: NamedMade, word: Action) -> s.FineTuningJob:
+def steer(who: Asker, service: ServiceDep, shown: Shown, made: NamedMade, word: Word) -> s.FineTuningJob:
     """Pause (after the current step), resume or cancel a job; its commits stay."""
     job, asked = made
     try:
-        service.submissions.steer(job, word)
+        service.submissions.steer(job, Wanted.of(word))
     except StoreError as error:
         raise Refusal(400, str(error)) from error
     service.store.audit(who, word, job.id)

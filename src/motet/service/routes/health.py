@@ -84,7 +84,7 @@ def metrics(service: ServiceDep, _: Annotated[None, Depends(metrics_access)]) ->
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_hosts(registry: CollectorRegistry, engine: Hosts, labels: list[str]) -> None:
+def _add_hosts(registry: CollectorRegistry, hosts: Hosts, labels: list[str]) -> None:
     def gauge(name: str, text: str) -> Gauge:
         return Gauge(f"motet_{name}", text, labels, registry=registry)
 
@@ -99,11 +99,11 @@ def _add_hosts(registry: CollectorRegistry, engine: Hosts, labels: list[str]) ->
         "drafted": gauge("draft_tokens_checked", "Tokens that were drafted and checked, since it was started."),
         "accepted": gauge("draft_tokens_accepted", "Drafted tokens that were right, since it was started."),
     }
-    for host in engine.hosts:
+    for host in hosts.hosts:
         of_host = (str(host.number), host.base)[: len(labels)]
         ready.labels(*of_host).set(host.ready)
         starts.labels(*of_host).set(host.starts)
-        jobs.labels(*of_host).set(engine.jobs.on(host))
+        jobs.labels(*of_host).set(hosts.jobs.on(host))
         rate.labels(*of_host).set(sum(job.tokens_per_second for job in host.progress.values()))
         for name, seconds in device.items():
             seconds.labels(*of_host).set(host.device.get(name, 0.0))
@@ -120,7 +120,7 @@ def _names_of(store: Store, job_ids: list[str]) -> dict[str, tuple[str, str, str
 
 
 def _queued_since(store: Store) -> dict[str, float]:
-    """Since when each tenant's oldest queued job waits, by the tenant's name, in Unix seconds."""
+    """The time in Unix seconds since when each tenant's oldest queued job waits, by the tenant's name."""
     queued = (
         select(func.max(Event.time).label("since"), StoredJob.tenant_id)
         .join(StoredJob, StoredJob.id == Event.job_id)

@@ -1,4 +1,4 @@
-"""Routes for jobs: submit, list, show, steer."""
+"""Routes for jobs: submit, list, show, control."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from fastapi import APIRouter, Body, Depends, Header, Query, Request
 from msgspec.structs import asdict
 from pydantic import Field
 
-from motet.cluster.messages import Action
 from motet.service.database.tables import StoredJob
 from motet.service.depends import Asker, NamedJob, ServiceDep, while_there
 from motet.service.errors import Refusal
@@ -21,7 +20,7 @@ from motet.service.jobs.validation import LONGEST_TEXT, jobs_in
 from motet.service.schemas import Asked, CheckedJobs, HeldOut, Job, Jobs, JobsToSubmit, Rollouts, SubmittedJobs
 from motet.service.schemas.usage import JobChange
 from motet.tasks.reward_elsewhere import masked
-from motet.types import JobState
+from motet.types import JobState, Wanted, Word
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 
@@ -136,9 +135,9 @@ def show(job: NamedJob, shown: Shown) -> Job:
 
 
 @router.post("/jobs/{job}/{word}", status_code=202)
-def steer(who: Asker, service: ServiceDep, shown: Shown, job: NamedJob, word: Action) -> Job:
+def steer(who: Asker, service: ServiceDep, shown: Shown, job: NamedJob, word: Word) -> Job:
     """Pause (after the current step), resume or cancel a job; its commits stay."""
-    service.submissions.steer(job, word)
+    service.submissions.steer(job, Wanted.of(word))
     service.store.audit(who, word, job.id)
     return shown.now(job)
 

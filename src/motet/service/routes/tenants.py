@@ -26,7 +26,7 @@ _DAY = 86400.0
 
 @router.post("/keys", status_code=201, tags=["keys"])
 def create(who: Asker, service: ServiceDep, wanted: KeyRequest) -> NewKey:
-    """Create a key with a role that is not higher than one's own; it ends with the key that created it.
+    """Create a key with a role that is not higher than your own; it ends with the key that created it.
 
     The key is shown only once. An admin creates keys for all tenants, also new ones, and these do not end with the
     admin's.
@@ -46,7 +46,7 @@ def create(who: Asker, service: ServiceDep, wanted: KeyRequest) -> NewKey:
 
 @router.get("/keys", tags=["keys"])
 def list_keys(who: Asker, service: ServiceDep) -> Keys:
-    """List keys without their texts: one's own and those that it created. Admins see those of their tenant, or all."""
+    """List keys without their texts: your own and those that it created. Admins see those of their tenant, or all."""
     return Keys(data=[_shown(key, tenant) for key, tenant in service.store.tenants.keys_of(who)])
 
 

@@ -39,7 +39,7 @@ class Job(Answer):
     id: str
     name: str
     tenant: str | None = None
-    """Name of the owner; for admins only."""
+    """Name of the owner; shown to admins only."""
     state: str
     """`queued`, `running`, `paused`, `succeeded`, `failed` or `cancelled`."""
     message: str
@@ -83,7 +83,7 @@ class JobEvent(Answer):
     time: float
     """Unix seconds."""
     data: dict[str, Any]
-    """A `step` is a line of metrics.jsonl with tokens and seconds; a `state` has `state` and `message`."""
+    """For `step`, a line of metrics.jsonl with tokens and seconds; for `state`, `state` and `message`."""
 
 
 class Events(Answer):

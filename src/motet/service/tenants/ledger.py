@@ -60,7 +60,7 @@ class Ledger:
                 counts = {name: int(data.get(name) or 0) for name in ("tokens_sampled", "tokens_trained")}
                 counted = _counted(session, job.id, int(data.get("step", -1)))
                 counts["tokens_trained"] = max(0, counts["tokens_trained"] - counted)
-                _add(session, self.day(), (job.tenant_id, job.id, job.name, job.base or ""), counts)
+                _add(session, self.day(), [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
 
         return add
 
@@ -73,7 +73,7 @@ class Ledger:
             job, before = find_job(session, job_id), _counted(session, job_id, step)
             if job is not None and _is_new(session, _WORKED + job_id, step * _MOST_TOKENS + tokens):
                 counts = {"tokens_trained": tokens - before}
-                _add(session, self.day(), (job.tenant_id, job.id, job.name, job.base or ""), counts)
+                _add(session, self.day(), [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
 
     def window(self, engine: str, number: int, microseconds: Mapping[str, int], base: str = "") -> bool:
         """Store a window of device time; False if it is stored already.
@@ -88,11 +88,13 @@ class Ledger:
             if not _is_new(session, engine, number):
                 return False
             owners = _owners(session, [name for name in microseconds if name.startswith("job-")])
+            more = list[tuple[_Owner, Mapping[str, int]]]()
             for name in sorted(microseconds):  # a fixed order, so that transactions cannot deadlock
                 owner = owners.get(name, ("", "" if name == IDLE else name, "", base))
                 if name.startswith(COMPLETIONS):
                     owner = (name.removeprefix(COMPLETIONS), "", "", base)
-                _add(session, self.day(), owner, {"microseconds": microseconds[name]})
+                more.append((owner, {"microseconds": microseconds[name]}))
+            _add(session, self.day(), more)
         return True
 
     def count_completion(self, tenant_id: str, base: str, prompt: int, sampled: int) -> None:
@@ -109,9 +111,11 @@ class Ledger:
             return
         try:
             with self._store.transaction() as session:
-                for (tenant, base), (prompt, sampled) in sorted(counted.items()):
-                    counts = {"tokens_prompt": prompt, "tokens_sampled": sampled}
-                    _add(session, self.day(), (tenant, "", "", base), counts)
+                more = [
+                    ((tenant, "", "", base), {"tokens_prompt": prompt, "tokens_sampled": sampled})
+                    for (tenant, base), (prompt, sampled) in sorted(counted.items())
+                ]
+                _add(session, self.day(), more)
         except AWAY:
             for asked, tokens in counted.items():
                 self.count_completion(*asked, *tokens)  # kept for the next call, when the database may be back
@@ -203,16 +207,21 @@ _Owner = tuple[str, str, str, str]
 """Tenant id, job id, job name, base."""
 
 
-def _add(session: Session, day: str, owner: _Owner, counts: Mapping[str, int]) -> None:
-    """Add to a row, creating it if needed."""
-    row = {**dict.fromkeys(_COUNTS, 0), **counts}
-    if not any(row.values()):
-        return
-    tenant, job, name, base = owner
-    values = {"day": day, "tenant_id": tenant, "job_id": job, "job_name": name, "base": base, **row}
-    more = {column: getattr(Usage, column) + amount for column, amount in counts.items()}
-    statement = _insert(session)(Usage).values(values)
-    session.execute(statement.on_conflict_do_update(index_elements=["day", "tenant_id", "job_id", "base"], set_=more))
+def _add(session: Session, day: str, more: Sequence[tuple[_Owner, Mapping[str, int]]]) -> None:
+    """Add to rows in this order, creating those that are not there: one statement for all of them."""
+    rows = [
+        {
+            "day": day, "tenant_id": tenant, "job_id": job, "job_name": name, "base": base,
+            **dict.fromkeys(_COUNTS, 0), **counts,
+        }
+        for (tenant, job, name, base), counts in more
+        if any(counts.values())
+    ]  # fmt: skip
+    if rows:
+        statement = _insert(session)(Usage)
+        sums = {name: getattr(Usage, name) + getattr(statement.excluded, name) for name in _COUNTS}
+        once = ["day", "tenant_id", "job_id", "base"]
+        session.execute(statement.on_conflict_do_update(index_elements=once, set_=sums), rows)
 
 
 def _is_new(session: Session, engine: str, number: int) -> bool:

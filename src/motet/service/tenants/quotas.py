@@ -11,7 +11,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import func, select
@@ -37,7 +38,7 @@ _SECONDS, _AGAIN_SECONDS = 1.0, 5.0
 _ASK = "an admin raises it with motet tenants limit"
 _DELETE = "delete files, adapters, checkpoints or jobs that have ended"
 _NEAR = 2**31
-"""Hosts need not know the storage room above this many bytes."""
+"""Largest storage room that is sent to hosts, in bytes."""
 _MODELS_SECONDS, _JOBS_SECONDS = 30, 60
 """Seconds after which a client asks again for a model or a job without room; Motet's client shows the error at once."""
 _SMALL = _MB
@@ -84,21 +85,30 @@ class Quotas:
         query = query if name is None else query.where(Tenant.name == name)
         with self._store.transaction() as session:
             rows = [(row[0], row[1]) for row in session.execute(query.order_by(Tenant.name))]
-        today = self._ledger.used_today()
+        ids = [tenant.id for tenant, _ in rows]
+        today, stored, jobs = self._ledger.used_today(), self.stored.of_each(ids), self._open_jobs(ids)
         return [
             TenantInfo(
                 id=tenant.id,
                 name=tenant.name,
                 limits=self._with(given),
                 own=list(given or ()),
-                running=self._jobs(tenant.id, JobState.RUNNING.value),
-                waiting=self._jobs(tenant.id, JobState.QUEUED.value, JobState.PAUSED.value),
+                running=jobs[tenant.id, JobState.RUNNING.value],
+                waiting=jobs[tenant.id, JobState.QUEUED.value] + jobs[tenant.id, JobState.PAUSED.value],
                 tokens_today=today.get(tenant.id, UsedToday()).tokens,
                 device_seconds_today=today.get(tenant.id, UsedToday()).device_seconds,
-                stored_bytes=self.stored.of(tenant.id),
+                stored_bytes=stored[tenant.id],
             )
             for tenant, given in rows
         ]
+
+    def _open_jobs(self, tenant_ids: Collection[str]) -> Counter[tuple[str, str]]:
+        """The number of jobs that have not ended, by tenant and state."""
+        query = select(StoredJob.tenant_id, StoredJob.state, func.count())
+        query = query.where(StoredJob.tenant_id.in_(tenant_ids), StoredJob.state.in_(OPEN))
+        with self._store.transaction() as session:
+            rows = session.execute(query.group_by(StoredJob.tenant_id, StoredJob.state))
+            return Counter({(str(row[0]), str(row[1])): int(row[2]) for row in rows})
 
     def _jobs(self, tenant_id: str, *states: str) -> int:
         query = select(func.count()).where(StoredJob.tenant_id == tenant_id, StoredJob.state.in_(states))
@@ -106,7 +116,7 @@ class Quotas:
 
     @contextlib.contextmanager
     def admitting(self, tenant_id: str, configs: Sequence[JobConfig]) -> Iterator[None]:
-        """Hold while jobs are queued: one request at a time, so that two cannot take the last place."""
+        """Lock to hold while jobs are queued: one request at a time, so that two cannot take the last place."""
         with self._admitting:
             for config in configs:
                 self.check_size(tenant_id, config)
@@ -118,7 +128,7 @@ class Quotas:
 
     @contextlib.contextmanager
     def storing(self, tenant_id: str, size: int, part: str = "", *, small: bool = False) -> Iterator[None]:
-        """Hold while bytes of a tenant are written: one write per tenant at a time.
+        """Lock to hold while bytes of a tenant are written: one write per tenant at a time.
 
         They are counted under `part`, a job or `SAMPLES`; uploads have no part and are counted from the database.
         `small` writes, which let a client's model continue and free space, may exceed the limit slightly.
@@ -145,7 +155,7 @@ class Quotas:
             if most is not None and wanted > most:
                 option = name.rpartition(".")[2].replace("_", "-")
                 raise LimitError(
-                    f"{name}: {wanted:g} is more than {most:g}, the most of this tenant; {_ASK} --{option}", 403
+                    f"{name}: {wanted:g} is more than {most:g}, this tenant's limit; {_ASK} --{option}", 403
                 )
         self.check_priority(tenant_id, config.priority)
 
@@ -257,8 +267,8 @@ class Quotas:
 class QuotaEnforcer:
     """Keeps running jobs within their tenants' limits."""
 
-    def __init__(self, quotas: Quotas, ledger: Ledger, engine: Hosts) -> None:
-        self._quotas, self._ledger, self._engine = quotas, ledger, engine
+    def __init__(self, quotas: Quotas, ledger: Ledger, hosts: Hosts) -> None:
+        self._quotas, self._ledger, self._hosts = quotas, ledger, hosts
         self._sent: dict[str, Rule] = {}
         """Last rule sent to all hosts."""
         self._again: dict[str, float] = {}
@@ -309,15 +319,16 @@ class QuotaEnforcer:
     def enforce(self) -> None:
         """Store usage, and send the engine the rules that changed."""
         self._ledger.flush()
-        self._quotas.stored.measure()
-        used = self._ledger.used_today()
-        for tenant_id, limits in self._quotas.all().items():
-            rule = _rule(limits, used.get(tenant_id, UsedToday()), self._quotas.stored.of(tenant_id))
+        self._quotas.stored.measure(all_changed=False)
+        used, every = self._ledger.used_today(), self._quotas.all()
+        stored = self._quotas.stored.of_each(every)
+        for tenant_id, limits in every.items():
+            rule = _rule(limits, used.get(tenant_id, UsedToday()), stored[tenant_id])
             again = time.monotonic() < self._again.get(tenant_id, 0)
             # sent to all at first: an earlier service may have sent another
             if again or rule != self._sent.get(tenant_id):
                 self._sent[tenant_id] = rule
-                self._engine.send(SetRule(tenant_id, rule))
+                self._hosts.send(SetRule(tenant_id, rule))
 
 
 def _rule(limits: LimitsConfig, used: UsedToday, stored: int) -> Rule:

@@ -40,7 +40,7 @@ MOST_WAITING = 2**31
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 _COUNTED_SECONDS = 5.0
-"""After which a finished request counts as in the ledger, where less of it may have been computed."""
+"""Seconds after which a finished request counts as stored in the ledger, even if less of it was computed."""
 
 
 @dataclass
@@ -62,18 +62,18 @@ class Models:
         storage: Storage,
         submissions: Submissions,
         quotas: Quotas,
-        engine: Hosts,
+        hosts: Hosts,
         secrets: Secrets,
     ) -> None:
         self.bases = bases
         self._secrets = secrets
         self._store, self._storage, self._submissions = store, storage, submissions
-        self._quotas, self._engine, self.stored = quotas, engine, quotas.stored
+        self._quotas, self._hosts, self.stored = quotas, hosts, quotas.stored
         self._admitting = threading.Lock()
         self._promised: dict[str, dict[tuple[str, int], _Promise]] = {}
         """Admitted requests that are not counted yet, by tenant, and by job and number."""
         self._counted: dict[str, tuple[int, int]] = {}
-        """By job: its tokens in the ledger at the last look, and how many of these belong to no finished request yet."""
+        """By job: its tokens in the ledger at the last check, and how many of these belong to no finished request yet."""
 
     def new_session(self, who: Principal) -> str:
         """A new session id for a tenant's client."""
@@ -208,7 +208,7 @@ class Models:
             if not small:
                 self.refuse(job, number)
             raise
-        self._engine.send(Nudge(job.id))
+        self._hosts.send(Nudge(job.id))
         return f"{job.idempotency_key}/{number}"
 
     def admit(self, job: StoredJob, number: int, command: ForwardBackward) -> None:
@@ -267,12 +267,12 @@ class Models:
     def cancel(self, job: StoredJob, number: int) -> None:
         """Cancel a gradient that is not done."""
         self.journal(job).cancel(number)
-        self._engine.send(Nudge(job.id))
+        self._hosts.send(Nudge(job.id))
 
     def finish(self, job: StoredJob) -> None:
         """End a model: its job succeeds when its commands are done."""
         self.journal(job).finish()
-        self._engine.send(Nudge(job.id))
+        self._hosts.send(Nudge(job.id))
 
 
 def _outcome_bytes(command: AnyCommand) -> int:

@@ -18,7 +18,7 @@ from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal, existing
 from motet.service.http.downloads import packed
 from motet.service.http.opened import opened_by
-from motet.service.tenants.stored import size_of
+from motet.service.tenants.stored import measured
 from motet.service.tinker.checkpoints import (
     ARCHIVE,
     SAMPLER,
@@ -191,13 +191,13 @@ def copy_weights(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Cop
     session_id, number = wanted.session_id or tinker.models.new_session(who), wanted.model_seq_id or 0
     model_id = tinker.models.model_id(who, session_id, number)
     lora = Lora(**tinker.models.journal(source.job).description()["lora"])
-    service.quotas.check_storage(who.tenant_id, size_of(source.directory))  # before a model is created
+    service.quotas.check_storage(who.tenant_id, measured(source.directory).bytes)  # before a model is created
     tinker.models.create(
         who, model_id, tinker.models.bases.of(source.job.base), lora, Nothing(), {"from": wanted.source_path}
     )
     made = tinker.models.find(who, model_id)
     try:
-        with service.quotas.storing(who.tenant_id, size_of(source.directory), made.id):
+        with service.quotas.storing(who.tenant_id, measured(source.directory).bytes, made.id):
             return {"tinker_path": tinker.checkpoints.copy(source, made, wanted.ttl_seconds).path}
     finally:
         tinker.models.finish(made)

@@ -66,13 +66,13 @@ class Sampler:
 class Samplers:
     """Resolves sampling ids, and samples."""
 
-    def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, engine: Hosts) -> None:
-        self._models, self._checkpoints, self._storage, self._engine = models, checkpoints, storage, engine
+    def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, hosts: Hosts) -> None:
+        self._models, self._checkpoints, self._storage, self._hosts = models, checkpoints, storage, hosts
 
     @property
     def waits(self) -> str:
         """What samples wait for; empty if they run."""
-        return "" if self._engine.ready else "the engine is starting"
+        return "" if self._hosts.ready else "the engine is starting"
 
     def find(self, who: Principal, name: str) -> Sampler:
         """Resolve a sampling id.
@@ -144,7 +144,7 @@ class Samplers:
         """
         for left in reversed(range(_TRIES)):
             sampler = await asyncio.to_thread(self.of, who, wanted)
-            if not (there := self._engine.there[sampler.base]).is_set():
+            if not (there := self._hosts.there[sampler.base]).is_set():
                 await there.wait()
                 sampler = await asyncio.to_thread(self.of, who, wanted)  # the source may be gone now
             try:
@@ -159,7 +159,7 @@ class Samplers:
         logprobs: dict[int, list[float]] = {index: [] for index in range(wanted.num_samples)}
         cut, scores, top = set[int](), None, None
         last = wanted.prompt_logprobs_last_n
-        async for answer in self._engine.ask(question(who, sampler, wanted)):
+        async for answer in self._hosts.ask(question(who, sampler, wanted)):
             if isinstance(answer, PromptScored):
                 scores = answer.logprobs.copy()
                 scores[: 1 if last is None else -last] = np.nan

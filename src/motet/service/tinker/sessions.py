@@ -113,6 +113,6 @@ async def asample(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Sa
         raise Refusal(400, "prompt_logprobs_last_n: ask for prompt_logprobs, and for fewer than the prompt has")
     sampler = await asyncio.to_thread(tinker.samplers.of, who, wanted)
     if (most := longest_sequence(service.hosts, sampler.base)) and length > most:
-        raise Refusal(400, f"prompt: it has {length} tokens; {most} are the most that this base reads")
+        raise Refusal(400, f"prompt: it has {length} tokens; this base reads at most {most}")
     name = await tinker.futures.begin(who, tinker.samplers.seeded(wanted))
     return {"request_id": name, "sample_sequence_ids": [f"{name}-{index}" for index in range(wanted.num_samples)]}

@@ -29,7 +29,7 @@ KEY_PREFIX = "ek-"
 MOST_OPEN = 256
 """Most open episodes per API key."""
 MOST_LOST = 3
-"""How often an episode is leased again after its worker disappeared."""
+"""How often an episode is leased again after its worker disappears."""
 _REMEMBERED = 10_000
 _GRACE_SECONDS = 15.0
 """Time for a worker to report an agent whose time has run out."""
@@ -44,7 +44,7 @@ class AgentHost(Protocol):
         ...
 
     def ask(self, question: m.AskEpisode, /) -> AsyncGenerator[Any, None]:
-        """Ask for the agent; yields as `Host.ask`."""
+        """Ask for the agent; yields as `HostLink.ask`."""
         ...
 
 

@@ -19,7 +19,7 @@ from motet.types import Problem
 
 
 def item_of(problem: Problem) -> dict[str, Any]:
-    """The row that a problem was made of, as graders see it: `item`."""
+    """The row of a problem, as graders see it: `item`."""
     messages = [{"role": message.role, "content": message.content} for message in problem.messages]
     return {**({"messages": messages} if messages else {}), **problem.metadata}
 
@@ -59,7 +59,7 @@ def grade(grader: Grader, item: Mapping[str, Any], output: str) -> float:
         scores = {name: grade(part, item, output) for name, part in grader.graders.items()}
         return combined(grader, scores)
     if not isinstance(grader, StringCheck | TextSimilarity):
-        raise ValueError(f"a {grader.type} grader asks a model, which is not at hand here")
+        raise ValueError(f"a {grader.type} grader asks a model, and none is available here")
     try:
         text, reference = fill(grader.input, item, output), fill(grader.reference, item, output)
     except UnfilledError as error:

@@ -42,7 +42,7 @@ def parse(text: str, names: Collection[str]) -> ast.expr:
         ValueError: it is not arithmetic over those names; the message says why.
     """
     if len(text) > _LONGEST:
-        raise ValueError(f"the formula has {len(text)} characters; the most are {_LONGEST}")
+        raise ValueError(f"the formula has {len(text)} characters; the limit is {_LONGEST}")
     try:
         tree = ast.parse(text.strip().replace("^", "**"), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

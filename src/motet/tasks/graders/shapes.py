@@ -1,4 +1,4 @@
-"""Graders as they are written in JSON, checked."""
+"""Graders in JSON, and their validation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MOST_GRADERS = 32
 
 
 class Shape(Described):
-    """Base of all graders; a field that is not known is refused by its name."""
+    """Base of all graders; unknown fields are refused by name."""
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field("", max_length=200)
-    """What the grader is called in answers."""
+    """The grader's name in responses."""
 
     def templates(self) -> Iterator[tuple[str, str]]:
         """(field, template) of each text that is filled in."""
@@ -41,7 +41,7 @@ class StringCheck(Shape):
 
 
 class TextSimilarity(Shape):
-    """How near a text is to its reference, from 0 to 1."""
+    """How similar a text is to its reference, from 0 to 1."""
 
     type: Literal["text_similarity"]
     input: Text
@@ -56,7 +56,7 @@ class TextSimilarity(Shape):
 
 
 def _plain(content: Any) -> Any:
-    """The text of a message's content; parts of text are joined."""
+    """The text of a message's content, with text parts joined."""
     parts = content if isinstance(content, list) else [content]
     texts: list[Any] = []
     for part in parts:
@@ -77,22 +77,22 @@ class JudgeMessage(BaseModel):
 
 
 class JudgeSampling(Described):
-    """How a judge answers."""
+    """Settings for a judge's answer."""
 
     model_config = ConfigDict(extra="forbid")
     max_tokens: int | None = Field(
         None, ge=1, le=100_000,
         validation_alias=AliasChoices("max_completions_tokens", "max_completion_tokens", "max_tokens"),
     )  # fmt: skip
-    """512 unless set; `max_completions_tokens` is what the `openai` package calls it."""
+    """512 unless set. The `openai` package calls it `max_completions_tokens`."""
     temperature: float | None = Field(None, ge=0, le=2)
-    """0 unless set, so that the same answer gets the same score."""
+    """0 unless set, so that equal answers get equal scores."""
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
 
 
 def _as_message(given: Any) -> Any:
-    """Accept one text for one message of the user."""
+    """Accept a plain text as one user message."""
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
@@ -100,10 +100,10 @@ Input = Annotated[list[JudgeMessage], Field(min_length=1, max_length=100), Befor
 
 
 class Judge(Shape):
-    """What graders that ask a model have in common."""
+    """Base of graders that ask a model."""
 
     model: str = Field(max_length=300)
-    """The base, or a version of an adapter, as chat completions name it."""
+    """The base, or a version of an adapter, named as in chat completions."""
     input: Input
     sampling_params: JudgeSampling | None = None
 
@@ -113,7 +113,7 @@ class Judge(Shape):
 
 
 class ScoreModel(Judge):
-    """A score that a model gives, within a range."""
+    """A score from a model, within a range."""
 
     type: Literal["score_model"]
     range: tuple[float, float] = (0.0, 1.0)
@@ -126,7 +126,7 @@ class ScoreModel(Judge):
 
 
 class LabelModel(Judge):
-    """1 when a model answers with a label that passes, else 0."""
+    """1 if a model answers with a passing label, else 0."""
 
     type: Literal["label_model"]
     labels: list[Annotated[str, Field(min_length=1, max_length=200)]] = Field(min_length=1, max_length=100)
@@ -144,17 +144,17 @@ _ASKED = "Conversation, as JSON:\n{{item.messages}}\n\nJudge how well each of th
 
 
 class Criterion(Described):
-    """A part of a rubric. A plain string is the text."""
+    """One criterion of a rubric. A plain string is the text."""
 
     model_config = ConfigDict(extra="forbid")
     text: str = Field(min_length=1, max_length=10_000)
     """What the judge looks for."""
     weight: float = Field(1.0, ge=-1e6, le=1e6, allow_inf_nan=False)
-    """Share in the score, relative to the other criteria; a negative one takes points off."""
+    """Weight in the score, relative to the other criteria; a negative one takes points off."""
 
 
 class Rubric(Judge):
-    """Several scores that a model gives in one answer; the result is their weighted mean."""
+    """Several scores from one answer of a model; the result is their weighted mean."""
 
     type: Literal["rubric"]
     criteria: dict[
@@ -174,7 +174,7 @@ class Rubric(Judge):
 
 
 class Rank(Judge):
-    """All answers to a problem, ordered by a model that sees them together: 1 for the best, 0 for the worst."""
+    """All answers to a problem, ordered by a model in one question: 1 for the best, 0 for the worst."""
 
     type: Literal["rank"]
     input: Input = [JudgeMessage(role="user", content=_ASKED)]
@@ -219,14 +219,14 @@ _PYTHON = (
 
 
 def parse(value: Any, where: str = "grader") -> Grader:
-    """A grader out of its JSON.
+    """Parse and check a grader.
 
     Args:
         value: the JSON.
-        where: what the field is called in messages.
+        where: the field's name in messages.
 
     Raises:
-        GraderError: it is none, or one that cannot be had here; says which field and why.
+        GraderError: it is invalid or not supported here; the message names the field and the reason.
     """
     if not isinstance(value, Mapping):
         raise GraderError(where, f"a grader is an object with a `type`, got {type(value).__name__}")
@@ -251,7 +251,7 @@ def parse(value: Any, where: str = "grader") -> Grader:
 
 
 def _below(graders: Any, where: str) -> Any:
-    if isinstance(graders, Mapping) and isinstance(graders.get("type"), str):  # one, as the package's types have it
+    if isinstance(graders, Mapping) and isinstance(graders.get("type"), str):  # one grader, as in the package's types
         graders = {str(graders.get("name", "grader")): graders}
     if not isinstance(graders, Mapping):
         raise GraderError(where, "this is a mapping of names to graders")
@@ -262,7 +262,7 @@ def _below(graders: Any, where: str) -> Any:
 
 
 def _check(grader: Grader, where: str) -> None:
-    """What pydantic cannot see: metrics, formulas and variables."""
+    """Checks beyond pydantic's: metrics, formulas and variables."""
     field_path = where
     try:
         if isinstance(grader, TextSimilarity):

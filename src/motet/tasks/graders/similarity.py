@@ -1,4 +1,4 @@
-"""How near two texts are, from 0 to 1, by the libraries that define each measure.
+"""How similar two texts are, from 0 to 1, by the libraries that define each measure.
 
 | metric | measure |
 |---|---|
@@ -30,10 +30,10 @@ NOT_HAD = {
 
 
 def check_metric(metric: str) -> None:
-    """Load what a metric needs, so that the first answer does not pay for it.
+    """Load a metric's library, so that the first answer does not take longer.
 
     Raises:
-        ValueError: it cannot be had here, and why.
+        ValueError: it is not supported or not installed; the message says why.
     """
     if metric in NOT_HAD:
         raise ValueError(f"{metric!r} is not supported: {NOT_HAD[metric]}. There are {', '.join(_LIBRARIES)}")
@@ -47,7 +47,7 @@ def check_metric(metric: str) -> None:
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
-    """How near a text is to its reference, by a metric that `check_metric` let pass; 0 to 1."""
+    """How similar a text is to its reference, from 0 to 1, by a metric that passed `check_metric`."""
     return min(max(_MEASURES[metric](text, reference), 0.0), 1.0)
 
 

@@ -11,7 +11,7 @@ from mcp import Client, StdioServerParameters
 
 
 class Server:
-    """A server that is started for one episode. Derive your own class from it and define `get_reward`."""
+    """A server, started for one episode. Derive your own class from it and define `get_reward`."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class Server:
         tools: Sequence[str] | None = None,
         seconds: float = 30.0,
     ) -> None:
-        """`command` and `args` start it, with `env` beside the commonest variables; `tools` are those offered, or all."""
+        """`command` and `args` start it, with `env` besides the most common variables; `tools` restricts its tools."""
         self._offered = tools
         self._open = contextlib.ExitStack()
         self._portal = self._open.enter_context(start_blocking_portal())
@@ -34,7 +34,7 @@ class Server:
             raise
 
     def list_tools(self) -> list[dict[str, Any]]:
-        """What the server offers."""
+        """The tools that the server offers."""
         tools = self._portal.call(self._client.list_tools).tools
         return [
             {
@@ -46,7 +46,7 @@ class Server:
         ]
 
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Ask the server, and say what it answers as text."""
+        """Call a tool of the server; returns its answer as text."""
         if self._offered is not None and name not in self._offered:
             raise ValueError(f"there is no tool {name!r}; there are {', '.join(self._offered)}")
         result = self._portal.call(self._client.call_tool, name, dict(arguments))

@@ -1,4 +1,4 @@
-"""`environment: sandbox`: Python and a shell as tools, in a directory of the episode's own, behind the wall."""
+"""`environment: sandbox`: Python and a shell as tools, in the episode's own directory, behind the wall."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tools:
         seconds: float = SECONDS,
         memory_mb: int = MEMORY_MB,
     ) -> None:
-        """`files` names the column with texts by file names, which lie there at first; the limits are of each call."""
+        """`files` names the column with texts by file name, written there at the start; the limits apply to each call."""
         if unknown := [name for name in tools if name not in _SCHEMAS]:
             raise EnvironmentFault(
                 f"environment sandbox: args.tools has no {unknown[0]!r}; there are {', '.join(_SCHEMAS)}"
@@ -35,7 +35,7 @@ class Tools:
 
     @property
     def directory(self) -> Path:
-        """The directory of the episode's files."""
+        """The directory with the episode's files."""
         return self.sandbox.directory
 
     def reset(self, **row: Any) -> None:
@@ -48,11 +48,11 @@ class Tools:
             path.write_text(text, encoding="utf-8")
 
     def list_tools(self) -> list[dict[str, Any]]:
-        """Those that were chosen."""
+        """The chosen tools."""
         return [_schema(name, *_SCHEMAS[name]) for name in self._tools]
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
-        """Run what the model wrote."""
+        """Run the model's program or command."""
         if name not in self._tools:
             raise ValueError(f"there is no tool {name!r}; there are {', '.join(self._tools)}")
         run = self.sandbox.python if name == "python" else self.sandbox.shell

@@ -1,4 +1,4 @@
-"""`environment: skyrl_gym`: text environments of the package `skyrl_gym`, and classes that are written for it."""
+"""`environment: skyrl_gym`: text environments of the package `skyrl_gym`, and classes written for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _OWN = OwnCode("environment", EnvironmentFault, ())
 
 
 class Episode:
-    """One episode of `init` and `step`."""
+    """One episode of an environment with `init` and `step`."""
 
     def __init__(self, env: str, config: Mapping[str, Any] | None = None, **extras: Any) -> None:
-        """`env` is a name there, or `file.py:Class`; `extras` are given to it with the columns of the row."""
+        """`env` is a name in the package, or `file.py:Class`; it gets `extras` with the columns of the row."""
         self._env, self._config, self._extras = env, dict(config or {}), extras
         self._class = _OWN.find(env) if ":" in env else None
         if self._class is None and env not in skyrl_gym.registry:

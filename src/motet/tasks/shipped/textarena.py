@@ -1,4 +1,4 @@
-"""`environment: textarena`: games of one player of the package `textarena`, such as GuessTheNumber-v0."""
+"""`environment: textarena`: one-player games of the package `textarena`, such as GuessTheNumber-v0."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _OWN = textarena.ObservationType.PLAYER_ACTION
 
 
 class Game:
-    """One game; rows with the same columns begin alike, so that the rollouts of a group play the same one."""
+    """One game; rows with equal columns start the same game, so the rollouts of a group play the same one."""
 
     def __init__(self, game: str = "GuessTheNumber-v0", **options: Any) -> None:
-        """`game` is its name there; `options` are the game's own, such as `max_number`."""
-        # Without the package's wrappers an observation holds what is new alone; moves may leave out the brackets.
+        """`game` is its name in the package; `options` are the game's, such as `max_number`."""
+        # Without the package's wrappers, an observation has only new text, and moves need no brackets.
         self._game = ActionFormattingWrapper(textarena.make(game.removesuffix(_RAW) + _RAW, **options))
         self.done = False
 
     def reset(self, **row: Any) -> str:
-        """Begin; a column `seed` names the game to be played."""
+        """Begin; a column `seed` selects the game."""
         seed = row.get("seed", zlib.crc32(json.dumps(row, sort_keys=True).encode()))
         random.seed(seed)
         self._game.reset(num_players=1, seed=seed)
@@ -36,7 +36,7 @@ class Game:
         return None if self.done else self._said()
 
     def get_reward(self) -> float:
-        """What the game gave; 0 where it was not ended."""
+        """The game's reward; 0 if the game did not end."""
         rewards, _ = self._game.close() if self.done else ({}, None)
         return float((rewards or {}).get(0, 0.0))
 

@@ -29,14 +29,14 @@ _log = logging.getLogger(__name__)
 _QUICK_SECONDS = 10.0
 _LONGEST_WAIT = 60.0
 _STOP_SECONDS = 120.0
-Engine = Child[m.FromHost]
+HostChild = Child[m.FromHost]
 
 
 async def _nobody_scores(request: m.ScoreRequest) -> m.ScoresAnswered:
     return m.ScoresAnswered(request.key, away=True)
 
 
-async def _no_agents(host: Host, offer: e.OfferEpisode) -> e.EpisodeEnded:
+async def _no_agents(host: HostLink, offer: e.OfferEpisode) -> e.EpisodeEnded:
     return e.EpisodeEnded(offer.episode, away=True)
 
 
@@ -58,7 +58,7 @@ class HostHandlers:
     """(tenant, base, read, sampled): tokens of a tenant's completions."""
     obeyed: Callable[[str], None] = lambda job: None
     """A command of a job's client is done."""
-    episode: Callable[[Host, e.OfferEpisode], Awaitable[e.EpisodeEnded]] = _no_agents
+    episode: Callable[[HostLink, e.OfferEpisode], Awaitable[e.EpisodeEnded]] = _no_agents
     """Runs an episode whose agent is remote; the host that offers it answers the agent."""
     reconcile: Callable[[Sequence[m.Held]], Mapping[str, Sequence[m.ToHost]]] = lambda held: {}
     """Messages for each job that a host already had under an earlier service. Runs in the thread of events."""
@@ -66,15 +66,15 @@ class HostHandlers:
 
 OfHost = m.HostReady | m.HostFailed | m.Progress | m.JobChanged | m.JobStepped | m.Released
 """Messages of a host about itself or a job."""
-Heard = Callable[["Host", OfHost | None], None]
+Heard = Callable[["HostLink", OfHost | None], None]
 """Called with it in the event loop; with `Progress` when servers left or returned, with None when the process ended."""
 
 
-Launch = Callable[[m.StartHost, Path], Awaitable[Engine]]
+Launch = Callable[[m.StartHost, Path], Awaitable[HostChild]]
 """Starts the process of a host, before its first message; the process's output goes to the file."""
 
 
-class Host:
+class HostLink:
     """The process, which is started again when it dies. Lives in one event loop."""
 
     def __init__(
@@ -82,14 +82,14 @@ class Host:
     ) -> None:
         """`start` is the first message. The output of the process goes to `log`; `handling` handles events."""
         self.number, self.log, self._start, self._handling = number, log, start, handling
-        self._launch: Launch = launch or (lambda start, log: start_engine(log))
+        self._launch: Launch = launch or (lambda start, log: start_host(log))
         self.base = start.serves
         """Name of its base in a service."""
         self.slots = int(start.engine.get("slots", 1))
         self._handlers: HostHandlers | None = None
         self._heard: Heard = lambda host, message: None
-        self._engine: Engine | None = None
-        self._adopted: Engine | None = None
+        self._child: HostChild | None = None
+        self._adopted: HostChild | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._scoring: dict[int, asyncio.Task[None]] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
@@ -117,9 +117,9 @@ class Host:
         """Tokens of the longest sequence of its base; 0 before it was ready."""
         self.starts = 0
 
-    def adopt(self, engine: Engine) -> None:
-        """Have a process that was started already (`start_engine`) as the first; before `start`."""
-        self._adopted = engine
+    def adopt(self, child: HostChild) -> None:
+        """Have a process that was started already (`start_host`) as the first; before `start`."""
+        self._adopted = child
 
     def start(self, handlers: HostHandlers, heard: Heard) -> None:
         """Start the process and keep it running."""
@@ -128,9 +128,9 @@ class Host:
 
     def send(self, *messages: m.ToHost) -> None:
         """Send messages; dropped if the process is not running."""
-        if self._engine is not None:
+        if self._child is not None:
             for message in messages:
-                self._engine.send(message)
+                self._child.send(message)
 
     @property
     def asked(self) -> int:
@@ -185,10 +185,10 @@ class Host:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self._stopped.wait()
-        elif self._engine is not None:
+        elif self._child is not None:
             self.send(m.Stop())  # one that loads has nothing to save
-        if self._engine is not None:
-            self._engine.close_input()
+        if self._child is not None:
+            self._child.close_input()
         elif self._keeping is not None:
             self._keeping.cancel()  # it may wait for a machine
         if self._keeping is not None:
@@ -197,8 +197,8 @@ class Host:
     async def kill(self) -> None:
         """End the process at once."""
         self._closing.set()
-        if self._engine is not None:
-            await self._engine.kill()
+        if self._child is not None:
+            await self._child.kill()
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -234,17 +234,17 @@ class Host:
         self.starts += 1
         self._stopped.clear()
         self.heard_at = -math.inf
-        self._engine, self._adopted = self._adopted or await self._launch(self._start, self.log), None
-        self._engine.send(self._start)
-        async for message in self._engine.messages():
+        self._child, self._adopted = self._adopted or await self._launch(self._start, self.log), None
+        self._child.send(self._start)
+        async for message in self._child.messages():
             self.heard_at = time.monotonic()
             await self._handle(message)
 
     async def _clean_up(self) -> None:
         """Remove all state of an ended process, and inform waiting callers."""
-        if self._engine is not None:
-            await self._engine.kill()
-            self._engine = None
+        if self._child is not None:
+            await self._child.kill()
+            self._child = None
         self.ready, self.away = False, ""
         self._stopped.set()
         self.progress, self.used = {}, {}
@@ -335,6 +335,6 @@ def _refusal(answer: m.QuestionRefused, *, gone: bool) -> EngineError | ConfigEr
     return (ConfigError if answer.never else EngineError)(answer.reason)
 
 
-async def start_engine(log: Path) -> Engine:
+async def start_host(log: Path) -> HostChild:
     """Start the process of a host, which waits for its first message; its output goes to a file."""
     return await Child.start("motet.hosting", m.FromHost, log)

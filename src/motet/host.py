@@ -1,0 +1,119 @@
+"""A base with everything that its jobs share. A run has its host in this process; a service has its hosts behind channels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from motet import budgets
+from motet.config import HostConfig, JobConfig
+from motet.config.service import Largest
+from motet.launch import assemble
+from motet.preparing import open_prepared
+from motet.runtime.base_judge import BaseJudge
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.job import Agents, Job, Services
+from motet.runtime.learner import Learner
+from motet.runtime.rundir import RunDirectory
+from motet.runtime.scheduler import FairScheduler
+from motet.tasks.judge_http import of_a_run
+from motet.tasks.reward_pool import RewardPool
+from motet.workshop import Workshop
+
+if TYPE_CHECKING:
+    from motet.model.lora_model import LoraModel
+    from motet.training.sharded.base import ShardedBase
+
+
+class Host:
+    """One base, its engine and trainer, and the services of the jobs on it."""
+
+    def __init__(
+        self,
+        base: LoraModel | ShardedBase,
+        config: HostConfig,
+        directory: RunDirectory,
+        needs: Sequence[budgets.Need],
+        jobs: Sequence[JobConfig] | Largest,
+        *,
+        alone: bool = True,
+        rewards: RewardPool | None = None,
+        agents: Agents | None = None,
+        original: JobDirectory | None = None,
+    ) -> None:
+        """Build the engine and the trainer on a base from `launch.open_base`.
+
+        Args:
+            base: stays open; whoever opened it closes it after this host.
+            config: of this host.
+            directory: of the run.
+            needs: size the KV cache.
+            jobs: the jobs, or the largest job that may come.
+            alone: whether no other host uses the memory; it is then checked that adapters in all slots fit.
+            rewards: by default a pool that may call any HTTP address.
+            agents: creates environments of agents that run elsewhere.
+            original: of the one job, if it is derived again; rollouts that servers sampled are read from there.
+
+        Raises:
+            ConfigError: the settings of servers cannot work, or not even one adapter fits.
+        """
+        self.base, self.info, self.config = base, base.info, config
+        served = config.rollout.engine != "embedded"
+        self._recorded = original if served else None
+        recorded = self._recorded is not None
+        self.workshop: Workshop = assemble(base, config, needs, directory, jobs, alone=alone, recorded=recorded)
+        engine = config.engine
+        scheduler = FairScheduler(self.workshop.engine.capacity * 3 // 2)
+        if rewards is None:
+            judge = BaseJudge(self.info, self.workshop.engine, scheduler, self.workshop.kv_tokens)
+            rewards = RewardPool(engine.reward_processes, of_a_run(directory.path, judge))
+        self.services = Services(
+            engine=self.workshop.engine,
+            trainer=self.workshop.trainer,
+            sync=self.workshop.sync,
+            device=self.workshop.device,
+            scheduler=scheduler,
+            learner=Learner(self.workshop.trainer, self.workshop.device, engine.train_tokens, scheduler),
+            rewards=rewards,
+            micro_batch_tokens=engine.micro_batch_tokens,
+            probe_tolerance=self.workshop.probe_tolerance,
+            keep_versions=self.workshop.keep_versions,
+            engine_suffix=f"{directory.run_id}.{directory.attempt}",
+            threads=budgets.threads_of(engine),
+            positions=self.info.max_positions,
+            vocabulary=self.info.vocab_size,
+            functions=base.math,
+            exact_logs=served,
+            agents=agents,
+        )
+
+    def take(
+        self, job: Job, known: Mapping[str, Any], *, accept_changes: bool = False, accept_damage: bool = False
+    ) -> None:
+        """Open the directory of a prepared job. `known` is what `identity.of_config` says of the job.
+
+        Raises:
+            RunError: the directory belongs to a different job or is damaged; the message says what to do.
+        """
+        open_prepared(job, self.info, self.config, known, accept_changes=accept_changes, accept_damage=accept_damage)
+        job.recorded = self._recorded
+        for reason in self.workshop.inexact:
+            job.note_inexact(reason)
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Context in which jobs can sample, train and be rewarded.
+
+        Raises:
+            MotetError: no server can be used, or a rank of the base ended.
+        """
+        try:
+            async with self.workshop.open():
+                yield
+        finally:
+            await self.services.rewards.close()
+
+    def close(self) -> None:
+        """End the device's thread and the sampling processes."""
+        self.workshop.close()

@@ -1,0 +1,23 @@
+"""The quick tests of a room notice most small changes of its functions (`scripts/mutants.py`)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from mutants import ROOMS, ROOT
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_files_of_a_room_are_there(room: str) -> None:
+    assert not [file for file in ROOMS[room].files if not list((ROOT / "src" / "motet").glob(file))]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_notices_a_sample_of_mutants(room: str) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "mutants.py"), room, "--count", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,89 @@
+"""What a service does for all of its jobs at once, counted: as many queries for fifty jobs of ten tenants as for a few."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from motet.cluster.messages import JobStanding, UsageWindow
+from motet.runtime.meter import IDLE
+from motet.types import JobState
+from tests.support.counting import calls
+from tests.support.house import House, open_house, statements
+from tests.support.service_run import tiny
+
+PAGES = ("/metrics", "/v1/jobs?limit=100", "/v1/tenants", "/v1/usage", "/v1/models")
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    """One whose tenants may have many jobs."""
+    with open_house(tmp_path, limits={"queued_jobs": 100, "running_jobs": 100}, rate=None) as found:
+        yield found
+
+
+def live(house: House, jobs: int, tenants: int) -> list[str]:
+    """The ids of so many running jobs."""
+    found = []
+    for number in range(jobs):
+        tenant = f"tenant-{number % tenants}"
+        if tenant not in house.keys:
+            house.keys[tenant] = house.ask("POST", "/v1/keys", "admin", json={"tenant": tenant}).json()["key"]
+        name = f"job-{number}-of-{jobs}"
+        found.append(house.ask("POST", "/v1/jobs", tenant, json=tiny(name)).json()["id"])
+    for job_id in found:
+        house.recorder.record_state(job_id, JobState.RUNNING, "")
+        house.recorder.record_step(job_id, {"step": 0, "loss": 0.0, "tokens_sampled": 3})
+    (host,) = house.service.hosts.hosts
+    host.progress |= {one: JobStanding("training", 1, 0, 8, 9, 1.0, None) for one in found}
+    return found
+
+
+def asked(house: House, jobs: list[str], window: int) -> dict[str, int]:
+    """How many queries each page takes, and what runs without a page."""
+    found = {}
+    for page in PAGES:
+        house.ask("GET", page, "admin")  # names and texts are read once
+        with statements() as said:
+            assert house.ask("GET", page, "admin").is_success
+        found[page] = len(said)
+    house.recorder.record_usage(UsageWindow("engine", window, {IDLE: 7}))
+    with statements() as said:
+        house.recorder.record_usage(UsageWindow("engine", window + 1, dict.fromkeys((*jobs, IDLE), 7)))
+    found["usage"] = len(said)
+    house.service.enforcer.enforce()
+    with statements() as said:
+        house.service.enforcer.enforce()
+    found["limits"] = len(said)
+    return found
+
+
+def test_pages_and_accounts_take_as_many_queries_for_many_jobs(house: House) -> None:
+    few = asked(house, live(house, 2, 1), 1)
+    many = asked(house, live(house, 50, 10), 3)
+    assert many == few
+    lines = house.ask("GET", "/v1/usage", "admin").json()["data"]
+    times = Counter(round(1e6 * line["device_seconds"]) for line in lines if line["kind"] == "job")
+    assert times == {7: 52}
+    assert house.ask("GET", "/metrics", "admin").text.count("motet_tokens_per_second{") == 52
+
+
+def test_jobs_are_handed_over_without_a_look_at_all_jobs_for_each(house: House) -> None:
+    (host,) = house.service.hosts.hosts
+    host.ready, host.slots = True, 100
+
+    def counts(jobs: int, tenants: int) -> tuple[int, int]:
+        live(house, jobs, tenants)
+        house.service.handover.open_jobs()
+        with statements() as said, calls() as counted:
+            messages = house.service.handover.open_jobs()
+        assert len(messages) >= jobs
+        assert {message.first_step for message in messages} == {1}
+        return len(said), counted["Assignments.loads"]
+
+    few, many = counts(20, 10), counts(50, 10)
+    assert many[0] == few[0]
+    assert many[1] == few[1]
