@@ -280,7 +280,7 @@ def _first_difference(old: Any, new: Any, field: str = "") -> str | None:
     else:
         shown = [json.dumps(one, ensure_ascii=False)[:_MOST] for one in (old, new)]
         return f"field {field}: was {shown[0]}, is {shown[1]}"
-    return next(found for part in parts if (found := _first_difference(*part)) is not None)
+    return next((found for part in parts if (found := _first_difference(*part)) is not None), None)
 
 
 def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequence[str]) -> None:

@@ -168,7 +168,10 @@ class RecordedSampler:
         Raises:
             RunError: the log does not have them.
         """
-        groups = list(self._groups(step))
+        try:
+            groups = list(self._groups(step))
+        except FileNotFoundError as error:
+            raise RunError(f"no rollouts of step {step} are recorded in {self._original.path}") from error
         tokens = sum(rollout.sampled for group in groups for rollout in group.rollouts)
         return SampledStep(step, groups[0].version if groups else step, groups, 0.0, 0.0, tokens)
 
