@@ -6,12 +6,25 @@ import errno
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from motet import __version__
-from motet.commands import backup, beginning, comparing, demo, jobs, login, nodes, replaying, sharing, tenants, workers
+from motet.commands import (
+    backup,
+    beginning,
+    comparing,
+    demo,
+    exporting,
+    jobs,
+    login,
+    nodes,
+    replaying,
+    sharing,
+    tenants,
+    workers,
+)
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 from motet.errors import MotetError
 
@@ -210,36 +223,6 @@ def verify(
     raise typer.Exit(check_files(directory, jobs))
 
 
-@app.command(epilog="Example: motet export runs/demo/sort/versions/v25 --to sort-model --format ollama")
-def export(
-    adapter: Annotated[Path, typer.Argument(help="A PEFT LoRA directory.", show_default=False)],
-    to: Annotated[Path, typer.Option(help="The directory to write.", show_default=False)],
-    form: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            help="`merged`: the base with the adapter added to its weights. `peft`: the adapter. `card`: the adapter with a "
-            "model card. `gguf`: the merged model for llama.cpp. `gguf-adapter`: the adapter for llama.cpp. `ollama`: `gguf` "
-            "with a Modelfile. `experts`: an adapter on experts, one expert at a time, as vLLM reads it.",
-        ),
-    ] = "merged",
-    base: Annotated[
-        str | None, typer.Option(help="The base it was trained on [default: the one in its directory].")
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"],
-        typer.Option(help="Type of a whole model's weights; auto keeps the base's, and takes float16 for llama.cpp."),
-    ] = "auto",
-    unchecked: Annotated[
-        bool, typer.Option("--unchecked", help="Do not load the export again to compare its logprobs.")
-    ] = False,
-) -> None:
-    """Write an adapter for other programs, load it again as they do, and compare its logprobs with the adapter's own."""
-    from motet.commands.export import write
-
-    typer.echo(write(adapter, base, to, form, dtype, checked=not unchecked))
-
-
 def _steer(argv: list[str], word: str, url: str | None, key: str | None) -> None:
     from motet.commands import control
 
@@ -350,6 +333,7 @@ for part in (
     beginning.app,
     comparing.app,
     replaying.app,
+    exporting.app,
     nodes.app,
     backup.app,
     jobs.app,

@@ -12,6 +12,7 @@ from motet.config.service import Largest
 from motet.launch import assemble
 from motet.preparing import open_prepared
 from motet.runtime.base_judge import BaseJudge
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Agents, Job, Services
 from motet.runtime.learner import Learner
 from motet.runtime.rundir import RunDirectory
@@ -39,6 +40,7 @@ class Host:
         alone: bool = True,
         rewards: RewardPool | None = None,
         agents: Agents | None = None,
+        original: JobDirectory | None = None,
     ) -> None:
         """Build the engine and the trainer on a base from `launch.open_base`.
 
@@ -51,12 +53,16 @@ class Host:
             alone: whether no other host uses the memory; it is then checked that adapters in all slots fit.
             rewards: by default a pool that may call any HTTP address.
             agents: creates environments of agents that run elsewhere.
+            original: of the one job, if it is derived again; rollouts that servers sampled are read from there.
 
         Raises:
             ConfigError: the settings of servers cannot work, or not even one adapter fits.
         """
         self.base, self.info, self.config = base, base.info, config
-        self.workshop: Workshop = assemble(base, config, needs, directory, jobs, alone=alone)
+        served = config.rollout.engine != "embedded"
+        self._recorded = original if served else None
+        recorded = self._recorded is not None
+        self.workshop: Workshop = assemble(base, config, needs, directory, jobs, alone=alone, recorded=recorded)
         engine = config.engine
         scheduler = FairScheduler(self.workshop.engine.capacity * 3 // 2)
         if rewards is None:
@@ -78,6 +84,7 @@ class Host:
             positions=self.info.max_positions,
             vocabulary=self.info.vocab_size,
             functions=base.math,
+            exact_logs=served,
             agents=agents,
         )
 
@@ -90,6 +97,7 @@ class Host:
             RunError: the directory belongs to a different job or is damaged; the message says what to do.
         """
         open_prepared(job, self.info, self.config, known, accept_changes=accept_changes, accept_damage=accept_damage)
+        job.recorded = self._recorded
         for reason in self.workshop.inexact:
             job.note_inexact(reason)
 

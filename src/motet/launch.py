@@ -139,10 +139,12 @@ def assemble(
     wanted: Sequence[JobConfig] | Largest,
     *,
     alone: bool = True,
+    recorded: bool = False,
 ) -> Workshop:
     """Build everything that jobs on a host share; `wanted` are its jobs, or the largest job that may come.
 
-    If no other host uses the memory (`alone`), also checks that adapters in all slots fit.
+    With `recorded`, no server is asked: their rollouts are recorded. If no other host uses the memory (`alone`), also
+    checks that adapters in all slots fit.
 
     Raises:
         ConfigError: the settings of servers cannot work, or not even one adapter fits.
@@ -155,7 +157,7 @@ def assemble(
         group = base.group
         trainer = ShardedTrainer(group, slots=config.engine.slots)
     if config.rollout.engine != "embedded":
-        workshop = _build_on_servers(base, config, directory, wanted, trainer)
+        workshop = _build_on_servers(base, config, directory, wanted, trainer, recorded=recorded)
     else:
         whole = base if isinstance(base, LoraModel) else base.here
         assert whole is not None, "the embedded engine samples from a base of its own"
@@ -177,21 +179,27 @@ def _build_on_servers(
     directory: RunDirectory,
     wanted: Sequence[JobConfig] | Largest,
     trainer: Trainer | None,
+    *,
+    recorded: bool,
 ) -> Workshop:
-    """An engine that samples on servers, and a trainer: the given one, or one on this device."""
+    """An engine that samples on servers, or none with `recorded`, and a trainer: the given one, or one on this device."""
     import torch
 
     from motet import servers
     from motet.model.accelerator import free_memory
     from motet.model.lora_model import LoraModel
     from motet.rollout.server import FileSync
+    from motet.rollout.unasked import UnaskedEngine
 
     def turn(training: bool) -> None:
         if base.info.device == "cpu":
             torch.set_num_threads(budgets.threads_of(config.engine))
 
-    demand = servers.demand(wanted, config.engine.slots)
-    engine = servers.build_servers(base.info, config.rollout, demand, directory.run_id, directory.path, directory.part)
+    demand, engine = servers.demand(wanted, config.engine.slots), None
+    if not recorded:
+        engine = servers.build_servers(
+            base.info, config.rollout, demand, directory.run_id, directory.path, directory.part
+        )
     memory = None
     if trainer is None:
         assert isinstance(base, LoraModel)
@@ -203,9 +211,9 @@ def _build_on_servers(
     caveat = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
         Device(turn),
-        engine,
+        engine or UnaskedEngine(),
         trainer,
-        FileSync(engine, trainer),
+        UnaskedEngine() if engine is None else FileSync(engine, trainer),
         config.engine,
         list(base.info.notes),
         probe_tolerance=servers.tolerance(config.rollout, base.info),

@@ -63,7 +63,7 @@ def run_config(
         started: called once, before the first step, with what was loaded; not where hosts load it.
         notify: called with a line for the person who pressed Ctrl-C, and of hosts that end.
         watch: called once with what says how hosts stand, where there are several.
-        original: of the one job, if it is derived again: the rate that was chosen for it there is taken.
+        original: of the one job, if it is derived again: its rate is taken, and rollouts that servers sampled for it.
 
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
@@ -79,26 +79,24 @@ def run_config(
         seen = stack.enter_context(_followed(config, directory.path, observe, notify))
         checked = _check(config, plans, accept_changes=accept_changes, loaded=base is not None)
         loading()
-        of_torchrun = config.cluster.launcher == "torchrun"
-        opened = base or open_base(config, directory, stack, auto_kernels(config), of_torchrun=of_torchrun)
+        own, ranked = auto_kernels(config), config.cluster.launcher == "torchrun"
+        opened = base or open_base(config, directory, stack, own, of_torchrun=ranked)
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, original)
         jobs, slots = [job for job, _ in prepared], 1 if sequential else config.engine.slots
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
-        host = Host(opened, at_once, directory, [need for _, need in prepared], config.jobs)
+        host = Host(opened, at_once, directory, [need for _, need in prepared], config.jobs, original=original)
         try:
             for job in jobs:
                 _take(host, job, checked, accept_changes=accept_changes)
             races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
-            notes = host.workshop.notes
-            notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
+            host.workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
             if started is not None:
                 started(host, jobs)
-            interrupt = Interrupt(notify)
-            interrupt.run(lambda: _run_jobs(jobs, host, slots, interrupt, seen, races))
+            (interrupt := Interrupt(notify)).run(lambda: _run_jobs(jobs, host, slots, interrupt, seen, races))
         finally:
             host.close()
         results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
-        return RunResult(directory.path, results, _report(directory.path), tuple(notes), known_of(races))
+        return RunResult(directory.path, results, _report(directory.path), tuple(host.workshop.notes), known_of(races))
 
 
 def _raced(config: RunConfig) -> tuple[RunConfig, list[RacePlan]]:

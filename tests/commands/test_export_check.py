@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -166,8 +167,8 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A version of a short run on the small base."""
     run = tmp_path_factory.mktemp("run")
     algorithm = {"type": "grpo", "group_size": 4, "groups_per_step": 2}
-    (run / "rewards.py").write_text("def own(problem, completion, *, key):\n    return len(key) / 9\n")
-    own = {"name": f"{run / 'rewards.py'}:own", "args": {"key": "hush"}}
+    (run / "rewards.py").write_text("def own(problem, completion, *, key, most):\n    return len(key) / most\n")
+    own = {"name": f"{run / 'rewards.py'}:own", "args": {"key": "hush", "most": 9}}
     rewards = ["exact", {"name": "length", "weight": 0.2, "args": {"target": 3}}, own]
     job = {"name": "sort", "data": {"source": "toy:sort_letters", "size": 64}, "reward": rewards, "steps": 1}
     fixed = {"algorithm": algorithm, "eval": {"every": 1}, "optimizer": {"lr": 0.002}}
@@ -185,12 +186,21 @@ def test_a_base_that_the_receipt_does_not_name_is_refused(version: Path, tmp_pat
 
 
 def test_an_export_is_verified_by_its_receipt(
-    version: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    version: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export.write(version, str(SMALL_BASE), tmp_path / "card", "card", checked=False)
     assert verify(tmp_path / "card") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "not checked: README.md, curves.svg (the receipt does not name them)" in said
+    monkeypatch.setenv("MOTET_CACHE", str(tmp_path / "cache"))
+    copy = shutil.copytree(SMALL_BASE, tmp_path / "cache/SmolLM2-135M-Instruct")
+    expanded = {**json.loads((copy / "config.json").read_text()), "_model_name_or_path": "x"}
+    (copy / "config.json").write_text(json.dumps(expanded))
+    export.write(version, "smollm2", tmp_path / "short", "card", checked=False)
+    assert "expanded from four bits" in capsys.readouterr().err
+    assert "expanded from four bits" in (tmp_path / "short/README.md").read_text()
+    assert verify(tmp_path / "short") == 0
+    capsys.readouterr()
     config = tmp_path / "card" / ADAPTER_CONFIG
     config.write_text(json.dumps({**json.loads(config.read_text()), "r": 99}))
     assert verify(tmp_path / "card") == 1
@@ -222,6 +232,8 @@ def test_a_card_says_how_an_adapter_was_made_and_how_good_it_is(version: Path, t
     )
     for fact in (*facts, "| rewards | `exact`, 0.2 × `length` (target 3), `rewards.py:own` (key sha256:"):
         assert fact in body, fact
+    assert job.rewards[2].args["most"] == 9
+    assert re.search(r"\(key sha256:[0-9a-f]+, most 9\) \|", body)
     assert "hush" not in text
     (version.parent.parent / "job.yaml").rename(version.parent.parent / "away.yaml")
     export.write(version, None, tmp_path / "without", "card", checked=False)
@@ -241,6 +253,13 @@ def test_peft_finds_the_base_of_an_export(adapter: Path, tmp_path: Path, monkeyp
         export.write(adapter, base, tmp_path / f"{place}", "peft", checked=False)
         named[base] = json.loads((tmp_path / f"{place}" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
     assert named == {"small": str(SMALL_BASE), "near": str(tmp_path / "near"), str(snapshot): "team/tiny-base"}
+    monkeypatch.setenv("MOTET_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(SMALL_BASE, tmp_path / "cache/SmolLM2-135M-Instruct")
+    for place, base in enumerate(("smollm2", str(tmp_path / "cache/SmolLM2-135M-Instruct"))):
+        export.write(adapter, base, tmp_path / f"short-{place}", "card", checked=False)
+        config = json.loads((tmp_path / f"short-{place}" / ADAPTER_CONFIG).read_text())
+        assert config["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+        assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in (tmp_path / f"short-{place}/README.md").read_text()
     monkeypatch.chdir("/")
     assert type(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "0")).__name__ == "PeftModelForCausalLM"
 

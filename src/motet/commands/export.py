@@ -38,6 +38,8 @@ def merged(source: ExportSource, target: Path) -> Loaded:
 
 def peft(source: ExportSource, target: Path) -> Loaded:
     """The adapter's own files, and its receipt where it has one."""
+    if source.caveat:
+        say(f"note: {source.caveat} On the hub's own, the adapter computes slightly different logprobs.", aside=True)
     config = {**json.loads((source.adapter / ADAPTER_CONFIG).read_text()), "base_model_name_or_path": source.loads_as}
     (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if (source.adapter / RECEIPT).is_file():  # which has the sum of the file with the base's name in the run

@@ -43,6 +43,7 @@ def write_card(source: ExportSource, target: Path) -> None:
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {job.name if job.steps else source.adapter.resolve().name}",
         f"A LoRA adapter of rank {source.weights.rank} (alpha {source.weights.alpha:g}) on `{named}`, trained with Motet."
+        + (f" {source.caveat}" if source.caveat else "")
         + ("" if licence else " The base's files do not say its licence."),
         *_rewards(job, target),
         f"## Load it\n\n```py\n{_LOAD.format(base=source.loads_as)}```",
@@ -105,8 +106,8 @@ def _origin(source: ExportSource) -> list[str]:
     facts = "\n".join(f"| {name} | {value} |" for name, value in _facts(settings, inner))
     return [
         f"## How it was made\n\n| setting | value |\n|---|---|\n| steps | {version} |\n{facts}\n\n"
-        "All settings, for `motet run jobs.yaml`. Arguments of own code and of addresses may be secret, so only their "
-        "sums are here.\n\n"
+        "All settings, for `motet run jobs.yaml`. Texts given to own code and addresses may be secret, so only their sums "
+        "are here.\n\n"
         f"<details><summary>jobs.yaml</summary>\n\n```yaml\n{yaml.safe_dump(jobs, sort_keys=False)}```\n\n</details>\n\n"
         f"`{same_command()}` wrote this card.",
         f"## Receipt\n\n`{RECEIPT}` says what the version was made of. Its sums (sha256):\n\n| file | sum |\n|---|---|\n{rows}",

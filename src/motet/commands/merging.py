@@ -21,7 +21,7 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepr
 
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 """The name of a repository's folder in the hub's cache."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,24 @@ class ExportSource:
 
     @cached_property
     def hub_id(self) -> str | None:
-        """The base's name on the hub; None for a directory outside of the hub's cache."""
+        """The base's name on the hub; None for a directory outside of the hub's cache that no short name stands for."""
+        from motet.model.find import hub_id_of
+
+        if (named := hub_id_of(Path(self.files))) is not None:
+            return named
         if found := _CACHED.search(f"{self.files}/"):
             return "/".join(found.groups())
-        return self.files if _HUB_ID.fullmatch(self.files) and not Path(self.files).exists() else None
+        return self.files if HUB_ID.fullmatch(self.files) and not Path(self.files).exists() else None
+
+    @property
+    def caveat(self) -> str:
+        """What is to be known of the base's name on the hub; empty where its files are those here."""
+        from motet.model.find import hub_id_of
+
+        named = hub_id_of(Path(self.files))
+        if named is None or "_model_name_or_path" not in (Path(self.files) / "config.json").read_text():
+            return ""
+        return f"The weights it was trained on are those of {named}, expanded from four bits by `make smollm2`."
 
     @property
     def loads_as(self) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from motet.checksums import replace_file
+from motet.algorithms.rows import RowAlgorithm
+from motet.checksums import hash_of, replace_file
 from motet.cluster.starts import engine_of_host
 from motet.commands.answers import say
 from motet.config import JobConfig, RunConfig
@@ -28,12 +29,24 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
 from motet.runtime.opening import rollout_sums
 from motet.runtime.progress import JobProgress
-from motet.runtime.receipts import changed_materials, differences, materials_of, read_receipt, subjects_of
+from motet.runtime.receipts import (
+    changed_materials,
+    dependencies_of,
+    differences,
+    materials_of,
+    read_receipt,
+    subjects_of,
+)
+from motet.runtime.recorded import check_recorded, edit_of
 from motet.tasks.judge_answers import FILE as JUDGE_ANSWERS
 from motet.types import JobState
 
 _MOST = 200
 """Characters of a value that are shown."""
+FROM_RECORD = (
+    " from its recorded rollouts: the trainer's half of these steps, without the servers' half, which sampled them"
+)
+"""Of a job whose rollouts servers sampled."""
 
 
 @dataclass(frozen=True)
@@ -75,26 +88,11 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
     wanted, config = Range.of(text), load_jobs(path, overrides, trust_remote_code=trust_remote_code)
     job = _job_of(config, wanted.job)
     original = JobDirectory(Path(config.run) / job.name)
-    if (newest := original.newest()) is None:
-        raise RunError(f"{original.path} has no commit: nothing was trained there yet")
-    last = newest.step if wanted.last is None else wanted.last
-    if not 0 < last <= newest.step:
-        raise ConfigError(f"{job.name} has done {newest.step} steps: there is no version {last} to derive again")
-    if not (original.receipts / f"v{last}.json").is_file():
-        known = sorted(int(path.stem[1:]) for path in original.receipts.glob("v*.json"))
-        raise RunError(
-            f"version {last} of {job.name} has no receipt to compare with; it has those of versions "
-            f"{', '.join(map(str, known)) or 'none: an earlier Motet trained it'}"
-        )
-    nearest = max((step for step in original.steps() if step < last), default=0)
-    first = nearest if wanted.first is None and wanted.last is not None else wanted.first or 0
-    if first >= last:
-        raise ConfigError(f"{text!r} has no step: {job.name} has done {newest.step}")
-    if first and first not in original.steps():
-        raise RunError(
-            f"{original.path} keeps no commit of step {first} to begin at; begin at 0, or at one of "
-            f"{', '.join(map(str, original.steps()))}"
-        )
+    first, last = _bounds(wanted, original)
+    served = config.rollout.engine != "embedded" and not isinstance(job.algorithm, RowAlgorithm)
+    if served and (edit := _edit(original, first, last)) is not None:
+        say(edit)
+        return 1
     if into is not None and into.exists() and any(into.iterdir()):
         raise RunError(f"{into} is not empty: give another directory with --run")
     with tempfile.TemporaryDirectory(prefix="motet-replay-") as folder:
@@ -107,7 +105,7 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
             again.path.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(said, again.path / JUDGE_ANSWERS)
         versions = f"version {last}" if last == first + 1 else f"versions {first + 1} to {last}"
-        say(f"deriving {versions} of {job.name} again …")
+        say(f"deriving {versions} of {job.name} again{FROM_RECORD if served else ''} …")
         # commits change no bit, and with one a step every receipt of the original has its version here
         each = job.checkpoint.model_copy(update={"every": 1})
         engine = engine_of_host(config.engine, 0)  # the job was on one of them
@@ -124,8 +122,65 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
         if parted:
             say("\n".join(parted))
             return 1
-    say(f"{job.name}, {versions}: the same bytes, and the same rollouts ({seconds:.0f} s)")
+    same = "trained again from the recorded rollouts" if served else "and the same rollouts"
+    say(f"{job.name}, {versions}: the same bytes, {same} ({seconds:.0f} s)")
     return 0
+
+
+def _bounds(wanted: Range, original: JobDirectory) -> tuple[int, int]:
+    """The versions before and at the end of the steps to derive again.
+
+    Raises:
+        MotetError: the run does not have what it takes.
+    """
+    if (newest := original.newest()) is None:
+        raise RunError(f"{original.path} has no commit: nothing was trained there yet")
+    last = newest.step if wanted.last is None else wanted.last
+    if not 0 < last <= newest.step:
+        raise ConfigError(f"{wanted.job} has done {newest.step} steps: there is no version {last} to derive again")
+    if not (original.receipts / f"v{last}.json").is_file():
+        known = sorted(int(path.stem[1:]) for path in original.receipts.glob("v*.json"))
+        raise RunError(
+            f"version {last} of {wanted.job} has no receipt to compare with; it has those of versions "
+            f"{', '.join(map(str, known)) or 'none: an earlier Motet trained it'}"
+        )
+    nearest = max((step for step in original.steps() if step < last), default=0)
+    first = nearest if wanted.first is None and wanted.last is not None else wanted.first or 0
+    if first >= last:
+        raise ConfigError(f"{wanted.job}@{first}..{last} has no step: {wanted.job} has done {newest.step}")
+    if first and first not in original.steps():
+        raise RunError(
+            f"{original.path} keeps no commit of step {first} to begin at; begin at 0, or at one of "
+            f"{', '.join(map(str, original.steps()))}"
+        )
+    return first, last
+
+
+def _edit(original: JobDirectory, first: int, last: int) -> str | None:
+    """Where recorded rollouts are not what was saved, in words; None if they are.
+
+    Raises:
+        RunError: they are not there, or do not have what was trained on.
+    """
+    done = original.newest()
+    assert done is not None
+    sums = rollout_sums(original, done)
+    for receipt in (original.receipts / f"v{number}.json" for number in range(first + 1, last + 1)):
+        if receipt.is_file():
+            made_of = dependencies_of(read_receipt(receipt)).items()
+            sums |= {name.removeprefix("rollouts/"): one for name, one in made_of if name.startswith("rollouts/")}
+    for step in range(first, last):
+        path = original.path / "rollouts" / f"{step}.jsonl"
+        if not path.is_file():
+            raise RunError(
+                f"{path} was deleted, and servers' answers cannot be sampled again; replay later steps, and raise "
+                "checkpoint.rollouts_mb to keep more"
+            )
+        check_recorded(path)
+        if hash_of(path).hexdigest() != sums.get(path.name):
+            where = edit_of(path) or "rows were added, removed or moved"
+            return f"the rollouts of step {step} are not what was recorded: {where} ({path}); nothing was trained again"
+    return None
 
 
 def _job_of(config: RunConfig, name: str) -> JobConfig:
@@ -137,8 +192,6 @@ def _job_of(config: RunConfig, name: str) -> JobConfig:
         raise ConfigError(
             f"job {name} begins with the adapter of {start.job}: set its adapter.init to the directory of that version"
         )
-    if config.rollout.engine != "embedded":
-        raise ConfigError("rollout.engine: answers of a server are not derived again; only the embedded engine's are")
     return jobs[name]
 
 
@@ -216,12 +269,18 @@ def _first_row(original: JobDirectory, again: JobDirectory, step: int) -> str:
     return "the file was edited, its rows are the same"
 
 
-def _first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    for name in [*old, *(name for name in new if name not in old)]:
-        if old.get(name) != new.get(name):
-            shown = [json.dumps(one.get(name), ensure_ascii=False)[:_MOST] for one in (old, new)]
-            return f"field {name}: was {shown[0]}, is {shown[1]}"
-    return None
+def _first_difference(old: Any, new: Any, field: str = "") -> str | None:
+    if old == new:
+        return None
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = [*old, *(name for name in new if name not in old)]
+        parts = ((old.get(name), new.get(name), f"{field}.{name}" if field else name) for name in names)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        parts = ((*pair, f"{field}[{place}]") for place, pair in enumerate(zip(old, new, strict=True)))
+    else:
+        shown = [json.dumps(one, ensure_ascii=False)[:_MOST] for one in (old, new)]
+        return f"field {field}: was {shown[0]}, is {shown[1]}"
+    return next((found for part in parts if (found := _first_difference(*part)) is not None), None)
 
 
 def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequence[str]) -> None:

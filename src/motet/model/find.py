@@ -10,11 +10,21 @@ from motet.near import close_matches
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 SMALL_BASE = Path(__file__).parent.parent / "assets" / "small-base"
+_SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def cache_directory() -> Path:
     """Directory of converted models: `$MOTET_CACHE`, by default `~/.cache/motet`."""
     return Path(os.environ.get("MOTET_CACHE", Path.home() / ".cache" / "motet"))
+
+
+def _smollm2() -> Path:
+    return cache_directory() / _SMOLLM2.partition("/")[2]
+
+
+def hub_id_of(directory: Path) -> str | None:
+    """The name on the hub of a base that has a short name here; `small` is on no hub."""
+    return _SMOLLM2 if directory.resolve() == _smollm2().resolve() else None
 
 
 def find_base(name: str) -> tuple[str, str | None]:
@@ -26,7 +36,7 @@ def find_base(name: str) -> tuple[str, str | None]:
     if name == "small":
         return str(SMALL_BASE), None
     if name == "smollm2":
-        cached = cache_directory() / "SmolLM2-135M-Instruct"
+        cached = _smollm2()
         if not cached.is_dir():
             raise BaseModelError(f"base smollm2 is not in {cached}; download it with `make smollm2`")
         return str(cached), None

@@ -139,7 +139,8 @@ class Driver:
         """Publish the newest version, unless nothing was trained, or nothing samples from it before the job is opened again."""
         if self._stops or self.session.versions.latest == self.session.done.step:
             return
-        await self.session.publish()
+        if self.job.recorded is None:
+            await self.session.publish()
         if not self._stops:
             self.published(self.session.done.step)
 

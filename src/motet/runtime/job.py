@@ -112,6 +112,8 @@ class Services:
     """Vocabulary size of the base."""
     functions: LossFunctions | None = None
     """Backend of the trainer's losses; None uses torch."""
+    exact_logs: bool = False
+    """Whether rollout logs hold exactly what is trained on, because rollouts cannot be sampled again (`recorded`)."""
     room: StorageRoom = field(default_factory=StorageRoom)
     agents: Agents | None = None
     """None if agents cannot run elsewhere."""
@@ -158,6 +160,8 @@ class Job:
     """A job of this run that must succeed first, because this one starts from its adapter."""
     before_version: str = "best"
     """Which of its versions: `best`, `latest`, or a number."""
+    recorded: JobDirectory | None = None
+    """Of the job, if its steps are derived again from rollouts that are recorded there: nothing is sampled or published."""
     keeps: object = None
     """What lives as long as a job needs it, such as data that jobs share."""
     until: int | None = None

@@ -38,6 +38,8 @@ STATEMENT, PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/pro
 BUILD_TYPE = "urn:motet:training:v1"
 SOURCE = "motet-source"
 """Digest type of own code: over its statements, without comments."""
+_OF_ADDRESS = ("url", "body")
+"""Arguments of a judge that may hold a secret; `key` is the name of a variable."""
 _REMEDY = "put the saved one back"
 _BASE_FILES = frozenset({".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py"})
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -144,14 +146,29 @@ def _short_sum(value: Any) -> str:
 
 
 def with_arguments(settings: Mapping[str, Any], record: Path) -> dict[str, Any]:
-    """A receipt's settings, with readable arguments of built-in rewards where a job.yaml has those of the receipt's sums."""
+    """A receipt's settings, with readable arguments of rewards where a job.yaml has those of the receipt's sums.
+
+    Texts that own code and addresses are given stay sums: they may be secret.
+    """
     try:
         known = yaml.safe_load(record.read_text())["job"]["rewards"]
-        hidden = [(reward, _hidden(reward)) for reward in known if reward["name"] in BUILTIN]
+        hidden = [({**(sums := _hidden(reward)), "args": _shown(reward, sums["args"])}, sums) for reward in known]
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
         hidden = []
     shown = [next((plain for plain, sums in hidden if sums == one), one) for one in settings.get("rewards", [])]
     return {**settings, **({"rewards": shown} if shown else {})}
+
+
+def _shown(reward: Mapping[str, Any], sums: Mapping[str, str]) -> dict[str, Any]:
+    """A reward's arguments, with the sums of those that may be secret."""
+    plain = reward["name"] in BUILTIN
+    asks = reward["name"] == "judge"
+    return {
+        name: value
+        if plain or isinstance(value, int | float | None) or (asks and name not in _OF_ADDRESS)
+        else sums[name]
+        for name, value in reward["args"].items()
+    }
 
 
 def _material(name: str, kind: str, digest: str) -> dict[str, Any]:

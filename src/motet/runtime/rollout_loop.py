@@ -16,6 +16,7 @@ from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import learn
 from motet.runtime.metrics import errors_of, evaluation_record, rollout_records, step_record
+from motet.runtime.recorded import RecordedSampler, exact_rows
 from motet.runtime.sampling import JobSampler, Supply
 from motet.runtime.session import Evaluated, FinishedStep
 from motet.runtime.steps import SampledStep
@@ -31,7 +32,11 @@ class RolloutLoop(Driver):
         super().__init__(job, services, committed)
         done = self.session.done
         supply = Supply(done.position, set(done.pending))
-        self._sampler = JobSampler(job, services, self.session.versions, supply)
+        self._sampler: JobSampler | RecordedSampler = (
+            JobSampler(job, services, self.session.versions, supply)
+            if job.recorded is None
+            else RecordedSampler(job, job.recorded, supply)
+        )
         self._steps: dict[int, asyncio.Task[SampledStep]] = {}
         self._evaluation: asyncio.Task[SampledStep] | None = None
         critic = job.config.rl.needs_values
@@ -53,6 +58,7 @@ class RolloutLoop(Driver):
         seconds = {"sample": sampled.seconds, "reward": sampled.reward_seconds, "train": time.monotonic() - started}
         evaluated, supply = await self.evaluated(), self._sampler.supply
         supply.pending.difference_update(sampled.positions)
+        rows = rollout_records(sampled, "train", self.job.chat.token_texts)
         finished = FinishedStep(
             record=step_record(sampled, learned),
             seconds=seconds,
@@ -61,14 +67,14 @@ class RolloutLoop(Driver):
             tokens_trained=learned.tokens,
             position=supply.position,
             pending=supply.pending,
-            rollouts=rollout_records(sampled, "train", self.job.chat.token_texts),
+            rollouts=exact_rows(sampled, rows) if self.services.exact_logs else rows,
             errors=errors_of(sampled.groups),
         )
         await self.session.finish(finished, evaluated, commit=self.commits)
 
     def published(self, version: int) -> None:
         """Start the sampling that this version allows."""
-        if self.evaluates(version) and self.session.done.evaluated < version:
+        if self.job.recorded is None and self.evaluates(version) and self.session.done.evaluated < version:
             self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
         end = self.job.config.steps if self.job.until is None else self.job.until
         last = min(end, version + self.job.config.algorithm.lag + 1)

@@ -189,7 +189,8 @@ async def rollouts(
             and (max_reward is None or (reward is not None and reward <= max_reward))
         )
 
-    hidden = () if tokens else ("token_texts", "logprobs")
+    exact = ("trained_on", "sums")  # for `motet replay`; its errors may contain paths too
+    hidden = exact if tokens else (*exact, "token_texts", "logprobs")
 
     def read() -> list[dict[str, Any]]:
         fitting = itertools.islice(filter(fits, directory.each_rollout(chosen, evals=evals)), limit)

@@ -1,0 +1,61 @@
+"""`motet export` as a command; `export.py` and `export_push.py` do what it asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(epilog="Example: motet export runs/demo/sort/versions/v25 --to sort-model --format ollama")
+def export(
+    adapter: Annotated[Path, typer.Argument(help="A PEFT LoRA directory.", show_default=False)],
+    to: Annotated[Path, typer.Option(help="The directory to write.", show_default=False)],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="`merged`: the base with the adapter added to its weights. `peft`: the adapter. `card`: the adapter with a "
+            "model card. `gguf`: the merged model for llama.cpp. `gguf-adapter`: the adapter for llama.cpp. `ollama`: `gguf` "
+            "with a Modelfile. `experts`: an adapter on experts, one expert at a time, as vLLM reads it. [default: merged; "
+            "with --push card]",
+            show_default=False,
+        ),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base it was trained on [default: the one in its directory].")
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="Type of a whole model's weights; auto keeps the base's, and takes float16 for llama.cpp."),
+    ] = "auto",
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="Do not load the export again to compare its logprobs.")
+    ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMESPACE/NAME",
+            help="Then upload it to the Hugging Face hub, or the one that HF_ENDPOINT names, as a private repository.",
+            show_default=False,
+        ),
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push, let everybody see it.")] = False,
+) -> None:
+    """Write an adapter for other programs, load it again as they do, and compare its logprobs with the adapter's own."""
+    from motet.commands.export import write
+
+    if public and push is None:
+        raise typer.BadParameter("--public is of an upload: give --push NAMESPACE/NAME too")
+    if push is None:
+        typer.echo(write(adapter, base, to, form or "merged", dtype, checked=not unchecked))
+        return
+    from motet.commands.export_push import FORM, check_push
+    from motet.commands.export_push import push as upload
+
+    check_push(push, form or FORM, public=public)
+    write(adapter, base, to, form or FORM, dtype, checked=not unchecked)
+    typer.echo(upload(to, push, public=public))
