@@ -58,6 +58,10 @@ def test_a_repository_that_is_there_keeps_what_people_may_see(adapter: Path, tmp
         code, said, aside = push(hub.url, adapter, tmp_path / "card", "--push", "me/sort", "--public")
         assert (code, said) == (0, f"{hub.url}/me/sort\n"), aside
         assert hub.made["visibility"] == "public"
+    with HubServer(visible=False) as hub:
+        code, _, aside = push(hub.url, adapter, tmp_path / "again", "--push", "me/sort", "--public")
+        assert (code, "me/sort is private: leave out --public, or make it public there" in aside) == (2, True), aside
+        assert not hub.files
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def _versions_are_whole(job: JobDirectory, tmp_path: Path) -> None:
     }
     assert set(subjects_of(read_receipt(job.version(4) / "receipt.json"))) == names
     assert verify(job.path) == 0
-    forked = fork(job, 4, tmp_path / "forked" / "pair")
+    forked = fork(job, 4, tmp_path / "forked" / "pair", lag=0)
     assert {path.name for path in (forked.path / "state" / "4").iterdir()} >= {"first", "second"}
     with pytest.raises(AdapterError, match=r"the adapters of a team; give that of one role, such as .*v4/first"):
         find_adapter(job.version(4))

@@ -348,6 +348,25 @@ def test_a_fork_without_a_change_has_the_bytes_of_its_parent(project: Path) -> N
     assert verify(project / "run") == 0, "the parent is as it was"
 
 
+def test_asynchronous_steps_are_forked_and_derived_again_with_the_versions_that_they_sample_from(project: Path) -> None:
+    late = [f"run={project / 'late'}", "algorithm.max_off_policy_steps=2", "checkpoint.keep=4"]
+    config = load_jobs(project / "jobs.yaml", late)
+    (one,) = config.jobs
+    run_config(config)
+    (project / "late.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    code, output = motet("fork", project / "late.yaml", "words@4", project / "new", "--set", "steps=5")
+    assert code == 0, output
+    assert run_config(load_jobs(project / "new/jobs.yaml")).ok
+    run_config(config.model_copy(update={"jobs": [one.model_copy(update={"steps": 5})]}), accept_changes=True)
+    for file in ("state/5/adapter_model.safetensors", "rollouts/4.jsonl"):
+        assert sha256(project / "new/words" / file) == sha256(project / "late/words" / file), file
+    assert verify(project / "new") == 0
+    code, output = motet("replay", project / "late.yaml", "words@5", "--set", "steps=5")
+    assert (code, "version 5: the same" in output) == (0, True), output
+    with pytest.raises(RunError, match=r"keeps no commit of step 1, which algorithm\.max_off_policy_steps: 2 needs"):
+        motet("replay", project / "late.yaml", "words@4", "--set", "steps=5")
+
+
 def test_a_fork_with_a_change_says_from_which_step_on(project: Path) -> None:
     code, output = motet("fork", project / "jobs.yaml", "words@2", project / "new", "--set", "optimizer.lr=0.03")
     assert code == 0, output

@@ -22,7 +22,7 @@ def check_push(name: str, form: str, *, public: bool) -> None:
     """Refuse what the hub would refuse, before anything slow.
 
     Raises:
-        ConfigError: the name or the format is wrong, there is no token, or the repository is public and must not be.
+        ConfigError: the name or the format is wrong, there is no token, or the repository is there and is public or private against the option.
         RunError: the hub cannot be reached, or does not accept the token.
     """
     from huggingface_hub import HfApi, get_token
@@ -43,8 +43,9 @@ def check_push(name: str, form: str, *, public: bool) -> None:
             found = api.model_info(name)
         except RepositoryNotFoundError:
             return
-    if not (found.private or public):
-        raise ConfigError(f"--push {name}: {api.endpoint}/{name} is public: add --public, or give another name")
+    if public == bool(found.private):
+        told = "private: leave out --public, or make it public there" if public else "public: add --public"
+        raise ConfigError(f"--push {name}: {api.endpoint}/{name} is {told}, or give another name")
 
 
 def push(folder: Path, name: str, *, public: bool) -> str:

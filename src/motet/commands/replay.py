@@ -100,7 +100,7 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
         again = JobDirectory(run / job.name)
         if first:
             run.mkdir(exist_ok=True)
-            fork(original, first, again.path)
+            fork(original, first, again.path, 0 if served else job.algorithm.lag)
         if (said := original.path / JUDGE_ANSWERS).is_file():  # what judges said is a fact of the run, as its data is
             again.path.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(said, again.path / JUDGE_ANSWERS)
@@ -300,7 +300,7 @@ def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequ
     new = jobs_of(tree, str(path), overrides)
     (job,) = new.jobs
     run.mkdir(parents=True, exist_ok=True)
-    fork(original, wanted.last, run / job.name)
+    fork(original, wanted.last, run / job.name, job.algorithm.lag)
     tree = new.model_dump(mode="json", exclude_unset=True)
     file = run / "jobs.yaml"
     replace_file(file, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode())

@@ -14,16 +14,21 @@ from motet.errors import RunError
 from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 
 
-def fork(job: JobDirectory, step: int, new: Path) -> JobDirectory:
-    """Copy a commit to a new directory. The new job opens like one whose changes were accepted.
+def fork(job: JobDirectory, step: int, new: Path, lag: int) -> JobDirectory:
+    """Copy a commit, and those that next steps with this lag sample from, to a new directory.
+
+    The new job opens like one whose changes were accepted.
 
     Raises:
-        RunError: the commit does not exist, or the directory is not empty.
+        RunError: a commit does not exist, or the directory is not empty.
     """
-    if step not in job.steps():
+    steps = range(max(0, step - lag), step + 1)
+    if missing := [one for one in reversed(steps) if one not in job.steps()]:
         kept = ", ".join(map(str, job.steps())) or "none"
+        what = f", which algorithm.max_off_policy_steps: {lag} needs" if missing[0] < step else ""
         raise RunError(
-            f"{job.path} keeps no commit of step {step} (it has {kept}); raise checkpoint.keep to keep more commits"
+            f"{job.path} keeps no commit of step {missing[0]}{what} (it has {kept}); raise checkpoint.keep to keep more "
+            "commits"
         )
     if new.exists() and any(new.iterdir()):
         raise RunError(f"{new} is not empty: choose another directory")
@@ -32,7 +37,6 @@ def fork(job: JobDirectory, step: int, new: Path) -> JobDirectory:
     shutil.rmtree(draft, ignore_errors=True)
     for name in ("state", "versions", "rollouts", "receipts"):
         (draft / name).mkdir(parents=True)
-    _link_all(job.path / "state" / str(step), draft / "state" / str(step))
     for number in (one for one in job.versions() if one <= step):
         _link_all(job.version(number), draft / "versions" / f"v{number}")
     for number in range(step + 1):
@@ -42,9 +46,11 @@ def fork(job: JobDirectory, step: int, new: Path) -> JobDirectory:
         match = re.fullmatch(r"(eval-)?(\d+)", path.stem)
         if match and (int(match[2]) <= done.evaluated if match[1] else int(match[2]) < step):
             link(path, draft / "rollouts" / path.name)
-    changed = _copy_logs(job, done, draft)
-    state = draft / "state" / str(step) / "state.json"
-    replace_file(state, sealed({**unsealed(state.read_bytes()), **changed, "after": ""}))  # it has no manifest yet
+    for one in steps:
+        _link_all(job.path / "state" / str(one), draft / "state" / str(one))
+        changed = _copy_logs(job, job.committed(one), draft)
+        state = draft / "state" / str(one) / "state.json"
+        replace_file(state, sealed({**unsealed(state.read_bytes()), **changed, "after": ""}))  # it has no manifest yet
     replace_file(draft / "job.yaml", (job.path / "job.yaml").read_bytes())
     replace_file(draft / FORKED, json.dumps({"from": str(job.path.resolve()), "step": step}).encode())
     if new.exists():
