@@ -22,7 +22,7 @@ def check_push(name: str, form: str, *, public: bool) -> None:
     """Refuse what the hub would refuse, before anything slow.
 
     Raises:
-        ConfigError: the name or the format is wrong, there is no token, or the repository is there and is public or private against the option.
+        ConfigError: the name or the format is wrong, there is no token, or a repository that exists is not as private as asked.
         RunError: the hub cannot be reached, or does not accept the token.
     """
     from huggingface_hub import HfApi, get_token
