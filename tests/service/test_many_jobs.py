@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.support.house import House, open_house, statements
 from tests.support.service_run import tiny
 
 PAGES = ("/metrics", "/v1/jobs?limit=100", "/v1/tenants", "/v1/usage", "/v1/models")
+TIMES = 4
 
 
 @pytest.fixture
@@ -44,30 +47,32 @@ def live(house: House, jobs: int, tenants: int) -> list[str]:
 
 def asked(house: House, jobs: list[str], window: int) -> dict[str, int]:
     """How many queries each page takes, and what runs without a page."""
-    found = {}
-    for page in PAGES:
-        house.ask("GET", page, "admin")  # names and texts are read once
-        with statements() as said:
-            assert house.ask("GET", page, "admin").is_success
-        found[page] = len(said)
-    house.recorder.record_usage(UsageWindow("engine", window, {IDLE: 7}))
-    with statements() as said:
-        house.recorder.record_usage(UsageWindow("engine", window + 1, dict.fromkeys((*jobs, IDLE), 7)))
-    found["usage"] = len(said)
-    house.service.enforcer.enforce()
-    with statements() as said:
-        house.service.enforcer.enforce()
-    found["limits"] = len(said)
+    found = {page: queries(partial(house.ask, "GET", page, "admin")) for page in PAGES}
+    windows = itertools.count(window)
+    house.recorder.record_usage(UsageWindow("engine", next(windows), {IDLE: 7}))
+    times = dict.fromkeys((*jobs, IDLE), 7)
+    found["usage"] = queries(lambda: house.recorder.record_usage(UsageWindow("engine", next(windows), times)))
+    found["limits"] = queries(house.service.enforcer.enforce)
     return found
+
+
+def queries(work: Callable[[], object]) -> int:
+    """The fewest of some times: what is known is asked once, and other threads of the service ask now and then."""
+    counts = []
+    for _ in range(TIMES):
+        with statements() as said:
+            work()
+        counts.append(len(said))
+    return min(counts)
 
 
 def test_pages_and_accounts_take_as_many_queries_for_many_jobs(house: House) -> None:
     few = asked(house, live(house, 2, 1), 1)
-    many = asked(house, live(house, 50, 10), 3)
+    many = asked(house, live(house, 50, 10), 100)
     assert many == few
     lines = house.ask("GET", "/v1/usage", "admin").json()["data"]
     times = Counter(round(1e6 * line["device_seconds"]) for line in lines if line["kind"] == "job")
-    assert times == {7: 52}
+    assert times == {7 * TIMES: 52}
     assert house.ask("GET", "/metrics", "admin").text.count("motet_tokens_per_second{") == 52
 
 

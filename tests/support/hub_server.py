@@ -112,12 +112,12 @@ class HubServer:
             case ["large", oid]:
                 self.large[oid] = body
                 return 200, {}
-            case ["api", "models", _, _, "commit", "main"]:
+            case ["api", "models", space, name, "commit", "main"]:
                 for line in map(json.loads, body.splitlines()):
                     match line["key"], line["value"]:
                         case "file", file:
                             self.files[file["path"]] = base64.b64decode(file["content"])
                         case "lfsFile", file:
                             self.files[file["path"]] = self.large[file["oid"]]
-                return 200, {"commitUrl": f"{self.url}/commit/{_OID}", "commitOid": _OID}
+                return 200, {"commitUrl": f"{self.url}/{space}/{name}/commit/{_OID}", "commitOid": _OID}
         return 400, {"error": f"no such route: {path}"}
