@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from motet.runtime.progress import JobProgress
-from motet.types import JobState
+from motet.types import JobState, ServerLoad
 from motet.view import LiveView, LogView, View, glyphs_of, make_view, summary_table
 from motet.view.names import ranks, take_apart
 from motet.view.text import (
@@ -291,6 +291,19 @@ def test_one_line_for_each_finished_step() -> None:
     second, third = log.lines(add)
     assert second == "add  step 2/40  reward 0.50  eval 0.38  1.2k tok/s"
     assert third == "add  step 3/40  reward 0.62  eval 0.38→0.51  1.2k tok/s  12m20s left"
+
+
+def test_a_server_that_dies_is_told_and_one_that_the_run_has_stopped_is_not() -> None:
+    log, now = Log(width=80), list[ServerLoad]()
+    log.view.servers = lambda: now
+    for up, note, told in (
+        (True, "", ["server http://a answers"]),
+        (False, "no answer", ["server http://a is away: no answer"]),
+        (True, "", ["server http://a answers"]),
+        (False, "", []),
+    ):
+        now[:] = [ServerLoad("http://a", up, 0, 0, 0, note)]
+        assert log.lines() == told
 
 
 def test_states_and_failures_are_told_once() -> None:

@@ -39,7 +39,8 @@ class LogView(View):
         self._last = tuple(jobs)
         for server in self.servers():
             name = server.name if isinstance(server, HostNow) else f"server {server.url}"
-            if server.up is not self._up.get(name, False):
+            told = server.up or server.note  # without a note this run has stopped it
+            if server.up is not self._up.get(name, False) and told:
                 self.print_line(f"{name} {'answers' if server.up else f'is away: {server.note}'}")
             self._up[name] = server.up
         width = min(max((len(job.name) for job in jobs), default=0), 24)
