@@ -216,7 +216,8 @@ def test_rollouts_of_a_problem_an_evaluation_and_with_tokens(house: House) -> No
     lines = [
         {"problem": problem, "reward": 1.0, "token_texts": ["a", "b"], "logprobs": [-0.5, None]} for problem in (3, 4)
     ]
-    directory.write_rollouts("eval-2", lines)
+    for_replay = {"trained_on": {"error": "/the/path/of/the/service"}, "sums": {"reward": "0" * 8}}
+    directory.write_rollouts("eval-2", [{**line, **for_replay} for line in lines])
     path = "/v1/jobs/ended/rollouts?purpose=eval"
     found = house.ask("GET", path).json()
     assert (found["step"], found["steps"]) == (2, [2])
