@@ -195,9 +195,9 @@ def _build_on_servers(
         if base.info.device == "cpu":
             torch.set_num_threads(budgets.threads_of(config.engine))
 
-    demand, engine = servers.demand(wanted, config.engine.slots), None
+    demand, asked, unasked = servers.demand(wanted, config.engine.slots), None, UnaskedEngine()
     if not recorded:
-        engine = servers.build_servers(
+        asked = servers.build_servers(
             base.info, config.rollout, demand, directory.run_id, directory.path, directory.part
         )
     memory = None
@@ -211,14 +211,14 @@ def _build_on_servers(
     caveat = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
         Device(turn),
-        engine or UnaskedEngine(),
+        asked or unasked,
         trainer,
-        UnaskedEngine() if engine is None else FileSync(engine, trainer),
+        unasked if asked is None else FileSync(asked, trainer),
         config.engine,
         list(base.info.notes),
         probe_tolerance=servers.tolerance(config.rollout, base.info),
         keep_versions=config.rollout.keep_versions,
-        servers=engine,
+        servers=asked,
         memory=memory,
         inexact=(caveat,),
     )

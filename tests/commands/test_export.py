@@ -17,17 +17,10 @@ from motet.errors import AdapterError, BaseModelError
 from motet.model.find import SMALL_BASE
 from motet.types import ADAPTER_CONFIG
 from tests.support import tiny_models as tiny
-from tests.support.peft_files import close, peft_logits, save_random
+from tests.support.peft_files import close, peft_logits
 from tests.support.peft_files import export as save
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("adapter")
-    save_random(directory)
-    return directory
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.25)])

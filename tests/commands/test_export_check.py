@@ -41,13 +41,6 @@ Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("adapters") / "adapter"
-    save_random(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def ours(adapter: Path):
     """Tokens of the built-in texts, and logprobs of base and adapter."""
     return asyncio.run(logprobs_here(str(SMALL_BASE), [adapter], lambda _: TEXTS, "float32", 32))

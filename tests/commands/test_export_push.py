@@ -11,16 +11,8 @@ import pytest
 
 from motet.model.find import SMALL_BASE
 from tests.support.hub_server import TOKEN, HubServer
-from tests.support.peft_files import save_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("adapter")
-    save_random(directory)
-    return directory
 
 
 def push(url: str, adapter: Path, target: Path, *words: str, token: str = TOKEN) -> tuple[int, str, str]:

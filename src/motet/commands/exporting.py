@@ -46,16 +46,13 @@ def export(
     public: Annotated[bool, typer.Option("--public", help="With --push, let everybody see it.")] = False,
 ) -> None:
     """Write an adapter for other programs, load it again as they do, and compare its logprobs with the adapter's own."""
+    from motet.commands import export_push
     from motet.commands.export import write
 
     if public and push is None:
         raise typer.BadParameter("--public is of an upload: give --push NAMESPACE/NAME too")
-    if push is None:
-        typer.echo(write(adapter, base, to, form or "merged", dtype, checked=not unchecked))
-        return
-    from motet.commands.export_push import FORM, check_push
-    from motet.commands.export_push import push as upload
-
-    check_push(push, form or FORM, public=public)
-    write(adapter, base, to, form or FORM, dtype, checked=not unchecked)
-    typer.echo(upload(to, push, public=public))
+    form = form or ("merged" if push is None else export_push.FORM)
+    if push is not None:
+        export_push.check_push(push, form, public=public)
+    said = write(adapter, base, to, form, dtype, checked=not unchecked)
+    typer.echo(said if push is None else export_push.push(to, push, public=public))
