@@ -26,17 +26,17 @@ import numpy as np
 from motet.agents.runner import AgentRunner
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.policy_gradient import PolicyGradient
-from motet.batch import Batch, Sample
 from motet.config import AdapterConfig, EngineConfig, EnvironmentConfig
-from motet.device import Device
-from motet.launch import load
+from motet.core.batch import Batch, Sample
+from motet.core.device import Device
+from motet.core.types import Chunk, GenerateRequest, IntArray, Message, Problem, Rollout, SamplingParams
+from motet.hosting.launch import load
 from motet.model.lora_model import LoraModel
 from motet.rollout.embedded import EmbeddedEngine
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
 from motet.tasks.reward_pool import ScoreOutcome
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import Chunk, GenerateRequest, IntArray, Message, Problem, Rollout, SamplingParams
 
 AGENT = """
 import json, time

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from motet.jobfile import load_jobs, validate
+from motet.config.jobfile import load_jobs, validate
 
 GROUP = 8
 FACTORS = (1 / 3, 1.0, 3.0)

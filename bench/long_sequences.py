@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from motet.algorithms.supervised import Supervised
-from motet.batch import AdamW, Batch, Sample, Segment
 from motet.config import AdapterConfig
+from motet.core.batch import AdamW, Batch, Sample, Segment
 from motet.model.load import load_base
 from motet.training.torch_trainer import TorchTrainer
 

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 from motet.algorithms import Reinforce
-from motet.batch import Batch, Sample, Segment
 from motet.config import AdapterConfig, EngineConfig
-from motet.launch import load
+from motet.core.batch import Batch, Sample, Segment
+from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
+from motet.hosting.launch import load
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, SampledSequence
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import AdapterRef, GenerateRequest, SamplingParams
 
 KERNELS = ("torch", "native", "native-dpbf16")
 RANK, PROMPT, STEPS = 16, 48, 8

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from motet.config import EngineConfig
-from motet.launch import load
+from motet.core.types import GenerateRequest, IntArray, SamplingParams
+from motet.hosting.launch import load
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.types import GenerateRequest, IntArray, SamplingParams
 
 ROWS = 32
 SAID = 32

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from motet.algorithms import Grpo
-from motet.batch import AdamW, Batch, Sample, Segment
 from motet.config import AdapterConfig, EngineConfig
-from motet.launch import load, make_trainer
+from motet.core.batch import AdamW, Batch, Sample, Segment
+from motet.hosting.launch import load, make_trainer
 
 ROUNDS = 2
 STEPPED = 50

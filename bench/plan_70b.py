@@ -1,7 +1,7 @@
 """A 70B base on 16 cards as a plan: memory, bytes over links, steps an hour, cost: `python -m bench.plan_70b --write`.
 
-Nothing is measured here. Memory of adapters is that of `motet.slot_memory`, time is that of `motet simulate` with costs that
-follow from the assumptions, and `docs/plan-70b.md` has both.
+Nothing is measured here. Memory of adapters is that of `motet.hosting.slot_memory`, time is that of `motet simulate` with
+costs that follow from the assumptions, and `docs/plan-70b.md` has both.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from bench.speed.table import markdown
 
 from motet.algorithms.packing import cut
 from motet.config.simulation import HostCosts, HostsConfig, JobsConfig, SimulationConfig
+from motet.hosting.slot_memory import SlotMemory
 from motet.simulation.outcome import SimulationOutcome, simulate
-from motet.slot_memory import SlotMemory
 from motet.training.sharded.trainer import scatter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan-70b.md"

@@ -27,8 +27,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from motet.config.dialects import DIALECTS
 from motet.config.rollout import RolloutConfig
-from motet.dialects import DIALECTS
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
 from motet.rollout.connection import Clocks
 from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
 from motet.rollout.node_agent import NodeAgent
@@ -36,7 +37,6 @@ from motet.rollout.replica import Replica
 from motet.rollout.server import Demand, ServerEngine, ServerLimits
 from motet.rollout.version_files import VersionFiles
 from motet.rollout.version_server import VersionServer
-from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
 
 SERVERS = (1, 4, 16)
 WAYS = ("files", "agents", "tensors")

@@ -24,7 +24,7 @@ from typing import Any
 
 from motet.config import JobConfig
 from motet.config.candidates import raced
-from motet.jobfile import validate
+from motet.config.jobfile import validate
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.race import rows_in
 from motet.runtime.race_rule import decide, deciding

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import EngineConfig, RunConfig
-from motet.launch import load
+from motet.hosting.launch import load
 from motet.running import run_config
 from motet.runtime.progress import JobProgress
 from tests.support.vllm_server import vllm_server

@@ -3,8 +3,8 @@
     python scripts/make_reference.py           # write (make docs)
     python scripts/make_reference.py --check   # fail when a page is stale
 
-Configuration comes from the pydantic models of `motet.config`, the command line from the typer app in `motet.cli`, HTTP from
-the service's OpenAPI document (`http_reference.py`), doors and engines from the marks of the tests (`doors_page.py`).
+Configuration comes from the pydantic models of `motet.config`, the command line from the typer app in `motet.commands.cli`,
+HTTP from the service's OpenAPI document (`http_reference.py`), doors and engines from the marks of the tests (`doors_page.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from motet.config.service import (
     ServiceConfig,
 )
 from motet.config.simulation import HostCosts, HostsConfig, JobsConfig, SimulationConfig
-from motet.section import described
+from motet.core.section import described
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTICE = "<!-- Written by scripts/make_reference.py: change what it describes, then run `make docs`. -->\n\n"
@@ -206,7 +206,7 @@ def command_line() -> str:
     Raises:
         RuntimeError: the app cannot be loaded.
     """
-    generator = ["typer", "motet.cli", "utils", "docs", "--name", "motet", "--title", "Command line"]
+    generator = ["typer", "motet.commands.cli", "utils", "docs", "--name", "motet", "--title", "Command line"]
     plain = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}
     done = subprocess.run([sys.executable, "-m", *generator], capture_output=True, text=True, check=False, env=plain)
     if done.returncode != 0:

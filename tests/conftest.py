@@ -22,7 +22,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from motet.device import Device
+    from motet.core.device import Device
     from tests.support.house import House
     from tests.support.service_run import Service
 
@@ -91,7 +91,7 @@ def twin(small_base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture
 def device() -> Iterator[Device]:
     """One for a test."""
-    from motet.device import Device
+    from motet.core.device import Device
 
     with contextlib.closing(Device()) as found:
         yield found

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from motet.mkl import add_in_one_order
+from motet.process.mkl import add_in_one_order
 
 __version__ = "0.1.0"
 
 add_in_one_order()
 
 if TYPE_CHECKING:
-    from motet.batch import AdamW
     from motet.client import AsyncClient, Client
     from motet.commands.check import check
     from motet.config import EngineConfig, JobConfig, RunConfig
-    from motet.errors import MotetError
-    from motet.jobfile import load_jobs
+    from motet.config.jobfile import load_jobs
+    from motet.core.batch import AdamW
+    from motet.core.errors import MotetError
+    from motet.core.types import Message, Problem, Rollout
     from motet.results import JobResult, RunResult
     from motet.running import run
-    from motet.types import Message, Problem, Rollout
     from motet.verbs import Verbs
 
 _HOMES = {
-    "motet.batch": ("AdamW",),
+    "motet.core.batch": ("AdamW",),
     "motet.client": ("AsyncClient", "Client"),
     "motet.commands.check": ("check",),
     "motet.config": ("EngineConfig", "JobConfig", "RunConfig"),
-    "motet.errors": ("MotetError",),
-    "motet.jobfile": ("load_jobs",),
+    "motet.core.errors": ("MotetError",),
+    "motet.config.jobfile": ("load_jobs",),
     "motet.results": ("JobResult", "RunResult"),
     "motet.running": ("run",),
-    "motet.types": ("Message", "Problem", "Rollout"),
+    "motet.core.types": ("Message", "Problem", "Rollout"),
     "motet.verbs": ("Verbs",),
 }
 

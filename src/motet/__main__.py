@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Entry point."""
     try:
-        from motet.cli import main as commands
+        from motet.commands.cli import main as commands
 
         commands()
     except KeyboardInterrupt:

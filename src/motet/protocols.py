@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Generator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
-from motet.batch import AdamW, Batch, OptimStats, Trained
 from motet.config import AdapterConfig
-from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
+from motet.core.batch import AdamW, Batch, OptimStats, Trained
+from motet.core.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
 
 class RolloutEngine(Protocol):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from motet.core.types import JobState
 from motet.runtime.race import RaceRecord
 from motet.runtime.settings import OVER_SEEDS, Setting, settings
-from motet.types import JobState
 from motet.view.names import ranks, task_of
 
 _SETTING = ("place", "setting", "seeds", "held-out")

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.before_loading import Checked, auto_kernels, check_before_loading
 from motet.config import EngineConfig, JobConfig, RunConfig, StopConfig
 from motet.config.candidates import RacePlan, raced
 from motet.config.team import NOT_ON_HOSTS
-from motet.errors import ConfigError, RunError
-from motet.host import Host
-from motet.launch import open_base
-from motet.preparing import left_out, prepare_all
+from motet.core.errors import ConfigError, RunError
+from motet.core.types import HostNow, JobState
+from motet.hosting.before_loading import Checked, auto_kernels, check_before_loading
+from motet.hosting.host import Host
+from motet.hosting.launch import open_base
+from motet.hosting.preparing import left_out, prepare_all
 from motet.results import JobResult, RunResult
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
@@ -30,7 +31,6 @@ from motet.runtime.race import Race, check_rows, known_of
 from motet.runtime.settings import setting_of
 from motet.runtime.stopping import ended_early
 from motet.tracking.follow import Followers, job_of_run
-from motet.types import HostNow, JobState
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -328,7 +328,7 @@ def config_of(
     Raises:
         ConfigError: a field is wrong; `where` stands before what is said of it.
     """
-    from motet.jobfile import validate
+    from motet.config.jobfile import validate
 
     tree = {
         "base": base,

@@ -17,25 +17,25 @@ from typing import Any, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
-from motet import budgets, seeds
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.client import ClientLoss
-from motet.batch import AdamW, Loss, LossStats, OptimStats, Sample, Segment, Trained
-from motet.config import OF_CLIENT, AdapterConfig, EngineConfig, HostConfig, JobConfig, RolloutConfig
+from motet.config import OF_CLIENT, AdapterConfig, EngineConfig, HostConfig, JobConfig, RolloutConfig, budgets
+from motet.config.jobfile import validate_as
 from motet.config.service import Largest
-from motet.errors import AdapterError
-from motet.host import Host
-from motet.jobfile import validate_as
-from motet.launch import open_base
+from motet.core import seeds
+from motet.core.batch import AdamW, Loss, LossStats, OptimStats, Sample, Segment, Trained
+from motet.core.errors import AdapterError
+from motet.core.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
+from motet.hosting.host import Host
+from motet.hosting.launch import open_base
+from motet.hosting.preparing import Sources, prepare
 from motet.native.choice import of_jobs
-from motet.preparing import Sources, prepare
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by, of_config
 from motet.runtime.session import FinishedStep, Session
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.episode import extended
-from motet.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
 
 Result = TypeVar("Result")
 _LONGEST = 1024

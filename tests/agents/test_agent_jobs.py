@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from motet.commands.agent_jobs import meant
-from motet.errors import ConfigError
-from motet.jobfile import validate
+from motet.config.jobfile import validate
+from motet.core.errors import ConfigError
 
 SINGLE = "single"
 

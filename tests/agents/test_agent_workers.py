@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from motet import apart
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.agents.episode_messages import AskEpisode, BeginEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
-from motet.channel import ChannelMessage, Child, decode, encode
 from motet.cluster import messages as cluster
 from motet.cluster.host_link import HostHandlers, HostLink
 from motet.config import EnvironmentConfig
 from motet.config.service import ANY_SIZE
-from motet.errors import ScorerAway
+from motet.core.errors import ScorerAway
+from motet.core.types import Problem, Rollout
+from motet.process import apart
+from motet.process.channel import ChannelMessage, Child, decode, encode
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
 from motet.service.workers.agents import MOST_LOST, MOST_OPEN, AgentWorkers, OfferedEpisode
 from motet.tasks.episode import GroupContext
-from motet.types import Problem, Rollout
 from tests.support.captured import none_scored
 from tests.support.house import open_house
 from tests.support.openai_requests import hostile

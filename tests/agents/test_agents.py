@@ -20,15 +20,15 @@ from motet.agents.gateway import Gateway
 from motet.agents.runner import AgentRunner
 from motet.chat.completer import CallLimits, call_of
 from motet.config import EnvironmentConfig
-from motet.errors import ChatRefusal, EngineError, EnvironmentFault
-from motet.jobfile import load_jobs
+from motet.config.jobfile import load_jobs
+from motet.core.errors import ChatRefusal, EngineError, EnvironmentFault
+from motet.core.types import Group, Message, Problem, Rollout, ToolCall
 from motet.running import run_config
 from motet.runtime.metrics import rollout_records
 from motet.runtime.steps import SampledStep
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
 from motet.tasks.tool_calls import tool_calls
-from motet.types import Group, Message, Problem, Rollout, ToolCall
 from tests.support.captured import check_captured, none_scored
 from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = next((ROOT / ".envs" / "agents").glob("lib/python*/site-packages"), None)
-PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from motet.cli import main; main()"
+PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from motet.commands.cli import main; main()"
 """Motet, with the packages of an environment behind its own."""
 FEW = ("base=small", "jobs.shown.steps=1", "jobs.calculator.steps=1", "jobs.calculator.algorithm.groups_per_step=1")
 

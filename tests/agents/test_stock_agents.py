@@ -15,8 +15,8 @@ import pytest
 
 from motet.agents.episode import AgentEpisode
 from motet.agents.gateway import Gateway
+from motet.core.types import Message, Problem
 from motet.tasks.episode import GroupContext
-from motet.types import Message, Problem
 from tests.support.captured import check_captured, none_scored
 from tests.support.cases import few
 from tests.support.house import House

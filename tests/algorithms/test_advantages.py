@@ -15,7 +15,7 @@ from motet.algorithms.advantages import ADVANTAGES, AdvantageKind, Reduction, ad
 from motet.algorithms.losses import LOSSES
 from motet.algorithms.policy_gradient import KLConfig, LossName
 from motet.algorithms.registry import ALGORITHMS
-from motet.types import Branch, Group, Problem, Rollout
+from motet.core.types import Branch, Group, Problem, Rollout
 
 REWARDS = st.lists(st.lists(st.floats(-100, 100), min_size=2, max_size=8), max_size=6)
 CENTRED: tuple[AdvantageKind, ...] = ("grpo", "centered", "rloo")

@@ -14,9 +14,9 @@ from motet.algorithms import Grpo, Ppo
 from motet.algorithms.advantages import ADVANTAGES, AdvantageKind, advantages
 from motet.algorithms.credit import placed, returns_to_go, rewards_at_ends, turn_advantages
 from motet.algorithms.critic import CriticConfig
-from motet.errors import ConfigError
-from motet.jobfile import parse_jobs
-from motet.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn
+from motet.config.jobfile import parse_jobs
+from motet.core.errors import ConfigError
+from motet.core.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn
 
 PROBLEM = Problem(0, (Message("user", "?"),), "")
 

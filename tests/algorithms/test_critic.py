@@ -17,9 +17,9 @@ from peft import PeftModel
 import motet
 from motet.algorithms.critic import CriticConfig, ValueLoss, credited, generalised_advantages
 from motet.algorithms.presets import Ppo
-from motet.batch import AdamW, Batch, Segment
 from motet.config import AdapterConfig, JobConfig
-from motet.errors import AdapterError
+from motet.core.batch import AdamW, Batch, Segment
+from motet.core.errors import AdapterError
 from motet.runtime.slots import Claim, admitted
 from motet.training.arena import HEAD
 from motet.training.torch_trainer import TorchTrainer

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 import motet
 from motet.algorithms.distillation import Distillation
 from motet.config import JobConfig
-from motet.errors import ConfigError
-from motet.types import JobState
+from motet.core.errors import ConfigError
+from motet.core.types import JobState
 from tests.support.adapter_files import run
 from tests.support.fake_run import job, metrics, records, run_jobs, weights
 from tests.support.protocol_server import ProtocolServer

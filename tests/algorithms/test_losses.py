@@ -15,7 +15,7 @@ from motet.algorithms.advantages import normalisation
 from motet.algorithms.losses import KL_ESTIMATORS, LOSSES, loss_and_stats
 from motet.algorithms.policy_gradient import KLConfig, PolicyGradient
 from motet.algorithms.presets import Grpo
-from motet.batch import LossInputs, LossStats
+from motet.core.batch import LossInputs, LossStats
 
 RATIOS = [0.5, 1.0, 1.5, 0.5, 1.5]
 ADVANTAGES = [1.0, 2.0, 1.0, -1.0, -1.0]  # with clip 0.2 / 0.28: tokens 2 and 3 are clipped

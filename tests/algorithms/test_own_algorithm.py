@@ -11,12 +11,12 @@ import motet
 from motet.algorithms import Grpo
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config import JobConfig
-from motet.errors import ConfigError, RunError
-from motet.jobfile import load_jobs
+from motet.config.jobfile import load_jobs
+from motet.core.errors import ConfigError, RunError
+from motet.core.types import JobState
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
-from motet.types import JobState
 from tests.support.fake_run import job, metrics, run_jobs, weights
 from tests.support.protocol_server import ProtocolServer
 

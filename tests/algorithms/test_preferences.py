@@ -20,8 +20,8 @@ from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.dpo import Dpo
 from motet.algorithms.kto import Kto
 from motet.algorithms.rows import Preference, RowLogprobs
-from motet.batch import Batch, Example, Row, Segment
-from motet.errors import ConfigError
+from motet.core.batch import Batch, Example, Row, Segment
+from motet.core.errors import ConfigError
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from motet.config import DataConfig
-from motet.errors import BaseModelError, ConfigError
+from motet.core.errors import BaseModelError, ConfigError
+from motet.core.types import Message, Problem
 from motet.tasks.chat import Chat, stop_token_ids
-from motet.types import Message, Problem
 from tests.support.scripted_model import CHATML, byte_tokenizer
 
 # Llama 2 writes a space before the end of the turn and trims the text.

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from motet.chat.responses import ResponsesRequest
+from motet.core.types import Message
 from motet.tasks.tool_calls import SpokenText, tool_calls, without_calls
-from motet.types import Message
 from tests.support.house import House
 from tests.support.scripted_service import ROOM, Says, scripted_service
 from tests.support.service_run import Json

@@ -13,12 +13,12 @@ import pytest
 
 from motet.agents.episode import AgentEpisode
 from motet.agents.gateway import Gateway
-from motet.device import Device
+from motet.core.device import Device
+from motet.core.types import AdapterRef, Chunk, GenerateRequest, IntArray, Message, Problem, SamplingParams
 from motet.model.load import load_base
 from motet.rollout.embedded import EmbeddedEngine
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.episode import GroupContext
-from motet.types import AdapterRef, Chunk, GenerateRequest, IntArray, Message, Problem, SamplingParams
 from tests.support.captured import none_scored
 from tests.support.service_run import Service, serving, tiny
 

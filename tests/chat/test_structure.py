@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 from motet.agents.episode import AgentEpisode
-from motet.apart import here
 from motet.chat.completer import CallLimits
 from motet.chat.completions import ChatRequest
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import check_grammar, grammar_of
-from motet.device import Device
-from motet.errors import ChatRefusal, EngineError
+from motet.core.device import Device
+from motet.core.errors import ChatRefusal, EngineError
+from motet.core.types import Chunk, FinishReason, GenerateRequest, Message, Problem, SamplingParams
 from motet.model.load import load_base
+from motet.process.apart import here
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.grammars import Grammar, Grammars
 from motet.tasks.chat import stop_token_ids
 from motet.tasks.episode import GroupContext
-from motet.types import Chunk, FinishReason, GenerateRequest, Message, Problem, SamplingParams
 from tests.support.captured import none_scored
 from tests.support.scripted_model import CHAT, Script
 

@@ -17,8 +17,8 @@ import pytest
 import motet
 from motet.client import connection
 from motet.commands.answers import command_for, same_command
-from motet.errors import DataError, ServiceError
-from motet.types import ADAPTER_FILES
+from motet.core.errors import DataError, ServiceError
+from motet.core.types import ADAPTER_FILES
 from tests.support.commands import Motet, job_file, rows_in
 from tests.support.house import House
 from tests.support.service_run import PATIENCE, Service, serving, tiny

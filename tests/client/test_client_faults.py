@@ -19,8 +19,8 @@ import pytest
 
 import motet
 from motet.client import adapters, connection
-from motet.errors import ConfigError, DataError, ServiceError
-from motet.types import ADAPTER_FILES
+from motet.core.errors import ConfigError, DataError, ServiceError
+from motet.core.types import ADAPTER_FILES
 from tests.support.adapter_files import link, tarred
 from tests.support.commands import NOBODY, Motet
 from tests.support.service_run import Json

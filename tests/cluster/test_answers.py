@@ -23,15 +23,15 @@ from motet.cluster.messages import (
     QuestionRefused,
 )
 from motet.config import EngineConfig
-from motet.device import Device
-from motet.errors import AdapterError
+from motet.core.device import Device
+from motet.core.errors import AdapterError
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, Message, SamplingParams
 from motet.hosting.answers import Answers
-from motet.launch import load
+from motet.hosting.launch import load
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
 from motet.runtime.meter import COMPLETIONS
 from motet.runtime.scheduler import FairScheduler
-from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, Message, SamplingParams
 
 
 @pytest.fixture(scope="module")

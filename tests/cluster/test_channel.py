@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from motet.channel import LONGEST_LINE, ChannelMessage, Child, decode, encode
-from motet.errors import EngineError
+from motet.core.errors import EngineError
+from motet.process.channel import LONGEST_LINE, ChannelMessage, Child, decode, encode
 
 ECHO = """
 import asyncio, os, sys
-from motet.channel import Parent
+from motet.process.channel import Parent
 from tests.cluster.test_channel import Half, Kinds, Text
 
 async def serve():

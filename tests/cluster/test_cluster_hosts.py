@@ -13,7 +13,6 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from motet.channel import ChannelMessage
 from motet.cluster.host_link import HostChild, HostHandlers, HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
@@ -33,8 +32,9 @@ from motet.cluster.messages import (
     ToHost,
 )
 from motet.config.service import ANY_SIZE
+from motet.core.types import JobState, Wanted
+from motet.process.channel import ChannelMessage
 from motet.runtime.slots import Rule
-from motet.types import JobState, Wanted
 from tests.support.waiting import until
 
 START = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)

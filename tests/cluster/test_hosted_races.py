@@ -20,7 +20,6 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from motet.channel import ChannelMessage
 from motet.cluster.host_link import HostChild
 from motet.cluster.messages import (
     AddJob,
@@ -36,14 +35,15 @@ from motet.cluster.messages import (
 from motet.cluster.run import HostedJob, HostedRun
 from motet.config import JobConfig, RunConfig
 from motet.config.candidates import raced
-from motet.jobfile import validate
+from motet.config.jobfile import validate
+from motet.core.types import JobState
+from motet.process.channel import ChannelMessage
 from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.progress import JobProgress
 from motet.runtime.race import Race, RaceRecord
 from motet.runtime.rundir import RunDirectory
-from motet.types import JobState
 from tests.support.fake_run import Setting, records, run_jobs
 from tests.support.fake_run import job as fake_job
 from tests.support.service_run import PATIENCE, Json, tiny

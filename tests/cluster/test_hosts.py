@@ -22,16 +22,17 @@ import pytest
 import yaml
 
 import motet
-from motet.channel import encode
 from motet.cluster.host_link import HostChild, Launch
 from motet.cluster.listener import ADDRESS, TOKEN, host_that_connects
 from motet.cluster.messages import HostReady, JobStanding, JobStepped, StartHost
 from motet.cluster.nodes import NodeFacts, faults
 from motet.cluster.run import HostedJob, HostedRun
 from motet.config import AdapterConfig, JobConfig
-from motet.errors import EngineError
+from motet.config.jobfile import validate
+from motet.core.errors import EngineError
+from motet.core.types import JobState
 from motet.hosting.reports import EveryStep
-from motet.jobfile import validate
+from motet.process.channel import encode
 from motet.running import run_config
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.interrupt import Interrupt
@@ -40,7 +41,6 @@ from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.training.fake import FakeTrainer
-from motet.types import JobState
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.service_run import PATIENCE, Json, Service, serving, tiny
 from tests.support.waiting import wait_until

@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import motet
-from motet import budgets
 from motet.cluster.messages import StartHost
 from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.ray_hosts import cores_and_gpus
 from motet.cluster.starts import devices_of_servers, engine_of_host, launcher, starts_of, unlike_one_process
-from motet.config import ClusterConfig, EngineConfig, HostConfig, LaunchConfig, RolloutConfig
+from motet.config import ClusterConfig, EngineConfig, HostConfig, LaunchConfig, RolloutConfig, budgets
 from motet.config.service import ANY_SIZE
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
+from motet.core.types import Problem
 from motet.native.choice import Choice
 from motet.runtime.slots import Claim, Rule
 from motet.training.sharded.messages import Join
-from motet.types import Problem
 
 TENANTS = ("", "ann", "ben")
 Drawn = tuple[int, list[list[str]]]

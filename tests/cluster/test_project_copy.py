@@ -22,11 +22,11 @@ from motet.cluster.project import (
     seen_here,
     too_large,
 )
+from motet.config.jobfile import validate
 from motet.config.service import ANY_SIZE
-from motet.errors import ConfigError, EngineError
-from motet.jobfile import validate
+from motet.core.errors import ConfigError, EngineError
+from motet.core.types import Wanted
 from motet.runtime.slots import FREE
-from motet.types import Wanted
 
 pytestmark = pytest.mark.unit
 

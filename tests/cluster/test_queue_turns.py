@@ -13,12 +13,12 @@ from motet.cluster.assignments import Assignments
 from motet.cluster.host_link import HostLink
 from motet.cluster.placement import HostLoad, placed
 from motet.config.service import Largest
+from motet.core.types import JobState, Wanted
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import FREE, Claim
 from motet.runtime.start_turns import MOST_REST, StartTurns
 from motet.service.database.store import Store
 from motet.service.jobs.handover import Handover, in_turn
-from motet.types import JobState, Wanted
 from tests.support.database import person, queued
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.house import House, statements

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from motet.types import ADAPTER_WEIGHTS
+from motet.core.types import ADAPTER_WEIGHTS
 from tests.support.namespaces import PATIENCE, Machines, machines, why_not
 
 pytestmark = pytest.mark.soak

@@ -28,11 +28,12 @@ from motet.cluster.ray_hosts import cores_and_gpus
 from motet.cluster.starts import launcher, starts_of
 from motet.config import EngineConfig, HostConfig, LaunchConfig, RolloutConfig, RunConfig
 from motet.config.engine import ClusterConfig
+from motet.config.jobfile import load_service
 from motet.config.service import ANY_SIZE, Largest, ServiceConfig
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
+from motet.core.types import JobState, Wanted
+from motet.hosting.launch import load
 from motet.hosting.process import away_seconds
-from motet.jobfile import load_service
-from motet.launch import load
 from motet.running import run_config
 from motet.runtime.slots import Rule
 from motet.service.adapters.adapters import Adapters
@@ -41,7 +42,6 @@ from motet.service.database.tenants import Principal
 from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tenants.ledger import Ledger
-from motet.types import JobState, Wanted
 from tests.support.base_servers import BaseServer, base_servers
 from tests.support.commands import Motet
 from tests.support.house import open_house

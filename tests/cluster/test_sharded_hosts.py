@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from motet.types import ADAPTER_FILES
+from motet.core.types import ADAPTER_FILES
 from tests.support.adapter_files import run_alone, tarred
 from tests.support.service_run import Json, Service, serving, tiny
 

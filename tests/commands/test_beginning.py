@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from motet.before_loading import check_before_loading
 from motet.commands.data import Comparison, Selection, far_apart, look_at, selected
 from motet.commands.init import TASKS, write_job_file
 from motet.config import DataConfig
-from motet.errors import ConfigError, DataError, MotetError
-from motet.jobfile import load_jobs
+from motet.config.jobfile import load_jobs
+from motet.core.errors import ConfigError, DataError, MotetError
+from motet.hosting.before_loading import check_before_loading
 from motet.tasks.dataset import load_dataset
 from tests.support.commands import Motet
 

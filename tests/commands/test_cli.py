@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 import motet
-from motet.types import Problem
+from motet.core.types import Problem
 from tests.support.commands import Motet, job_file
 from tests.support.waiting import wait_until
 
-MAIN = "from motet.cli import main; main()"
+MAIN = "from motet.commands.cli import main; main()"
 TINY: dict[str, Any] = {
     "sampling": {"max_tokens": 3},
     "adapter": {"rank": 4},
@@ -89,7 +89,7 @@ def state(directory: Path, name: str) -> str:
 
 def test_the_command_line_loads_little() -> None:
     heavy = "{'torch', 'transformers', 'peft', 'datasets', 'pydantic', 'plotly', 'safetensors', 'numpy'}"
-    code = f"import sys, motet, motet.cli; print(sorted({heavy} & sys.modules.keys()))"
+    code = f"import sys, motet, motet.commands.cli; print(sorted({heavy} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -353,7 +353,7 @@ def test_inside_a_running_event_loop(tmp_path: Path) -> None:
 WITHOUT_SERVE = """
 import sys
 sys.modules.update(dict.fromkeys(["fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "prometheus_client", "psycopg"]))
-from motet.cli import main
+from motet.commands.cli import main
 main()
 """
 

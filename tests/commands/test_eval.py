@@ -14,8 +14,8 @@ import pytest
 from pyarrow import parquet
 from typer.testing import CliRunner
 
-from motet.cli import app
-from motet.jobfile import load_jobs
+from motet.commands.cli import app
+from motet.config.jobfile import load_jobs
 from motet.running import run_config
 from tests.support.commands import Motet, job_file
 from tests.support.small_runs import REWARDS, job

@@ -13,9 +13,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from motet.commands.export import drafted, write
-from motet.errors import AdapterError, BaseModelError
+from motet.core.errors import AdapterError, BaseModelError
+from motet.core.types import ADAPTER_CONFIG
 from motet.model.find import SMALL_BASE
-from motet.types import ADAPTER_CONFIG
 from tests.support import tiny_models as tiny
 from tests.support.peft_files import close, peft_logits
 from tests.support.peft_files import export as save

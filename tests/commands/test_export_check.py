@@ -30,9 +30,9 @@ from motet.commands.merging import ExportSource
 from motet.commands.probe import TEXTS, logprobs_here
 from motet.commands.verify import verify
 from motet.config import JobConfig
-from motet.errors import AdapterError, ConfigError
+from motet.core.errors import AdapterError, ConfigError
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_CONFIG
 from motet.model.find import SMALL_BASE
-from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_CONFIG
 from tests.support.peft_files import save_random
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

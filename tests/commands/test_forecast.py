@@ -11,10 +11,10 @@ import pytest
 
 from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, warnings_of
 from motet.config import JobConfig, PricesConfig
+from motet.core.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn
 from motet.model.load import load_tokenizer
 from motet.runtime.checkpoint import JobDirectory
 from motet.tasks.chat import Chat
-from motet.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn
 
 DROPS_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}A:"
 LOWERS = "{% for m in messages %}{{ m.content|lower }}{% endfor %}A:"

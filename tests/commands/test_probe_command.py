@@ -17,14 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from motet.cli import app
+from motet.commands.cli import app
 from motet.config import EngineConfig
-from motet.device import Device
-from motet.errors import ServerFault, ServerGone
-from motet.launch import load
+from motet.core.device import Device
+from motet.core.errors import ServerFault, ServerGone
+from motet.core.types import AdapterRef
+from motet.hosting.launch import load
 from motet.model.lora_model import LoraModel
 from motet.rollout.embedded import EmbeddedEngine
-from motet.types import AdapterRef
 from tests.support.small_runs import REWARDS, job, run
 
 Scores = Callable[[str, list[int]], list[float]]

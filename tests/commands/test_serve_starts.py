@@ -11,7 +11,7 @@ import pytest
 
 from motet.commands.listening import bound, url_of
 from motet.commands.serve import application
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 from motet.service.settings import Settings
 from tests.support.commands import NOBODY, Motet, says
 

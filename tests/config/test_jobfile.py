@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from motet import plain_yaml
 from motet.config import JobConfig, RunConfig
+from motet.config.jobfile import load_jobs, merge, parse_jobs
 from motet.config.mistakes import FIELDS, OTHERS_WORDS
-from motet.errors import ConfigError
-from motet.jobfile import load_jobs, merge, parse_jobs
+from motet.core import plain_yaml
+from motet.core.errors import ConfigError
 
 JOB = {"name": "add", "data": "toy:add", "reward": "exact"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from motet import budgets
+from motet.config import budgets
 
 GIB = 1 << 30
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from motet.batch import AdamW, Batch
-from motet.budgets import Need
 from motet.config import AdapterConfig, EngineConfig, HostConfig, RunConfig
+from motet.config.budgets import Need
+from motet.config.jobfile import validate
 from motet.config.service import Largest, ServiceConfig
-from motet.errors import ConfigError
-from motet.jobfile import validate
-from motet.launch import assemble, load
+from motet.core.batch import AdamW, Batch
+from motet.core.errors import ConfigError
+from motet.core.types import AdapterRef
+from motet.hosting.launch import assemble, load
+from motet.hosting.slot_memory import SlotMemory, check_slots
+from motet.hosting.workshop import FreeMemory, Workshop
 from motet.runtime.rundir import RunDirectory
-from motet.slot_memory import SlotMemory, check_slots
-from motet.types import AdapterRef
-from motet.workshop import FreeMemory, Workshop
 from tests.support.segments import make_segment
 
 

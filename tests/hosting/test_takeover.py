@@ -18,17 +18,17 @@ import httpx2
 import pytest
 from msgspec.structs import replace
 
-from motet.channel import ChannelMessage, decode, encode
 from motet.cluster import messages as m
 from motet.cluster.local_hosts import LocalHosts, code_of
 from motet.config import RewardConfig
 from motet.config.service import ANY_SIZE
-from motet.errors import ScorerAway
+from motet.core.errors import ScorerAway
+from motet.core.types import JobState
 from motet.hosting import line as lines
 from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.scores import AskedOfService
 from motet.native.choice import Choice
-from motet.types import JobState
+from motet.process.channel import ChannelMessage, decode, encode
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.service_run import Service, tiny
 from tests.support.waiting import until, wait_until

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
 from motet.model.accelerator import Recorder, place_of, take
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "motet"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AttentionInterface
 
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import motet_attention
 from motet.model.experts import motet_experts

@@ -8,10 +8,10 @@ import pytest
 import torch
 from peft import PeftModel
 
-from motet.batch import Batch
+from motet.core.batch import Batch
+from motet.core.model_info import EXPERTS
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
-from motet.model_info import EXPERTS
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import bases
 from tests.support import tiny_models as tiny

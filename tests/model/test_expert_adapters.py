@@ -14,11 +14,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from motet.batch import Batch
 from motet.commands.export import write
 from motet.config import AdapterConfig, EngineConfig, JobConfig, RolloutConfig, RunConfig
-from motet.errors import AdapterError, BaseModelError
-from motet.launch import open_base
+from motet.core.batch import Batch
+from motet.core.errors import AdapterError, BaseModelError
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from motet.hosting.launch import open_base
 from motet.model.arithmetic import Arithmetic
 from motet.model.expert_lora import ExpertProjection, ExpertShare, project, room
 from motet.model.experts import rows_agree
@@ -28,7 +29,6 @@ from motet.model.peft_io import examine, file_views
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.runtime.rundir import RunDirectory
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests.support import tiny_models as tiny
 from tests.support.peft_files import close, export, load, peft_logits, randomise
 from tests.support.segments import SHAPES, gradient, make_segment, plain_loss, run_steps, sampler_logprobs

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from motet.batch import Batch
-from motet.errors import BaseModelError
+from motet.core.batch import Batch
+from motet.core.errors import BaseModelError
 from motet.model.load import load_base
 from motet.model.lora_model import LoraModel
 from motet.model.packed import PackedExperts, PackedWeight

@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from motet.allocator import keep_freed_memory
 from motet.model import frozen_weight
 from motet.model.arithmetic import Arithmetic
 from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterWeights
 from motet.model.norm import speed_up_norms
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.process.allocator import keep_freed_memory
 from tests.support import tiny_models as tiny
 
 PACKS = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -343,7 +343,7 @@ def test_a_norm_with_another_gradient_is_left_as_it_is() -> None:
 
 
 def test_the_allocator_can_be_told_twice() -> None:
-    code = "from motet.allocator import keep_freed_memory as keep; print(keep(), keep())"
+    code = "from motet.process.allocator import keep_freed_memory as keep; print(keep(), keep())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(platform.libc_ver()[0] == "glibc")] * 2
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
 from motet.model.load import load_base
 from tests.support.gguf_files import LAYERS, write_tiny
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from motet.config import AdapterConfig
-from motet.errors import AdapterError
+from motet.core.errors import AdapterError
 from motet.model.lora import NoAdapters, initial_weights, make_layout
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 from motet.training.torch_trainer import TorchTrainer

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from motet.config import EngineConfig
-from motet.errors import BaseModelError
-from motet.jobfile import validate
-from motet.launch import load
+from motet.config.jobfile import validate
+from motet.core.errors import BaseModelError
+from motet.hosting.launch import load
 from motet.model.checkpoint import BaseCheckpoint
 from motet.model.load import load_base
 from motet.model.lora import NoAdapters

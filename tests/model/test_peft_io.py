@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from motet.config import AdapterConfig
-from motet.errors import AdapterError
+from motet.core.errors import AdapterError
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.model.load import load_base
 from motet.model.peft_io import read_adapter
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.peft_files import close, export, load, peft_logits, randomise

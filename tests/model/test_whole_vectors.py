@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from motet.batch import Batch, Segment
 from motet.config import AdapterConfig
+from motet.core.batch import Batch, Segment
 from motet.model.find import SMALL_BASE
 from motet.model.load import load_base
 from motet.model.lora_model import LoraModel

@@ -13,12 +13,12 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 from motet.algorithms.client import ClientLoss
-from motet.batch import Batch, Segment
-from motet.budgets import Need
 from motet.config import EngineConfig
-from motet.errors import AdapterError, BaseModelError, ConfigError
-from motet.jobfile import validate
-from motet.launch import build, load
+from motet.config.budgets import Need
+from motet.config.jobfile import validate
+from motet.core.batch import Batch, Segment
+from motet.core.errors import AdapterError, BaseModelError, ConfigError
+from motet.hosting.launch import build, load
 from motet.model.attention import Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import FusedLinears, NoAdapters

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from motet.config import EngineConfig
-from motet.launch import load
+from motet.hosting.launch import load
 from motet.native import building
 from tests.support import native_calls
 from tests.support.bits_run import digests

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.batch import AdamW
-from motet.errors import ConfigError
+from motet.core.batch import AdamW
+from motet.core.errors import ConfigError
+from motet.core.types import SamplingParams
 from motet.model.distribution import draw
 from motet.native import building, library
-from motet.types import SamplingParams
 from tests.support.native_calls import EXACT, PAIRS, TYPES, Cache, Kernels, address, directory, forms, kernels
 
 WAYS = [(EXACT, torch.bfloat16), (PAIRS, torch.bfloat16), (EXACT, torch.float32)]

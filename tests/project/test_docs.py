@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 import make_reference
 from doors_page import doors, proofs
-from motet.errors import RewardError
+from motet.core.errors import RewardError
 from plant_faults import FAULTS
 from tests.support.pages import FENCE, fences
 
@@ -117,7 +117,7 @@ def test_make_targets_in_the_pages_exist() -> None:
 def test_commands_in_the_pages_exist() -> None:
     from typer.main import get_command
 
-    from motet.cli import app
+    from motet.commands.cli import app
 
     commands = getattr(get_command(app), "commands", {})
     for page in pages():
@@ -148,7 +148,7 @@ def job_files() -> list[Path]:
 
 
 def test_job_examples_validate() -> None:
-    from motet.jobfile import load_jobs, load_simulation, parse_jobs
+    from motet.config.jobfile import load_jobs, load_simulation, parse_jobs
 
     for place, text in job_examples():
         assert parse_jobs(text, place).jobs
@@ -159,8 +159,8 @@ def test_job_examples_validate() -> None:
 
 def test_rewards_of_job_examples_load() -> None:
     """What an example names is there and takes the arguments it gives; files of the reader's own are left out."""
-    from motet.cli import EXAMPLE
-    from motet.jobfile import load_jobs, parse_jobs
+    from motet.commands.cli import EXAMPLE
+    from motet.config.jobfile import load_jobs, parse_jobs
     from motet.tasks.reward_elsewhere import ELSEWHERE, check
     from motet.tasks.reward_loading import SCORER, resolve
 
@@ -221,8 +221,8 @@ REWARD_EXAMPLES = fences(page_text("rewards"), "python")
 def test_reward_examples_score(number: int, tmp_path: Path) -> None:
     """Each example is loaded by name, in a process of its own, and tells a right answer from a wrong one."""
     from motet.config import RewardConfig
+    from motet.core.types import Message, Problem
     from motet.tasks.reward_pool import RewardPool, ScoreOutcome
-    from motet.types import Message, Problem
 
     file = tmp_path / "rewards.py"
     file.write_text(REWARD_EXAMPLES[number], encoding="utf-8")
@@ -288,7 +288,7 @@ def test_the_page_about_algorithms_has_every_name() -> None:
 
 
 def test_the_page_about_metrics_has_every_field() -> None:
-    from motet.device import BusyTime
+    from motet.core.device import BusyTime
     from motet.runtime.metrics import STEP_FIELDS, timing_record
 
     text = page_text("metrics")

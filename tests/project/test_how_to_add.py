@@ -66,7 +66,7 @@ class Counting(TorchTrainer):
         return super().optim_step(name, adamw)
 """
         },
-        "launch.py",
+        "hosting/launch.py",
         "    check_directories(config)\n    return TorchTrainer.of(base, config)",
         "    if config.slots == 6:\n"
         '        return __import__("motet.training.counting", fromlist=["Counting"]).Counting(base, slots=6)\n'
@@ -83,7 +83,7 @@ class NewestFirst(FairScheduler):
         super().spend(job, tokens)
 """
         },
-        "host.py",
+        "hosting/host.py",
         "        scheduler = FairScheduler(self.workshop.engine.capacity * 3 // 2)\n",
         "        scheduler = FairScheduler(self.workshop.engine.capacity * 3 // 2)\n"
         "        if engine.slots == 6:\n"
@@ -113,7 +113,7 @@ TRACKERS: Mapping[str, Tracker] = {
     ),
     "A server dialect": (
         {},
-        "dialects.py",
+        "config/dialects.py",
         '"""The values of `rollout.engine` that name a server."""\n',
         '"""The values of `rollout.engine` that name a server."""\n'
         "from dataclasses import replace\n"

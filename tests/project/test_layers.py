@@ -17,14 +17,14 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "motet"
 
-PEERS = frozenset({"commands", "cli", "__init__", "__main__"})
+PEERS = frozenset({"commands", "__init__", "__main__"})
 # A room imports rooms of earlier lines. Rooms of one line do not know each other, except those of PEERS.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "section", "errors", "seeds", "near", "tenant_turns"}),
-    frozenset({"batch", "model_info", "wall", "checksums", "plain_yaml", "own_code", "dialects"}),
+    frozenset({"core"}),
+    frozenset({"process"}),
     frozenset({"algorithms"}),
     frozenset({"config"}),
-    frozenset({"protocols", "channel", "apart", "jobfile", "device", "budgets", "allocator", "mkl", "stops"}),
+    frozenset({"protocols"}),
     frozenset({"tasks", "model", "tracking"}),
     frozenset({"chat"}),
     frozenset({"native"}),
@@ -32,12 +32,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"runtime"}),
     frozenset({"cluster"}),
     frozenset({"service"}),
-    frozenset({"workshop", "preparing", "servers", "simulation", "client", "view"}),
-    frozenset({"slot_memory", "results", "report"}),
-    frozenset({"launch"}),
-    frozenset({"host"}),
-    frozenset({"verbs", "before_loading", "hosting"}),
-    frozenset({"running"}),
+    frozenset({"simulation", "client", "view"}),
+    frozenset({"hosting", "results", "report"}),
+    frozenset({"verbs", "running"}),
     PEERS,
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
@@ -59,7 +56,7 @@ SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"app"}),
 )
 SERVICE_LEVEL = {part: level for level, parts in enumerate(SERVICE) for part in parts}
-TOP = LEVEL["workshop"]
+TOP = LEVEL["simulation"]
 """From this line on rooms put parts together, and may import torch in functions."""
 
 # Modules whose classes are named as a protocol, a table or an answer calls them; elsewhere a class has its name to itself.
@@ -257,10 +254,11 @@ def _loaded_with(module: Module, modules: dict[str, Module], package: str) -> It
 def hidden_weight_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
     """Light modules that load a heavy library through other modules; the shortest way of each.
 
-    `launch` and the commands put everything together and may; that the command line loads them late is seen on `cli`.
+    `hosting.launch` and the commands put everything together and may; that the command line loads them late is seen on its
+    entry, `commands.cli`.
     """
     for start in modules.values():
-        if start.heavy or start.room in ("launch", "commands"):
+        if start.heavy or (start.room == "commands" and start.name != "commands.cli") or start.name == "hosting.launch":
             continue
         reached, queue = {start.name: start.name}, [start.name]
         while queue:
@@ -332,7 +330,7 @@ def name_faults(modules: dict[str, Module]) -> Iterator[str]:
 def fork_faults(modules: dict[str, Module]) -> Iterator[str]:
     """Processes that are forked: a child of a process with torch's threads may hang. A new program is started instead.
 
-    `wall` tries to fork behind itself, which must fail.
+    `process.wall` tries to fork behind itself, which must fail.
     """
     for module in modules.values():
         for imported in module.imports:
@@ -341,7 +339,7 @@ def fork_faults(modules: dict[str, Module]) -> Iterator[str]:
         for node in ast.walk(module.tree):
             name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             name = str(node.arg) if isinstance(node, ast.keyword) else name
-            if name in ("os.fork", "os.forkpty", "preexec_fn") and module.name != "wall":
+            if name in ("os.fork", "os.forkpty", "preexec_fn") and module.name != "process.wall":
                 assert isinstance(node, ast.expr | ast.keyword)
                 yield f"{module.name}:{node.lineno} {name}: start a new program"
 
@@ -376,8 +374,8 @@ def test_no_test_module_is_imported_by_another() -> None:
 
 
 def test_each_test_is_in_the_folder_of_a_room() -> None:
-    """`tinker` is a part of the service, `project` has what no room has: pages, benches, these laws."""
-    rooms = {path.stem for path in SOURCE.iterdir()} | {"tinker", "project"}
+    """`tinker` is a part of the service, `servers` are real ones of `rollout`; `project` has pages, benches, these laws."""
+    rooms = {path.stem for path in SOURCE.iterdir()} | {"tinker", "servers", "project"}
     files = (SOURCE.parents[1] / "tests").rglob("test_*.py")
     assert [path.name for path in files if path.parent.name not in rooms or path.parents[1].name != "tests"] == []
 
@@ -385,13 +383,13 @@ def test_each_test_is_in_the_folder_of_a_room() -> None:
 def _house(root: Path, **files: str) -> Path:
     """A small package that keeps all laws, plus the given files (`rollout__embedded` is rollout/embedded.py)."""
     sound = {
-        "types": "",
-        "protocols": "from motet.types import x",
+        "core__types": "",
+        "protocols": "from motet.core.types import x",
         "model__base": "import torch",
-        "tasks__chat": "from motet.types import x",
+        "tasks__chat": "from motet.core.types import x",
         "runtime__pipeline": "from motet.tasks import chat\nfrom motet.protocols import y",
-        "cli": "def run():\n    from motet.launch import main\n    import torch",
-        "launch": "from motet.rollout.embedded import Engine\nfrom motet.runtime import pipeline",
+        "commands__cli": "def run():\n    from motet.hosting.launch import main\n    import torch",
+        "hosting__launch": "from motet.rollout.embedded import Engine\nfrom motet.runtime import pipeline",
         "rollout__embedded": "import torch\nfrom ..model.base import z",
     }
     for name, text in {**sound, **files}.items():
@@ -410,24 +408,33 @@ def test_a_sound_house_passes(tmp_path: Path) -> None:
 
 
 PLANTED = {
-    "upward": ({"types": "from motet.protocols import y"}, "types:1 imports protocols"),
-    "upward, in a function": ({"types": "def f():\n    import motet.runtime.pipeline"}, "imports runtime.pipeline"),
+    "upward": ({"core__types": "from motet.protocols import y"}, "core.types:1 imports protocols"),
+    "upward, in a function": (
+        {"core__types": "def f():\n    import motet.runtime.pipeline"},
+        "imports runtime.pipeline",
+    ),
     "upward, relative": ({"tasks__chat": "from ..runtime import pipeline"}, "tasks.chat:1 imports runtime.pipeline"),
     "sideways": ({"tasks__chat": "def f():\n    from motet.model.base import z"}, "tasks.chat:2 imports model.base"),
     "engine in the runtime": ({"runtime__loop": "from motet.rollout import embedded"}, "engines are handed in"),
     "room without a place": ({"plugins": ""}, "'plugins' has no place"),
     "torch at load": ({"tasks__chat": "import torch.nn as nn"}, "tasks.chat:1 imports torch when it is loaded"),
     "torch in a function": ({"runtime__loop": "def f():\n    import torch"}, "runtime.loop:2 imports torch;"),
-    "transformers at load": ({"cli": "from transformers import AutoModel"}, "cli:1 imports transformers"),
-    "torch through others": ({"cli": "from motet import launch"}, "cli → launch → rollout.embedded loads torch"),
+    "transformers at load": (
+        {"commands__cli": "from transformers import AutoModel"},
+        "commands.cli:1 imports transformers",
+    ),
+    "torch through others": (
+        {"commands__cli": "from motet.hosting import launch"},
+        "commands.cli → hosting.launch → rollout.embedded loads torch",
+    ),
     "torch in the fake": ({"rollout__fake": "import torch"}, "rollout.fake:1 imports torch when it is loaded"),
     "torch in a package": ({"rollout____init__": "import torch"}, "rollout:1 imports torch when"),
     "server engine": ({"rollout__server": "def f():\n    import vllm"}, "imports vllm, which is reached over HTTP"),
     "Motet in a server": (
-        {"rollout__in_vllm__motet_vllm": "def f():\n    import vllm\n    from motet import types"},
-        "rollout.in_vllm.motet_vllm:3 imports motet.types, and vLLM's environment has no motet",
+        {"rollout__in_vllm__motet_vllm": "def f():\n    import vllm\n    from motet.core import types"},
+        "rollout.in_vllm.motet_vllm:3 imports motet.core.types, and vLLM's environment has no motet",
     ),
-    "ray twice": ({"launch": "import ray", "client": "import ray"}, "ray is imported in more than one file"),
+    "ray twice": ({"hosting__launch": "import ray", "client": "import ray"}, "ray is imported in more than one file"),
     "cycle": (
         {"tasks__rows": "from motet.tasks import chat", "tasks__chat": "def f():\n    from motet.tasks.rows import g"},
         "import cycle: tasks.chat → tasks.rows → tasks.chat",
@@ -439,10 +446,9 @@ PLANTED = {
         },
         "import cycle: tasks.chat → tasks.rows → tasks.chat",
     ),
-    "sideways on the first line": ({"types": "from motet.errors import x", "errors": ""}, "types:1 imports errors"),
     "upward on the last lines": (
-        {"launch": "def f():\n    from motet.running import x", "running": ""},
-        "launch:2 imports",
+        {"hosting__launch": "def f():\n    from motet.running import x", "running": ""},
+        "hosting.launch:2 imports",
     ),
     "upward in the service": (
         {"service__tenants__quotas": "def f():\n    from motet.service.jobs import queue", "service__jobs__queue": ""},
@@ -461,20 +467,20 @@ PLANTED = {
     ),
     "part without a place": ({"service__desk": ""}, "'desk' has no place in the order of the service"),
     "empty name": ({"tasks__utils": ""}, "'utils' names no thing"),
-    "long file": ({"types": "x = 1\n" * 400}, "types has 401 lines"),
-    "long function": ({"types": "def f():\n" + "    x = 1\n" * 59}, "types:1 function f has 60 lines"),
+    "long file": ({"core__types": "x = 1\n" * 400}, "core.types has 401 lines"),
+    "long function": ({"core__types": "def f():\n" + "    x = 1\n" * 59}, "core.types:1 function f has 60 lines"),
     "name of another": (
-        {"types": "class Group:\n    x: int", "tasks__chat": "class Group:\n    y: int"},
+        {"core__types": "class Group:\n    x: int", "tasks__chat": "class Group:\n    y: int"},
         "class Group has the name of another, in ",
     ),
     "name of Python's": ({"tasks__chat": "class Sequence:\n    x: int"}, "in collections.abc"),
-    "fork": ({"types": "import os\nos.fork()"}, "types:2 os.fork: start a new program"),
+    "fork": ({"core__types": "import os\nos.fork()"}, "core.types:2 os.fork: start a new program"),
     "fork by a library": (
-        {"types": "import multiprocessing.pool"},
-        "types:1 imports multiprocessing.pool: start a new",
+        {"core__types": "import multiprocessing.pool"},
+        "core.types:1 imports multiprocessing.pool: start a new",
     ),
-    "fork before a program": ({"types": "f(preexec_fn=g)"}, "types:1 preexec_fn: start a new program"),
-    "long class": ({"types": "class C:\n" + "    x = 1\n" * 249}, "types:1 class C has 250 lines"),
+    "fork before a program": ({"core__types": "f(preexec_fn=g)"}, "core.types:1 preexec_fn: start a new program"),
+    "long class": ({"core__types": "class C:\n" + "    x = 1\n" * 249}, "core.types:1 class C has 250 lines"),
 }
 
 

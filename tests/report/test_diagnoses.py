@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from motet.config import EngineConfig
-from motet.launch import load
+from motet.core.types import Problem
+from motet.hosting.launch import load
 from motet.report.read import read_run
 from motet.runtime.progress import JobProgress
 from motet.runtime.signs import LEAST, LONGER, NORM, RECENT, Diagnosis, Signs
-from motet.types import Problem
 from tests.support.fake_run import Setting, job, run_jobs
 from tests.support.small_runs import REWARDS
 from tests.support.small_runs import job as small_job

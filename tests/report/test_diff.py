@@ -16,7 +16,7 @@ from tests.support.small_runs import REWARDS, job, run
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs: `same` has equal jobs in both; `rate` and `data` differ in what they are called for."""
     from motet.config import EngineConfig
-    from motet.launch import load
+    from motet.hosting.launch import load
 
     directory = tmp_path_factory.mktemp("diff")
     first, second = directory / "rewards.py", directory / "other" / "rewards.py"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from motet.errors import RunError
+from motet.core.errors import RunError
 from motet.report import curves_svg, write_report
 from motet.report.read import MAX_POINTS, Series, read_lines, read_run
 from motet.report.svg import COLOURS, ticks

@@ -14,13 +14,13 @@ from rich.console import Console
 
 import motet
 from motet.config import JobConfig
+from motet.core.types import JobState
 from motet.report import write_report
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
 from motet.runtime.settings import Mean, common_name, setting_of, settings, t_quantile
-from motet.types import JobState
 from motet.view import settings_table, summary_table
 from tests.support.run_directory import evaluation
 

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.device import DECODES, Device
-from motet.errors import DeviceError, EngineError
+from motet.core.device import DECODES, Device
+from motet.core.errors import DeviceError, EngineError
+from motet.core.tenant_turns import Payer, TenantTurns
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
-from motet.tenant_turns import Payer, TenantTurns
-from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 from tests.support import tiny_models as tiny
 from tests.support.decoding import (
     ASKS,

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.config import EngineConfig
-from motet.device import Device
-from motet.launch import load
+from motet.core.device import Device
+from motet.core.types import AdapterRef, FinishReason, GenerateRequest, SamplingParams
+from motet.hosting.launch import load
 from motet.model.kv_cache import KVCache
 from motet.rollout.decoder import Decoder
 from motet.rollout.drafts import Drafts, _Ticks
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.types import AdapterRef, FinishReason, GenerateRequest, SamplingParams
 from tests.support import tiny_models as tiny
 from tests.support.decoding import ASKS, Ask, Outcome, adapters, add, as_request, broken, finish, outcomes
 from tests.support.small_runs import REWARDS, job, run

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from motet.config import AdapterConfig, EngineConfig
-from motet.device import Device
-from motet.errors import EngineError, ProbeError
-from motet.launch import load
+from motet.core.device import Device
+from motet.core.errors import EngineError, ProbeError
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
+from motet.hosting.launch import load
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine, SameTensors
 from motet.runtime.probe import Probe
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
 
 PROMPT: IntArray = np.array([5, 17, 40, 9, 88, 21, 13], np.int32)
 

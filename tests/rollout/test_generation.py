@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from motet.core.types import Chunk, FinishReason, SamplingParams
 from motet.model.fake import END, FakeAdapter, FakePolicy, FakeTokenizer
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.generation import Draft, Generation, PutAside
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat
-from motet.types import Chunk, FinishReason, SamplingParams
 
 CHAT = Chat(FakeTokenizer(), chat_template=False)
 PROMPT = np.array(FakeTokenizer().encode("letter 7? "), np.int32)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.core.types import GenerateRequest, SamplingParams
 from motet.model.host_cache import HostCache, HostCopy
 from motet.model.kv_cache import KVCache
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.kept import KeptSequences
 from motet.rollout.sequences import Prompt
-from motet.types import GenerateRequest, SamplingParams
 
 BLOCK = 4
 NAN = float("nan")

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from motet.core.types import Chunk, GenerateRequest, JobState
 from motet.rollout.fake import FakeEngine
-from motet.types import Chunk, GenerateRequest, JobState
 from tests.support.fake_run import Setting, job, metrics, records, run_jobs, weights
 from tests.support.remembering import RememberingEngine, RememberingTrainer, check_samples
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.config import EngineConfig
-from motet.device import Device
-from motet.launch import load
+from motet.core.device import Device
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
+from motet.hosting.launch import load
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.rollout.decoder import Decoder
@@ -25,7 +26,6 @@ from motet.rollout.sequences import Prompt, SampledSequence
 from motet.runtime.generation import Generation
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat
-from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from tests.support import tiny_models as tiny
 from tests.support.run_decoder import assert_all_is_back, collected_late, decoders
 from tests.support.small_runs import fingerprint, run

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.core.types import GenerateRequest, SamplingParams
 from motet.model.host_cache import HostCache
 from motet.model.kv_cache import KVCache
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.kept import KeptSequences
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.types import GenerateRequest, SamplingParams
 
 CPU = torch.device("cpu")
 BLOCK, HEADS, WIDTH = 4, 2, 3

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet import seeds
+from motet.core import seeds
+from motet.core.types import Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.model.distribution import Distribution, draw
 from motet.model.kv_cache import KVCache
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.types import Chunk, FinishReason, GenerateRequest, SamplingParams
 from tests.support import tiny_models as tiny
 
 CPU = torch.device("cpu")

@@ -27,19 +27,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.channel import ChannelMessage, decode, encode
 from motet.config import EngineConfig
-from motet.device import BusyTime, Device
-from motet.errors import DeviceError, EngineError
-from motet.launch import load
+from motet.core.device import BusyTime, Device
+from motet.core.errors import DeviceError, EngineError
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, JobState, SamplingParams
+from motet.hosting.launch import load
 from motet.native.choice import of_machine
+from motet.process.channel import ChannelMessage, decode, encode
 from motet.results import RunResult
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
 from motet.rollout.sampler_messages import Chunks, FromSampler, LoadSampler, SampleRequest, ToSampler
 from motet.rollout.spread import SpreadEngine
 from motet.running import run_config
-from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, JobState, SamplingParams
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.small_runs import REWARDS, config, fingerprint, job
@@ -519,8 +519,8 @@ def test_closing_before_it_is_ready_waits_for_nothing(tmp_path: Path, monkeypatc
 
 PARENT = """
 import sys, time
-from motet.channel import decode
-from motet.device import BusyTime
+from motet.process.channel import decode
+from motet.core.device import BusyTime
 from motet.rollout.sampler_link import SamplerLink
 from motet.rollout.sampler_messages import ToSampler
 
@@ -626,7 +626,7 @@ jobs:
 def test_an_interrupted_run_saves_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C goes to every process of the terminal's group, SIGTERM to one."""
     (tmp_path / "jobs.yaml").write_text(JOB_FILE)
-    command = [sys.executable, "-c", "from motet.cli import main; main()", "run", "jobs.yaml"]
+    command = [sys.executable, "-c", "from motet.commands.cli import main; main()", "run", "jobs.yaml"]
     environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(

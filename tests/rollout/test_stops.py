@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from motet.stops import certain, few, until_stop
+from motet.core.stops import certain, few, until_stop
 
 
 def decode(tokens: list[int]) -> str:

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.config import AdapterConfig
-from motet.errors import EngineError
+from motet.core.errors import EngineError
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.model.fake import END, FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.versions import Versions
 from motet.training.fake import FakeTrainer
-from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 
 
 def make(jitter: int | None = None, keep: int | None = None) -> tuple[Versions, FakeEngine]:

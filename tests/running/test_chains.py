@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 from tests.support.adapter_files import run
 from tests.support.fake_run import metrics, weights
 

@@ -17,7 +17,7 @@ import yaml
 
 from motet.config import EngineConfig, RolloutConfig
 from motet.config.rollout import check_effect
-from motet.launch import load
+from motet.hosting.launch import load
 from motet.results import RunResult
 from motet.running import run_config
 from tests.support.base_servers import BaseServer, base_servers

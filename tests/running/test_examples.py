@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import motet
-from motet.jobfile import load_jobs
+from motet.config.jobfile import load_jobs
+from motet.core.types import Problem
 from motet.running import run_config
-from motet.types import Problem
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from motet.config import EngineConfig
-from motet.launch import load
+from motet.hosting.launch import load
 from tests.support.small_runs import fingerprint, job, metrics, run
 
 pytestmark = pytest.mark.gpu

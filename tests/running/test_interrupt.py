@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
+from motet.core.types import JobState
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.progress import JobProgress
-from motet.types import JobState
 
 ADD, SORT = (JobProgress(name, 40, JobState.RUNNING, step) for name, step in (("add", 1), ("sort", 40)))
 FIRST = "finishing step 2 of add, step 40 of sort, then saving; press Ctrl-C again to stop now"

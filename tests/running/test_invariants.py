@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from motet.config import EngineConfig
-from motet.launch import load
+from motet.core.types import JobState
+from motet.hosting.launch import load
 from motet.results import RunResult
 from motet.running import run_config
-from motet.types import JobState
 from tests.support import native_calls
 from tests.support.small_runs import REWARDS, STEPS, config, fingerprint, job, metrics, run
 

@@ -14,16 +14,16 @@ import pytest
 import yaml
 
 from motet.config import OF_CLIENT, EngineConfig, JobConfig
-from motet.errors import ConfigError, RunError
-from motet.jobfile import validate, validate_as
-from motet.launch import load
-from motet.preparing import ReadData, Sources, prepare
+from motet.config.jobfile import validate, validate_as
+from motet.core.errors import ConfigError, RunError
+from motet.core.types import Problem
+from motet.hosting.launch import load
+from motet.hosting.preparing import ReadData, Sources, prepare
 from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import open_job
 from motet.runtime.probe import probe_ids
 from motet.runtime.rundir import RunDirectory
-from motet.types import Problem
 from tests.support.counting import calls
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import motet
-from motet.types import JobState
+from motet.core.types import JobState
 
 
 def job(name: str, state: JobState, best: Path, rewards: tuple[float, ...], message: str = "") -> motet.JobResult:

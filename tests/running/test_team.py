@@ -15,12 +15,13 @@ import yaml
 
 import motet
 from motet.algorithms import Grpo
-from motet.checksums import check_version
 from motet.commands.check import check
 from motet.commands.verify import verify
 from motet.config import EnvironmentConfig
-from motet.errors import AdapterError, ConfigError, EngineError
-from motet.jobfile import validate
+from motet.config.jobfile import validate
+from motet.core.checksums import check_version
+from motet.core.errors import AdapterError, ConfigError, EngineError
+from motet.core.types import Group, Message, Problem, Rollout
 from motet.model.find import find_adapter
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
@@ -32,7 +33,6 @@ from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_pool import ScoreOutcome
 from motet.tasks.reward_walls import Walls
 from motet.tasks.team import groups_of
-from motet.types import Group, Message, Problem, Rollout
 from tests.support.fake_run import metrics, records
 from tests.support.scripted_model import CHAT, Says, Script
 from tests.support.waiting import wait_until

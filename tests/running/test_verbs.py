@@ -14,11 +14,11 @@ import pytest
 from motet import AdamW, Message, Problem, Verbs
 from motet.algorithms import Grpo
 from motet.algorithms.supervised import Supervised
-from motet.batch import Example, Row
-from motet.errors import AdapterError, ConfigError, ProbeError, RunError
+from motet.core.batch import Example, Row
+from motet.core.errors import AdapterError, ConfigError, ProbeError, RunError
+from motet.core.types import AdapterRef, Group, Rollout
 from motet.protocols import WeightSync
 from motet.runtime.checkpoint import JobDirectory
-from motet.types import AdapterRef, Group, Rollout
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEMS = [Problem(i, (Message("user", f"What is {i} + {i + 1}?"),), str(2 * i + 1)) for i in range(3)]

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from motet.checksums import SUMS, disk_error
 from motet.config import AdapterConfig
-from motet.errors import RunError
+from motet.core.checksums import SUMS, disk_error
+from motet.core.errors import RunError
+from motet.core.types import ADAPTER_FILES, JobState
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
 from motet.runtime.opening import open_job
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import differences
 from motet.training.fake import FakeTrainer
-from motet.types import ADAPTER_FILES, JobState
 from tests.support.counting import calls
 from tests.support.fake_run import job, run_jobs
 from tests.support.small_disk import small_disk

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from motet.checksums import replace_file, sealed, unsealed
 from motet.commands.verify import verify
 from motet.config import DataConfig, JobConfig
-from motet.errors import AdapterError, ConfigError, RunError
-from motet.jobfile import parse_jobs
+from motet.config.jobfile import parse_jobs
+from motet.core.checksums import replace_file, sealed, unsealed
+from motet.core.errors import AdapterError, ConfigError, RunError
+from motet.core.types import JobState
 from motet.model.peft_io import read_adapter
 from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.opening import check_identity, open_job
 from motet.service.adapters.archive import pack
-from motet.types import JobState
 from tests.support.fake_run import job, metrics, run_jobs
 
 STEPS = 6

@@ -10,8 +10,8 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from motet.device import DECODES, Device, used_by
-from motet.tenant_turns import Payer
+from motet.core.device import DECODES, Device, used_by
+from motet.core.tenant_turns import Payer
 
 
 def test_calls_run_in_order_on_one_thread(device: Device) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from motet.core.types import JobState, Problem
 from motet.runtime.slot_turns import IdleSlotTimeouts
 from motet.tasks.reward_pool import ScoreOutcome, Transcript
-from motet.types import JobState, Problem
 from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, metrics, run_jobs, weights
 from tests.support.waiting import until
 

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from motet.algorithms.supervised import Supervised
-from motet.batch import Batch, Sample, Segment
 from motet.config import AdapterConfig
-from motet.device import Device
+from motet.core.batch import Batch, Sample, Segment
+from motet.core.device import Device
+from motet.core.tenant_turns import Payer
 from motet.model.lora_model import LoraModel
 from motet.protocols import Pieces
 from motet.runtime.learner import Learner
 from motet.runtime.scheduler import FairScheduler
-from motet.tenant_turns import Payer
 from motet.training.head import HEAD_ROWS
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny

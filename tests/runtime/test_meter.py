@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.device import BusyTime
+from motet.core.device import BusyTime
+from motet.core.types import JobState
 from motet.rollout.fake import FakeEngine
 from motet.runtime.meter import IDLE, Meter, apportion
-from motet.types import JobState
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.waiting import until
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from motet.core.types import Problem
 from motet.runtime.progress import JobProgress
 from motet.runtime.signs import no_signal
 from motet.tracking.observing import numbers
-from motet.types import Problem
 from tests.support.fake_run import Setting, job, records, run_jobs
 
 TRAINED = {

@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from motet.batch import Batch, Trained
 from motet.config import JobConfig
-from motet.errors import EngineError
+from motet.core.batch import Batch, Trained
+from motet.core.errors import EngineError
+from motet.core.types import Chunk, GenerateRequest, JobState, Problem
 from motet.rollout.fake import FakeEngine
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.tasks.dataset import Dataset
 from motet.tasks.problems import Problems
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome, Transcript
-from motet.types import Chunk, GenerateRequest, JobState, Problem
 from tests.support.fake_run import (
     FakeRun,
     InlineRewards,

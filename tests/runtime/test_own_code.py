@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from motet.errors import RunError
-from motet.jobfile import parse_jobs
+from motet.config.jobfile import parse_jobs
+from motet.core.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED, of_config
 from motet.runtime.opening import check_identity, open_job

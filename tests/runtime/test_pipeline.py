@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from motet.batch import Batch, Trained
 from motet.config import AdapterConfig, JobConfig
+from motet.core.batch import Batch, Trained
+from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.training.fake import FakeTrainer
-from motet.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, vowels, weights
 from tests.support.waiting import until
 

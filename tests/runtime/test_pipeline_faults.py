@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from motet.batch import AdamW, Batch, OptimStats, Segment, Trained
 from motet.config import JobConfig
-from motet.errors import EngineError, RankGone
+from motet.core.batch import AdamW, Batch, OptimStats, Segment, Trained
+from motet.core.errors import EngineError, RankGone
+from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
 from motet.model.fake import FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.job import StateChanged
@@ -24,7 +25,6 @@ from motet.runtime.learner import Executed, Learner, unheard
 from motet.runtime.rundir import CONTROL, read_commands
 from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
-from motet.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
 from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights
 from tests.support.waiting import until

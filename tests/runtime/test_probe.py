@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from motet import seeds
 from motet.config import JobConfig
-from motet.errors import ProbeError
+from motet.core import seeds
+from motet.core.errors import ProbeError
+from motet.core.types import AdapterRef, FloatArray, IntArray, JobState, Problem
 from motet.model.fake import FakeAdapter, FakePolicy, FakeTokenizer
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.probe import CLEAR, PROBE_TOKENS, Probe
-from motet.types import AdapterRef, FloatArray, IntArray, JobState, Problem
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs
 
 WIDE = 5.0

@@ -19,8 +19,9 @@ from motet.commands.replay import fork_job
 from motet.commands.verify import verify
 from motet.config import JobConfig
 from motet.config.candidates import RacePlan, raced
-from motet.errors import ConfigError, RunError
-from motet.jobfile import load_jobs, merge
+from motet.config.jobfile import load_jobs, merge
+from motet.core.errors import ConfigError, RunError
+from motet.core.types import AdapterRef, JobState, Problem
 from motet.rollout.fake import FakeSync
 from motet.running import run_config
 from motet.runtime.race import RaceRecord, interval, why_out
@@ -28,7 +29,6 @@ from motet.runtime.race_rule import confirming, decide, deciding
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
-from motet.types import AdapterRef, JobState, Problem
 from motet.view.bracket import verdict
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, vowels, weights
 

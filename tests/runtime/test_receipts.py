@@ -15,19 +15,19 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from motet.cli import app
+from motet.commands.cli import app
 from motet.commands.replay import Range
 from motet.commands.verify import verify
 from motet.config import JobConfig
-from motet.errors import ConfigError, RunError
-from motet.jobfile import load_jobs
+from motet.config.jobfile import load_jobs
+from motet.core.errors import ConfigError, RunError
+from motet.core.types import ADAPTER_FILES
 from motet.model.find import SMALL_BASE
 from motet.running import run_config
 from motet.runtime.identity import of_config
 from motet.runtime.receipts import Materials, dependencies_of, subjects_of, version_before
 from motet.service.storage import Storage
 from motet.tasks.dataset import load_dataset
-from motet.types import ADAPTER_FILES
 
 STEPS = 4
 Capsys = pytest.CaptureFixture[str]

@@ -16,8 +16,8 @@ import pytest
 
 from motet.commands.verify import verify
 from motet.config import JobConfig
+from motet.core.types import JobState, Problem
 from motet.runtime.manifest import MANIFEST
-from motet.types import JobState, Problem
 from tests.support.cases import few
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, vowels
 from tests.support.waiting import until

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from motet.commands.control import send
-from motet.errors import RunError
+from motet.core.errors import RunError
 from motet.runtime.rundir import RunDirectory
 
 HOLD = """

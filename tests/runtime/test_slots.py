@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import motet
 from motet.commands.run import run_file
+from motet.core.types import JobState
 from motet.runtime.job import StateChanged
 from motet.runtime.slot_turns import TURN_SECONDS, SlotTurns
 from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share, preempted_if_idle
-from motet.types import JobState
 from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.waiting import until

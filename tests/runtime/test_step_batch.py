@@ -11,10 +11,10 @@ import pytest
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config import JobConfig
-from motet.errors import JobFailed
+from motet.core.errors import JobFailed
+from motet.core.types import Group
 from motet.runtime.metrics import group_metrics
 from motet.runtime.rollout_loop import check_failures
-from motet.types import Group
 from tests.support.fake_run import job
 from tests.support.rollout_groups import OTHER, PROBLEM, THIRD, group, rollout
 

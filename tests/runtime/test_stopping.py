@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from motet.config import EngineConfig, JobConfig, StopConfig
-from motet.jobfile import validate
-from motet.launch import load
+from motet.config.jobfile import validate
+from motet.core.types import JobState
+from motet.hosting.launch import load
 from motet.running import run_config
 from motet.runtime.stopping import Stopping, gained
-from motet.types import JobState
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights
 from tests.support.small_runs import REWARDS
 from tests.support.small_runs import config as small_config

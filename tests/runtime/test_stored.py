@@ -13,12 +13,12 @@ import pytest
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import SetRule, ToHost
 from motet.config.service import LimitsConfig
+from motet.core.types import JobState
 from motet.runtime.journal import KEPT_BYTES, Done, Journal, OptimStep
 from motet.runtime.slots import Rule
 from motet.service.tenants.quotas import QuotaEnforcer
 from motet.service.tenants.stored import Measured, StoredBytes, measured
 from motet.service.tinker.parts import PREFIX
-from motet.types import JobState
 from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
 from tests.support.house import House, open_house

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 import motet
 from motet.algorithms.supervised import Supervised
-from motet.batch import Example, Row
 from motet.config import JobConfig
-from motet.errors import ConfigError
-from motet.types import JobState
+from motet.core.batch import Example, Row
+from motet.core.errors import ConfigError
+from motet.core.types import JobState
 from tests.support.fake_run import FakeRun, job, metrics, records, run_jobs, weights
 from tests.support.waiting import until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from motet.tenant_turns import Cost, Payer, TenantTurns
+from motet.core.tenant_turns import Cost, Payer, TenantTurns
 
 
 def payer(tenant: str, share: float = 1.0) -> Payer:

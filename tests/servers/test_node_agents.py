@@ -25,15 +25,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from motet.commands.node_agent import listen
-from motet.dialects import DIALECTS, HttpRequest
-from motet.errors import ConfigError, EngineError, ServerFault
+from motet.config.dialects import DIALECTS, HttpRequest
+from motet.core.errors import ConfigError, EngineError, ServerFault
+from motet.core.types import AdapterRef
 from motet.model.fake import FakeTokenizer
 from motet.rollout.fake import FakeEngine
 from motet.rollout.served_versions import Homes
 from motet.rollout.server import ServerEngine
 from motet.rollout.shipping import DIGEST, packed
 from motet.rollout.version_files import VersionFiles
-from motet.types import AdapterRef
 from tests.conftest import ROOT
 from tests.support.commands import NOBODY
 from tests.support.node_agents import answering, node_agent

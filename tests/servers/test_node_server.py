@@ -14,7 +14,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet.commands.node_agent import listen
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 from motet.rollout.node_agent import NodeServer
 from motet.rollout.server_process import free_port
 from tests.support.waiting import until, wait_until

@@ -7,7 +7,7 @@ import asyncio
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from motet.dialects import HttpRequest
+from motet.config.dialects import HttpRequest
 from motet.rollout.connection import Clocks, ServerConnection
 
 IDLE = 30

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from motet.chat.structure import grammar_of
-from motet.errors import EngineError
+from motet.core.errors import EngineError
+from motet.core.types import SamplingParams
 from motet.model.fake import FakePolicy
 from motet.rollout.fake import FakeEngine
 from motet.rollout.server import Demand, ServerEngine
-from motet.types import SamplingParams
 from tests.support.protocol_server import ProtocolServer, Setup
 from tests.support.server_run import (
     PROBE,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from motet import seeds
-from motet.errors import EngineError, ServerFault, ServerRefused
+from motet.core import seeds
+from motet.core.errors import EngineError, ServerFault, ServerRefused
 from motet.model.fake import END, FakeTokenizer
 from motet.rollout.server import ServerEngine
 from tests.support.protocol_server import FOREVER, ProtocolServer

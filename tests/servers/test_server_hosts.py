@@ -19,12 +19,12 @@ from motet.cluster.run import none_can_start
 from motet.cluster.starts import starts_of
 from motet.config import EngineConfig, HostConfig, RolloutConfig
 from motet.config.service import Largest
-from motet.errors import ConfigError
-from motet.launch import load
+from motet.core.errors import ConfigError
+from motet.hosting.launch import load
+from motet.hosting.servers import build_servers
 from motet.rollout.server import Demand
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.rundir import RunDirectory
-from motet.servers import build_servers
 from tests.support.base_servers import BaseServer, base_servers, stand_in
 from tests.support.service_run import Json, serving, tiny
 from tests.support.tiny_models import base as tiny_base

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
+from motet.core.types import JobState
 from motet.rollout.server import FileSync
 from motet.runtime.rundir import RunDirectory
 from motet.training.fake import FakeTrainer
-from motet.types import JobState
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights
 from tests.support.protocol_server import ProtocolServer
 from tests.support.server_run import IMPATIENT, engine_on

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.errors import EngineError
+from motet.core.errors import EngineError
 from motet.rollout import server_process
 from motet.rollout.server import ServerEngine
 from motet.rollout.server_process import ServerProcess, free_port

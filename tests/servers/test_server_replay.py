@@ -15,15 +15,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from motet.cli import app
+from motet.commands.cli import app
 from motet.config import EngineConfig
-from motet.errors import RunError
-from motet.jobfile import load_jobs
-from motet.launch import load
+from motet.config.jobfile import load_jobs
+from motet.core.errors import RunError
+from motet.core.types import Branch, FinishReason, Message, Problem, Rollout, ToolCall, Turn
+from motet.hosting.launch import load
 from motet.running import run_config
 from motet.runtime.checkpoint import dump_line
 from motet.runtime.recorded import RecordedRollout
-from motet.types import Branch, FinishReason, Message, Problem, Rollout, ToolCall, Turn
 from tests.support.base_servers import base_servers
 
 STEPS = 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from motet.errors import EngineError, ServerFault
+from motet.core.errors import EngineError, ServerFault
 from motet.model.fake import FakeTokenizer
 from motet.rollout.server import ServerEngine
 from motet.rollout.version_files import VersionFiles

@@ -13,11 +13,11 @@ import pytest
 import trustme
 
 from motet.config import RolloutConfig
-from motet.dialects import DIALECTS
-from motet.errors import ConfigError, ServerGone
+from motet.config.dialects import DIALECTS
+from motet.core.errors import ConfigError, ServerGone
+from motet.hosting.servers import trust
 from motet.rollout.connection import Clocks
 from motet.rollout.replica import Replica
-from motet.servers import trust
 
 
 class _Healthy(http.server.BaseHTTPRequestHandler):

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from motet.errors import AdapterError, EngineError, ServerGone, ServerRefused
+from motet.core.errors import AdapterError, EngineError, ServerGone, ServerRefused
+from motet.core.types import AdapterRef
 from motet.rollout.connection import Clocks
 from motet.rollout.embedded import SavedFiles
 from motet.rollout.fake import FakeEngine
@@ -22,7 +23,6 @@ from motet.rollout.server import FileSync, ServerEngine
 from motet.rollout.version_files import VersionFiles
 from motet.runtime.disk_gate import is_full
 from motet.training.fake import FakeTrainer
-from motet.types import AdapterRef
 from tests.support.protocol_client import adapter_directory
 from tests.support.protocol_server import FOREVER, ProtocolServer, Setup
 from tests.support.server_run import (

@@ -12,11 +12,11 @@ from typing import Literal
 import pytest
 
 from motet.config import EngineConfig, LaunchConfig, RolloutConfig
-from motet.errors import ConfigError
-from motet.launch import load
+from motet.core.errors import ConfigError
+from motet.hosting.launch import load
+from motet.hosting.servers import build_servers, launched
 from motet.rollout.in_vllm import motet_vllm
 from motet.rollout.server import Demand
-from motet.servers import build_servers, launched
 from tests.support.vllm_server import vllm_python
 
 

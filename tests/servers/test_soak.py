@@ -12,12 +12,12 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from motet import servers
 from motet.config import AdapterConfig, EngineConfig, RolloutConfig
-from motet.launch import load
+from motet.core.types import AdapterRef
+from motet.hosting import servers
+from motet.hosting.launch import load
 from motet.rollout.server import FileSync
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import AdapterRef
 from tests.support.vllm_server import WANTED, launch
 
 pytestmark = [pytest.mark.soak, pytest.mark.alone]

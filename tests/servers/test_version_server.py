@@ -19,16 +19,16 @@ import pytest
 from pydantic import ValidationError
 
 from motet.config import EngineConfig, RolloutConfig
-from motet.device import Device
-from motet.dialects import DIALECTS
-from motet.errors import ConfigError, EngineError
+from motet.config.dialects import DIALECTS
+from motet.core.device import Device
+from motet.core.errors import ConfigError, EngineError
+from motet.hosting.workshop import Workshop
 from motet.model.fake import FakeTokenizer
 from motet.rollout.in_vllm import motet_vllm
 from motet.rollout.in_vllm.motet_vllm import PREFIX, TESTED, fetch
 from motet.rollout.server import FileSync, ServerEngine
 from motet.rollout.version_files import VersionFiles
 from motet.rollout.version_server import VersionServer
-from motet.workshop import Workshop
 from tests.conftest import ROOT
 from tests.support.protocol_client import adapter_directory
 from tests.support.protocol_server import ProtocolServer, Setup

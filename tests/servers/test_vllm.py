@@ -18,15 +18,15 @@ from safetensors.torch import load_file, save_file
 
 from motet.commands.export import write
 from motet.config import AdapterConfig, EngineConfig, RolloutConfig, RunConfig
-from motet.errors import EngineError, ProbeError
-from motet.launch import load
+from motet.core.errors import EngineError, ProbeError
+from motet.core.types import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
+from motet.hosting.launch import load
+from motet.hosting.servers import TOLERANCE, Launched, build_servers
 from motet.rollout.in_vllm.motet_vllm import PREFIX
 from motet.rollout.server import Demand, ServerEngine
 from motet.running import run_config
 from motet.runtime.probe import Probe
-from motet.servers import TOLERANCE, Launched, build_servers
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
 from tests.support import tiny_models
 from tests.support.doors_run import FLOAT32_GAP, teacher
 from tests.support.fake_run import records

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from motet.apart import Apart, ThreadTurns, WorkLimits
 from motet.chat.structure import check_grammar, grammar_of
-from motet.errors import ChatRefusal, LimitError
+from motet.core.errors import ChatRefusal, LimitError
+from motet.process.apart import Apart, ThreadTurns, WorkLimits
 from motet.service.bases import Bases
 from motet.service.jobs.validation import jobs_in
 from tests.support.openai_requests import hostile

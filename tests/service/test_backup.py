@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from motet.checksums import hash_of, sums_of
-from motet.errors import RunError
+from motet.core.checksums import hash_of, sums_of
+from motet.core.errors import RunError
+from motet.core.types import ADAPTER_FILES
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.opening import damages, open_job
 from motet.service.backup import MANIFEST, Copied, _copy, back_up, restore
 from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
-from motet.types import ADAPTER_FILES
 from tests.support.database import new_database
 from tests.support.service_run import serving, tiny
 from tests.support.waiting import wait_until

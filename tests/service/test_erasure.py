@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sqlalchemy import select
 
+from motet.core.types import JobState
 from motet.runtime.checkpoint import JobDirectory
 from motet.service.database.tables import StoredFile, StoredJob, Tenant, UploadedAdapter, Usage
-from motet.types import JobState
 from tests.support.house import open_house
 from tests.support.service_run import tiny
 from tests.support.together import at_once

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from jwt.algorithms import RSAAlgorithm
 
+from motet.config.jobfile import load_service
 from motet.config.service import OidcConfig
-from motet.errors import ConfigError
-from motet.jobfile import load_service
+from motet.core.errors import ConfigError
 from motet.service.errors import Refusal
 from motet.service.http.provider import Pending, Provider
 from motet.service.http.sign_in import person_of

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 import motet
 from motet.agents.episode_messages import AskEpisode, BeginEpisode, OfferEpisode
 from motet.config import RewardConfig
-from motet.errors import ServiceError
+from motet.core.errors import ServiceError
 from motet.service import depends
 from motet.service.app import ROUTES
 from motet.service.database.tables import now

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from motet.cluster.messages import JobStanding, UsageWindow
+from motet.core.types import JobState
 from motet.runtime.meter import IDLE
-from motet.types import JobState
 from tests.support.counting import calls
 from tests.support.house import House, open_house, statements
 from tests.support.service_run import tiny

@@ -15,7 +15,7 @@ import pytest
 from motet.cluster.host_link import HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Abandon, Complete, PromptRead, QuestionRefused, ToHost
-from motet.types import JobState
+from motet.core.types import JobState
 from tests.support.house import House, open_house
 from tests.support.openai_requests import (
     GRADER,

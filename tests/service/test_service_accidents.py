@@ -23,7 +23,6 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session
 
 import motet
-from motet.channel import LONGEST_LINE, decode, encode
 from motet.cluster.host_link import HostHandlers, HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
@@ -39,10 +38,12 @@ from motet.cluster.messages import (
     Tokens,
 )
 from motet.config import JobConfig, RewardConfig
+from motet.config.jobfile import normal_job
 from motet.config.service import ANY_SIZE
-from motet.errors import ConfigError, DiskFull
+from motet.core.errors import ConfigError, DiskFull
+from motet.core.types import Chunk, FinishReason, JobState
 from motet.hosting.scores import AskedOfService
-from motet.jobfile import normal_job
+from motet.process.channel import LONGEST_LINE, decode, encode
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
 from motet.service.database.store import Store
@@ -62,7 +63,6 @@ from motet.service.tinker.parts import PREFIX
 from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.reward_http import Addresses, HttpRewards
 from motet.tracking.follow import Followers
-from motet.types import Chunk, FinishReason, JobState
 from tests.support.database import person, queued
 from tests.support.house import House, open_house
 from tests.support.misbehaving_rewards import misbehaving

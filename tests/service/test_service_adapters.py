@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import motet
-from motet.errors import DataError, ServiceError
-from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
+from motet.core.errors import DataError, ServiceError
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
 from tests.support.commands import Motet, job_file
 from tests.support.service_run import Service, serving, tiny
 

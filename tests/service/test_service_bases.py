@@ -19,20 +19,20 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from motet import budgets
 from motet.cluster.assignments import Assignments
 from motet.cluster.host_link import HostLink
 from motet.cluster.messages import AddJob, Complete, FromHost, StartHost, Tokens
 from motet.cluster.placement import HostLoad, Move, moved, placed
 from motet.cluster.starts import launcher, starts_of
-from motet.config import HostConfig
+from motet.config import HostConfig, budgets
 from motet.config.engine import ClusterConfig, EngineConfig
+from motet.config.jobfile import load_service
 from motet.config.service import ANY_SIZE, ServiceConfig
-from motet.device import Device
-from motet.errors import ConfigError, StoreError
+from motet.core.device import Device
+from motet.core.errors import ConfigError, StoreError
+from motet.core.types import Message, SamplingParams, Wanted
 from motet.hosting.answers import Answers
-from motet.jobfile import load_service
-from motet.launch import load
+from motet.hosting.launch import load
 from motet.rollout.embedded import EmbeddedEngine
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import Claim, Rule
@@ -43,7 +43,6 @@ from motet.service.database.tenants import Principal
 from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tinker.parts import PREFIX
-from motet.types import Message, SamplingParams, Wanted
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.commands import Motet
 from tests.support.house import House, open_house

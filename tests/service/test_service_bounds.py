@@ -21,7 +21,8 @@ import transformers
 
 from motet.cluster.hosts import Hosts
 from motet.config import DataConfig
-from motet.errors import ChatRefusal, DataError
+from motet.core.errors import ChatRefusal, DataError
+from motet.core.types import Message, Problem
 from motet.service.adapters.adapters import Adapters
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
 from motet.service.jobs.validation import TEMPLATE_PARAMETERS
@@ -33,7 +34,6 @@ from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome, Transcript
 from motet.tasks.row_files import OF_A_JOB, UPLOADED, RowLimits, count_rows, rows_of
-from motet.types import Message, Problem
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
 

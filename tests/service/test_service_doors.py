@@ -19,9 +19,9 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from starlette.exceptions import HTTPException
 
-from motet.apart import Apart
 from motet.cluster.hosts import Hosts
 from motet.config.service import HttpConfig
+from motet.process.apart import Apart
 from motet.service.app import ROUTES
 from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, JsonSize, OpenBytes, _limit
 from motet.service.http.connections import Connections, Seldom, network_of

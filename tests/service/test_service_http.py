@@ -26,10 +26,10 @@ from pydantic import Field
 from motet.commands.answers import say, table
 from motet.commands.serve import serve
 from motet.config.service import ServiceConfig
-from motet.errors import ConfigError
-from motet.section import Described, described
+from motet.core.errors import ConfigError
+from motet.core.section import Described, described
+from motet.core.types import JobState
 from motet.service.routes.files import upload
-from motet.types import JobState
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
 from tests.support.together import at_once

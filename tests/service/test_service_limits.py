@@ -17,9 +17,10 @@ from motet.client import Client
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import SetRule, ToHost, UsageWindow
 from motet.commands.serve import _limits
+from motet.config.jobfile import load_service
 from motet.config.service import LimitsConfig, RateConfig, ServiceConfig
-from motet.errors import ConfigError, ServiceError
-from motet.jobfile import load_service
+from motet.core.errors import ConfigError, ServiceError
+from motet.core.types import JobState
 from motet.runtime.journal import Done
 from motet.runtime.slots import Rule
 from motet.service.database.store import Store
@@ -28,7 +29,6 @@ from motet.service.jobs.handover import Handover
 from motet.service.tenants.ledger import Ledger, today
 from motet.service.tenants.quotas import QuotaEnforcer
 from motet.service.tinker.futures import Futures
-from motet.types import JobState
 from tests.support.database import person, queued
 from tests.support.house import House, open_house
 from tests.support.service_run import Json, tiny

@@ -15,15 +15,15 @@ import pytest
 
 from motet.client.reward_files import RewardFiles
 from motet.config import JobConfig, RewardConfig
-from motet.errors import ConfigError, RewardError
-from motet.jobfile import load_service
+from motet.config.jobfile import load_service
+from motet.core.errors import ConfigError, RewardError
+from motet.core.types import JobState
 from motet.service.events import EventBus
 from motet.service.http.bodies import MOST_SCORES
 from motet.service.workers.rewards import RewardWorkers, key_of
 from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, WorkerArgs
 from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN
-from motet.types import JobState
 from tests.support.commands import NOBODY
 from tests.support.house import House, open_house
 from tests.support.service_run import Json, tiny

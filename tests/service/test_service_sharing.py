@@ -17,12 +17,12 @@ import pytest
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import JobStanding
-from motet.errors import DataError
+from motet.core.errors import DataError
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, JobState
 from motet.service.adapters.adapters import Adapters
 from motet.service.adapters.archive import MOST_MEMBERS, pack, unpack
 from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.settings import Settings
-from motet.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, JobState
 from tests.support.adapter_files import link, tarred
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from motet.errors import ConfigError, StoreError
+from motet.core.errors import ConfigError, StoreError
+from motet.core.types import JobState, Wanted
 from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import StartCondition
-from motet.types import JobState, Wanted
 from tests.support.database import person
 from tests.support.house import House
 from tests.support.places import Place

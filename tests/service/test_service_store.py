@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, event, func, inspect, select, text
 from sqlalchemy.exc import InternalError, OperationalError, ProgrammingError
 from sqlalchemy.orm import Session
 
-from motet.errors import StoreError
+from motet.core.errors import StoreError
 from motet.service.database.opening import EVENTS, MIGRATING
 from motet.service.database.store import Store
 from motet.service.database.tables import Table, now

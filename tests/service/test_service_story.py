@@ -105,7 +105,7 @@ def test_the_story_of_a_team(team: Team, tmp_path: Path, small_base_dir: Path) -
             team.become(ours)
             team.reaches("sort", 2)
             assert {job.name for job in python.jobs()} == {"judged", "count"}, "another tenant's jobs are not there"
-            with pytest.raises(motet.errors.ServiceError, match="no job"):
+            with pytest.raises(motet.core.errors.ServiceError, match="no job"):
                 python.job("sort")
 
         # a conversation with an adapter that trains

@@ -20,7 +20,7 @@ import httpx2
 import pytest
 from fastapi import Request
 
-from motet.errors import StoreError
+from motet.core.errors import StoreError
 from motet.rollout.server_process import free_port
 from motet.service.http.sign_in import SignIns
 from motet.service.secrets import load_secrets

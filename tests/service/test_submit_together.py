@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import motet
-from motet.errors import ServiceError
+from motet.core.errors import ServiceError
 from tests.support.commands import Motet, job_file, rows_in
 from tests.support.house import House
 from tests.support.service_run import tiny

@@ -12,12 +12,12 @@ import httpx2
 import pytest
 
 import motet
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
+from motet.core.types import JobState
 from motet.service.bases import Bases
 from motet.service.events import EventBus, EventLog
 from motet.service.jobs.validation import read_jobs
 from motet.tasks.chat import Chat
-from motet.types import JobState
 from tests.support.house import House
 from tests.support.service_run import Json, tiny
 
@@ -204,7 +204,7 @@ def test_the_client_asks_for_steps_tokens_and_checks(house: House) -> None:
             {"name": "a", "data": "toy:add", "reward": "exact"}
         ]
         assert client.rollouts("ended", step=0, tokens=True).data[0]["reward"] == 0.0
-        with pytest.raises(motet.errors.ServiceError, match="no evaluation"):
+        with pytest.raises(motet.core.errors.ServiceError, match="no evaluation"):
             client.rollouts("asked", purpose="eval")
 
 

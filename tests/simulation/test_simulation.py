@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from motet.commands.simulate import show
+from motet.config.jobfile import load_simulation
 from motet.config.simulation import HostCosts, SimulationConfig
-from motet.errors import ConfigError
-from motet.jobfile import load_simulation
+from motet.core.errors import ConfigError
 from motet.simulation.clock import now, under_virtual_clock
 from motet.simulation.cluster import Simulation
 from motet.simulation.host import SimulatedDevice

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import motet
-from motet.jobfile import validate
+from motet.config.jobfile import validate
+from motet.core.types import ADAPTER_WEIGHTS
 from motet.results import RunResult
 from motet.running import run_config
-from motet.types import ADAPTER_WEIGHTS
 
 
 def run(directory: Path, *jobs: dict[str, Any], **options: Any) -> RunResult:

@@ -29,13 +29,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from motet.budgets import Need
 from motet.config import EngineConfig
-from motet.launch import build, load
+from motet.config.budgets import Need
+from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
+from motet.hosting.launch import build, load
+from motet.hosting.workshop import Workshop
 from motet.model.lora_model import LoraModel
 from motet.rollout.server_process import free_port
-from motet.types import AdapterRef, GenerateRequest, SamplingParams
-from motet.workshop import Workshop
 from tests.conftest import ROOT
 
 _serial = itertools.count()

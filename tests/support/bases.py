@@ -9,10 +9,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
+from motet.core.model_info import EXPERTS
 from motet.model.attention import INSTEAD
 from motet.model.lora_model import LoraModel
-from motet.model_info import EXPERTS
 from motet.native.cover import refusal
 from tests.support import tiny_models as tiny
 

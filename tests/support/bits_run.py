@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import EngineConfig
-from motet.launch import load
+from motet.hosting.launch import load
 from tests.support.small_runs import REWARDS, fingerprint, job, run
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from motet.types import Rollout
+from motet.core.types import Rollout
 from tests.support.scripted_model import END, Script
 
 

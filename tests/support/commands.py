@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from motet import cli
+from motet.commands import cli
 
 Motet = Callable[..., tuple[int, str, str]]
 NOBODY = Path("~nobody-here")

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.model.lora import AdapterWeights
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from tests.support import tiny_models as tiny
 
 BLOCK = 8

@@ -12,7 +12,7 @@ from typing import Any
 
 import motet
 from motet.config import RunConfig
-from motet.jobfile import validate
+from motet.config.jobfile import validate
 from motet.results import RunResult
 from tests.support.fake_run import records
 

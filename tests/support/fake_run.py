@@ -14,8 +14,9 @@ from typing import Any
 
 from motet.config import JobConfig, RewardConfig
 from motet.config.candidates import raced
-from motet.device import Device
-from motet.jobfile import merge
+from motet.config.jobfile import merge
+from motet.core.device import Device
+from motet.core.types import JobState, Message, Problem
 from motet.model.fake import END, FakeTokenizer
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.job import Job, Services
@@ -33,7 +34,6 @@ from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome, Transcript
 from motet.training.fake import FakeTrainer
-from motet.types import JobState, Message, Problem
 
 
 def vowels(problem: Problem, completion: str) -> float:

@@ -23,6 +23,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from motet.config.service import Role, ServiceConfig
+from motet.core.types import JobState
 from motet.rollout.server_process import free_port
 from motet.runtime.checkpoint import Committed
 from motet.runtime.opening import open_job
@@ -36,7 +37,6 @@ from motet.service.http.connections import Connections, raise_open_files
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.settings import Settings
 from motet.service.storage import Storage
-from motet.types import JobState
 from tests.support.service_run import ROWS, Json, tiny
 
 Part = TypeVar("Part")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from motet.core.types import SamplingParams
 from motet.native import building, library
 from motet.native.own_math import OwnMath
-from motet.types import SamplingParams
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 EXACT, PAIRS = 0, 1

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from motet.batch import Batch, Segment
 from motet.config import EngineConfig
-from motet.launch import load
+from motet.core.batch import Batch, Segment
+from motet.hosting.launch import load
 from motet.training.memory import pass_memory
 from tests.support.segments import REINFORCE, make_samples, make_trainer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 
-from motet.dialects import DIALECTS
+from motet.config.dialects import DIALECTS
 from motet.rollout.node_agent import NodeAgent
 from tests.support.waiting import until
 

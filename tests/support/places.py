@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import JobConfig
-from motet.jobfile import normal_job
+from motet.config.jobfile import normal_job
+from motet.core.types import JobState
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
 from motet.service.database.store import Store
@@ -19,7 +20,6 @@ from motet.service.events import EventBus
 from motet.service.jobs.initial_adapter import InitialAdapters
 from motet.service.jobs.queue import AT_ONCE, JobQueue, Planned, StartCondition
 from motet.service.storage import Storage
-from motet.types import JobState
 from tests.support.service_run import tiny
 
 

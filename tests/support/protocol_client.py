@@ -12,9 +12,9 @@ from typing import Any
 import httpx2
 import numpy as np
 
+from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
 from motet.model.fake import END, FakeAdapter, FakeTokenizer, write_adapter
 from motet.rollout.fake import FakeEngine
-from motet.types import AdapterRef, GenerateRequest, SamplingParams
 from tests.support.protocol_server import ProtocolServer
 from tests.support.waiting import until
 

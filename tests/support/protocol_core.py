@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from starlette.responses import Response
 
+from motet.core.types import ADAPTER_CONFIG, AdapterRef, FinishReason, GenerateRequest, SamplingParams
 from motet.model.fake import END, VOCABULARY, FakePolicy, FakeTokenizer, read_adapter
 from motet.rollout.fake import FakeEngine
-from motet.types import ADAPTER_CONFIG, AdapterRef, FinishReason, GenerateRequest, SamplingParams
 from tests.support.protocol_faults import ODD, Counts, Faults, Setup
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from motet.errors import AdapterError
+from motet.core.errors import AdapterError
+from motet.core.types import AdapterRef, FinishReason, SamplingParams
 from motet.model.fake import END, FakeTokenizer
-from motet.types import AdapterRef, FinishReason, SamplingParams
 from tests.support.protocol_core import (
     Ask,
     Backend,

@@ -16,11 +16,11 @@ from typing import Any
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from motet.errors import AdapterError
+from motet.core.errors import AdapterError
+from motet.core.types import AdapterRef, SamplingParams
 from motet.model.fake import END, FakeTokenizer
 from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
 from motet.rollout.shipping import unpack
-from motet.types import AdapterRef, SamplingParams
 from tests.support.protocol_core import (
     Ask,
     Backend,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from motet.algorithms import Grpo, Reinforce
-from motet.batch import AdamW, Segment
 from motet.config import AdapterConfig, EngineConfig
+from motet.core.batch import AdamW, Segment
 from motet.training.sharded.messages import Join
 from tests.support import tiny_models as tiny
 from tests.support.segments import make_samples

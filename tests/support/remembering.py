@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from motet.batch import AdamW, Batch, OptimStats, Sample, Trained
 from motet.config import AdapterConfig
+from motet.core.batch import AdamW, Batch, OptimStats, Sample, Trained
+from motet.core.types import AdapterRef, Chunk, GenerateRequest
 from motet.model.fake import FakeAdapter, FakePolicy
 from motet.rollout.fake import FakeEngine
 from motet.training.fake import FakeTrainer
-from motet.types import AdapterRef, Chunk, GenerateRequest
 
 
 class RememberingEngine(FakeEngine):

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from motet.types import Branch, FinishReason, Group, Problem, Rollout, Turn
+from motet.core.types import Branch, FinishReason, Group, Problem, Rollout, Turn
 from tests.support.fake_run import problems
 
 (PROBLEM, OTHER, THIRD) = problems(3)

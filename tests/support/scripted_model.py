@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from motet.core.types import Chunk, FinishReason, IntArray, SamplingParams
 from motet.tasks.chat import Chat
-from motet.types import Chunk, FinishReason, IntArray, SamplingParams
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -14,12 +14,12 @@ import numpy as np
 from motet.cluster.host_link import HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Abandon, Complete, FromHost, ToHost
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 from motet.hosting.answers import Answers
 from motet.runtime.scheduler import FairScheduler
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.tables import UploadedAdapter
 from motet.service.database.tenants import Principal
-from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 from tests.support.house import House, open_house
 from tests.support.scripted_model import END, TOKENIZER
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from motet.algorithms import Reinforce
-from motet.batch import AdamW, Batch, Loss, Sample, Segment
 from motet.config import AdapterConfig
+from motet.core.batch import AdamW, Batch, Loss, Sample, Segment
+from motet.core.types import SamplingParams
 from motet.model.distribution import Distribution, draw
 from motet.model.lora_model import LoraModel
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import SamplingParams
 from tests.support import tiny_models as tiny
 
 SHAPES = {  # name: rank, alpha, prompt and completion lengths; trained together, each of another kind

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from motet.algorithms import Grpo
-from motet.batch import AdamW, Batch, Sample, Segment
 from motet.config import AdapterConfig
-from motet.dialects import DIALECTS
-from motet.errors import EngineError
+from motet.config.dialects import DIALECTS
+from motet.core.batch import AdamW, Batch, Sample, Segment
+from motet.core.errors import EngineError
+from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.protocols import RolloutEngine
 from motet.rollout.connection import Clocks
@@ -33,7 +34,6 @@ from motet.rollout.server import Demand, FileSync, ServerEngine, ServerLimits
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
 from motet.training.fake import FakeTrainer
-from motet.types import AdapterRef, GenerateRequest, SamplingParams
 from tests.support.protocol_server import ProtocolServer
 from tests.support.waiting import until
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import RunConfig
-from motet.jobfile import merge, validate
+from motet.config.jobfile import merge, validate
 from motet.results import RunResult
 from motet.running import run_config
 

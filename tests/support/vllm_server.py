@@ -17,8 +17,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from motet import servers
 from motet.config import LaunchConfig, RolloutConfig
+from motet.hosting import servers
 from motet.rollout.server import Demand
 from tests.conftest import IN_CI, ROOT
 

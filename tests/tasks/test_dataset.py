@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from motet.config import DataConfig, JobConfig
-from motet.errors import DataError
+from motet.core.errors import DataError
+from motet.core.types import Message, Problem
 from motet.tasks.dataset import Dataset, load_dataset
 from motet.tasks.plain_json import as_json
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import build_scorer
-from motet.types import Message, Problem
 
 PROBLEMS = [Problem(i, (Message("user", f"question {i}"),), str(i)) for i in range(40)]
 

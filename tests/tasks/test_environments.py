@@ -14,7 +14,8 @@ import pytest
 import motet
 from motet.algorithms import Grpo
 from motet.config import EnvironmentConfig
-from motet.errors import ConfigError, EnvironmentFault
+from motet.core.errors import ConfigError, EnvironmentFault
+from motet.core.types import Message, Problem, Rollout
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.chat import Chat
 from motet.tasks.environments import EnvironmentWorkers
@@ -22,7 +23,6 @@ from motet.tasks.episode import GroupContext
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from motet.tasks.reward_walls import Walls
-from motet.types import Message, Problem, Rollout
 from tests.support.fake_run import job, metrics, records, run_jobs, weights
 from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
 
@@ -311,7 +311,7 @@ def test_a_template_that_rewrites_history_begins_a_new_branch(file: Path) -> Non
 
 
 def _group(*rollouts: Rollout) -> Any:
-    from motet.types import Group
+    from motet.core.types import Group
 
     return Group(PROBLEM, 0, 0, rollouts)
 

@@ -10,11 +10,11 @@ import pytest
 
 from motet.algorithms.policy_gradient import to_sample
 from motet.config import EnvironmentConfig
-from motet.errors import EngineError
+from motet.core.errors import EngineError
+from motet.core.types import Chunk, FinishReason, Message, Problem
 from motet.tasks.chat import Chat
 from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, GroupContext, retry, single_turn
 from motet.tasks.reward_pool import ScoreOutcome
-from motet.types import Chunk, FinishReason, Message, Problem
 from tests.support.scripted_model import CHATML, byte_tokenizer
 
 TOKENIZER = byte_tokenizer(CHATML)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from motet.config import RewardConfig
-from motet.errors import GraderError, RewardError
+from motet.core.errors import GraderError, RewardError
+from motet.core.types import Message, Problem
 from motet.tasks import graders
 from motet.tasks.graders import template
 from motet.tasks.graders.shapes import Judge, columns, parse
 from motet.tasks.graders.template import UnfilledError
 from motet.tasks.judging import VerdictError, prompt, verdict
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
-from motet.types import Message, Problem
 
 SAID, ROW = "{{sample.output_text}}", "{{ item.want }}"
 

@@ -16,8 +16,9 @@ import yaml
 
 from motet.commands.replay import replay
 from motet.config import EngineConfig, JobConfig, RewardConfig
-from motet.errors import ConfigError, GraderError, JobFailed, RewardError
-from motet.launch import load
+from motet.core.errors import ConfigError, GraderError, JobFailed, RewardError
+from motet.core.types import Message, Problem
+from motet.hosting.launch import load
 from motet.rollout.fake import FakeEngine
 from motet.runtime.base_judge import BaseJudge
 from motet.runtime.identity import of_config
@@ -30,7 +31,6 @@ from motet.tasks.judge_answers import JudgeAnswers, Said, Spend
 from motet.tasks.judge_http import AtOnce, Judges, of_a_run, tokens_of
 from motet.tasks.judging import VerdictError, ranking, verdict
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
-from motet.types import Message, Problem
 from tests.support import small_runs
 from tests.support.judge_server import JudgeServer, judging
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.config import DataConfig
-from motet.errors import DataError
+from motet.core.errors import DataError
 from motet.runtime.identity import of_config
 from motet.tasks.dataset import Dataset, load_dataset
 from motet.tasks.pools import BLOCK, block, shares

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import trustme
 
-from motet.channel import encode
 from motet.cluster.messages import ScoreRequest
 from motet.config import RewardConfig
-from motet.errors import RewardError
+from motet.core.errors import RewardError
+from motet.core.types import Message, Problem, ToolCall
+from motet.process.channel import encode
 from motet.tasks import reward_elsewhere
 from motet.tasks.reward_elsewhere import LONGEST_TRANSCRIPT, MASK, Chance, ScoreOrReason, Transcripts
 from motet.tasks.reward_http import Addresses, HttpRewards, is_public
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome, problem_as_given
-from motet.types import Message, Problem, ToolCall
 from tests.support.misbehaving_rewards import Scorer, misbehaving
 
 PROBLEM = Problem(7, (Message("user", "a?"),), "b", {"level": 2})

@@ -18,13 +18,13 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from motet.channel import LONGEST_LINE
 from motet.config import DataConfig, RewardConfig
-from motet.errors import RewardError
+from motet.core.errors import RewardError
+from motet.core.types import Message, Problem
+from motet.process.channel import LONGEST_LINE
 from motet.tasks.dataset import load_dataset
 from motet.tasks.reward_elsewhere import from_wire, to_wire
 from motet.tasks.reward_pool import RewardPool
-from motet.types import Message, Problem
 from tests.support.faulty_rewards import counting, misbehave, none_of_my_business, relative, slow
 
 PROBLEM = Problem(3, (Message("user", "What is 6 · 7?"),), "42", {"level": "easy"})
@@ -342,7 +342,7 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
         "import asyncio, os, psutil, time\n"
         "from motet.config import RewardConfig\n"
         "from motet.tasks.reward_pool import RewardPool\n"
-        "from motet.types import Message, Problem\n"
+        "from motet.core.types import Message, Problem\n"
         "def hang(problem, completion):\n"
         "    while True: time.sleep(1)\n"
         "async def main():\n"

@@ -6,10 +6,10 @@ import functools
 
 import pytest
 
-from motet.errors import RewardError
+from motet.core.errors import RewardError
+from motet.core.types import Message, Problem
 from motet.tasks.reward_loading import resolve
 from motet.tasks.rewards import BUILTIN, last_number
-from motet.types import Message, Problem
 
 
 def problem(answer="42", conversational=False, **columns):

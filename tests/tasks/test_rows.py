@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from motet.config import DataConfig
-from motet.errors import DataError
+from motet.core.errors import DataError
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import load_dataset
 from motet.tasks.rows import row_of

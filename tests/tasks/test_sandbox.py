@@ -13,11 +13,11 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet.config import RewardConfig
-from motet.errors import RewardError
+from motet.core.errors import RewardError
+from motet.core.types import Message, Problem
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from motet.tasks.reward_walls import Walls
 from motet.tasks.sandbox import Sandbox
-from motet.types import Message, Problem
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="walls are made of Landlock and seccomp")

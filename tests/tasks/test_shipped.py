@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from motet.config import EnvironmentConfig
-from motet.errors import ConfigError, EnvironmentFault
+from motet.core.errors import ConfigError, EnvironmentFault
+from motet.core.types import Message, Problem, Rollout
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import GroupContext
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
-from motet.types import Message, Problem, Rollout
 from tests.support.captured import check_captured, none_scored
 from tests.support.scripted_model import CHAT, Says, Script
 

@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 import reasoning_gym
 
-from motet import wall
 from motet.config import DataConfig, RewardConfig
+from motet.config.jobfile import parse_jobs
 from motet.config.service import ServiceConfig
-from motet.errors import ConfigError, DataError, RewardError, WallError
-from motet.jobfile import parse_jobs
+from motet.core.errors import ConfigError, DataError, RewardError, WallError
+from motet.core.types import Message, Problem
+from motet.process import wall
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks import reasoning_answers
 from motet.tasks.dataset import load_dataset
@@ -31,7 +32,6 @@ from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.row_files import RowLimits
-from motet.types import Message, Problem
 from tests.support import breaking_out
 from tests.support.cases import few
 

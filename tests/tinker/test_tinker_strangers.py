@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from motet.core.types import JobState
 from motet.runtime.client_loop import ABOUT
 from motet.runtime.journal import Done, Failed, Journal, Nothing
 from motet.service.database.store import Store
@@ -28,7 +29,6 @@ from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.samplers import Samplers, sampler_id
-from motet.types import JobState
 from tests.support.house import House, open_house
 from tests.support.small_disk import small_disk
 from tests.support.tinker_requests import journal, made, naming, request, saved, sent

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from motet.algorithms.client import CLIENT_LOSSES, ClientLoss
-from motet.batch import LossInputs
 from motet.config import OF_CLIENT
+from motet.core.batch import LossInputs
 from motet.runtime.journal import (
     Datum,
     Done,

@@ -16,8 +16,9 @@ import pytest
 import motet
 from motet.cluster.messages import JobChanged, JobStepped
 from motet.config import ObserverConfig
-from motet.errors import ConfigError, RunError
-from motet.jobfile import parse_jobs
+from motet.config.jobfile import parse_jobs
+from motet.core.errors import ConfigError, RunError
+from motet.core.types import JobState
 from motet.report.read import read_lines
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import open_job
@@ -25,7 +26,6 @@ from motet.service.jobs.recorder import EventRecorder
 from motet.tracking.follow import Followers, job_of_run, send
 from motet.tracking.loading import load
 from motet.tracking.observing import ObservedJob, ObservedStep, numbers
-from motet.types import JobState
 from tests.support.house import open_house
 from tests.support.run_directory import step_line, timing_line, write_job, write_run
 from tests.support.service_run import tiny

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from motet.batch import Batch, Segment
 from motet.config import EngineConfig
-from motet.errors import ConfigError
-from motet.launch import make_trainer as trainer_of
+from motet.core.batch import Batch, Segment
+from motet.core.errors import ConfigError
+from motet.hosting.launch import make_trainer as trainer_of
 from motet.model.arithmetic import Arithmetic
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel

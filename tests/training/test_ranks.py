@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from motet.algorithms.client import ClientLoss, datum
 from motet.algorithms.critic import ValueLoss
-from motet.batch import Batch, Segment
 from motet.config import AdapterConfig, EngineConfig
+from motet.core.batch import Batch, Segment
 from motet.native.cover import load_as_configured
 from motet.protocols import Trainer
 from motet.training.sharded.group import RankGroup

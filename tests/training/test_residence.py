@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from motet.batch import Batch, Trained
 from motet.config import AdapterConfig, EngineConfig
-from motet.device import Device
-from motet.jobfile import validate
+from motet.config.jobfile import validate
+from motet.core.batch import Batch, Trained
+from motet.core.device import Device
 from motet.protocols import Pieces
 from motet.running import run_config
 from motet.runtime.learner import Learner
@@ -146,7 +146,7 @@ GROWTH = """
 import sys
 from pathlib import Path
 
-from motet.allocator import keep_freed_memory
+from motet.process.allocator import keep_freed_memory
 from motet.config import AdapterConfig
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny

@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from motet.algorithms import Grpo, Reinforce
-from motet.batch import Batch, Segment
 from motet.config import AdapterConfig, RunConfig
-from motet.errors import AdapterError, BaseModelError, RankGone
+from motet.core.batch import Batch, Segment
+from motet.core.errors import AdapterError, BaseModelError, RankGone
 from motet.model.peft_io import examine
 from motet.protocols import Trainer
 from motet.running import config_of, run_config

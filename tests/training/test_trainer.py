@@ -17,10 +17,10 @@ from safetensors import safe_open
 
 from motet.algorithms import Grpo, Gspo
 from motet.algorithms.supervised import Supervised
-from motet.batch import AdamW, Batch, Sample, Segment, shared_prefixes, shared_prompts
 from motet.config import AdapterConfig, EngineConfig
-from motet.errors import AdapterError, BaseModelError
-from motet.launch import load
+from motet.core.batch import AdamW, Batch, Sample, Segment, shared_prefixes, shared_prompts
+from motet.core.errors import AdapterError, BaseModelError
+from motet.hosting.launch import load
 from motet.training import torch_trainer
 from motet.training.arena import OPTIMIZER
 from motet.training.head import HEAD_ROWS

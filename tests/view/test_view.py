@@ -13,8 +13,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from motet.core.types import JobState, ServerLoad
 from motet.runtime.progress import JobProgress
-from motet.types import JobState, ServerLoad
 from motet.view import LiveView, LogView, View, glyphs_of, make_view, summary_table
 from motet.view.names import ranks, take_apart
 from motet.view.text import (

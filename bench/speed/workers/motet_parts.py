@@ -34,7 +34,7 @@ def engine_fields(**budgets: int) -> dict[str, Any]:
 def base() -> Any:
     """The base, loaded once."""
     from motet.config import EngineConfig
-    from motet.launch import load
+    from motet.hosting.launch import load
 
     if "base" not in _parts:
         _parts["base"] = load(OPTIONS["model"], EngineConfig(**engine_fields()))
@@ -51,9 +51,9 @@ def workshop(samplers: Any = "auto", *, wait: bool = True) -> Any:
         samplers: as in the job file.
         wait: until sampling processes take part, because start-up is not measured.
     """
-    from motet.budgets import Need
     from motet.config import EngineConfig
-    from motet.launch import build
+    from motet.config.budgets import Need
+    from motet.hosting.launch import build
 
     if _parts.get("samplers") != samplers:
         close_workshop()
@@ -134,7 +134,7 @@ def resident(trainer: Any, count: int, rank: int) -> Iterator[list[str]]:
 @contextmanager
 def published(made: Any, count: int, rank: int) -> Iterator[list[Any]]:
     """Fresh adapters that the engine samples from; for none, the base."""
-    from motet.types import AdapterRef
+    from motet.core.types import AdapterRef
 
     with resident(made.trainer, count, rank) as names:
         references = [AdapterRef(name, 0) for name in names]
@@ -151,7 +151,7 @@ def requests_of(args: dict[str, Any], references: Sequence[Any]) -> list[Any]:
     """One request for each prompt; prompt i is answered by adapter i modulo their number."""
     import numpy as np
 
-    from motet.types import GenerateRequest, SamplingParams
+    from motet.core.types import GenerateRequest, SamplingParams
 
     ids = token_ids(args["prompts"], args["prompt_tokens"], base().info.vocab_size)
     return [
@@ -180,7 +180,7 @@ def _samples(args: dict[str, Any]) -> list[Any]:
     """Samples in groups of `group` that have one prompt."""
     import numpy as np
 
-    from motet.batch import Sample
+    from motet.core.batch import Sample
 
     vocabulary, group = base().info.vocab_size, args.get("group", 1)
     prompts = token_ids(args["samples"] // group, args["prompt"], vocabulary)
@@ -201,7 +201,7 @@ def _samples(args: dict[str, Any]) -> list[Any]:
 def batches_of(args: dict[str, Any], names: Sequence[str]) -> list[Any]:
     """Each adapter's samples in micro-batches, and micro-batches of several adapters in one batch, as a run packs them."""
     from motet.algorithms import Reinforce
-    from motet.batch import Batch, Segment
+    from motet.core.batch import Batch, Segment
 
     samples, n = _samples(args), len(names)
     denominator = float(args["samples"] * args["response"])
@@ -225,7 +225,7 @@ def run_jobs(args: dict[str, Any], scratch: Path, watch: Watch) -> None:
     Raises:
         RuntimeError: one of them did not succeed.
     """
-    from motet.jobfile import validate
+    from motet.config.jobfile import validate
     from motet.running import run_config
 
     engine = engine_fields(slots=args["jobs"], **args.get("budgets", {}))

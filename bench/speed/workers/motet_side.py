@@ -79,7 +79,7 @@ def decode(args: dict[str, Any]) -> Iterator[Repeat]:
 @contextmanager
 def train(args: dict[str, Any]) -> Iterator[Repeat]:
     """Gradients of samples that belong to one or several adapters; with `update`, AdamW's step of each adapter too."""
-    from motet.batch import AdamW
+    from motet.core.batch import AdamW
 
     used = trainer(args)
     names: list[str] = []
@@ -113,8 +113,8 @@ def train(args: dict[str, Any]) -> Iterator[Repeat]:
 @contextmanager
 def publish(args: dict[str, Any]) -> Iterator[Repeat]:
     """The time from the end of an optimizer step until the new version can be sampled from: the slowest of several."""
-    from motet.batch import AdamW
-    from motet.types import AdapterRef
+    from motet.core.batch import AdamW
+    from motet.core.types import AdapterRef
 
     made = workshop()
 

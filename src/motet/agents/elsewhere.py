@@ -15,13 +15,13 @@ import msgspec
 from motet.agents import episode_messages as m
 from motet.agents.episode import AgentEpisode, rewarded
 from motet.agents.served_episode import OVER, ServedEpisode, refusal
-from motet.channel import ChannelMessage
 from motet.config import EnvironmentConfig
-from motet.errors import EngineError, ScorerAway
+from motet.core.errors import EngineError, ScorerAway
+from motet.core.types import Rollout
+from motet.process.channel import ChannelMessage
 from motet.tasks.episode import GroupContext, OwnEnvironment, judged
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_pool import problem_as_given
-from motet.types import Rollout
 
 _NOBODY = "no worker runs this job's agents"
 

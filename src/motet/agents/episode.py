@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from motet import seeds
 from motet.chat.completer import CallLimits
-from motet.errors import BaseModelError, ChatRefusal, EngineError
+from motet.core import seeds
+from motet.core.errors import BaseModelError, ChatRefusal, EngineError
+from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.episode import GroupContext, answered, extended, whole
 from motet.tasks.tool_calls import tool_calls, without_calls
-from motet.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 
 Key = tuple[str, ...]
 _OVER = "this episode is over: its time is up, or its agent has returned"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from motet.channel import ChannelMessage
+from motet.process.channel import ChannelMessage
 
 
 class OfferEpisode(ChannelMessage, frozen=True):

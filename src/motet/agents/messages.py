@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from motet.channel import ChannelMessage
-from motet.types import Problem
+from motet.core.types import Problem
+from motet.process.channel import ChannelMessage
 
 LATE = "did not return in time (environment.wall_seconds)"
 

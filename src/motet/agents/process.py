@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from motet.agents import messages as m
-from motet.channel import Parent
-from motet.errors import EnvironmentFault
-from motet.own_code import OwnCode, describe
+from motet.core.errors import EnvironmentFault
+from motet.process.channel import Parent
+from motet.process.own_code import OwnCode, describe
 
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
 _THREADS = 256

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from motet.agents import messages as m
-from motet.channel import Child
-from motet.errors import EngineError, EnvironmentFault
+from motet.core.errors import EngineError, EnvironmentFault
+from motet.core.types import Problem
+from motet.process.channel import Child
 from motet.tasks.worker_link import LOAD_SECONDS, import_path
-from motet.types import Problem
 
 GRACE_SECONDS = 5.0
 """Time for an agent to return after its time limit; then its process is killed."""

@@ -9,9 +9,9 @@ from motet.agents.episode import AgentEpisode, rewarded
 from motet.agents.gateway import Gateway
 from motet.agents.processes import AgentProcesses
 from motet.config import EnvironmentConfig
-from motet.errors import EnvironmentFault
+from motet.core.errors import EnvironmentFault
+from motet.core.types import Rollout
 from motet.tasks.episode import GroupContext, OwnEnvironment, judged
-from motet.types import Rollout
 
 
 class AgentRunner(OwnEnvironment):

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from motet import apart
 from motet.agents.episode import AgentEpisode
 from motet.chat.completer import EVENTS, AnswerPiece, ChatFormat, Conversation, Reply, refuse_unsupported, whole
 from motet.chat.completions import ChatRequest
 from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import check_grammar
-from motet.errors import ChatRefusal, EngineError, LimitError
-from motet.types import FinishReason
+from motet.core.errors import ChatRefusal, EngineError, LimitError
+from motet.core.types import FinishReason
+from motet.process import apart
 
 _FORMATS: Mapping[str, type[ChatFormat]] = {
     "chat/completions": ChatRequest,

@@ -14,7 +14,7 @@ from typing import Any
 from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.utils.loaders import load_environment, load_taskset, resolve_env_config
 
-from motet.types import Problem
+from motet.core.types import Problem
 
 
 async def run(problem: Problem, base_url: str, api_key: str, env: Mapping[str, Any]) -> float:

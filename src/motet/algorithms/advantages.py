@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.types import FloatArray, Group
+from motet.core.types import FloatArray, Group
 
 AdvantageKind = Literal["grpo", "centered", "rloo", "batch_baseline", "none"]
 Reduction = Literal["token", "sequence", "constant"]

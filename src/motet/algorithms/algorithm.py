@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from motet.algorithms.packing import cut
-from motet.batch import Loss, LossInputs, Sample, Segment, TokenLosses
-from motet.section import Config
-from motet.types import FloatArray
+from motet.core.batch import Loss, LossInputs, Sample, Segment, TokenLosses
+from motet.core.section import Config
+from motet.core.types import FloatArray
 
 
 def is_address(name: str) -> bool:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.algorithms.algorithm import Algorithm
-from motet.batch import LossFunctions, LossInputs, Sample, TokenLosses
-from motet.errors import ConfigError
-from motet.types import FloatArray
+from motet.core.batch import LossFunctions, LossInputs, Sample, TokenLosses
+from motet.core.errors import ConfigError
+from motet.core.types import FloatArray
 
 
 class ClientDriven(Algorithm):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from motet.algorithms.advantages import ADVANTAGES, AdvantageKind, Rewards, over_std
-from motet.types import Branch, FloatArray, Group, Rollout
+from motet.core.types import Branch, FloatArray, Group, Rollout
 
 
 def returns_to_go(rollout: Rollout, discount: float) -> Rewards:

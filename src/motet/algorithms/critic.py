@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from motet.algorithms.algorithm import StepBatch
-from motet.batch import LossInputs, Sample, TokenLosses
-from motet.section import Config
-from motet.types import FloatArray
+from motet.core.batch import LossInputs, Sample, TokenLosses
+from motet.core.section import Config
+from motet.core.types import FloatArray
 
 Values = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from motet.algorithms.policy_gradient import OfTokens, PolicyGradient
-from motet.types import Group, Rollout
+from motet.core.types import Group, Rollout
 
 
 class Dapo(PolicyGradient):

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from motet.algorithms.algorithm import ReferenceServer, StepBatch, is_address
 from motet.algorithms.policy_gradient import LossName, OfTokens, PolicyGradient
-from motet.types import Group
+from motet.core.types import Group
 
 
 class Distillation(PolicyGradient):

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.rows import Figures, Preference, RowLogprobs, sample_of, sigmoid, with_weights
-from motet.batch import Row
+from motet.core.batch import Row
 
 
 class Dpo(Preference):

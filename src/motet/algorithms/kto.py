@@ -10,8 +10,8 @@ from pydantic import Field
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.rows import Figures, Preference, RowLogprobs, sample_of, sigmoid, with_weights
-from motet.batch import Example, Row
-from motet.types import FloatArray
+from motet.core.batch import Example, Row
+from motet.core.types import FloatArray
 
 
 class Kto(Preference):

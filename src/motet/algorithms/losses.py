@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motet.batch import Loss, LossFunctions, LossInputs, LossStats, Sample, TokenLosses
-from motet.types import FloatArray
+from motet.core.batch import Loss, LossFunctions, LossInputs, LossStats, Sample, TokenLosses
+from motet.core.types import FloatArray
 
 
 @dataclass(frozen=True)

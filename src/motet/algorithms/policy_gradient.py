@@ -11,9 +11,9 @@ from pydantic import Field, model_validator
 from motet.algorithms.advantages import AdvantageKind, Reduction, advantages, normalisation, select_groups
 from motet.algorithms.algorithm import Algorithm, StepBatch
 from motet.algorithms.credit import placed, turn_advantages
-from motet.batch import LossInputs, Sample, TokenLosses
-from motet.section import Config
-from motet.types import Branch, FloatArray, Group, Rollout
+from motet.core.batch import LossInputs, Sample, TokenLosses
+from motet.core.section import Config
+from motet.core.types import Branch, FloatArray, Group, Rollout
 
 if TYPE_CHECKING:
     from motet.algorithms.critic import CriticConfig

@@ -11,7 +11,7 @@ from motet.algorithms.advantages import AdvantageKind, Reduction
 from motet.algorithms.credit import rewards_at_ends
 from motet.algorithms.critic import CriticConfig
 from motet.algorithms.policy_gradient import LossName, OfTokens, PolicyGradient
-from motet.types import Group
+from motet.core.types import Group
 
 
 class Grpo(PolicyGradient):

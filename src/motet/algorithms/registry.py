@@ -17,8 +17,8 @@ from motet.algorithms.kto import Kto
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Cispo, DrGrpo, Grpo, Gspo, ImportanceSampling, Ppo, Reinforce, Rloo
 from motet.algorithms.supervised import SoftTargets, Supervised
-from motet.errors import ConfigError
-from motet.own_code import OwnCode
+from motet.core.errors import ConfigError
+from motet.process.own_code import OwnCode
 
 ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "grpo": Grpo,

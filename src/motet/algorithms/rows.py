@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from motet.algorithms.algorithm import Algorithm, StepBatch, is_address
-from motet.batch import Example, LossInputs, Row, Sample, TokenLosses
-from motet.types import FloatArray
+from motet.core.batch import Example, LossInputs, Row, Sample, TokenLosses
+from motet.core.types import FloatArray
 
 Figures = NDArray[np.float64]
 

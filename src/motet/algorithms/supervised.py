@@ -10,7 +10,7 @@ import numpy as np
 from motet.algorithms.advantages import normalisation
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.rows import RowAlgorithm, RowLogprobs, sample_of
-from motet.batch import Row
+from motet.core.batch import Row
 
 
 class Supervised(RowAlgorithm):

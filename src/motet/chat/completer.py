@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol
 
 from pydantic import ConfigDict, Field, model_validator
 
-from motet.errors import ChatRefusal
-from motet.section import Described
+from motet.core.errors import ChatRefusal
+from motet.core.section import Described
+from motet.core.types import Message, ToolCall
 from motet.tasks.chat import Tools
 from motet.tasks.plain_json import check_plain
-from motet.types import Message, ToolCall
 
 EVENTS = "text/event-stream"
 MOST_MESSAGES = 4096

@@ -22,8 +22,8 @@ from motet.chat.completer import (
     text_of,
 )
 from motet.chat.structure import grammar_of
-from motet.stops import few
-from motet.types import Message
+from motet.core.stops import few
+from motet.core.types import Message
 
 
 class Function(Extra):

@@ -18,9 +18,9 @@ from motet.chat.completer import (
     arguments_of,
     event,
 )
-from motet.errors import ChatRefusal
-from motet.stops import few
-from motet.types import Message, ToolCall
+from motet.core.errors import ChatRefusal
+from motet.core.stops import few
+from motet.core.types import Message, ToolCall
 
 Blocks = str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _MOST_BLOCKS = 2 * MOST_MESSAGES

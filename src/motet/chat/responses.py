@@ -22,8 +22,8 @@ from motet.chat.completer import (
     text_of,
 )
 from motet.chat.structure import grammar_of
-from motet.errors import ChatRefusal
-from motet.types import Message, ToolCall
+from motet.core.errors import ChatRefusal
+from motet.core.types import Message, ToolCall
 
 _IGNORED = frozenset({"reasoning", "item_reference"})
 _MOST_ITEMS = 2 * MOST_MESSAGES

@@ -6,9 +6,9 @@ import json
 from collections import OrderedDict
 from typing import Any
 
-from motet.apart import Apart, TooMuchError
-from motet.errors import ChatRefusal
-from motet.types import JSON_GRAMMAR
+from motet.core.errors import ChatRefusal
+from motet.core.types import JSON_GRAMMAR
+from motet.process.apart import Apart, TooMuchError
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """A single JSON layout, so that no tokens are spent on spaces."""

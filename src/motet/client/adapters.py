@@ -11,10 +11,10 @@ import zlib
 from pathlib import Path
 
 from motet.client.connection import Connection, path_of
-from motet.errors import DataError, ServiceError
+from motet.core.errors import DataError, ServiceError
+from motet.core.types import ADAPTER_FILES
 from motet.service.adapters.archive import pack
 from motet.service.schemas.adapters import Adapter, Adapters, Share, Shares
-from motet.types import ADAPTER_FILES
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*")
 _RECEIPT = re.compile(r"receipt\.json|receipts/v\d{1,9}\.json")

@@ -17,11 +17,11 @@ import msgspec
 from motet.agents.processes import AgentProcesses
 from motet.client.connection import Connection
 from motet.client.leases import Asked, LeaseWorker, Running
-from motet.errors import EnvironmentFault
+from motet.core.errors import EnvironmentFault
+from motet.core.types import Problem
 from motet.service.schemas import Job
 from motet.service.schemas.workers import EpisodeLease, EpisodeWork
 from motet.tasks.reward_elsewhere import MOST_LETTERS
-from motet.types import Problem
 
 _SECRETS = ("MOTET_API_KEY",)
 

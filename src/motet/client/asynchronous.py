@@ -15,7 +15,8 @@ from motet.client.adapters import AdapterMethods
 from motet.client.connection import Following, path_of
 from motet.client.sign_in import SignInMethods
 from motet.client.tenants import TenantMethods
-from motet.errors import ConfigError, DataError, ServiceError
+from motet.core.errors import ConfigError, DataError, ServiceError
+from motet.core.types import JobState
 from motet.service.schemas import (
     CheckedJobs,
     Events,
@@ -35,7 +36,6 @@ from motet.service.schemas import (
 )
 from motet.service.schemas.workers import Reward, Rewards
 from motet.tasks.row_files import rows_of
-from motet.types import JobState
 
 if TYPE_CHECKING:
     from motet.client.reward_files import RewardGiven

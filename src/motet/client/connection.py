@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from motet.client.kept_keys import kept_key
 from motet.config.urls import parse_url
-from motet.errors import ConfigError, ServiceError
+from motet.core.errors import ConfigError, ServiceError
 from motet.service.schemas import Error, JobEvent
 
 M = TypeVar("M", bound=BaseModel)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from motet.service.schemas import NewKey

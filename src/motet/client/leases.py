@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from motet.client.connection import Connection, path_of, worker_name
-from motet.errors import ServiceError
+from motet.core.errors import ServiceError
+from motet.core.types import JobState
 from motet.service.schemas import Job
 from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeWork, Lease, ScoringWork
-from motet.types import JobState
 
 Work = TypeVar("Work", EpisodeWork, ScoringWork)
 Asked = dict[str, Any]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import JobConfig, RewardConfig
-from motet.errors import RewardError
+from motet.core.errors import RewardError
 from motet.tasks.reward_elsewhere import WorkerArgs
 from motet.tasks.reward_installed import install
 

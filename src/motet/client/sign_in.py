@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from motet.client.connection import Connection
-from motet.errors import ConfigError, ServiceError
+from motet.core.errors import ConfigError, ServiceError
 from motet.service.schemas import NewKey
 from motet.service.schemas.sign_in import DeviceLogin, DevicePending, LoginWays, Me
 

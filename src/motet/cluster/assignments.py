@@ -10,8 +10,8 @@ from motet.cluster import messages as m
 from motet.cluster.host_link import HostLink
 from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.shares import EVEN_SECONDS, ClusterShares
+from motet.core.types import JobState, Wanted
 from motet.runtime.slots import FREE, Claim, Rule, taken
-from motet.types import JobState, Wanted
 
 _OPEN = (JobState.QUEUED, JobState.RUNNING)
 

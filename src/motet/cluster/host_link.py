@@ -20,9 +20,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from motet.agents import episode_messages as e
-from motet.channel import Child
 from motet.cluster import messages as m
-from motet.errors import ConfigError, EngineError, HostGone, MotetError
+from motet.core.errors import ConfigError, EngineError, HostGone, MotetError
+from motet.process.channel import Child
 
 _log = logging.getLogger(__name__)
 

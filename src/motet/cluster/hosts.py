@@ -19,9 +19,9 @@ from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments, even_out
 from motet.cluster.host_link import HostChild, HostHandlers, HostLink, Launch, OfHost
 from motet.cluster.placement import HostLoad
-from motet.errors import EngineError, HostGone
+from motet.core.errors import EngineError, HostGone
+from motet.core.types import Wanted
 from motet.runtime.slots import Claim
-from motet.types import Wanted
 
 _log = logging.getLogger(__name__)
 GATHER_SECONDS = 60.0

@@ -7,9 +7,9 @@ import hmac
 import secrets
 from collections.abc import Awaitable, Callable
 
-from motet.channel import LONGEST_LINE, Child
 from motet.cluster import messages as m
 from motet.cluster.host_link import HostChild
+from motet.process.channel import LONGEST_LINE, Child
 
 ADDRESS, TOKEN = "MOTET_HOST_PARENT", "MOTET_HOST_TOKEN"
 """Environment variables of a host's process: the address to connect to, and the token."""

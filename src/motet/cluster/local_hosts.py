@@ -16,12 +16,12 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
-from motet import wall
-from motet.channel import LONGEST_LINE, ChannelMessage, Child
 from motet.cluster import messages as m
 from motet.cluster.host_link import HostChild, start_host
 from motet.cluster.listener import TOKEN
 from motet.config.service import ServiceConfig
+from motet.process import wall
+from motet.process.channel import LONGEST_LINE, ChannelMessage, Child
 
 _log = logging.getLogger(__name__)
 _ANSWER_SECONDS = 20.0

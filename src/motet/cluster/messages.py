@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 
 from motet.agents import episode_messages as e
-from motet.channel import ChannelMessage
 from motet.config.service import Largest
+from motet.core.types import Chunk, FloatArray, IntArray, JobState, SamplingParams, Wanted
+from motet.core.types import Message as ChatMessage
 from motet.native.choice import Choice
+from motet.process.channel import ChannelMessage
 from motet.runtime.slots import Rule
-from motet.types import Chunk, FloatArray, IntArray, JobState, SamplingParams, Wanted
-from motet.types import Message as ChatMessage
 
 # --- to a host -------------------------------------------------------------------------------------------------------
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from motet.channel import ChannelMessage
 from motet.cluster import messages as m
 from motet.config import HostConfig, RunConfig
-from motet.errors import ConfigError, EngineError
+from motet.core.errors import ConfigError, EngineError
+from motet.process.channel import ChannelMessage
 
 _log = logging.getLogger(__name__)
 MOST_BYTES, MOST_FILES = 512 * 2**20, 20_000

@@ -33,7 +33,7 @@ from motet.cluster.nodes import NodeFacts, address_of
 from motet.cluster.project import Seen, leads_away, look_of, moved, place_on, seen_here
 from motet.config.engine import EngineConfig
 from motet.config.rollout import RolloutConfig
-from motet.errors import EngineError
+from motet.core.errors import EngineError
 from motet.rollout.server_process import free_port
 
 _log = logging.getLogger(__name__)
@@ -233,7 +233,7 @@ class _Node:
         """Facts about this node; `project` is where hosts will run, with its `look` and the `away` directories."""
         from importlib.metadata import version
 
-        from motet import budgets
+        from motet.config import budgets
 
         path, name = Path(mark), socket.gethostname()
         versions = version("motet"), version("torch"), platform.python_version()

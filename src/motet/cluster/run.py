@@ -14,7 +14,8 @@ from motet.cluster.hosts import Hosts
 from motet.cluster.starts import starts_of
 from motet.config import JobConfig, RunConfig
 from motet.config.service import Largest
-from motet.errors import ConfigError, RunError
+from motet.core.errors import ConfigError, RunError
+from motet.core.types import HostNow, JobState, Wanted
 from motet.native.choice import Choice
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.interrupt import Interrupt
@@ -22,7 +23,6 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.race import Race, let_decide
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slots import FREE
-from motet.types import HostNow, JobState, Wanted
 
 _LOOK_SECONDS = 0.25
 _NEVER = 1e9

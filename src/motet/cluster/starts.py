@@ -11,13 +11,12 @@ from importlib.util import find_spec
 
 from msgspec.structs import replace
 
-from motet import budgets
 from motet.cluster.host_link import Launch
 from motet.cluster.messages import StartHost
-from motet.config import HostConfig
+from motet.config import HostConfig, budgets
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

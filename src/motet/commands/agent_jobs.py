@@ -13,8 +13,8 @@ from motet.client.agents import AgentWorker
 from motet.commands import served_jobs
 from motet.commands.answers import say
 from motet.config import EnvironmentConfig, JobConfig
-from motet.errors import ConfigError, ServiceError
-from motet.jobfile import load_jobs
+from motet.config.jobfile import load_jobs
+from motet.core.errors import ConfigError, ServiceError
 from motet.service.schemas import Job
 
 _LOOK_SECONDS = 0.5

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from motet import seeds
-from motet.errors import MotetError, ServiceError
-from motet.model_info import ModelInfo
-from motet.near import close_matches
+from motet.core import seeds
+from motet.core.errors import MotetError, ServiceError
+from motet.core.model_info import ModelInfo
+from motet.core.near import close_matches
+from motet.core.types import AdapterRef, Message
 from motet.protocols import RolloutEngine
-from motet.types import AdapterRef, Message
 
 if TYPE_CHECKING:
     from motet.client import AsyncClient
@@ -39,7 +39,7 @@ class Style:
 def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | None) -> None:
     """Talk to a base on this machine, with or without an adapter."""
     from motet.config import EngineConfig
-    from motet.launch import load, sampling
+    from motet.hosting.launch import load, sampling
     from motet.model.find import find_adapter
 
     if adapter is not None:
@@ -56,8 +56,8 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
 
 
 def _from_engine(info: ModelInfo, engine: RolloutEngine, ref: AdapterRef | None, style: Style) -> Answer:
+    from motet.core.types import GenerateRequest, Problem, SamplingParams
     from motet.tasks.chat import Chat, stop_token_ids
-    from motet.types import GenerateRequest, Problem, SamplingParams
 
     chat = Chat.plain(info.tokenizer)
     stops = stop_token_ids(info.tokenizer, info.eos_token_ids)

@@ -18,18 +18,19 @@ from rich.table import Table
 
 from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
-from motet.batch import Batch, Segment
-from motet.before_loading import Checked, auto_kernels, check_before_loading
 from motet.commands.answers import print_table
 from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, warnings_of
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.config.candidates import RacePlan, raced
-from motet.errors import ConfigError, RunError
-from motet.host import Host
-from motet.jobfile import load_jobs
-from motet.launch import open_base
-from motet.preparing import left_out, prepare_all
+from motet.config.jobfile import load_jobs
+from motet.core.batch import Batch, Segment
+from motet.core.errors import ConfigError, RunError
+from motet.core.types import Group
+from motet.hosting.before_loading import Checked, auto_kernels, check_before_loading
+from motet.hosting.host import Host
+from motet.hosting.launch import open_base
+from motet.hosting.preparing import left_out, prepare_all
 from motet.running import config_of
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
@@ -43,7 +44,6 @@ from motet.runtime.signs import no_signal
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.rows import row_of
-from motet.types import Group
 from motet.view.text import duration_text
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.table import Table
 
 import motet
-from motet.checksums import replace_file
 from motet.commands.answers import say, table
-from motet.errors import ConfigError, RunError
+from motet.core.checksums import replace_file
+from motet.core.errors import ConfigError, RunError
 from motet.report.comparison import (
     Difference,
     EvaluatedJob,

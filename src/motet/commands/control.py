@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 from pathlib import Path
 
-from motet.checksums import replace_file
-from motet.errors import ConfigError, RunError
+from motet.core.checksums import replace_file
+from motet.core.errors import ConfigError, RunError
+from motet.core.types import JobState
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.race import records, why_out
 from motet.runtime.rundir import CONTROL
-from motet.types import JobState
 
 
 def send(directory: Path, job: str, word: str) -> str:

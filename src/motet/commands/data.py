@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from motet import seeds
-from motet.checksums import replace_file
 from motet.commands.answers import say, table
 from motet.config import DataConfig
-from motet.errors import ConfigError, DataError
-from motet.near import close_matches
+from motet.core import seeds
+from motet.core.checksums import replace_file
+from motet.core.errors import ConfigError, DataError
+from motet.core.near import close_matches
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import read_source
 from motet.tasks.problems import Problems

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.checksums import replace_file
 from motet.commands.answers import say, table
 from motet.commands.compare import short_names, signed
-from motet.errors import ConfigError, RunError
+from motet.core.checksums import replace_file
+from motet.core.errors import ConfigError, RunError
 from motet.report.comparison import Difference, compare, evaluated, side_of_job
 from motet.report.read import JobRecord, Line, number, read_job, read_lines
 from motet.runtime.checkpoint import JobDirectory

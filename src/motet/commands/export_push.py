@@ -11,8 +11,8 @@ import httpx2
 
 from motet.commands.answers import say
 from motet.commands.merging import HUB_ID
-from motet.errors import ConfigError, RunError
-from motet.types import ADAPTER_CONFIG
+from motet.core.errors import ConfigError, RunError
+from motet.core.types import ADAPTER_CONFIG
 
 FORM = "card"
 """The only format that is pushed: a hub shows its card."""

@@ -14,10 +14,10 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from motet.config import JobConfig, PricesConfig
+from motet.core.types import Group, Problem
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.metrics import distinct
 from motet.tasks.chat import Chat
-from motet.types import Group, Problem
 from motet.view.text import count_text, duration_text
 
 _ROWS = 200

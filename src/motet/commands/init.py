@@ -10,12 +10,12 @@ from typing import Any
 import typer
 import yaml
 
-from motet.before_loading import check_before_loading
 from motet.commands.answers import say
 from motet.config import DataConfig
-from motet.errors import ConfigError, MotetError
-from motet.jobfile import load_jobs
-from motet.near import close_matches
+from motet.config.jobfile import load_jobs
+from motet.core.errors import ConfigError, MotetError
+from motet.core.near import close_matches
+from motet.hosting.before_loading import check_before_loading
 from motet.tasks.dataset import load_dataset
 
 TASKS: Mapping[str, tuple[str, dict[str, Any]]] = {

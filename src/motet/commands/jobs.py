@@ -11,7 +11,7 @@ import typer
 import motet
 from motet.commands.answers import INTERRUPTED, command_for, print_answer, say, table
 from motet.commands.options import AsJson, JobFile, Key, Override, ServedJob, Url
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -47,7 +47,7 @@ def submit(
     """Submit all jobs of a file to a service and upload their data. The exit code is 1 if a followed job fails."""
     from motet.client.reward_files import RewardFiles
     from motet.commands import served_jobs
-    from motet.jobfile import load_jobs
+    from motet.config.jobfile import load_jobs
 
     config = load_jobs(jobs, overrides or [])
     to_submit = RewardFiles(reward).for_service(config.jobs) if reward else config.jobs
@@ -77,7 +77,7 @@ def ls(
 ) -> None:
     """List the jobs of a service, newest first."""
     from motet.commands.served_jobs import job_cells
-    from motet.types import JobState
+    from motet.core.types import JobState
 
     if state is not None and state not in list(JobState):
         raise ConfigError(f"there is no state {state!r}; there are {', '.join(JobState)}")
@@ -117,7 +117,7 @@ def logs(
 ) -> None:
     """Show the events of a job on a service. The exit code is 1 if a followed job fails."""
     from motet.commands.served_jobs import JobLines
-    from motet.types import JobState
+    from motet.core.types import JobState
 
     with motet.Client(url, key) as client:
         asked = client.job(job)

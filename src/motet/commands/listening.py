@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 
 _LACKING = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """Errors of binding to an address that `localhost` has and the machine lacks: no IPv6, or not this address."""

@@ -9,7 +9,7 @@ import typer
 import motet
 from motet.commands.answers import minute, print_answer, say
 from motet.commands.options import AsJson, Url
-from motet.errors import ServiceError
+from motet.core.errors import ServiceError
 
 app = typer.Typer(rich_markup_mode=None)
 

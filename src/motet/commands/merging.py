@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.errors import AdapterError, BaseModelError
-from motet.model_info import matches_experts
+from motet.core.errors import AdapterError, BaseModelError
+from motet.core.model_info import matches_experts
 
 if TYPE_CHECKING:
     from motet.model.peft_io import PeftAdapter

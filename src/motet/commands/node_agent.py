@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from motet.commands.listening import bound, url_of
+from motet.config.dialects import DIALECTS
 from motet.config.urls import is_loopback, parse_url
-from motet.dialects import DIALECTS
-from motet.errors import ConfigError
-from motet.servers import MEMORY
+from motet.core.errors import ConfigError
+from motet.hosting.servers import MEMORY
 
 
 def listen(

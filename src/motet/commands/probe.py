@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from motet.commands.answers import say
-from motet.dialects import DIALECTS, HttpRequest
-from motet.errors import AdapterError, ServerFault, ServerRefused
+from motet.config.dialects import DIALECTS, HttpRequest
+from motet.core.errors import AdapterError, ServerFault, ServerRefused
+from motet.core.types import AdapterRef, FloatArray, IntArray
 from motet.model.find import find_adapter
 from motet.rollout.connection import Clocks, ServerConnection
-from motet.types import AdapterRef, FloatArray, IntArray
 
 if TYPE_CHECKING:
-    from motet.model_info import Tokenizer
+    from motet.core.model_info import Tokenizer
     from motet.rollout.embedded import EmbeddedEngine
 
 TEXTS = (
@@ -200,7 +200,7 @@ async def logprobs_here(
         AdapterError: a text is too short or too long, or an adapter does not fit.
     """
     from motet.config import EngineConfig
-    from motet.launch import load, sampling
+    from motet.hosting.launch import load, sampling
 
     config = EngineConfig(dtype=dtype)
     base = load(base_name, config)

@@ -15,15 +15,16 @@ from typing import Any
 import yaml
 
 from motet.algorithms.rows import RowAlgorithm
-from motet.checksums import hash_of, replace_file
 from motet.cluster.starts import engine_of_host
 from motet.commands.answers import say
 from motet.config import JobConfig, RunConfig
 from motet.config.candidates import known_jobs
 from motet.config.chain import chains
-from motet.errors import ConfigError, RunError
-from motet.jobfile import jobs_of, load_jobs
-from motet.near import close_matches
+from motet.config.jobfile import jobs_of, load_jobs
+from motet.core.checksums import hash_of, replace_file
+from motet.core.errors import ConfigError, RunError
+from motet.core.near import close_matches
+from motet.core.types import JobState
 from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
@@ -39,7 +40,6 @@ from motet.runtime.receipts import (
 )
 from motet.runtime.recorded import check_recorded, edit_of
 from motet.tasks.judge_answers import FILE as JUDGE_ANSWERS
-from motet.types import JobState
 
 _MOST = 200
 """Characters of a value that are shown."""

@@ -11,14 +11,14 @@ from rich.console import Console
 from motet.commands.answers import print_table, same_command, width_of
 from motet.config import RunConfig
 from motet.config.engine import ClusterConfig
-from motet.errors import ConfigError
-from motet.host import Host
-from motet.jobfile import load_jobs
+from motet.config.jobfile import load_jobs
+from motet.core.errors import ConfigError
+from motet.core.types import HostNow, JobState
+from motet.hosting.host import Host
 from motet.results import RunResult
 from motet.running import run_config
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
-from motet.types import HostNow, JobState
 from motet.view import bracket_table, glyphs_of, make_view, settings_table, summary_table
 
 

@@ -17,17 +17,17 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from motet import wall
-from motet.allocator import without_collections
 from motet.cluster.host_link import HostChild, start_host
 from motet.cluster.local_hosts import LocalHosts, lasting
 from motet.commands.answers import say
 from motet.commands.listening import bound
 from motet.config.service import RateConfig, ServiceConfig
 from motet.config.urls import check_safe_url, is_loopback
-from motet.errors import BaseModelError, ConfigError, RunError
-from motet.launch import check_directories
+from motet.core.errors import BaseModelError, ConfigError, RunError
+from motet.hosting.launch import check_directories
 from motet.model.find import find_base
+from motet.process import wall
+from motet.process.allocator import without_collections
 from motet.tasks.reward_installed import install
 from motet.view.text import safe
 

@@ -12,17 +12,17 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from motet.before_loading import check_data
 from motet.client import AsyncClient, Client
 from motet.commands.answers import INTERRUPTED, command_for, minute, say
 from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.config.chain import chains
-from motet.errors import ConfigError, MotetError, ServiceError
-from motet.preparing import Sources
+from motet.core.errors import ConfigError, MotetError, ServiceError
+from motet.core.types import ADAPTER_CONFIG, JobState
+from motet.hosting.before_loading import check_data
+from motet.hosting.preparing import Sources
 from motet.runtime.progress import JobProgress, figure_of
 from motet.service.schemas import Health, Job, JobEvent, Version
 from motet.tasks.row_files import READERS
-from motet.types import ADAPTER_CONFIG, JobState
 from motet.view import LogView, glyphs_of
 from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, reward_text
 

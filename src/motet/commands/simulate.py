@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from motet.checksums import replace_file
 from motet.commands.answers import print_table
-from motet.errors import ConfigError
-from motet.jobfile import load_simulation
+from motet.config.jobfile import load_simulation
+from motet.core.checksums import replace_file
+from motet.core.errors import ConfigError
 from motet.simulation.outcome import SimulationOutcome, simulate
 
 

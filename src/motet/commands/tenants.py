@@ -12,7 +12,7 @@ import typer
 import motet
 from motet.commands.answers import day, print_answer, say, table
 from motet.commands.options import AsJson, Key, Url
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from motet.service.schemas.usage import By, TenantInfo, UsageLine

@@ -9,12 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from motet.checksums import SUMS, Damage, compare, hash_of
 from motet.config import JobConfig
 from motet.config.candidates import known_jobs
-from motet.errors import MotetError, RunError
-from motet.jobfile import load_jobs
-from motet.preparing import Sources
+from motet.config.jobfile import load_jobs
+from motet.core.checksums import SUMS, Damage, compare, hash_of
+from motet.core.errors import MotetError, RunError
+from motet.core.types import ADAPTER_CONFIG, TRAINED_CONFIG
+from motet.hosting.preparing import Sources
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.manifest import MANIFEST
@@ -29,7 +30,6 @@ from motet.runtime.receipts import (
     subjects_of,
     version_before,
 )
-from motet.types import ADAPTER_CONFIG, TRAINED_CONFIG
 
 _OF_A_JOB = ("state", "job.yaml", MANIFEST)
 

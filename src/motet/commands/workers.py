@@ -10,7 +10,7 @@ import typer
 import motet
 from motet.commands.answers import print_answer, same_command, say, table
 from motet.commands.options import AsJson, Key, Override, Url
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 
 app = typer.Typer(rich_markup_mode=None)
 

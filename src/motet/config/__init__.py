@@ -27,7 +27,7 @@ from motet.config.race import RaceConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.config.stopping import StopConfig
 from motet.config.team import NOT_ON_HOSTS, RoleConfig
-from motet.section import Config, named
+from motet.core.section import Config, named
 
 
 class HostConfig(Config):

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from motet import seeds
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config.job import NAME_PATTERN, JobConfig
 from motet.config.race import RaceConfig, ValueList, ValueRange
-from motet.errors import ConfigError
-from motet.section import Config
+from motet.core import seeds
+from motet.core.errors import ConfigError
+from motet.core.section import Config
 
 _RATE = {"optimizer.lr_multiplier": ValueRange(low=0.1, high=10)}
 _RANK = {"adapter.rank": ValueList(values=[8, 16, 32, 64])}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from motet.section import Config
+from motet.core.section import Config
 
 GENERATED_ROWS = 4096
 """Default number of rows of a generated source."""

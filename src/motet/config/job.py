@@ -15,13 +15,13 @@ from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.algorithms.registry import Choice
 from motet.algorithms.rows import RowAlgorithm
-from motet.batch import AdamW
 from motet.config.data import OF_CLIENT, DataConfig
 from motet.config.race import RaceConfig, race_of
 from motet.config.stopping import StopConfig
 from motet.config.team import MOST_RANK, TeamConfig, team_mistake
-from motet.near import close_matches
-from motet.section import Config, named
+from motet.core.batch import AdamW
+from motet.core.near import close_matches
+from motet.core.section import Config, named
 
 SEED_BITS = 48
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.registry import ALGORITHMS
 from motet.config import Config, JobConfig, RunConfig
-from motet.errors import ConfigError
-from motet.near import close_matches
+from motet.core.errors import ConfigError
+from motet.core.near import close_matches
 
 MOST_MISTAKES = 100
 """Most mistakes that are reported together."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from motet.section import Config
+from motet.core.section import Config
 
 
 class ObserverConfig(Config):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from motet.section import Config
+from motet.core.section import Config
 
 MOST_CANDIDATES = 64
 MOST_VALUES = 64

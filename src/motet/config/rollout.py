@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from motet.config.dialects import DIALECTS
 from motet.config.engine import EngineConfig
 from motet.config.urls import parse_url
-from motet.dialects import DIALECTS
-from motet.near import close_matches
-from motet.section import Config
+from motet.core.near import close_matches
+from motet.core.section import Config
 
 VERSIONS_BESIDES = 2
 """Versions of a job that servers hold at the same time, besides one for each step of lag."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from motet.section import Config
+from motet.core.section import Config
 
 
 class HostCosts(Config):

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from motet.section import Config
+from motet.core.section import Config
 
 
 class NoGainConfig(Config):

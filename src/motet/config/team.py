@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field
 
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
-from motet.section import Config
-from motet.types import MOST_ROLES
+from motet.core.section import Config
+from motet.core.types import MOST_ROLES
 
 MOST_RANK = 512
 NOT_ON_HOSTS = (

@@ -11,16 +11,16 @@ import threading
 import time
 from pathlib import Path
 
-from motet.channel import Parent
 from motet.cluster.listener import ADDRESS, TOKEN
 from motet.cluster.messages import HostFailed, StartHost, ToHost
 from motet.config import HostConfig
-from motet.errors import RunError
+from motet.config.jobfile import validate_as
+from motet.core.errors import RunError
 from motet.hosting.answers import reason
+from motet.hosting.launch import warm_up
 from motet.hosting.line import ServiceLine
 from motet.hosting.process import HostProcess
-from motet.jobfile import validate_as
-from motet.launch import warm_up
+from motet.process.channel import Parent
 from motet.runtime.rundir import RunDirectory
 
 _LOCK_SECONDS = 60.0

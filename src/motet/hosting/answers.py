@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from motet import seeds
 from motet.cluster import messages as m
-from motet.device import used_by
-from motet.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
+from motet.core import seeds
+from motet.core.device import used_by
+from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
+from motet.core.types import AdapterRef, GenerateRequest, IntArray, Message, Problem
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.tool_calls import written
-from motet.types import AdapterRef, GenerateRequest, IntArray, Message, Problem
 
 if TYPE_CHECKING:
     from motet.config import AdapterConfig

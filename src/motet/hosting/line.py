@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from motet.channel import ChannelMessage, decode, encode
 from motet.cluster import messages as m
+from motet.process.channel import ChannelMessage, decode, encode
 
 KEPT = (m.JobChanged, m.JobStepped, m.JobWorked, m.UsageWindow)
 """Messages that wait until the service has written them down (`EventKept`)."""

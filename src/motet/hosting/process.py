@@ -13,20 +13,21 @@ from weakref import WeakValueDictionary
 import numpy as np
 from msgspec import structs
 
-from motet import budgets
 from motet.agents import episode_messages as e
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
-from motet.channel import Parent
 from motet.cluster import messages as m
-from motet.config import HostConfig, JobConfig, RolloutConfig
-from motet.errors import EngineError
-from motet.host import Host
+from motet.config import HostConfig, JobConfig, RolloutConfig, budgets
+from motet.core.errors import EngineError
+from motet.core.types import JobState, Wanted
 from motet.hosting.answers import Answers, reason
+from motet.hosting.host import Host
+from motet.hosting.launch import open_base
 from motet.hosting.line import Gone, ServiceLine
+from motet.hosting.preparing import ReadData, Sources, prepare
 from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports
 from motet.hosting.scores import AskedOfService
-from motet.launch import open_base
-from motet.preparing import ReadData, Sources, prepare
+from motet.hosting.workshop import Workshop
+from motet.process.channel import Parent
 from motet.protocols import RolloutEngine
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
@@ -40,8 +41,6 @@ from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.row_files import OF_A_JOB
-from motet.types import JobState, Wanted
-from motet.workshop import Workshop
 
 USUAL = budgets.Need(512, 512)
 """Sizes the KV cache: later jobs have unknown lengths."""

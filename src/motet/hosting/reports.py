@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from msgspec import structs
 
 from motet.cluster import messages as m
+from motet.core.types import JobState
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import CommandObeyed, Executed, Job, JobEvent, JobObserver, StateChanged, StepDone
 from motet.runtime.meter import Meter
 from motet.tasks.plain_json import as_json
-from motet.types import JobState
 
 Send = Callable[[m.FromHost], None]
 

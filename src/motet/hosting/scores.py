@@ -9,7 +9,7 @@ from typing import Any
 
 from motet.cluster.messages import CancelScore, FromHost, ScoreRequest, ScoresAnswered
 from motet.config import RewardConfig
-from motet.errors import EngineError, ScorerAway
+from motet.core.errors import EngineError, ScorerAway
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_elsewhere import ScoreOrReason, Transcripts, from_wire
 

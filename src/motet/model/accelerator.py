@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet import budgets
-from motet.errors import BaseModelError
+from motet.config import budgets
+from motet.core.errors import BaseModelError
 
 Replay = Callable[[], Tensor]
 _WARM_UP = 2

@@ -25,7 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
 from motet.model.accelerator import free_memory
 from motet.model.experts import has_experts
 from motet.model.packed import BaseFormat, PackedExperts, PackedLinear, unpack

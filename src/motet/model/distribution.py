@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.batch import AdamW, LossFunctions
-from motet.types import SamplingParams
+from motet.core.batch import AdamW, LossFunctions
+from motet.core.types import SamplingParams
 
 _BLOCK = 256
 """Tokens summed in one block before the cumulative sum; a scan of the whole vocabulary is slow."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from motet.core.model_info import EXPERTS
 from motet.model import long_products
 from motet.model.attention import LayerCall, Span
 from motet.model.experts import are_computed_here, rows_agree
@@ -17,7 +18,6 @@ from motet.model.lora import AdapterWeights, NoAdapters
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting
 from motet.model.whole_vectors import Uneven
-from motet.model_info import EXPERTS
 
 RANK = 4
 """Rank of the tested adapters."""

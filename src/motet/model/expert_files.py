@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from motet.errors import AdapterError
-from motet.model_info import EXPERTS, matches_experts
+from motet.core.errors import AdapterError
+from motet.core.model_info import EXPERTS, matches_experts
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from motet import seeds
-from motet.errors import AdapterError
-from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FloatArray, IntArray
+from motet.core import seeds
+from motet.core.errors import AdapterError
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FloatArray, IntArray
 
 Vector = NDArray[np.float64]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from motet.errors import AdapterError, BaseModelError
-from motet.near import close_matches
-from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from motet.core.errors import AdapterError, BaseModelError
+from motet.core.near import close_matches
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 SMALL_BASE = Path(__file__).parent.parent / "assets" / "small-base"
 _SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from motet.allocator import memory_apart
 from motet.model.state_cache import StateCache
+from motet.process.allocator import memory_apart
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from motet.allocator import without_collections
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
 from motet.model.accelerator import add_in_full_precision, place_of
 from motet.model.arithmetic import Arithmetic, Numerics
 from motet.model.find import find_base
@@ -17,6 +16,7 @@ from motet.model.lora_model import LoraModel, wrap
 from motet.model.packed import BaseFormat, n_hidden
 from motet.model.proof import prove
 from motet.model.shards import Shards
+from motet.process.allocator import without_collections
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOKENIZERS = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json")

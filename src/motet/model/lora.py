@@ -25,11 +25,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from motet import seeds
-from motet.allocator import memory_apart
+from motet.core import seeds
 from motet.model.arithmetic import ROWS, Arithmetic, least_rows, round_up
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.packed import PackedLinear, frozen_weight, joint_weight
+from motet.process.allocator import memory_apart
 
 Views = dict[str, tuple[Tensor, Tensor]]
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
+from motet.core.model_info import ModelInfo
 from motet.model import attention
 from motet.model.accelerator import processor_of
 from motet.model.arithmetic import Arithmetic
@@ -31,7 +32,6 @@ from motet.model.mixers import StatefulBackend, replace_mixers
 from motet.model.norm import speed_up_norms
 from motet.model.packed import PackedLinear, frozen_weight, n_hidden
 from motet.model.text_only import decoder_of
-from motet.model_info import ModelInfo
 
 if TYPE_CHECKING:
     from motet.model.shards import Shards

@@ -22,15 +22,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from motet.checksums import check_version, sync
 from motet.config import AdapterConfig
-from motet.errors import AdapterError
+from motet.core.checksums import check_version, sync
+from motet.core.errors import AdapterError
+from motet.core.model_info import ALL_LINEAR, EXPERTS
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.model.expert_files import together
 from motet.model.find import find_adapter
 from motet.model.lora import AdapterLayout
 from motet.model.lora_model import LoraModel
-from motet.model_info import ALL_LINEAR, EXPERTS
-from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 PREFIX = "base_model.model."
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, round_up
 from motet.model.attention import INSTEAD, LayerCall
 from motet.model.exactness import RANK, check_exactness, packed_hidden, packed_logits

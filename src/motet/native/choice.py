@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from motet.config.engine import NamedKernels
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 from motet.native import library
 
 FASTER = 1.5

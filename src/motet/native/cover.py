@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from motet.config.engine import EngineConfig, NamedKernels
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
 from motet.model.accelerator import free_memory, place_of
 from motet.model.exactness import check_exactness, packed_logits
 from motet.model.load import load_base

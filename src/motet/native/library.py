@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 from motet.native import building
 
 ARITHMETICS = {"exact": 0, "exact-dpbf16": 1}

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from motet.batch import AdamW
+from motet.core.batch import AdamW
+from motet.core.types import SamplingParams
 from motet.native.library import Product
-from motet.types import SamplingParams
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "draw": (None, [c_void_p, c_int64, c_int64, *[c_void_p] * 5, c_int64]),

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.allocator import memory_apart
 from motet.model.lora import AdapterWeights
+from motet.process.allocator import memory_apart
 
 ALIGNMENT = 64
 """Alignment of packed matrices, in bytes."""

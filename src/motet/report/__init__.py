@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from motet.checksums import replace_file
+from motet.core.checksums import replace_file
 from motet.report.page import page
 from motet.report.read import read_run
 from motet.report.svg import curves_of, draw_curves

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from motet.errors import RunError
+from motet.core.errors import RunError
 from motet.report.read import JobRecord, Line, RunRecord, Series, number, read_job, read_lines, read_run, series
 from motet.report.svg import Curves
 from motet.runtime.settings import Mean, common_name, setting_of

@@ -16,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from motet.config import RewardConfig
-from motet.errors import RunError
+from motet.core.errors import RunError
 from motet.runtime.race import RaceRecord, records
 from motet.runtime.settings import Setting, setting_of, settings
 from motet.runtime.signs import Signs

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from motet import seeds
-from motet.dialects import SEED_BITS, Ask, Piece
-from motet.stops import Decode, certain, ending, until_stop
-from motet.types import Chunk, FinishReason, GenerateRequest
+from motet.config.dialects import SEED_BITS, Ask, Piece
+from motet.core import seeds
+from motet.core.stops import Decode, certain, ending, until_stop
+from motet.core.types import Chunk, FinishReason, GenerateRequest
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import anyio
 import httpx2
 
-from motet.dialects import HttpRequest, Json
-from motet.errors import ServerFault, ServerGone, ServerRefused
+from motet.config.dialects import HttpRequest, Json
+from motet.core.errors import ServerFault, ServerGone, ServerRefused
 
 Result = TypeVar("Result")
 

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from motet.core.tenant_turns import TenantTurns
+from motet.core.types import FinishReason
 from motet.model.host_cache import HostCache
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
@@ -25,8 +27,6 @@ from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import ModelRunner, NewTokens
 from motet.rollout.sequences import Prompt, SampledSequence, tenant_of
 from motet.rollout.tick_turns import TickTurns
-from motet.tenant_turns import TenantTurns
-from motet.types import FinishReason
 
 
 class Decoder:

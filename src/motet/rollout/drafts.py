@@ -17,9 +17,9 @@ from itertools import accumulate
 
 import numpy as np
 
+from motet.core.types import IntArray
 from motet.model.lora_model import LoraModel
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.types import IntArray
 
 _ORDERS = (4, 2)
 """Context lengths, in tokens, of n-gram guesses; used if no other completion began in the same way."""

@@ -17,8 +17,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from motet.device import DECODES, Device
-from motet.errors import DeviceError, EngineError
+from motet.core.device import DECODES, Device
+from motet.core.errors import DeviceError, EngineError
+from motet.core.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 from motet.model.distribution import Distribution
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
@@ -29,7 +30,6 @@ from motet.rollout.decoder import Decoder
 from motet.rollout.drafts import Drafts
 from motet.rollout.grammars import Grammars
 from motet.rollout.sequences import Prompt, SampledSequence, aborted
-from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
 _SCORED_ROWS = 256
 """Positions whose logits are in memory at a time."""

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from motet import seeds
-from motet.errors import EngineError
-from motet.model.fake import VOCABULARY, FakeAdapter, FakePolicy, FakeTokenizer, Vector, read_adapter
-from motet.types import (
+from motet.core import seeds
+from motet.core.errors import EngineError
+from motet.core.types import (
     AdapterRef,
     Chunk,
     FinishReason,
@@ -31,6 +30,7 @@ from motet.types import (
     SamplingParams,
     TopTokens,
 )
+from motet.model.fake import VOCABULARY, FakeAdapter, FakePolicy, FakeTokenizer, Vector, read_adapter
 
 
 class FakeEngine:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from motet.errors import EngineError, ServerGone, ServerUnfit
+from motet.core.errors import EngineError, ServerGone, ServerUnfit
 from motet.rollout.replica import Replica
 from motet.rollout.server_process import ServerProcess
 

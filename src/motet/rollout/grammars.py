@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from motet.errors import EngineError
-from motet.model_info import ModelInfo
-from motet.types import BoolArray, SamplingParams
+from motet.core.errors import EngineError
+from motet.core.model_info import ModelInfo
+from motet.core.types import BoolArray, SamplingParams
 
 _KEPT = 16
 """Size of the cache of compiled grammars. Callers validate untrusted ones first (`chat.structure.check_grammar`)."""

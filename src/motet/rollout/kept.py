@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from motet.core.types import AdapterRef, IntArray
 from motet.model.host_cache import HostCache, HostCopy
 from motet.model.kv_cache import KVCache
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.types import AdapterRef, IntArray
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motet import seeds
+from motet.core import seeds
 from motet.model.attention import Span
 from motet.model.cuda_graph import CudaGraphRunner
 from motet.model.distribution import draw

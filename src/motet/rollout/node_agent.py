@@ -21,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from motet.dialects import Dialect, HttpRequest
-from motet.errors import EngineError
+from motet.config.dialects import Dialect, HttpRequest
+from motet.core.errors import EngineError
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.shipping import AWAY, DIGEST, unpack
 from motet.rollout.version_files import VersionFiles

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from motet.dialects import Ask, Dialect, Facts, HttpRequest, Piece
-from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
+from motet.config.dialects import Ask, Dialect, Facts, HttpRequest, Piece
+from motet.core.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
+from motet.core.types import FloatArray, IntArray, ServerLoad, TopTokens
 from motet.rollout.connection import Clocks, ServerConnection, detail_of
 from motet.rollout.in_vllm.motet_vllm import EXTENSION, TESTED
 from motet.rollout.shipping import send, take_back, written
 from motet.rollout.version_server import VersionServer
-from motet.types import FloatArray, IntArray, ServerLoad, TopTokens
 
 Result = TypeVar("Result")
 

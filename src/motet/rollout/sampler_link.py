@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from motet.channel import END_SECONDS, ChildProcess
-from motet.device import BusyTime
-from motet.errors import DeviceError, EngineError
+from motet.core.device import BusyTime
+from motet.core.errors import DeviceError, EngineError
+from motet.core.types import AdapterRef, Chunk, GenerateRequest
 from motet.model.lora import AdapterWeights
+from motet.process.channel import END_SECONDS, ChildProcess
 from motet.rollout import sampler_messages as m
-from motet.types import AdapterRef, Chunk, GenerateRequest
 
 _MEMORY = Path("/dev/shm")
 

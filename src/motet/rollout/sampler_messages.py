@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from motet.channel import ChannelMessage
 from motet.config.engine import NamedKernels
-from motet.types import AdapterRef, Chunk, GenerateRequest
+from motet.core.types import AdapterRef, Chunk, GenerateRequest
+from motet.process.channel import ChannelMessage
 
 # --- parent → process -------------------------------------------------------------------------------------------------------
 

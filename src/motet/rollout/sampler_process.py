@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from motet.allocator import keep_freed_memory
-from motet.channel import Parent
-from motet.device import Device
-from motet.errors import EngineError, MotetError
+from motet.core.device import Device
+from motet.core.errors import EngineError, MotetError
+from motet.core.types import GenerateRequest
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
 from motet.native.cover import compute_with
+from motet.process.allocator import keep_freed_memory
+from motet.process.channel import Parent
 from motet.rollout import sampler_messages as m
 from motet.rollout.embedded import EmbeddedEngine
-from motet.types import GenerateRequest
 
 _BUSY_SECONDS = 0.5
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from motet.core.stops import certain, ending
+from motet.core.types import Chunk, FinishReason, GenerateRequest
 from motet.model.host_cache import HostCopy
 from motet.model.lora import AdapterWeights
 from motet.rollout.grammars import Grammar
-from motet.stops import certain, ending
-from motet.types import Chunk, FinishReason, GenerateRequest
 
 Emit = Callable[[Chunk | Exception], None]
 _TAIL = 16

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused
+from motet.core.errors import EngineError, ServerFault, ServerGone, ServerRefused
+from motet.core.types import ADAPTER_FILES, AdapterRef, FloatArray, IntArray
 from motet.rollout.fleet import Fleet
 from motet.rollout.replica import Replica, again
 from motet.rollout.version_files import VersionFiles
-from motet.types import ADAPTER_FILES, AdapterRef, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
 

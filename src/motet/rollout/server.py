@@ -19,16 +19,9 @@ from pathlib import Path
 import anyio
 import numpy as np
 
-from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
-from motet.protocols import Trainer
-from motet.rollout.completion import Completion
-from motet.rollout.fleet import Fleet
-from motet.rollout.replica import Replica
-from motet.rollout.served_versions import ServedVersions, copy_adapter
-from motet.rollout.server_process import ServerProcess
-from motet.rollout.version_files import VersionFiles
-from motet.stops import Decode
-from motet.types import (
+from motet.core.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
+from motet.core.stops import Decode
+from motet.core.types import (
     AdapterRef,
     Chunk,
     FinishReason,
@@ -39,6 +32,13 @@ from motet.types import (
     TopTokens,
     schema_of,
 )
+from motet.protocols import Trainer
+from motet.rollout.completion import Completion
+from motet.rollout.fleet import Fleet
+from motet.rollout.replica import Replica
+from motet.rollout.served_versions import ServedVersions, copy_adapter
+from motet.rollout.server_process import ServerProcess
+from motet.rollout.version_files import VersionFiles
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from motet.errors import EngineError
+from motet.core.errors import EngineError
 
 _END_SECONDS = 15.0
 _STARTS_IN_VAIN = 3

@@ -10,10 +10,10 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from motet.dialects import HttpRequest
-from motet.errors import EngineError, ServerFault, ServerGone, ServerRefused
+from motet.config.dialects import HttpRequest
+from motet.core.errors import EngineError, ServerFault, ServerGone, ServerRefused
+from motet.core.types import ADAPTER_FILES
 from motet.rollout.connection import ServerConnection
-from motet.types import ADAPTER_FILES
 
 DIGEST = "x-content-sha256"
 AWAY = 502

@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from motet.errors import DeviceError
+from motet.core.errors import DeviceError
+from motet.core.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
 from motet.rollout.sequences import aborted
-from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
 
 @dataclass(frozen=True, eq=False)

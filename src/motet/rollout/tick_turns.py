@@ -6,9 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from motet.device import DECODES, WAITS
+from motet.core.device import DECODES, WAITS
+from motet.core.tenant_turns import Cost, Payer, TenantTurns
 from motet.rollout.sequences import Prompt, SampledSequence, tenant_of
-from motet.tenant_turns import Cost, Payer, TenantTurns
 
 
 class TickTurns:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from motet.errors import EngineError
-from motet.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
+from motet.core.errors import EngineError
+from motet.core.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
 _WHY = "recorded rollouts are trained: nothing is sampled"
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from motet.errors import EngineError
+from motet.core.errors import EngineError
 
 _GRACE = 2
 """Number of unloaded versions whose directories are kept, because a server may still read them."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from urllib.parse import urlsplit
 
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 from motet.rollout.in_vllm.motet_vllm import PREFIX
 from motet.rollout.shipping import packed
 

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from motet import seeds
-from motet.model_info import ModelInfo
+from motet.core import seeds
+from motet.core.model_info import ModelInfo
+from motet.core.types import Chunk, GenerateRequest, Message, Problem, SamplingParams
 from motet.protocols import RolloutEngine
 from motet.runtime.scheduler import FairScheduler
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.graders.template import UnfilledError
 from motet.tasks.judge_answers import Said
 from motet.tasks.judge_http import TEMPLATE
-from motet.types import Chunk, GenerateRequest, Message, Problem, SamplingParams
 
 
 class BaseJudge:

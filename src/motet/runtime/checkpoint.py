@@ -28,13 +28,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from motet.checksums import hash_of, link, replace_file, sealed, sums_of, sync, unsealed, write_sums
-from motet.errors import RunError
+from motet.core.checksums import hash_of, link, replace_file, sealed, sums_of, sync, unsealed, write_sums
+from motet.core.errors import RunError
+from motet.core.types import adapter_files
 from motet.runtime.manifest import Manifest
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import RECEIPT, Materials
 from motet.tasks.plain_json import as_json
-from motet.types import adapter_files
 
 FORKED = "forked.json"
 """Marks a forked job that has not been opened yet."""

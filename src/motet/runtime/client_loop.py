@@ -19,16 +19,16 @@ import numpy as np
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.client import ClientLoss
-from motet.batch import AdamW, LossFunctions, LossStats, OptimStats, Segment
-from motet.checksums import sync
-from motet.errors import AdapterError, ScorerAway, StorageFull
+from motet.core.batch import AdamW, LossFunctions, LossStats, OptimStats, Segment
+from motet.core.checksums import sync
+from motet.core.errors import AdapterError, ScorerAway, StorageFull
+from motet.core.types import FloatArray
 from motet.runtime import journal as j
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.job import CommandObeyed, Executed, Job, Services
 from motet.runtime.learner import unheard
 from motet.runtime.session import FinishedStep
-from motet.types import FloatArray
 
 ABOUT = "checkpoint.json"
 """Metadata file beside the adapter of a checkpoint."""

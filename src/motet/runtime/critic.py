@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from motet import seeds
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.critic import CriticConfig, ValueLoss
-from motet.batch import OptimStats, Segment
 from motet.config import AdapterConfig
+from motet.core import seeds
+from motet.core.batch import OptimStats, Segment
+from motet.core.types import FloatArray
 from motet.runtime.learning_rate import adamw
 from motet.runtime.session import Session, Slot
-from motet.types import FloatArray
 
 
 class Critic:

@@ -6,8 +6,8 @@ import contextlib
 import shutil
 from collections.abc import Callable
 
-from motet.checksums import disk_error
-from motet.errors import DiskFull, RunError, StorageFull
+from motet.core.checksums import disk_error
+from motet.core.errors import DiskFull, RunError, StorageFull
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
 from motet.runtime.storage_room import StorageRoom

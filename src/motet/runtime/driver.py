@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 
-from motet.errors import ScorerAway
+from motet.core.errors import ScorerAway
+from motet.core.types import JobState
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services
 from motet.runtime.reference import reference_of
 from motet.runtime.scheduler import weight_of
 from motet.runtime.session import Evaluated, Session
 from motet.runtime.stopping import stopped_early
-from motet.types import JobState
 
 
 class Driver:

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from motet.checksums import link, replace_file, sealed, sync, unsealed
-from motet.errors import RunError
+from motet.core.checksums import link, replace_file, sealed, sync, unsealed
+from motet.core.errors import RunError
 from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 
 

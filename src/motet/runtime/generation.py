@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from motet import seeds
+from motet.core import seeds
+from motet.core.stops import certain, ending, until_stop
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
 from motet.protocols import RolloutEngine
 from motet.runtime.versions import Versions
-from motet.stops import certain, ending, until_stop
 from motet.tasks.chat import Chat
-from motet.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
 
 Result = TypeVar("Result")
 

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from motet.checksums import hash_of, sums_of
 from motet.config import GIVEN_ROWS, JobConfig
+from motet.core.checksums import hash_of, sums_of
+from motet.core.types import ADAPTER_WEIGHTS
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.function_sums import FunctionSums
 from motet.runtime.source_sums import SHOWN, CodeSums
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_elsewhere import masked, without_spending
-from motet.types import ADAPTER_WEIGHTS
 
 NOT_FOLLOWED = "not_followed"
 """Key in a job's identity that lists code that could not be checked."""

@@ -12,8 +12,8 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
+from motet.core.types import JobState
 from motet.runtime.progress import JobProgress
-from motet.types import JobState
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO_SECONDS = 1.0

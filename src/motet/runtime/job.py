@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from motet.batch import LossFunctions
 from motet.config import EnvironmentConfig, JobConfig
-from motet.device import Device, used_by
-from motet.errors import MotetError
+from motet.core.batch import LossFunctions
+from motet.core.device import Device, used_by
+from motet.core.errors import MotetError
+from motet.core.types import JobState, SamplingParams
 from motet.protocols import RolloutEngine, Trainer, WeightSync
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.learner import Learner
@@ -25,7 +26,6 @@ from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset
 from motet.tasks.episode import OwnEnvironment
 from motet.tasks.reward_pool import RewardPool
-from motet.types import JobState, SamplingParams
 
 Result = TypeVar("Result")
 

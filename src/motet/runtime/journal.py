@@ -27,9 +27,9 @@ import msgspec
 import numpy as np
 
 from motet.algorithms.client import datum
-from motet.batch import Sample
-from motet.checksums import sync
-from motet.types import FloatArray
+from motet.core.batch import Sample
+from motet.core.checksums import sync
+from motet.core.types import FloatArray
 
 KEPT = 4096
 """Number of outcomes before the newest commit that a client can fetch again."""

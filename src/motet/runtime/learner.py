@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from motet.algorithms.packing import Waiting, merge
-from motet.batch import Batch, Segment, Trained
-from motet.device import Device, used_by
-from motet.errors import DeviceError
+from motet.core.batch import Batch, Segment, Trained
+from motet.core.device import Device, used_by
+from motet.core.errors import DeviceError
+from motet.core.tenant_turns import Cost, Payer
+from motet.core.types import FloatArray
 from motet.protocols import Parking, Pausing, Pieces, Trainer
 from motet.runtime.scheduler import FairScheduler
-from motet.tenant_turns import Cost, Payer
-from motet.types import FloatArray
 
 Executed = Callable[[int], None]
 """Called with the work just done for a job, in tokens times targets."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.critic import credited
-from motet.batch import LossStats, OptimStats, Segment, Trained
+from motet.core.batch import LossStats, OptimStats, Segment, Trained
 from motet.runtime.critic import Critic
 from motet.runtime.learning_rate import adamw
 from motet.runtime.reference import Reference

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from motet.batch import AdamW
 from motet.config import OptimizerConfig
+from motet.core.batch import AdamW
 
 _WIDTH_POWER = {"llama": 1.5, "qwen": 0.08}
 REFERENCE_ROLLOUTS = 128

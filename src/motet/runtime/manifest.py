@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from motet.checksums import SUMS, hash_of, replace_file, sealed, sync, unsealed
+from motet.core.checksums import SUMS, hash_of, replace_file, sealed, sync, unsealed
 
 MANIFEST = "manifest.jsonl"
 

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from motet.device import BusyTime
+from motet.core.device import BusyTime
 
 COMPLETIONS = "answers/"
 """Prefix of a tenant in the name of its completions."""

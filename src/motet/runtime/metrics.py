@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from motet.batch import LossStats, OptimStats
-from motet.device import BusyTime
+from motet.core.batch import LossStats, OptimStats
+from motet.core.device import BusyTime
+from motet.core.types import Group, Rollout
 from motet.runtime.steps import LearnedStep, SampledStep
-from motet.types import Group, Rollout
 
 _REASONS, _REASON = 3, 300
 """Number of failure reasons that a step keeps, and their maximum characters."""

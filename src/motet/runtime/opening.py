@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from motet.checksums import SUMS, Damage, compare, hash_of, replace_file, version_damage
-from motet.errors import RunError
+from motet.core.checksums import SUMS, Damage, compare, hash_of, replace_file, version_damage
+from motet.core.errors import RunError
 from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.manifest import Record, sum_of

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 
 from motet.config import JobConfig
-from motet.errors import EnvironmentFault
+from motet.core.errors import EnvironmentFault
 from motet.runtime.job import Job, Services
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import OwnEnvironment

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from motet.errors import RunError
+from motet.core.errors import RunError
 
 _BEFORE = ".owner-"
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
-from motet.checksums import disk_error
-from motet.errors import DeviceError, MotetError, RankGone, RunError
+from motet.core.checksums import disk_error
+from motet.core.errors import DeviceError, MotetError, RankGone, RunError
+from motet.core.types import JobState, Wanted
 from motet.runtime.client_loop import ClientLoop
 from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.driver import Driver
@@ -28,7 +29,6 @@ from motet.runtime.scheduler import weight_of
 from motet.runtime.slot_turns import MAX_IDLE, IdleSlotTimeouts, SlotTurns
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.runtime.uninterrupted import in_thread
-from motet.types import JobState, Wanted
 
 _POLL_SECONDS = 0.3
 MAX_RESTARTS = 3

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from motet.config import JobConfig
+from motet.core.types import JobState
 from motet.runtime.signs import Signs
 from motet.tasks.reward_elsewhere import weights_of
-from motet.types import JobState
 
 _EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_trained", "errors"}
 """Fields of a job's last line, which belongs to no step."""

@@ -14,17 +14,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
-from motet.checksums import replace_file
 from motet.config import Config
 from motet.config.candidates import RacePlan
 from motet.config.race import RaceConfig
-from motet.errors import ConfigError, RunError
+from motet.core.checksums import replace_file
+from motet.core.errors import ConfigError, RunError
+from motet.core.types import JobState
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.runtime.race_rule import CONFIRMS, RaceStanding, confirming, decide, deciding, paired, ranked
 from motet.tasks.plain_json import as_json
-from motet.types import JobState
 
 ENDING = ".race.json"
 LEAST_ROWS = 12

@@ -23,15 +23,15 @@ from typing import Any
 
 import yaml
 
-from motet.checksums import Damage, hash_of
-from motet.errors import BaseModelError, RunError
+from motet.core.checksums import Damage, hash_of
+from motet.core.errors import BaseModelError, RunError
+from motet.core.types import adapter_files
 from motet.model.find import find_base
 from motet.runtime.source_sums import SHOWN
 from motet.tasks.dataset import Dataset
 from motet.tasks.plain_json import as_json
 from motet.tasks.problems import Problems
 from motet.tasks.rewards import BUILTIN
-from motet.types import adapter_files
 
 RECEIPT, RECEIPTS = "receipt.json", "receipts"
 STATEMENT, PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.batch import Sample, Segment
 from motet.config import AdapterConfig
-from motet.errors import AdapterError
+from motet.core.batch import Sample, Segment
+from motet.core.errors import AdapterError
+from motet.core.types import ADAPTER_CONFIG, FloatArray
 from motet.model.find import find_adapter
 from motet.runtime.session import Session, Slot
 from motet.tasks.scoring_server import ScoringServer
-from motet.types import ADAPTER_CONFIG, FloatArray
 
 _AT_ONCE = 8
 """Concurrent requests to a server."""

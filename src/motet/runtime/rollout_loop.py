@@ -9,7 +9,8 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from motet.errors import JobFailed
+from motet.core.errors import JobFailed
+from motet.core.types import Group
 from motet.runtime.checkpoint import Committed
 from motet.runtime.critic import Critic
 from motet.runtime.driver import Driver
@@ -20,7 +21,6 @@ from motet.runtime.recorded import RecordedSampler, exact_rows
 from motet.runtime.sampling import JobSampler, Supply
 from motet.runtime.session import Evaluated, FinishedStep
 from motet.runtime.steps import SampledStep
-from motet.types import Group
 
 
 class RolloutLoop(Driver):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.rows import RowAlgorithm, RowLogprobs
+from motet.core.types import Problem
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
@@ -14,7 +15,6 @@ from motet.runtime.learning import train
 from motet.runtime.metrics import trained_record
 from motet.runtime.session import Evaluated, FinishedStep
 from motet.tasks.rows import row_of
-from motet.types import Problem
 
 
 class RowLoop(Driver):

@@ -10,11 +10,11 @@ import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from motet.checksums import remove_old_drafts, replace_file
-from motet.errors import RunError
+from motet.core.checksums import remove_old_drafts, replace_file
+from motet.core.errors import RunError
+from motet.core.types import JobState, Wanted
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
-from motet.types import JobState, Wanted
 
 CONTROL = "control"
 """File in a job's directory with the command `pause`, `resume` or `cancel`; deleted once read."""

@@ -15,9 +15,10 @@ from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from motet import seeds
 from motet.config import JobConfig
-from motet.errors import EngineError, ScorerAway
+from motet.core import seeds
+from motet.core.errors import EngineError, ScorerAway
+from motet.core.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
 from motet.runtime.generation import Generation, PutAside, Result, ended
 from motet.runtime.job import Job, Services
 from motet.runtime.own_environment import own_environment
@@ -26,7 +27,6 @@ from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.episode import ENVIRONMENTS, Generate, GroupContext, OwnEnvironment
 from motet.tasks.reward_pool import ScoreOutcome
-from motet.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
 
 _BEGUN_AT_ONCE = 16
 """Groups started before other tasks get the event loop."""

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from motet import seeds
 from motet.algorithms.algorithm import StepBatch
-from motet.batch import AdamW, LossStats, OptimStats, Segment, Trained
 from motet.config import AdapterConfig
 from motet.config.job import SEED_BITS
-from motet.device import used_by
-from motet.errors import JobFailed
+from motet.core import seeds
+from motet.core.batch import AdamW, LossStats, OptimStats, Segment, Trained
+from motet.core.device import used_by
+from motet.core.errors import JobFailed
+from motet.core.types import FloatArray
 from motet.protocols import Trainer
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services, StepDone
@@ -33,7 +34,6 @@ from motet.runtime.steps import LearnedStep
 from motet.runtime.stopping import Stopping
 from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions, adapter_name
-from motet.types import FloatArray
 
 Result = TypeVar("Result")
 

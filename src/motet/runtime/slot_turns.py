@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from motet import seeds
+from motet.core import seeds
 from motet.runtime.slots import FREE, Claim, Rule
 
 TURN_SECONDS = 60.0

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from motet.algorithms.algorithm import StepBatch
-from motet.batch import LossStats, OptimStats
-from motet.types import Group
+from motet.core.batch import LossStats, OptimStats
+from motet.core.types import Group
 
 
 @dataclass

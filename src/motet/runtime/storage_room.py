@@ -6,7 +6,7 @@ import math
 import threading
 from pathlib import Path
 
-from motet.errors import StorageFull
+from motet.core.errors import StorageFull
 
 
 class StorageRoom:

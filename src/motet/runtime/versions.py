@@ -12,9 +12,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from motet.core.types import AdapterRef
 from motet.protocols import RolloutEngine, WeightSync
 from motet.runtime.uninterrupted import uninterrupted
-from motet.types import AdapterRef
 
 
 def adapter_name(job: str, role: str = "") -> str:

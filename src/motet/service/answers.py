@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from motet.chat.completer import AnswerPiece, Conversation, Reply, whole
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Answer, Complete, PromptRead, Tokens
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
+from motet.core.types import FinishReason
 from motet.tasks.tool_calls import SpokenText
-from motet.types import FinishReason
 
 _CHAT_TOKENS = 512
 

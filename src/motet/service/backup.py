@@ -21,8 +21,8 @@ from pathlib import Path
 
 from sqlalchemy import make_url
 
-from motet.checksums import sync
-from motet.errors import RunError
+from motet.core.checksums import sync
+from motet.core.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
 
 MANIFEST = "backup.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 
 SMALL_BASE = Path(__file__).parents[1] / "assets" / "small-base"
 

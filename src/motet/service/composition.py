@@ -6,13 +6,13 @@ import logging
 from collections import defaultdict
 from dataclasses import asdict
 
-from motet.apart import Apart, WorkLimits
 from motet.cluster.host_link import HostHandlers
 from motet.cluster.hosts import Hosts
 from motet.cluster.local_hosts import code_of, lasting
 from motet.cluster.messages import StartHost
 from motet.cluster.starts import launcher, starts_of
 from motet.native.choice import of_tenants
+from motet.process.apart import Apart, WorkLimits
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
 from motet.service.adapters.adapters import Adapters

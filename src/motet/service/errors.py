@@ -13,8 +13,7 @@ from sqlalchemy.exc import DataError as DatabaseDataError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from motet.apart import TooMuchError
-from motet.errors import (
+from motet.core.errors import (
     ChatRefusal,
     ConfigError,
     DataError,
@@ -24,6 +23,7 @@ from motet.errors import (
     RewardError,
     StoreError,
 )
+from motet.process.apart import TooMuchError
 from motet.runtime.disk_gate import is_full
 from motet.service.database.presence import DatabaseReplaced
 from motet.service.database.store import AWAY

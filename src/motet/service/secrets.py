@@ -19,7 +19,7 @@ from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 from sqlalchemy import select, update
 
 from motet.config import JobConfig, RewardConfig
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 from motet.service.database.store import Store
 from motet.service.database.tables import ServiceStart
 from motet.tasks.reward_elsewhere import SEALED, Elsewhere, ScoreOrReason, Transcripts, with_headers

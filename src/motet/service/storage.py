@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from tempfile import gettempdir
 
-from motet import wall
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
+from motet.process import wall
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.receipts import RECEIPT, RECEIPTS
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from motet.batch import Example
 from motet.config import DataConfig
-from motet.errors import BaseModelError, ConfigError
+from motet.core.batch import Example
+from motet.core.errors import BaseModelError, ConfigError
+from motet.core.types import BoolArray, IntArray, Message, Problem
 from motet.tasks.tool_calls import written
-from motet.types import BoolArray, IntArray, Message, Problem
 
 # A placeholder for sampled text when a template is rendered; letters and digits only, so that no template trims or escapes it.
 _PLACEHOLDER = "7sampled7text7"

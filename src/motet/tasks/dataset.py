@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from motet import seeds
 from motet.config import DataConfig
-from motet.errors import DataError
+from motet.core import seeds
+from motet.core.errors import DataError
+from motet.core.types import Message, Problem
 from motet.tasks.messages import messages_of, plain_preference, without_prompt
 from motet.tasks.pools import Pools, order_of, passes
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.row_files import Row, RowLimits
 from motet.tasks.sources import has_splits, read_rows
-from motet.types import Message, Problem
 
 PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "input")
 ANSWER_COLUMNS = ("answer", "solution", "target", "label", "output")

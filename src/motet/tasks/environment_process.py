@@ -29,11 +29,11 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 
-from motet.errors import EnvironmentFault
-from motet.own_code import OwnCode, describe
+from motet.core.errors import EnvironmentFault
+from motet.core.types import MOST_ROLES
+from motet.process.own_code import OwnCode, describe
 from motet.tasks import worker_messages as m
 from motet.tasks.worker_process import Read, WorkerLimits, Write, run, seed_random
-from motet.types import MOST_ROLES
 
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
 _NOT_TOOLS = frozenset({"reset", "step", "get_reward", "close", "list_tools", "call_tool"})

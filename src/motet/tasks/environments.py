@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from motet.config import EnvironmentConfig
-from motet.errors import EngineError, EnvironmentFault
+from motet.core.errors import EngineError, EnvironmentFault
+from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended, judged, whole
 from motet.tasks.team import TeamEpisode, begun
 from motet.tasks.tool_calls import tool_calls
 from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ClockLimitError, ProcessDiedError, WorkerLink, import_path
-from motet.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 
 _NAMES = itertools.count()
 _NO_TEAM = "the environment rewards roles, and the job has no team: return a number, or name the roles in `team`"

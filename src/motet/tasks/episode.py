@@ -13,10 +13,21 @@ from typing import Protocol
 
 import numpy as np
 
-from motet.errors import EngineError
+from motet.core.errors import EngineError
+from motet.core.types import (
+    Branch,
+    Chunk,
+    FinishReason,
+    IntArray,
+    Message,
+    Problem,
+    Rollout,
+    SamplingParams,
+    ToolCall,
+    Turn,
+)
 from motet.tasks.chat import Chat
 from motet.tasks.reward_pool import ScoreOutcome
-from motet.types import Branch, Chunk, FinishReason, IntArray, Message, Problem, Rollout, SamplingParams, ToolCall, Turn
 
 
 class Generate(Protocol):

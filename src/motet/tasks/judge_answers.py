@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.errors import EngineError
+from motet.core.errors import EngineError
 
 FILE = "judge.sqlite"
 """File name in a job's directory."""

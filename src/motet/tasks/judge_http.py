@@ -23,7 +23,8 @@ import msgspec
 from pydantic import Field, ValidationError
 
 from motet.config import Config, RewardConfig
-from motet.errors import EngineError, JobFailed, RewardError
+from motet.core.errors import EngineError, JobFailed, RewardError
+from motet.core.types import Message, Problem
 from motet.tasks.chat import Chat
 from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, Rank, judges, parse
@@ -33,7 +34,6 @@ from motet.tasks.judging import Graders, most_tokens, prompt, score_or_reason
 from motet.tasks.reward_elsewhere import Elsewhere, HttpArgs, ScoreOrReason, Transcripts
 from motet.tasks.reward_http import Addresses, AddressFailed, AddressRefused, HttpRewards
 from motet.tasks.reward_walls import Walls
-from motet.types import Message, Problem
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 """Seconds between two attempts; each pause doubles."""

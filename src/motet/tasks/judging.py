@@ -18,7 +18,8 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from motet.config import RewardConfig
-from motet.errors import ConfigError, EngineError, RewardError
+from motet.core.errors import ConfigError, EngineError, RewardError
+from motet.core.types import Problem
 from motet.tasks.graders import combined
 from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, Rank, Rubric, ScoreModel, Single
 from motet.tasks.graders.template import MOST_FILLED, UnfilledError, fill
@@ -26,7 +27,6 @@ from motet.tasks.reward_elsewhere import Chance, ScoreOrReason
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.rewards import last_number
-from motet.types import Problem
 
 _LANES = 8
 _PROCESSES = 2

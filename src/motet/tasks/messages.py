@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from motet.errors import DataError
-from motet.types import Message, ToolCall
+from motet.core.errors import DataError
+from motet.core.types import Message, ToolCall
 
 ROLES = ("system", "user", "assistant", "tool")
 _OPENAI_PAIR = {"preferred_output": "chosen", "non_preferred_output": "rejected"}

@@ -13,8 +13,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from motet import wall
-from motet.errors import DataError
+from motet.core.errors import DataError
+from motet.process import wall
 from motet.tasks.plain_json import as_json
 
 _BATCH = 256

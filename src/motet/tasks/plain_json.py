@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from motet.plain_yaml import DEEPEST
+from motet.core.plain_yaml import DEEPEST
 
 
 def as_json(value: Any) -> Any:

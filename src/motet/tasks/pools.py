@@ -13,10 +13,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from motet import seeds
 from motet.config.data import MOST_POOLS, PoolsConfig, pool_of
-from motet.errors import DataError
-from motet.types import Problem
+from motet.core import seeds
+from motet.core.errors import DataError
+from motet.core.types import Problem
 
 Places = NDArray[np.int64]
 _MOST_NAMED, _SAID, _SHOWN = 1000, 10, 60

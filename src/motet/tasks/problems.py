@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from motet.types import IntArray, Message, Problem, ToolCall
+from motet.core.types import IntArray, Message, Problem, ToolCall
 
 _IN_MEMORY = 2**22
 """Largest data kept in memory, in bytes; larger data is in an unlinked file, which disappears with the process."""

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from motet import wall
-from motet.errors import DataError, RewardError
-from motet.near import close_matches
+from motet.core.errors import DataError, RewardError
+from motet.core.near import close_matches
+from motet.core.types import Problem
+from motet.process import wall
 from motet.tasks.reasoning_answers import read_safely
-from motet.types import Problem
 
 if TYPE_CHECKING:  # every reward process loads this module, and files of rows take as long as all the rest of Motet
     from motet.tasks.row_files import RowLimits

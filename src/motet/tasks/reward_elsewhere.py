@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from motet.config import Config, RewardConfig
-from motet.errors import RewardError
+from motet.core.errors import RewardError
 
 MOST_LETTERS = 4000
 """Most characters of a reason."""

@@ -24,7 +24,7 @@ import anyio
 import httpx2
 
 from motet.config import RewardConfig
-from motet.errors import RewardError
+from motet.core.errors import RewardError
 from motet.tasks.reward_elsewhere import Chance, HttpArgs, ScoreOrReason, Transcripts, number
 
 ATTEMPTS = 3

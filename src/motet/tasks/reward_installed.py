@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from motet.errors import RewardError
+from motet.core.errors import RewardError
+from motet.process.wall import call_apart
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_loading import OWN, SCORER, adapted, own_parameters
 from motet.tasks.rewards import BUILTIN
 from motet.tasks.worker_link import LOAD_SECONDS, import_path
-from motet.wall import call_apart
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from motet.errors import RewardError
-from motet.near import close_matches
-from motet.own_code import OwnCode
+from motet.core.errors import RewardError
+from motet.core.near import close_matches
+from motet.core.types import Problem
+from motet.process.own_code import OwnCode
 from motet.tasks.reasoning import ScorerSpec, build_scorer
 from motet.tasks.rewards import BUILTIN, check_args
-from motet.types import Problem
 
 SCORER = "scorer"
 NO_SCORER = "only reasoning-gym:NAME data has a scorer; name a reward, such as `exact`"

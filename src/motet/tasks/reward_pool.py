@@ -23,7 +23,8 @@ from typing import Any
 import msgspec
 
 from motet.config import RewardConfig
-from motet.errors import EngineError, RewardError
+from motet.core.errors import EngineError, RewardError
+from motet.core.types import Message, Problem
 from motet.tasks import reward_elsewhere
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec
@@ -44,7 +45,6 @@ from motet.tasks.reward_walls import Walls
 from motet.tasks.reward_workers import Worker, WorkerGroup, load_request
 from motet.tasks.worker_link import ClockLimitError, ProcessDiedError
 from motet.tasks.worker_messages import ScoreCompletions, Scores
-from motet.types import Message, Problem
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import zlib
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
-from motet import wall
-from motet.errors import RewardError, WallError
-from motet.own_code import describe
+from motet.core.errors import RewardError, WallError
+from motet.process import wall
+from motet.process.own_code import describe
 from motet.tasks import worker_messages as m
 from motet.tasks.reward_loading import OWN, LoadedReward, resolve
 from motet.tasks.worker_process import Read, WorkerLimits, Write, over_limit, run, seed_random

@@ -1,4 +1,4 @@
-"""Which rewards run behind a wall (`motet.wall`): those scored by a service, and everywhere those that ship with Motet.
+"""Which rewards run behind a wall (`motet.process.wall`): those scored by a service, and everywhere those that ship with Motet.
 
 A user's own code in `motet run` or a reward worker has its owner's rights, unless its job says `wall: true`.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from motet import wall
 from motet.config import RewardConfig
-from motet.errors import RewardError
+from motet.core.errors import RewardError
+from motet.process import wall
 from motet.tasks.reward_installed import Installed
 
 EVALUATING = frozenset({"scorer", "math", "code"})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from motet.config import RewardConfig
-from motet.errors import RewardError
+from motet.core.errors import RewardError
 from motet.tasks import worker_messages as m
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ProcessDiedError, WorkerLink, import_path

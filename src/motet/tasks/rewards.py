@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from motet.types import Problem
+from motet.core.types import Problem
 
 RewardFunction = Callable[..., float]
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from motet import wall
-from motet.errors import DataError
+from motet.core.errors import DataError
+from motet.process import wall
 from motet.tasks import parquet_rows
 
 Row = dict[str, Any]

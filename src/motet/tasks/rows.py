@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.batch import Example, Row
-from motet.errors import DataError
+from motet.core.batch import Example, Row
+from motet.core.errors import DataError
+from motet.core.types import IntArray, Message, Problem
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.messages import messages_of
-from motet.types import IntArray, Message, Problem
 
 Continuation = tuple[Message, ...]
 

@@ -1,4 +1,4 @@
-"""A directory in which a model's programs run behind the wall (`motet.wall`), with limits of time and memory."""
+"""A directory in which a model's programs run behind the wall (`motet.process.wall`), with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ClassVar, Literal, Self
 
-from motet import wall
+from motet.process import wall
 
 MODULE = "motet.tasks.sandbox_process"
 SECONDS = 10.0

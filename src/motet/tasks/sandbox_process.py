@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from motet import wall
+from motet.process import wall
 
 _MOST_WRITTEN = 1 << 24
 _NAME = "<program>"

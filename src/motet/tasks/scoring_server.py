@@ -7,8 +7,8 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from motet.errors import JobFailed
-from motet.types import FloatArray, IntArray
+from motet.core.errors import JobFailed
+from motet.core.types import FloatArray, IntArray
 
 _SECONDS = 600.0
 _CONNECT_SECONDS = 10.0

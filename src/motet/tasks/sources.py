@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from motet.config import GENERATED_ROWS, DataConfig
-from motet.errors import DataError
-from motet.near import close_matches
+from motet.core.errors import DataError
+from motet.core.near import close_matches
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
 from motet.tasks.row_files import READERS, Row, RowLimits, rows_of

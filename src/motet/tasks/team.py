@@ -12,10 +12,10 @@ from statistics import fmean
 
 import numpy as np
 
-from motet.errors import EngineError
+from motet.core.errors import EngineError
+from motet.core.types import Chunk, FinishReason, Group, IntArray, Message, Rollout, Turn
 from motet.tasks import worker_messages as m
 from motet.tasks.episode import GroupContext, answered, extended, whole
-from motet.types import Chunk, FinishReason, Group, IntArray, Message, Rollout, Turn
 
 Act = Callable[[m.AnyAction], Awaitable[m.EpisodeReply]]
 """Calls the environment's instance for an episode."""

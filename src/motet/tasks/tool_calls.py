@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from motet.types import ToolCall
+from motet.core.types import ToolCall
 
 _OPENS = "<tool_call>"
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

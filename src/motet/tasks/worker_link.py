@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
-from motet import wall
-from motet.channel import LONGEST_LINE, ChannelMessage, decode, encode
+from motet.process import wall
+from motet.process.channel import LONGEST_LINE, ChannelMessage, decode, encode
 from motet.tasks.reasoning import HASH_SEED
 
 LOAD_SECONDS = 120.0

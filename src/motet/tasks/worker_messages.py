@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from motet.channel import ChannelMessage
+from motet.core.types import Problem
+from motet.process.channel import ChannelMessage
 from motet.tasks.reasoning import ScorerSpec
-from motet.types import Problem
 
 Limit = Literal["", "cpu", "memory"]
 """The limit that a call hit; its process should get no further calls then."""

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from motet import wall
-from motet.channel import ChannelMessage, decode, encode
-from motet.own_code import describe
+from motet.process import wall
+from motet.process.channel import ChannelMessage, decode, encode
+from motet.process.own_code import describe
 from motet.tasks.worker_messages import Limit
 
 _GRACE_SECONDS = 1  # between the exception in Python and the kernel's SIGXCPU

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from motet.config.observer import ObserverConfig
-from motet.errors import RunError
-from motet.own_code import describe
+from motet.core.errors import RunError
+from motet.core.types import JobState
+from motet.process.own_code import describe
 from motet.tracking.loading import load
 from motet.tracking.observing import ObservedJob, ObservedStep, ObserverFactory, StepObserver
-from motet.types import JobState
 
 _POLL_SECONDS = 0.5
 _PIECE = 1 << 20

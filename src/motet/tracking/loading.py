@@ -8,8 +8,8 @@ import inspect
 from typing import cast
 
 from motet.config.observer import ObserverConfig
-from motet.errors import ConfigError
-from motet.own_code import OwnCode
+from motet.core.errors import ConfigError
+from motet.process.own_code import OwnCode
 from motet.tracking.observing import ObserverFactory
 from motet.tracking.trackers import TRACKERS
 

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from motet.batch import AdamW, OptimStats
-from motet.errors import AdapterError
+from motet.core.batch import AdamW, OptimStats
+from motet.core.errors import AdapterError
 from motet.model.distribution import MathKernels
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, new_vector
 from motet.model.peft_io import save_tensors

@@ -14,9 +14,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from motet.algorithms.policy_gradient import PolicyGradient
-from motet.batch import AdamW, Batch, LossStats, OptimStats, Sample, Segment, Trained
 from motet.config import AdapterConfig
-from motet.errors import AdapterError
+from motet.core.batch import AdamW, Batch, LossStats, OptimStats, Sample, Segment, Trained
+from motet.core.errors import AdapterError
+from motet.core.types import FloatArray
 from motet.model.fake import (
     VOCABULARY,
     FakeAdapter,
@@ -27,7 +28,6 @@ from motet.model.fake import (
     write_adapter,
     write_files,
 )
-from motet.types import FloatArray
 
 OPTIMIZER = "optimizer.safetensors"
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.algorithms.losses import loss_and_stats
-from motet.batch import Batch, LossInputs, LossStats, Sample, Segment, Trained
+from motet.core.batch import Batch, LossInputs, LossStats, Sample, Segment, Trained
+from motet.core.types import FloatArray, IntArray
 from motet.model.accelerator import wait_for
 from motet.model.attention import Prefix
 from motet.model.lora import AdapterWeights, LoraMatrices
@@ -27,7 +28,6 @@ from motet.protocols import Pieces, Result
 from motet.training.arena import ValueHead
 from motet.training.head import head_logprobs
 from motet.training.layer_inputs import LayerInputs
-from motet.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from motet.batch import AdamW, Batch, OptimStats, Trained
 from motet.config import AdapterConfig, EngineConfig
-from motet.errors import AdapterError, BaseModelError
+from motet.core.batch import AdamW, Batch, OptimStats, Trained
+from motet.core.errors import AdapterError, BaseModelError
+from motet.core.types import FloatArray
 from motet.model.lora import AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
@@ -20,7 +21,6 @@ from motet.training.arena import AdapterArena, ValueHead
 from motet.training.head import whole
 from motet.training.packed_pass import Learning, PackedPass
 from motet.training.residence import Residence
-from motet.types import FloatArray
 
 
 class TorchTrainer:

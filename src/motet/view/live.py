@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.segment import Segment, Segments
 from rich.text import Text
 
+from motet.core.types import HostNow, JobState, ServerLoad
 from motet.runtime.progress import JobProgress
-from motet.types import HostNow, JobState, ServerLoad
 from motet.view.tables import running_table
 from motet.view.text import STATE_STYLES, UNICODE, Glyphs, count_text, duration_text, shorten
 from motet.view.view import View

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
+from motet.core.types import HostNow, JobState
 from motet.runtime.progress import JobProgress
-from motet.types import HostNow, JobState
 from motet.view.text import Glyphs, count_text, duration_text, evaluation_text, reward_text
 from motet.view.view import View
 

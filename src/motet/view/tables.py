@@ -13,10 +13,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from motet.core.types import JobState
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.progress import JobProgress
 from motet.runtime.settings import OVER_SEEDS, Setting, settings
-from motet.types import JobState
 from motet.view.names import ranks, short_value, take_apart
 from motet.view.text import (
     RECENT,

@@ -13,8 +13,8 @@ from statistics import fmean
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
+from motet.core.types import JobState
 from motet.runtime.progress import JobProgress
-from motet.types import JobState
 
 RECENT = 5
 """Number of steps whose mean reward is shown as the current reward."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
+from motet.core.types import HostNow, JobState, ServerLoad
 from motet.runtime.progress import JobProgress
-from motet.types import HostNow, JobState, ServerLoad
 from motet.view.text import glyphs_of
 
 _WINDOW = 15.0  # seconds over which the rate of all jobs is measured

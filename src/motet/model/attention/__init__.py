@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention.backend import AttentionBackend, AttentionPass, LayerCall, Prefix, ReplayablePass, Span
 from motet.model.attention.torch_attention import TorchAttention

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from motet.core.types import IntArray
 from motet.model.kv_cache import KVCache
-from motet.types import IntArray
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
 from motet.model.attention import INSTEAD
 from motet.model.mixers.functions import MixerFunctions
 from motet.model.mixers.passes import StatefulBackend, StatefulPass

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.errors import BaseModelError
+from motet.core.errors import BaseModelError
 from motet.model.mixers.passes import StatefulPass
 from motet.model.mixers.recurrence import RecurrentRows, recur
 from motet.model.mixers.stretches import Stretches

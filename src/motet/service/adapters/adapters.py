@@ -13,7 +13,7 @@ from pathlib import Path
 from sqlalchemy import delete, select
 from sqlalchemy.exc import IntegrityError
 
-from motet.errors import StoreError
+from motet.core.errors import StoreError
 from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
 from motet.service.database.tables import Share, StoredJob, UploadedAdapter

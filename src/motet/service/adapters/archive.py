@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
-from motet import wall
-from motet.checksums import check_version
-from motet.errors import DataError
-from motet.types import ADAPTER_CONFIG, ADAPTER_FILES
+from motet.core.checksums import check_version
+from motet.core.errors import DataError
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES
+from motet.process import wall
 
 MOST_MEMBERS = 1000
 MOST_LIST = 2**20

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, func, inspect, 
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from motet.errors import StoreError
+from motet.core.errors import StoreError
 from motet.service.database.presence import make_private
 from motet.service.database.tables import Table
 

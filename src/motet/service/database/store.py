@@ -14,7 +14,8 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, InternalE
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
-from motet.errors import StoreError
+from motet.core.errors import StoreError
+from motet.core.types import JobState, Wanted
 from motet.service.database.opening import EVENTS, UnknownShape, lock, migrate, open_engine, public
 from motet.service.database.presence import DatabaseReplaced, Presence
 from motet.service.database.tables import (
@@ -30,7 +31,6 @@ from motet.service.database.tables import (
     newer_evaluation,
 )
 from motet.service.database.tenants import Principal, Tenants
-from motet.types import JobState, Wanted
 
 Value = TypeVar("Value")
 AWAY = (OperationalError, InterfaceError, NoConnection)

@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from motet.config.service import Role
-from motet.errors import StoreError
+from motet.core.errors import StoreError
 from motet.service.database.tables import ClosedTenant, Key, Tenant, new_id, now
 
 MOST_SIGN_INS = 20

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from fastapi import Request
 
-from motet.apart import ThreadTurns
 from motet.config.service import RateConfig
+from motet.process.apart import ThreadTurns
 from motet.service.database.store import AWAY
 from motet.service.database.tenants import Principal, Tenants
 from motet.service.errors import Refusal

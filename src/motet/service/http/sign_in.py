@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from fastapi import Request, Response
 
 from motet.config.service import TENANT_NAME, OidcConfig, RateConfig, Role
-from motet.errors import StoreError
+from motet.core.errors import StoreError
 from motet.service.database.store import Store
 from motet.service.database.tables import Key, now
 from motet.service.errors import Refusal

@@ -9,7 +9,8 @@ from pathlib import Path
 from sqlalchemy import delete, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from motet.errors import StoreError
+from motet.core.errors import StoreError
+from motet.core.types import JobState, Wanted
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.database.tables import (
@@ -25,7 +26,6 @@ from motet.service.database.tables import (
 from motet.service.jobs.submissions import Submissions
 from motet.service.storage import Storage
 from motet.tracking.follow import remove_tenant
-from motet.types import JobState, Wanted
 
 
 class Erasure:

@@ -15,8 +15,9 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
 from motet.config import DataConfig
-from motet.errors import ConfigError, DataError, GraderError
-from motet.jobfile import merge
+from motet.config.jobfile import merge
+from motet.core.errors import ConfigError, DataError, GraderError
+from motet.core.types import Problem
 from motet.service.adapters.adapters import Adapters, NoModelError
 from motet.service.database.store import Store
 from motet.service.database.tables import Event, FineTuning, StoredFile, StoredJob
@@ -38,7 +39,6 @@ from motet.tasks.graders.shapes import Grader, columns, judges, parse
 from motet.tasks.problems import Problems
 from motet.tasks.row_files import OF_A_JOB
 from motet.tasks.rows import answer_of, pair_of
-from motet.types import Problem
 
 GRADER = "method.reinforcement.grader"
 _OWN = ("name", "base", "data", "reward", "rewards", "seed", "steps")

@@ -12,7 +12,8 @@ from sqlalchemy import Select, case, func, select
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
 from motet.config import JobConfig
-from motet.errors import ConfigError, MotetError
+from motet.core.errors import ConfigError, MotetError
+from motet.core.types import JobState, Wanted
 from motet.runtime.slots import Claim, Rule
 from motet.service.bases import Bases
 from motet.service.database.store import OPEN, Store
@@ -24,7 +25,6 @@ from motet.service.jobs.recorder import EventRecorder
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer
-from motet.types import JobState, Wanted
 
 UNFIT = (MotetError, OSError, ValueError)
 """Raised if a job cannot start as it is: it fails with the reason; others are not affected."""

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from motet.checksums import check_version
 from motet.config import JobConfig
-from motet.errors import ConfigError
+from motet.core.checksums import check_version
+from motet.core.errors import ConfigError
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES
 from motet.service.adapters.adapters import Adapters, Resolved
 from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
 from motet.service.storage import Storage
-from motet.types import ADAPTER_CONFIG, ADAPTER_FILES
 
 
 class InitialAdapters:

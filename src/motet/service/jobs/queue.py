@@ -19,7 +19,8 @@ from sqlalchemy import select, update
 
 from motet.config import JobConfig
 from motet.config.chain import ChainStart, check_chains
-from motet.errors import ConfigError, StoreError
+from motet.core.errors import ConfigError, StoreError
+from motet.core.types import JobState, Wanted
 from motet.service.adapters.adapters import Adapters, Resolved
 from motet.service.database.store import Store, name_taken
 from motet.service.database.tables import StoredJob
@@ -27,7 +28,6 @@ from motet.service.database.tenants import Principal
 from motet.service.events import WAITING_JOBS, EventBus, within
 from motet.service.jobs.handover import UNFIT
 from motet.service.jobs.initial_adapter import InitialAdapters
-from motet.types import JobState, Wanted
 
 _log = logging.getLogger(__name__)
 FURTHEST = 366 * 24 * 3600.0

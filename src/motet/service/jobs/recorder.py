@@ -13,6 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from motet.cluster.messages import JobChanged, JobStepped, JobWorked, UsageWindow
+from motet.core.types import JobState
 from motet.runtime.journal import Journal
 from motet.runtime.progress import figure_of
 from motet.service.database.store import AWAY, Store
@@ -24,7 +25,6 @@ from motet.service.tenants.stored import StoredBytes
 from motet.service.workers.attached import AttachedWorkers
 from motet.tracking.follow import Followers
 from motet.tracking.observing import ObservedJob
-from motet.types import JobState
 
 _RETRY_SECONDS = 0.5
 _MOST_ENDED = 200

@@ -11,7 +11,8 @@ from motet.algorithms.client import ClientDriven
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
-from motet.errors import ConfigError, MotetError, StoreError
+from motet.core.errors import ConfigError, MotetError, StoreError
+from motet.core.types import JobState, Wanted
 from motet.runtime.journal import Journal
 from motet.runtime.progress import STOPPED_EARLY
 from motet.service.adapters.adapters import Adapters
@@ -27,7 +28,6 @@ from motet.service.jobs.validation import Allowed, validated
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer, Quotas
-from motet.types import JobState, Wanted
 
 MOST_TOLD = 50
 """Most jobs of a request whose errors are reported together."""

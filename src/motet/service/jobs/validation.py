@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from motet import plain_yaml
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
-from motet.apart import Apart, TooMuchError
 from motet.config import OF_CLIENT, DataConfig, EnvironmentConfig, JobConfig, RewardConfig
+from motet.config.jobfile import jobs_of, normal_job, validate_as
 from motet.config.service import ANY_SIZE, Largest
-from motet.errors import ConfigError, RewardError
-from motet.jobfile import jobs_of, normal_job, validate_as
-from motet.near import close_matches
+from motet.core import plain_yaml
+from motet.core.errors import ConfigError, RewardError
+from motet.core.near import close_matches
+from motet.process.apart import Apart, TooMuchError
 from motet.service.bases import Bases
 from motet.service.schemas.workers import MOST_COMPLETIONS
 from motet.service.settings import Settings

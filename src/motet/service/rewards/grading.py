@@ -12,7 +12,8 @@ import msgspec
 from motet.chat.completer import whole
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Complete
-from motet.errors import ConfigError, EngineError
+from motet.core.errors import ConfigError, EngineError
+from motet.core.types import Message, Problem, SamplingParams
 from motet.service.adapters.adapters import Adapters, Answerer, NoModelError
 from motet.service.answers import ask
 from motet.service.database.tables import StoredJob
@@ -22,7 +23,6 @@ from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, judges, par
 from motet.tasks.judging import Graded, Graders, most_tokens, score_or_reason
 from motet.tasks.reward_elsewhere import ScoreOrReason
 from motet.tasks.reward_walls import Walls
-from motet.types import Message, Problem, SamplingParams
 
 
 class Grading(Graders):

@@ -14,7 +14,7 @@ from typing import Any
 
 from motet.cluster.messages import ScoreRequest, ScoresAnswered
 from motet.config import RewardConfig
-from motet.errors import ScorerAway
+from motet.core.errors import ScorerAway
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import StoredJob
 from motet.service.events import within

@@ -14,7 +14,8 @@ from fastapi.responses import Response
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import AdapterExamined, ExamineAdapter, Unfit
-from motet.errors import DataError
+from motet.core.errors import DataError
+from motet.core.types import ADAPTER_FILES
 from motet.service.adapters.adapters import ALL
 from motet.service.adapters.adapters import Adapters as AdaptersPart
 from motet.service.adapters.archive import pack_into, unpack_apart
@@ -27,7 +28,6 @@ from motet.service.errors import Refusal, existing
 from motet.service.http.downloads import packed
 from motet.service.schemas import Version, Versions
 from motet.service.schemas.adapters import Adapter, Adapters, Share, ShareRequest, Shares
-from motet.types import ADAPTER_FILES
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"

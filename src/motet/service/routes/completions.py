@@ -27,8 +27,9 @@ from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import check_grammar
 from motet.cluster.hosts import longest_sequence
 from motet.cluster.messages import Complete
-from motet.errors import ConfigError, EngineError
-from motet.section import Described
+from motet.core.errors import ConfigError, EngineError
+from motet.core.section import Described
+from motet.core.types import SamplingParams
 from motet.service.adapters.adapters import Answerer, NoModelError
 from motet.service.answers import StoredVersion, all_whole, ask
 from motet.service.database.tables import new_id
@@ -38,7 +39,6 @@ from motet.service.errors import Refusal, bad_field
 from motet.service.routes.adapters import SharesDep
 from motet.service.schemas import Asked, Model, Models
 from motet.service.storage import Storage
-from motet.types import SamplingParams
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 Text = Annotated[str, Field(max_length=200_000)]

@@ -13,7 +13,8 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from motet.agents.episode_messages import AskEpisode, EpisodeEnded
 from motet.agents.served_episode import MODELS, RETRY
-from motet.errors import HostGone
+from motet.core.errors import HostGone
+from motet.core.types import JobState
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.http.auth import episode_key
@@ -22,7 +23,6 @@ from motet.service.routes.completions import STREAMED
 from motet.service.schemas import Models
 from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeLeaseRequest, EpisodeResult, EpisodeResults
 from motet.service.workers.agents import AgentWorkers
-from motet.types import JobState
 
 router = APIRouter(tags=["episodes"])
 _MODEL_ROUTES = re.compile(r"/episodes/([^/]+)/v1/")

@@ -12,11 +12,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import StreamingResponse
 
+from motet.core.types import JobState
 from motet.service.database.tables import Event
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.events import ANY_JOB, as_sent, within
 from motet.service.schemas import Events, JobEvent, Steps
-from motet.types import JobState
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 _PAGE = 500

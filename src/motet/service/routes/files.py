@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Form, Query, Request, UploadFile
 from fastapi import File as FormFile
 from fastapi.responses import FileResponse
 
-from motet.errors import LimitError, MotetError
+from motet.core.errors import LimitError, MotetError
 from motet.service.database.tables import StoredFile, new_id
 from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal, bad_field, existing

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Header, Query, Request
 
 from motet.config import JobConfig
-from motet.errors import StoreError
+from motet.core.errors import StoreError
+from motet.core.types import JobState, Wanted, Word
 from motet.service.database.tables import Event, FineTuning, StoredJob
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal, existing
@@ -22,7 +23,6 @@ from motet.service.jobs.submissions import GivenJob
 from motet.service.schemas import fine_tuning as s
 from motet.tasks.graders.shapes import Multi, judges
 from motet.tasks.judging import Graded
-from motet.types import JobState, Wanted, Word
 
 router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"])
 Limit = Annotated[int, Query(ge=1, le=200)]

@@ -12,12 +12,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 from sqlalchemy import func, select
 
 from motet.cluster.hosts import Hosts
+from motet.core.types import JobState
 from motet.service.database.store import Store
 from motet.service.database.tables import Event, StoredJob, Tenant, now
 from motet.service.depends import ServiceDep, admin_only
 from motet.service.http.auth import bearer
 from motet.service.schemas import Error, Health
-from motet.types import JobState
 
 router = APIRouter(tags=["health"])
 _STARTING = "the engine is starting"

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Body, Depends, Header, Query, Request
 from msgspec.structs import asdict
 from pydantic import Field
 
+from motet.core.types import JobState, Wanted, Word
 from motet.service.database.tables import StoredJob
 from motet.service.depends import Asker, NamedJob, ServiceDep, while_there
 from motet.service.errors import Refusal
@@ -20,7 +21,6 @@ from motet.service.jobs.validation import LONGEST_TEXT, jobs_in
 from motet.service.schemas import Asked, CheckedJobs, HeldOut, Job, Jobs, JobsToSubmit, Rollouts, SubmittedJobs
 from motet.service.schemas.usage import JobChange
 from motet.tasks.reward_elsewhere import masked
-from motet.types import JobState, Wanted, Word
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 

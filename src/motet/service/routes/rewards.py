@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request, Response
 from pydantic_core import PydanticUndefined
 
+from motet.core.types import JobState
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.schemas.workers import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards
@@ -20,7 +21,6 @@ from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_loading import SCORER
 from motet.tasks.rewards import BUILTIN
-from motet.types import JobState
 
 router = APIRouter(prefix="/v1", tags=["rewards"])
 

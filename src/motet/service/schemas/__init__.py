@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 
 from motet.config.service import TENANT_NAME
-from motet.section import Described
+from motet.core.section import Described
 
 
 class Answer(Described):

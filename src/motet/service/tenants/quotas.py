@@ -22,14 +22,14 @@ from motet.cluster.hosts import Hosts
 from motet.cluster.messages import SetRule
 from motet.config import JobConfig
 from motet.config.service import LimitsConfig
-from motet.errors import LimitError, StoreError
+from motet.core.errors import LimitError, StoreError
+from motet.core.types import JobState
 from motet.runtime.slots import Rule
 from motet.service.database.store import OPEN, Store
 from motet.service.database.tables import StoredJob, Tenant, TenantLimits, now
 from motet.service.schemas.usage import TenantInfo
 from motet.service.tenants.ledger import Ledger, UsedToday
 from motet.service.tenants.stored import StoredBytes
-from motet.types import JobState
 
 _log = logging.getLogger(__name__)
 _MB = 2**20

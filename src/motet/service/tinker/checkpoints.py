@@ -21,13 +21,13 @@ from typing import IO, Any
 
 import msgspec
 
+from motet.core.types import ADAPTER_FILES
 from motet.runtime.client_loop import ABOUT
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
 from motet.service.tinker.models import Models
 from motet.service.tinker.requests import NAME
-from motet.types import ADAPTER_FILES
 
 WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 _TYPES = {WEIGHTS: "training", SAMPLER: "sampler", EXTERNAL: "external"}

@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from motet.errors import ConfigError, EngineError, LimitError
+from motet.core.errors import ConfigError, EngineError, LimitError
+from motet.core.types import JobState
 from motet.runtime.journal import Done, Failed, Gradient
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
@@ -30,7 +31,6 @@ from motet.service.tinker.models import Models
 from motet.service.tinker.requests import Sample
 from motet.service.tinker.samplers import Samplers
 from motet.service.tinker.wire import write_gradient
-from motet.types import JobState
 
 POLL_SECONDS = 25.0
 """Seconds that a poll waits; clients time out after 45 s and poll again."""

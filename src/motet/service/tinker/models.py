@@ -16,7 +16,8 @@ from sqlalchemy import select
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Nudge
 from motet.config import OF_CLIENT
-from motet.errors import LimitError
+from motet.core.errors import LimitError
+from motet.core.types import JobState
 from motet.runtime.journal import AnyCommand, ForwardBackward, Journal, JournalError, Nothing, Save
 from motet.service.bases import Bases
 from motet.service.database.store import Store
@@ -29,7 +30,6 @@ from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
 from motet.service.tenants.stored import blocks
 from motet.service.tinker.requests import Lora
-from motet.types import JobState
 
 SESSION = re.compile(r"(session-[0-9a-f]{16})([0-9a-f]{16})")
 """An id, and a signature that binds it to its tenant."""

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from motet import seeds
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Complete, PromptScored, Tokens
-from motet.errors import EngineError, HostGone
+from motet.core import seeds
+from motet.core.errors import EngineError, HostGone
+from motet.core.types import FinishReason, SamplingParams
 from motet.service.bases import Bases
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
@@ -27,7 +28,6 @@ from motet.service.tinker.checkpoints import SAMPLER, Checkpoints
 from motet.service.tinker.models import Models
 from motet.service.tinker.requests import Sample
 from motet.service.tinker.wire import write_samples
-from motet.types import FinishReason, SamplingParams
 
 _ID = re.compile(
     r"(session-[0-9a-f]{16}(?:[0-9a-f]{16})?):sample:\d{1,12}:(?:base(?:-([\w=-]+))?|path-([\w=-]+)|(\d{1,10})-(live|\d{1,10}))"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse
 
-from motet.errors import LimitError
+from motet.core.errors import LimitError
 from motet.runtime.journal import Load, Nothing, OptimStep, Save
 from motet.service.database.tables import StoredJob
 from motet.service.depends import Asker, ServiceDep, while_there

@@ -20,10 +20,10 @@ from google.protobuf import (  # type: ignore[import-untyped]
 )
 
 from motet.algorithms.client import CLIENT_LOSSES, ClientLoss
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
+from motet.core.types import FloatArray, IntArray
 from motet.runtime.journal import Datum, ForwardBackward, Gradient, Tensor
 from motet.service.errors import Refusal
-from motet.types import FloatArray, IntArray
 
 CONTENT_TYPE = "application/x-protobuf"
 SCHEMA = """

@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TypeVar
 
+from motet.core.types import JobState
 from motet.service.database.store import Store
 from motet.service.events import EventBus, within
-from motet.types import JobState
 
 _log = logging.getLogger(__name__)
 

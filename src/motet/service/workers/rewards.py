@@ -20,7 +20,7 @@ from sqlalchemy import Text, cast, delete, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from motet.config import JobConfig, RewardConfig
-from motet.errors import ScorerAway
+from motet.core.errors import ScorerAway
 from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, StoredJob, new_id, now
 from motet.service.events import EventBus

@@ -11,11 +11,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from motet.core.types import Problem
 from motet.tasks.graders import formula
 from motet.tasks.graders.shapes import Grader, Multi, StringCheck, TextSimilarity, judges, parse
 from motet.tasks.graders.similarity import similarity
 from motet.tasks.graders.template import UnfilledError, fill
-from motet.types import Problem
 
 
 def item_of(problem: Problem) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from motet.errors import GraderError
-from motet.section import Described
+from motet.core.errors import GraderError
+from motet.core.section import Described
 from motet.tasks.graders import formula, similarity, template
 
 Text = Annotated[str, Field(max_length=100_000)]

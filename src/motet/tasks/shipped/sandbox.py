@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from motet.errors import EnvironmentFault
+from motet.core.errors import EnvironmentFault
 from motet.tasks.sandbox import MEMORY_MB, SECONDS, Sandbox
 
 _SCHEMAS = {

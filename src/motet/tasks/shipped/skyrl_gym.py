@@ -7,8 +7,8 @@ from typing import Any
 
 import skyrl_gym
 
-from motet.errors import EnvironmentFault
-from motet.own_code import OwnCode
+from motet.core.errors import EnvironmentFault
+from motet.process.own_code import OwnCode
 
 _OWN = OwnCode("environment", EnvironmentFault, ())
 

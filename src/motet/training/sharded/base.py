@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from motet.batch import LossFunctions
 from motet.config import AdapterConfig
-from motet.errors import BaseModelError
+from motet.core.batch import LossFunctions
+from motet.core.errors import BaseModelError
+from motet.core.model_info import ModelInfo
 from motet.model.load import load_tokenizer
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import examine
-from motet.model_info import ModelInfo
 from motet.training.sharded import messages as m
 from motet.training.sharded.group import RankGroup
 

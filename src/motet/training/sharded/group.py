@@ -16,9 +16,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from motet import errors
-from motet.channel import ChildProcess
-from motet.errors import BaseModelError, MotetError, RankGone
+from motet.core import errors
+from motet.core.errors import BaseModelError, MotetError, RankGone
+from motet.process.channel import ChildProcess
 from motet.training.sharded import messages as m
 from motet.training.sharded.links import Link
 

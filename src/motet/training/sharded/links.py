@@ -6,7 +6,7 @@ import contextlib
 import select
 import socket
 
-from motet.channel import END_SECONDS, ChildProcess, ProcessStreams
+from motet.process.channel import END_SECONDS, ChildProcess, ProcessStreams
 from motet.training.sharded.messages import Leave
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 
-from motet import budgets
 from motet.algorithms.client import ClientLoss
 from motet.algorithms.critic import ValueLoss
-from motet.batch import AdamW, LossStats, OptimStats, Sample, Segment
-from motet.channel import ChannelMessage
-from motet.config import EngineConfig
+from motet.config import EngineConfig, budgets
+from motet.core.batch import AdamW, LossStats, OptimStats, Sample, Segment
+from motet.core.types import FloatArray
 from motet.native.choice import Choice, of_machine
-from motet.types import FloatArray
+from motet.process.channel import ChannelMessage
 
 # --- trainer → rank -----------------------------------------------------------------------------------------------------
 

@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.registry import Choice
-from motet.allocator import give_back_freed_memory
-from motet.batch import Batch, Loss, Segment
-from motet.channel import Parent
 from motet.config import AdapterConfig
-from motet.errors import MotetError
+from motet.core.batch import Batch, Loss, Segment
+from motet.core.errors import MotetError
 from motet.model.accelerator import place_of, take
 from motet.model.experts import NEED_OWN_SAMPLING
 from motet.model.peft_io import examine
 from motet.model.shards import Shards, own_bytes
 from motet.native.cover import load_as_configured
+from motet.process.allocator import give_back_freed_memory
+from motet.process.channel import Parent
 from motet.training.sharded import messages as m
 from motet.training.sharded.rank_trainer import InStep, RankTrainer
 from motet.training.torch_trainer import TorchTrainer

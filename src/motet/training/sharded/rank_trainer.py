@@ -16,16 +16,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 
-from motet.batch import AdamW, Batch, OptimStats, Trained
 from motet.config import AdapterConfig
-from motet.errors import MotetError
+from motet.core.batch import AdamW, Batch, OptimStats, Trained
+from motet.core.errors import MotetError
+from motet.core.types import FloatArray
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.training.arena import ValueHead
 from motet.training.head import whole
 from motet.training.packed_pass import Learning, PackedPass
 from motet.training.torch_trainer import TorchTrainer
-from motet.types import FloatArray
 
 
 class InStep(Exception):

@@ -18,8 +18,8 @@ from pathlib import Path
 from msgspec.structs import replace
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from motet.channel import Parent
-from motet.errors import ConfigError, EngineError
+from motet.core.errors import ConfigError, EngineError
+from motet.process.channel import Parent
 from motet.training.sharded import messages as m
 from motet.training.sharded.group import RankGroup
 from motet.training.sharded.links import Connected

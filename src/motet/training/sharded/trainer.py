@@ -14,12 +14,12 @@ from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.client import ClientLoss
 from motet.algorithms.critic import ValueLoss
 from motet.algorithms.registry import ALGORITHMS
-from motet.batch import AdamW, Batch, OptimStats, Segment, Trained
 from motet.config import AdapterConfig
-from motet.errors import AdapterError
+from motet.core.batch import AdamW, Batch, OptimStats, Segment, Trained
+from motet.core.errors import AdapterError
+from motet.core.types import FloatArray
 from motet.training.sharded import messages as m
 from motet.training.sharded.group import RankGroup
-from motet.types import FloatArray
 
 
 class ShardedTrainer:

@@ -1,4 +1,4 @@
-"""Loads a base, and builds an engine and a trainer on its device. `motet.host` puts them together."""
+"""Loads a base, and builds an engine and a trainer on its device. `motet.hosting.host` puts them together."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from motet import budgets
-from motet.allocator import keep_freed_memory, without_collections
-from motet.config import EngineConfig, HostConfig, JobConfig
+from motet.config import EngineConfig, HostConfig, JobConfig, budgets
 from motet.config.service import Largest
-from motet.device import Device
-from motet.errors import ConfigError
-from motet.model_info import ModelInfo
+from motet.core.device import Device
+from motet.core.errors import ConfigError
+from motet.core.model_info import ModelInfo
+from motet.hosting.slot_memory import check_slots
+from motet.hosting.workshop import FreeMemory, Workshop
 from motet.native.choice import Choice, kernels_of
+from motet.process.allocator import keep_freed_memory, without_collections
 from motet.protocols import Trainer
 from motet.runtime.rundir import RunDirectory
-from motet.slot_memory import check_slots
-from motet.workshop import FreeMemory, Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -185,7 +184,7 @@ def _build_on_servers(
     """An engine that samples on servers, or none with `recorded`, and a trainer: the given one, or one on this device."""
     import torch
 
-    from motet import servers
+    from motet.hosting import servers
     from motet.model.accelerator import free_memory
     from motet.model.lora_model import LoraModel
     from motet.rollout.server import FileSync

@@ -24,8 +24,8 @@ from typing import IO, Any, BinaryIO, Generic, TypeVar, get_args
 import msgspec
 import numpy as np
 
-from motet import wall
-from motet.errors import EngineError
+from motet.core.errors import EngineError
+from motet.process import wall
 
 LONGEST_LINE = 2**26
 """Longest line in bytes; a reader fails on a longer one."""

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from motet import budgets
-from motet.config import HostConfig, JobConfig
+from motet.config import HostConfig, JobConfig, budgets
 from motet.config.service import Largest
-from motet.launch import assemble
-from motet.preparing import open_prepared
+from motet.hosting.launch import assemble
+from motet.hosting.preparing import open_prepared
+from motet.hosting.workshop import Workshop
 from motet.runtime.base_judge import BaseJudge
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Agents, Job, Services
@@ -19,7 +19,6 @@ from motet.runtime.rundir import RunDirectory
 from motet.runtime.scheduler import FairScheduler
 from motet.tasks.judge_http import of_a_run
 from motet.tasks.reward_pool import RewardPool
-from motet.workshop import Workshop
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel

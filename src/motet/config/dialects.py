@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from motet.errors import ServerFault
-from motet.types import SamplingParams, schema_of
+from motet.core.errors import ServerFault
+from motet.core.types import SamplingParams, schema_of
 
 Json = Mapping[str, Any]
 SEED_BITS = 63

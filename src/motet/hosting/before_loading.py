@@ -16,12 +16,13 @@ from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import JobConfig, RunConfig
 from motet.config.chain import chains
-from motet.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
-from motet.launch import check_directories
+from motet.core.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
+from motet.core.near import close_matches
+from motet.core.types import JobState
+from motet.hosting.launch import check_directories
+from motet.hosting.preparing import Sources, check_reference
 from motet.model.find import find_adapter, find_base
 from motet.native.choice import Choice, of_jobs
-from motet.near import close_matches
-from motet.preparing import Sources, check_reference
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by, of_config
 from motet.runtime.interrupt import Interrupt
@@ -37,7 +38,6 @@ from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.reward_workers import load_request
 from motet.tasks.rewards import BUILTIN, NEED_AN_ANSWER
-from motet.types import JobState
 
 _AT_ONCE = 4
 """Most processes that load a person's code at the same time."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from motet.config import JobConfig, LaunchConfig, RolloutConfig
+from motet.config.dialects import DIALECTS
 from motet.config.rollout import VERSIONS_BESIDES
 from motet.config.service import Largest
-from motet.dialects import DIALECTS
-from motet.errors import ConfigError
-from motet.model_info import ModelInfo
+from motet.core.errors import ConfigError
+from motet.core.model_info import ModelInfo
 from motet.rollout.connection import Clocks
 from motet.rollout.in_vllm import motet_vllm
 from motet.rollout.replica import Replica

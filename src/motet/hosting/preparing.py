@@ -10,12 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from motet import budgets
 from motet.algorithms.rows import RowAlgorithm
-from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig
+from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig, budgets
 from motet.config.chain import chains
-from motet.errors import AdapterError, ConfigError, DataError, MotetError
-from motet.model_info import ModelInfo
+from motet.core.errors import AdapterError, ConfigError, DataError, MotetError
+from motet.core.model_info import ModelInfo
+from motet.core.types import Problem
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
 from motet.runtime.learning_rate import auto_learning_rate
@@ -30,7 +30,6 @@ from motet.tasks.judge_http import tokens_of
 from motet.tasks.problems import Problems
 from motet.tasks.row_files import RowLimits
 from motet.tasks.rows import check_rows, longest_row
-from motet.types import Problem
 
 _RATE_FIELDS = {
     "optimizer": {"lr", "lr_multiplier"},

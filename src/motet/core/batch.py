@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 
-from motet.types import BoolArray, FloatArray, IntArray
+from motet.core.types import BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from torch import Tensor

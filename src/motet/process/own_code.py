@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.errors import MotetError
-from motet.near import close_matches
+from motet.core.errors import MotetError
+from motet.core.near import close_matches
 
 _LOADED: dict[tuple[str, Path], tuple[bytes, Any]] = {}
 """Modules loaded from files, by kind and path, each with its source text."""
-_HOUSE = f"{Path(__file__).parent}{os.sep}"
+_HOUSE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclass(frozen=True)

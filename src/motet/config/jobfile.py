@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from motet import plain_yaml
 from motet.config import Config, EngineConfig, RaceConfig, RunConfig
 from motet.config.engine import ClusterConfig
 from motet.config.mistakes import check_fields, explain
 from motet.config.service import ServiceConfig
 from motet.config.simulation import SimulationConfig
-from motet.errors import ConfigError
-from motet.near import close_matches
+from motet.core import plain_yaml
+from motet.core.errors import ConfigError
+from motet.core.near import close_matches
 
 Tree = dict[str, Any]
 Valid = TypeVar("Valid", bound=Config)

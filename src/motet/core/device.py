@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from motet.tenant_turns import SLACK, Payer, TenantTurns
+from motet.core.tenant_turns import SLACK, Payer, TenantTurns
 
 Result = TypeVar("Result")
 

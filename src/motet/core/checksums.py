@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.errors import AdapterError, DiskFull
+from motet.core.errors import AdapterError, DiskFull
 
 SUMS = "sha256.json"
 """Beside a version's files: their sums."""

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from motet import wall
-from motet.errors import LimitError, MotetError
+from motet.core.errors import LimitError, MotetError
+from motet.process import wall
 
 Result = TypeVar("Result")
 _IDLE_SECONDS = 60.0

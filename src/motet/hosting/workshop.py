@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from motet.config import EngineConfig
-from motet.device import Device
+from motet.core.device import Device
+from motet.core.types import ServerLoad
 from motet.protocols import RolloutEngine, Trainer, WeightSync
-from motet.types import ServerLoad
 
 if TYPE_CHECKING:
     from motet.rollout.server import ServerEngine

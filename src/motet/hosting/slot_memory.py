@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from motet import budgets
-from motet.config import AdapterConfig, HostConfig, JobConfig
+from motet.config import AdapterConfig, HostConfig, JobConfig, budgets
 from motet.config.service import Largest
 from motet.config.team import MOST_RANK
-from motet.errors import ConfigError
-from motet.model_info import ALL_LINEAR
-from motet.workshop import FreeMemory
+from motet.core.errors import ConfigError
+from motet.core.model_info import ALL_LINEAR
+from motet.hosting.workshop import FreeMemory
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from motet.types import FinishReason, SamplingParams
+from motet.core.types import FinishReason, SamplingParams
 
 Decode = Callable[[list[int]], str]
 """Text of completion tokens, without special tokens."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from motet.errors import AdapterError
-from motet.near import close_matches
+from motet.core.errors import AdapterError
+from motet.core.near import close_matches
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"

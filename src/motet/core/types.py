@@ -1,6 +1,6 @@
 """The nouns of Motet, in the order data takes them.
 
-A `Problem` is sampled into `Rollout`s; the rollouts of one problem form a `Group`; training data is in `motet.batch`. All
+A `Problem` is sampled into `Rollout`s; the rollouts of one problem form a `Group`; training data is in `motet.core.batch`. All
 records are frozen and hold numpy arrays or plain values, so that they can cross rooms, threads and processes without torch.
 
 Legend of array suffixes in comments: T tokens of one sequence (prompt included), N trainable tokens.

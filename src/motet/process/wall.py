@@ -4,7 +4,7 @@ Behind the wall a process has no network, starts no process, and can neither sig
 Python's own files and the given ones, write only the given ones, and never raise its hard memory limit. Landlock protects files
 (Linux 5.13), seccomp the rest; both also apply to root, and neither needs a privilege.
 
-`python -m motet.wall` tries to break out; `probe` runs it to learn what holds on this machine.
+`python -m motet.process.wall` tries to break out; `probe` runs it to learn what holds on this machine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
-from motet.errors import WallError
+from motet.core.errors import WallError
 
 _log = logging.getLogger(__name__)
-PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MOST_WRITTEN = 1 << 28
 
 _SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")

@@ -26,7 +26,7 @@ from motet.commands import (
     workers,
 )
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
-from motet.errors import MotetError
+from motet.core.errors import MotetError
 
 EXAMPLE = """\b
 Example job file (jobs.yaml):
@@ -305,12 +305,12 @@ def serve(
     ] = None,
 ) -> None:
     """Serve one or more bases to a team that submits jobs over HTTP and downloads adapters."""
-    from motet.allocator import without_collections
-    from motet.errors import ConfigError
+    from motet.core.errors import ConfigError
+    from motet.process.allocator import without_collections
 
     with without_collections():
         from motet.commands.serve import serve as serve_base
-        from motet.jobfile import load_service
+        from motet.config.jobfile import load_service
 
     if missing := [name for name in ("fastapi", "uvicorn", "sqlalchemy", "alembic") if find_spec(name) is None]:
         raise ConfigError(f"motet serve needs {missing[0]}, which is not installed: pip install 'motet[serve]'")

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from motet.errors import ConfigError
+from motet.core.errors import ConfigError
 
 DEEPEST = 32
 """Deepest nesting of lists and mappings: the time of a YAML scanner grows with its square, and readers are recursive."""

@@ -1,0 +1,1 @@
+"""What all rooms use, without heavy libraries: records, errors, seeds, checksums."""
