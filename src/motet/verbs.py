@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 from anyio.from_thread import start_blocking_portal
 
 from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.client import ClientLoss
+from motet.algorithms.client import ClientLoss, batch_of
 from motet.config import OF_CLIENT, AdapterConfig, EngineConfig, HostConfig, JobConfig, RolloutConfig, budgets
 from motet.config.jobfile import validate_as
 from motet.config.service import Largest
@@ -323,10 +323,7 @@ class Verbs:
         self, batches: Mapping[str, StepBatch | Sequence[Sample]], loss: Loss | None, temperature: float
     ) -> dict[str, tuple[Segment, ...]]:
         """The micro-batches of each adapter that has something to train."""
-        whole = {
-            name: batch if isinstance(batch, StepBatch) else StepBatch(tuple(batch), 1.0)
-            for name, batch in batches.items()
-        }
+        whole = {name: batch if isinstance(batch, StepBatch) else batch_of(batch) for name, batch in batches.items()}
         budget = self._host.services.micro_batch_tokens
         return {name: batch.segments(name, loss, temperature, budget) for name, batch in whole.items() if batch.samples}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from motet.algorithms.client import CLIENT_LOSSES, ClientLoss
+from motet.algorithms.client import CLIENT_LOSSES, ClientLoss, batch_of, datum
 from motet.config import OF_CLIENT
 from motet.core.batch import LossInputs
 from motet.runtime.journal import (
@@ -301,3 +301,12 @@ def test_a_datum_of_many_targets_is_a_sample_of_many() -> None:
     assert (sample.n_tokens, sample.n_targets, sample.n_trainable) == (4, 2, 3)
     assert sample.targets is not None
     assert sample.targets[1:].tolist() == targets.tolist()
+
+
+def test_samples_of_a_client_that_begin_alike_run_their_beginning_once() -> None:
+    prompt, numbers = np.arange(20), np.random.default_rng(3)
+    answers = [numbers.integers(50, 90, 5) for _ in range(4)]
+    data = [datum(np.append(prompt, one[:-1]), np.append(prompt[1:], one)) for one in answers]
+    (segment,) = batch_of(data).segments("a", ClientLoss.of("importance_sampling"), 1.0, 4096)
+    assert segment.n_tokens <= 20 + 4 * 5
+    assert segment.work == 4 * 25, "charged as sent"

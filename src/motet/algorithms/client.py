@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from motet.algorithms.algorithm import Algorithm
+from motet.algorithms.algorithm import Algorithm, StepBatch
 from motet.core.batch import LossFunctions, LossInputs, Sample, TokenLosses
 from motet.core.errors import ConfigError
 from motet.core.types import FloatArray
@@ -82,6 +82,14 @@ def datum(
         targets=np.concatenate([np.zeros_like(targets[:1]), targets]),
         ratio_mask=None if sequence_ratio_mask is None else shifted(sequence_ratio_mask),
     )
+
+
+def batch_of(samples: Sequence[Sample]) -> StepBatch:
+    """The samples of one gradient. Neighbours that begin alike, such as those of a group, run their beginning once.
+
+    Every target of a client's datum is trained, so its prompt cannot be told from what was sampled.
+    """
+    return StepBatch(tuple(samples), 1.0, share_prefixes=True)
 
 
 @dataclass(frozen=True)

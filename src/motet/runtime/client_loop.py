@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.client import ClientLoss
+from motet.algorithms.client import ClientLoss, batch_of
 from motet.core.batch import AdamW, LossFunctions, LossStats, OptimStats, Segment
 from motet.core.checksums import sync
 from motet.core.errors import AdapterError, ScorerAway, StorageFull
@@ -178,8 +177,7 @@ class ClientLoop(Driver):
         samples = tuple(datum.sample() for datum in command.data)
         if (reason := self._misfit(command)) is not None:
             return j.Failed(reason)
-        batch = StepBatch(samples, 1.0)
-        segments = batch.segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
+        segments = batch_of(samples).segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
         self.job.progress.phase = "training"
         before, executed = self._tokens, unheard if number <= self._forward_until else self._executed
         try:
