@@ -34,15 +34,15 @@ NOTHING = {
     ("hosts", "embedded"): "that is the column `hosts 2`",
 }  # fmt: skip
 """Cells that mean nothing, and why."""
-HEAD = """# Doors and engines
+HEAD = """# Tested combinations
 
-A door is a way to train or to ask: an environment, an agent, a Tinker client. This table says where each has run. It is made
-from the marks of the tests.
+The rows are ways to train or to ask a model (in the tests: *doors*), the columns are what samples. A cell says whether they
+have run together. The table is made from the marks of the tests.
 
-- **tested**: `make test` proves it. **long proof**: `make soak` does.
+- **tested**: `make test` repeats it. **long proof**: `make soak` does.
 - **by hand**: a person tried it once, on that date.
 - **refused**: Motet says so at the start; the reasons are below the table.
-- **untried**: nobody has run it. It may work; a test may be listed below, if it waits for its first run.
+- **untried**: nobody has run it, and it may or may not work. If its test waits for a first run, the test is listed below.
 
 vLLM is a real server of release 0.32, built for CPUs. SGLang has no build for CPUs, so a server in the tests speaks its
 protocol over a real base. No GPU has run any of it: [What has run where](evidence.md).
