@@ -105,6 +105,19 @@ def test_help_and_version(tmp_path: Path) -> None:
     assert motet_says(tmp_path, "--version") == (0, f"motet {motet.__version__}\n", "")
 
 
+def test_help_lists_every_command_once_with_its_whole_sentence(tmp_path: Path) -> None:
+    from typer.main import get_command
+
+    from motet.commands.cli import app
+    from motet.commands.overview import HEADINGS
+
+    commands = getattr(get_command(app), "commands", {})
+    assert sorted(name for names in HEADINGS.values() for name in names) == sorted(commands)
+    for words in ((), ("keys",), ("tenants",)):
+        _, out, _ = motet_says(tmp_path, *words, "--help")
+        assert "..." not in out.replace("[ARGS]...", ""), out
+
+
 def test_a_bad_job_file_is_exit_code_2_and_a_message(tmp_path: Path) -> None:
     (tmp_path / "jobs.yaml").write_text(JOB_FILE.replace("reward: numeric", "rewrd: numeric"))
     for command in ("run", "check"):

@@ -26,6 +26,7 @@ from motet.commands import (
     workers,
 )
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
+from motet.commands.overview import Overview
 from motet.core.errors import MotetError
 
 EXAMPLE = """\b
@@ -57,6 +58,7 @@ _NOT_OURS = (
 
 app = typer.Typer(
     name="motet",
+    cls=Overview,
     help="Train many LoRA adapters at once by reinforcement learning over one frozen base model.",
     epilog="Start with: motet demo",
     no_args_is_help=True,
@@ -191,7 +193,7 @@ def doctor(
     nodes: Annotated[int, typer.Option(min=1, help="With --ray: wait up to ten minutes for this many nodes.")] = 1,
     build: Annotated[bool, typer.Option("--build", help="Compile Motet's own CPU kernels (about a minute).")] = False,
 ) -> None:
-    """Show this machine, the budgets Motet derives from it, and whether results are bit-exact on it."""
+    """Show this machine, what fits on it, and whether results are bit-exact on it."""
     from motet.commands.doctor import build_kernels, examine, examine_cluster
 
     if build:
@@ -201,7 +203,7 @@ def doctor(
 
 @app.command()
 def report(directory: RunDir) -> None:
-    """Write the HTML report of a run again, also during the run."""
+    """Update the HTML report of a run, also while it runs."""
     from motet.report import write_report
 
     typer.echo(write_report(directory))
@@ -293,7 +295,7 @@ def serve(
     no_keys: Annotated[
         bool,
         typer.Option(
-            "--no-keys", help="Require no key. Works only on this machine's addresses, and for its own pages."
+            "--no-keys", help="Require no key. Only programs and pages of this machine can then use the service."
         ),
     ] = False,
     hub: Annotated[bool, typer.Option("--hub", help="Let jobs read data from the hub.")] = False,

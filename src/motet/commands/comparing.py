@@ -147,7 +147,7 @@ def probe(
         list[str] | None, typer.Option(help="A text to score, such as a prompt with its answer.", show_default=False)
     ] = None,
 ) -> None:
-    """Check that a vLLM, SGLang or OpenAI-compatible server samples the adapter it says it does, and not the base."""
+    """Check that a vLLM, SGLang or OpenAI-compatible server answers with the adapter, and not with the base."""
     from motet.commands.probe import probe as ask
 
     raise typer.Exit(

@@ -43,7 +43,7 @@ def fork(
     ] = None,
     overrides: Override = None,
 ) -> None:
-    """Begin a new job at a step of another, with its weights, moments and place in the data."""
+    """Begin a new job at a step of another, with its weights, optimizer state and place in the data."""
     from motet.commands.replay import fork_job
 
     fork_job(jobs, step, run, name, overrides or [])

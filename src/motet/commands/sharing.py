@@ -11,6 +11,7 @@ import typer
 import motet
 from motet.commands.answers import minute, print_answer, table
 from motet.commands.options import AsJson, Key, Url
+from motet.commands.overview import WholeSentences
 
 app = typer.Typer(rich_markup_mode=None)
 Shared = Annotated[str, typer.Argument(help="A job or an uploaded adapter, by name or id.", show_default=False)]
@@ -31,7 +32,9 @@ def push(
     print_answer(adapter, as_json, adapter.name)
 
 
-adapters = typer.Typer(help="List and remove uploaded adapters.", no_args_is_help=True, rich_markup_mode=None)
+adapters = typer.Typer(
+    cls=WholeSentences, help="List and remove uploaded adapters.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(adapters, name="adapters", epilog="Example: motet adapters ls")
 
 

@@ -12,6 +12,7 @@ import typer
 import motet
 from motet.commands.answers import day, print_answer, say, table
 from motet.commands.options import AsJson, Key, Url
+from motet.commands.overview import WholeSentences
 from motet.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ def _usage_cells(line: UsageLine) -> list[str]:
     return [line.tenant or "", what, *(f"{n:,}" for n in tokens), duration_text(line.device_seconds)]
 
 
-tenants = typer.Typer(help="List tenants and set their limits.", no_args_is_help=True, rich_markup_mode=None)
+tenants = typer.Typer(
+    cls=WholeSentences, help="List tenants and set their limits.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(tenants, name="tenants", epilog="Example: motet tenants limit team-a --tokens-per-day 50000000")
 
 
@@ -195,7 +198,10 @@ def _limit(name: str, text: str) -> str | float | int | None:
 
 
 keys = typer.Typer(
-    help="Create, list and revoke the API keys of a service.", no_args_is_help=True, rich_markup_mode=None
+    cls=WholeSentences,
+    help="Create, list and revoke the API keys of a service.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 key_app.add_typer(keys, name="keys", epilog="Example: motet keys create team-a --name laptop")
 
