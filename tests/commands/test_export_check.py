@@ -35,7 +35,6 @@ from motet.model.find import SMALL_BASE
 from motet.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_CONFIG
 from tests.support.peft_files import save_random
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 Tensors = dict[str, torch.Tensor]
 Json = dict[str, Any]
 
