@@ -15,7 +15,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
 
@@ -31,7 +31,7 @@ from tests.support.protocol_vllm import LOST, Vllm
 
 __all__ = ["FOREVER", "Counts", "Faults", "ProtocolServer", "Setup"]
 
-PROTOCOLS: Mapping[str, Callable[[Backend], Dialect]] = {"vllm": Vllm, "sglang": Sglang}
+PROTOCOLS: dict[str, Callable[[Backend], Dialect]] = {"vllm": Vllm, "sglang": Sglang}
 """By the value of `rollout.engine`."""
 
 
