@@ -17,7 +17,8 @@ import numpy as np
 from motet.algorithms import Grpo
 from motet.config import AdapterConfig, EngineConfig
 from motet.core.batch import AdamW, Batch, Sample, Segment
-from motet.hosting.launch import load, make_trainer
+from motet.hosting.launch import load
+from motet.training.torch_trainer import TorchTrainer
 
 ROUNDS = 2
 STEPPED = 50
@@ -42,7 +43,7 @@ def measure(adapters: int, resident: int, *, ahead: bool) -> None:
             resident=resident,
             parking=directory if resident else None,
         )
-        trainer = make_trainer(load("small", engine), engine)
+        trainer = TorchTrainer.of(load("small", engine), engine)
         before = private_memory()
         for number in range(adapters):
             trainer.add_adapter(f"{number}", AdapterConfig(rank=16), seed=number)

@@ -29,8 +29,6 @@ from tests.support.rollout_groups import group, rollout
 from tests.support.segments import SHAPES, make_samples, make_segment
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
 figures = st.floats(-5, 5)
 
 

@@ -31,7 +31,6 @@ from tests.support.segments import gradient, make_trainer
 from tests.support.waiting import wait_until
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 def example(prompt: int, answer: int, seed: int) -> Example:

@@ -20,8 +20,6 @@ from tests.support import tiny_models as tiny
 from tests.support.peft_files import close, peft_logits
 from tests.support.peft_files import export as save
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.25)])
 def test_a_merged_model_says_what_base_and_adapter_say(

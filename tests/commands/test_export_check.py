@@ -35,7 +35,6 @@ from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_CONFIG
 from motet.model.find import SMALL_BASE
 from tests.support.peft_files import save_random
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 Tensors = dict[str, torch.Tensor]
 Json = dict[str, Any]
 

@@ -12,8 +12,6 @@ import pytest
 from motet.model.find import SMALL_BASE
 from tests.support.hub_server import TOKEN, HubServer
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
 
 def push(url: str, adapter: Path, target: Path, *words: str, token: str = TOKEN) -> tuple[int, str, str]:
     """Export and push in a process of its own: the library reads these variables as it is imported."""

@@ -20,7 +20,6 @@ from tests.support.peft_files import close, export, load, peft_logits
 from tests.support.segments import make_segment, make_trainer, run_steps, sampler_logprobs
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 EVERY_TIME = (
     "llama",
     "qwen3_wide",

@@ -24,7 +24,6 @@ from tests.support.cases import few
 from tests.support.peft_files import close, export, load, peft_logits, randomise
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 NAMES = (*tiny.DENSE, "mixtral")
 ATTENTION = ["q_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj"]
 

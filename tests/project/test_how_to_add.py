@@ -78,6 +78,10 @@ class Counting(TorchTrainer):
 from motet.runtime.scheduler import FairScheduler
 
 class NewestFirst(FairScheduler):
+    def job_order(self, account):
+        print("ordered by the new policy")
+        return super().job_order(account)
+
     def spend(self, job, tokens):
         print(f"charged {job}")
         super().spend(job, tokens)
@@ -117,7 +121,7 @@ TRACKERS: Mapping[str, Tracker] = {
         '"""The values of `rollout.engine` that name a server."""\n',
         '"""The values of `rollout.engine` that name a server."""\n'
         "from dataclasses import replace\n"
-        'DIALECTS = {**DIALECTS, "third": replace(DIALECTS["vllm"], name="Third", health_seconds=1.0)}\n',
+        'DIALECTS = {**DIALECTS, "third": replace(VLLM, name="Third", health_seconds=1.0)}\n',
     ),
     "An export format": (
         {},
@@ -171,25 +175,78 @@ FILES = {
     "A LoRA kernel": 1,
     "A wire protocol": 2,
     "An environment": 2,
+    "An advantage": 1,
+    "A chat format": 4,
 }
-ENVIRONMENT = (
-    (
-        "tasks/episode.py",
-        "ENVIRONMENTS: Mapping[str, Environment] = {",
-        """
+SEVERAL: Mapping[str, tuple[Mapping[str, str], tuple[tuple[str, str, str], ...]]] = {
+    # where more than one line goes into existing files
+    "An advantage": (
+        {},
+        (
+            ("algorithms/advantages.py", '"batch_baseline", "none"]', '"batch_baseline", "signs", "none"]'),
+            (
+                "algorithms/advantages.py",
+                '    "none": _none,\n',
+                '    "signs": lambda groups: [np.sign(one) for one in _centered(groups)],\n    "none": _none,\n',
+            ),
+        ),
+    ),
+    "A chat format": (
+        {
+            "chat/shout.py": """
+from motet.chat.completions import ChatRequest
+
+class ShoutRequest(ChatRequest):
+    pass
+"""
+        },
+        (
+            (
+                "service/routes/completions.py",
+                "class CompletionRequest(Sampled, Asked):\n",
+                "from motet.chat.shout import ShoutRequest\n\nclass Shout(ShoutRequest, ServedChat):\n    pass\n\n"
+                '@router.post("/shout", response_model=None)\nasync def shout(chats: ChatsDep, wanted: Shout) -> Response:\n'
+                '    return await chats(wanted, "shout")\n\nclass CompletionRequest(Sampled, Asked):\n',
+            ),
+            (
+                "agents/served_episode.py",
+                '    "messages": MessagesRequest,\n',
+                '    "messages": MessagesRequest,\n'
+                '    "shout": __import__("motet.chat.shout", fromlist=["ShoutRequest"]).ShoutRequest,\n',
+            ),
+            (
+                "service/routes/episodes.py",
+                '@router.post("/episodes/{episode}/v1/messages", responses=STREAMED)\n',
+                '@router.post("/episodes/{episode}/v1/shout", response_model=None)\n'
+                "async def shout(episode: str, answers: Answers) -> Response:\n"
+                '    return await answers(episode, "shout")\n\n\n'
+                '@router.post("/episodes/{episode}/v1/messages", responses=STREAMED)\n',
+            ),
+        ),
+    ),
+    "An environment": (
+        {},
+        (
+            (
+                "tasks/episode.py",
+                "ENVIRONMENTS: Mapping[str, Environment] = {",
+                """
 async def halved(context):
     rollouts = await single_turn(context)
     return tuple(replace(one, reward=0.5 * one.reward, reward_parts={"halved": one.reward}) for one in rollouts)
 
 
 ENVIRONMENTS: Mapping[str, Environment] = {"halved": halved, """,
+            ),
+            ("config/job.py", '{"single": 1,', '{"halved": 1, "single": 1,'),
+        ),
     ),
-    ("config/job.py", '{"single": 1,', '{"halved": 1, "single": 1,'),
-)
+}
 USE = """
 import sys
 from pathlib import Path
 import motet
+from motet.agents.served_episode import ROUTES as EPISODES
 from motet.commands.export import write
 from motet.config import RolloutConfig
 from motet.model.arithmetic import Arithmetic
@@ -198,7 +255,9 @@ from motet.running import config_of, run_config
 from motet.service.app import ROUTES
 
 assert Path(motet.__file__).is_relative_to(sys.argv[1]), motet.__file__
-assert any(route.path == "/v1/greeting" for module in ROUTES for route in module.router.routes)
+paths = {route.path for module in ROUTES for route in module.router.routes}
+assert {"/v1/greeting", "/v1/shout", "/episodes/{episode}/v1/shout"} <= paths
+assert "shout" in EPISODES
 assert RolloutConfig(engine="third", urls=["http://127.0.0.1:1"]).engine == "third"
 home = Path(sys.argv[1])
 assert (write(home / "an-adapter", None, home / "names", "names") / "name").read_text() == "an-adapter"
@@ -209,6 +268,7 @@ job = {
 jobs = [
     {**job, "name": kind, "algorithm": {"type": kind, "group_size": 4, "groups_per_step": 2}} for kind in ("grpo", "halved")
 ]
+jobs.append({**jobs[0], "name": "signs", "algorithm": {**jobs[0]["algorithm"], "advantage": "signs"}})
 base = load_base("small", device="cpu", arithmetic=Arithmetic(products="counted"))
 config = config_of(jobs, "small", {"samplers": 0, "slots": 6, "kernels": "torch"}, "x", home / "run", ["printed"])
 run = run_config(config, base=base)
@@ -223,8 +283,9 @@ def package(tmp_path: Path) -> Path:
 
 
 def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
-    lines = [(file, old, new) for _, file, old, new in ADDED.values()] + list(ENVIRONMENT)
-    for files, *_ in ADDED.values():
+    lines = [(file, old, new) for _, file, old, new in ADDED.values()]
+    lines += [line for _, several in SEVERAL.values() for line in several]
+    for files, *_ in (*ADDED.values(), *SEVERAL.values()):
         for name, text in files.items():
             (package / name).write_text(text)
     for file, old, new in lines:
@@ -238,7 +299,13 @@ def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
         env={**os.environ, "PYTHONPATH": place}, capture_output=True, text=True, check=False, cwd=place,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = ("counted a step of halved", "charged halved", "tracked step 0 of halved", "planned by the new kernel")
+    said = (
+        "counted a step of halved",
+        "ordered by the new policy",
+        "charged halved",
+        "tracked step 0 of halved",
+        "planned by the new kernel",
+    )
     assert all(one in done.stdout for one in said), done.stdout
     run = package.parent / "run"
     assert (run / "halved" / "noted").read_text() == "0"
@@ -247,6 +314,7 @@ def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
         for kind in ("grpo", "halved")
     ]
     assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
+    assert (run / "signs" / "metrics.jsonl").read_text().count("grad_norm") == 1
     rollouts = [json.loads(line) for line in (run / "grpo" / "rollouts" / "0.jsonl").read_text().splitlines()]
     assert all(one["reward"] == one["reward_parts"]["halved"] / 2 > 0 for one in rollouts)
 
@@ -261,11 +329,9 @@ def test_the_page_names_these_files_and_no_more() -> None:
     page = (ROOT / "docs" / "extend.md").read_text().split("## How to add")[1]
     parts = {part.split("**")[1].rstrip("."): " ".join(part.split()) for part in re.split(r"\n\n(?=\*\*)", page)[1:]}
     touched = {what: {*files, file} for what, (files, file, *_) in ADDED.items()}
-    touched["An environment"] = {file for file, *_ in ENVIRONMENT}
+    touched |= {what: {*files, *(file for file, *_ in lines)} for what, (files, lines) in SEVERAL.items()}
     assert {what: len(files) for what, files in touched.items()} == FILES
-    for what, (files, file, *_) in ADDED.items():
-        assert f"`{file}" in parts[what], what
-        for new in files:
-            assert f"`{Path(new).parent}/`" in parts[what], what
-    for file, *_ in ENVIRONMENT:
-        assert f"`{file}" in parts["An environment"], file
+    new = {name for files, *_ in (*ADDED.values(), *SEVERAL.values()) for name in files}
+    for what, names in touched.items():
+        for name in names:
+            assert f"`{Path(name).parent}/`" in parts[what] if name in new else f"`{name}" in parts[what], (what, name)

@@ -17,7 +17,6 @@ from tests.support.service_run import Json, Service, tiny
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
 ]
 
 LONG = 8

@@ -27,7 +27,6 @@ from tests.support.service_run import Json, Service, serving, tiny
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
 ]
 
 REWARDS = '''

@@ -18,7 +18,6 @@ from tests.support.service_run import Service, tiny
 
 pytestmark = [
     pytest.mark.soak,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft asks for it
 ]
 
 STEPS = 24

@@ -1,4 +1,4 @@
-"""A real HTTP server that speaks vLLM's or SGLang's protocol in front of the fake base, and goes wrong on request.
+"""A real HTTP server that speaks the protocol of one of `PROTOCOLS` in front of the fake base, and goes wrong on request.
 
 with ProtocolServer("vllm") as server:
     server.faults.errors["generate"] = 2
@@ -15,10 +15,9 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
-from typing import Literal
 
 import uvicorn
 from starlette.requests import ClientDisconnect, Request
@@ -32,24 +31,25 @@ from tests.support.protocol_vllm import LOST, Vllm
 
 __all__ = ["FOREVER", "Counts", "Faults", "ProtocolServer", "Setup"]
 
-Name = Literal["vllm", "sglang"]
+PROTOCOLS: dict[str, Callable[[Backend], Dialect]] = {"vllm": Vllm, "sglang": Sglang}
+"""By the value of `rollout.engine`."""
 
 
 class ProtocolServer:
     """A server at 127.0.0.1; starts on entering its context, and may be stopped and started again on the same port.
 
     Args:
-        dialect: whose protocol.
+        dialect: whose protocol, a name of `PROTOCOLS`.
         setup: how it was launched.
     """
 
-    def __init__(self, dialect: Name = "vllm", setup: Setup | None = None) -> None:
+    def __init__(self, dialect: str = "vllm", setup: Setup | None = None) -> None:
         self.setup = setup or Setup()
         self.faults = Faults()
         self.counts = Counts()
         self.port = 0
         """Chosen at the first start, and kept."""
-        self.dialect: Name = dialect
+        self.dialect = dialect
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -77,7 +77,7 @@ class ProtocolServer:
         """Listen, without any adapter; returns when requests are answered."""
         assert not self.alive
         self._backend = Backend(self.setup, self.faults, self.counts)
-        self._protocol: Dialect = Vllm(self._backend) if self.dialect == "vllm" else Sglang(self._backend)
+        self._protocol = PROTOCOLS[self.dialect](self._backend)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{self.dialect} server", daemon=True)
         self._thread.start()

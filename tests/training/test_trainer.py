@@ -43,7 +43,6 @@ from tests.support.segments import (
 )
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 DTYPES = ("float32", "bfloat16")
 OWN = ("llama/native", "llama/native-dpbf16")
 """Computed by own kernels."""

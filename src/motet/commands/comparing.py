@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -138,7 +138,10 @@ def probe(
         typer.Option(help="The server's name for the base [default: the first that it lists].", show_default=False),
     ] = None,
     kind: Annotated[
-        Literal["vllm", "sglang", "openai"] | None, typer.Option(help="The server's protocol [default: detected].")
+        str | None,
+        typer.Option(
+            help="The server's protocol: `openai`, or as `rollout.engine` [default: detected].", show_default=False
+        ),
     ] = None,
     server_key: Annotated[
         str | None, typer.Option(envvar="MOTET_SERVER_KEY", help="The server's API key.", show_default=False)

@@ -12,7 +12,7 @@ import numpy as np
 
 from motet.commands.answers import say
 from motet.config.dialects import DIALECTS, HttpRequest
-from motet.core.errors import AdapterError, ServerFault, ServerRefused
+from motet.core.errors import AdapterError, ConfigError, ServerFault, ServerRefused
 from motet.core.types import AdapterRef, FloatArray, IntArray
 from motet.model.find import find_adapter
 from motet.rollout.connection import Clocks, ServerConnection
@@ -157,6 +157,8 @@ def probe(
     Raises:
         MotetError: the adapter, the base or the server cannot be used.
     """
+    if kind is not None and kind not in KINDS:
+        raise ConfigError(f"--kind {kind}: must be one of {', '.join(KINDS)}")
     find_adapter(adapter)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     server = _Server(ServerConnection(url.rstrip("/"), Clocks(), headers), KINDS if kind is None else (kind,))

@@ -1,4 +1,6 @@
-"""The differences between vLLM and SGLang, in one table with two rows. All other code is the same for both.
+"""The differences between kinds of servers: one row of `DIALECTS` for each. All other code is the same for all.
+
+A server that differs from another in one detail is `dataclasses.replace(VLLM, …)`.
 
 Requests and answers hold tokens, never text. Every sampling field is sent, because servers fill missing ones from the
 model's files. Written from the documentation and source of vLLM 0.32 and SGLang 0.5.14.
@@ -296,50 +298,47 @@ def _sglang_facts(answers: Mapping[str, Any]) -> Facts:
     )
 
 
-DIALECTS: Mapping[str, Dialect] = {
-    "vllm": Dialect(
-        name="vLLM",
-        health_seconds=5.0,
-        about=("/v1/models", "/server_info?config_format=json", "/version"),
-        facts=_vllm_facts,
-        generate=_vllm_generate,
-        piece=_vllm_piece,
-        score=_vllm_score,
-        scores=_vllm_scores,
-        top=_vllm_top,
-        tops=_vllm_tops,
-        load=lambda name, path: HttpRequest("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
-        unload=lambda name: HttpRequest("/v1/unload_lora_adapter", {"lora_name": name}),
-        unknown=lambda status, detail: status == 404,
-        known=lambda status, detail: "already been loaded" in detail,
-        missing=lambda status, detail: "No adapter found for" in detail,
-        settings=LimitSettings("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
-        tested=("0.32.0",),  # as `rollout.in_vllm.motet_vllm.TESTED`
+VLLM = Dialect(
+    name="vLLM",
+    health_seconds=5.0,
+    about=("/v1/models", "/server_info?config_format=json", "/version"),
+    facts=_vllm_facts,
+    generate=_vllm_generate,
+    piece=_vllm_piece,
+    score=_vllm_score,
+    scores=_vllm_scores,
+    top=_vllm_top,
+    tops=_vllm_tops,
+    load=lambda name, path: HttpRequest("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
+    unload=lambda name: HttpRequest("/v1/unload_lora_adapter", {"lora_name": name}),
+    unknown=lambda status, detail: status == 404,
+    known=lambda status, detail: "already been loaded" in detail,
+    missing=lambda status, detail: "No adapter found for" in detail,
+    settings=LimitSettings("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
+    tested=("0.32.0",),  # as `rollout.in_vllm.motet_vllm.TESTED`
+)
+
+SGLANG = Dialect(
+    name="SGLang",
+    health_seconds=20.0,  # it samples a token first
+    about=("/server_info", "/get_server_info", "/v1/models"),
+    facts=_sglang_facts,
+    generate=_sglang_generate,
+    piece=_sglang_piece,
+    score=_sglang_score,
+    scores=_sglang_scores,
+    top=_sglang_top,
+    tops=_sglang_tops,
+    load=lambda name, path: HttpRequest("/load_lora_adapter", {"lora_name": name, "lora_path": path, "pinned": False}),
+    unload=lambda name: HttpRequest("/unload_lora_adapter", {"lora_name": name}),
+    unknown=lambda status, detail: any(
+        phrase in detail for phrase in ("not loaded", "never been loaded", "implicitly load", "does not exist")
     ),
-    "sglang": Dialect(
-        name="SGLang",
-        health_seconds=20.0,  # it samples a token first
-        about=("/server_info", "/get_server_info", "/v1/models"),
-        facts=_sglang_facts,
-        generate=_sglang_generate,
-        piece=_sglang_piece,
-        score=_sglang_score,
-        scores=_sglang_scores,
-        top=_sglang_top,
-        tops=_sglang_tops,
-        load=lambda name, path: HttpRequest(
-            "/load_lora_adapter", {"lora_name": name, "lora_path": path, "pinned": False}
-        ),
-        unload=lambda name: HttpRequest("/unload_lora_adapter", {"lora_name": name}),
-        unknown=lambda status, detail: any(
-            phrase in detail for phrase in ("not loaded", "never been loaded", "implicitly load", "does not exist")
-        ),
-        known=lambda status, detail: "already" in detail,
-        # a missing directory is taken for a name on the hub
-        missing=lambda status, detail: "Repo id must be" in detail,
-        settings=LimitSettings(
-            "--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"
-        ),
-    ),
-}
+    known=lambda status, detail: "already" in detail,
+    # a missing directory is taken for a name on the hub
+    missing=lambda status, detail: "Repo id must be" in detail,
+    settings=LimitSettings("--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"),
+)
+
+DIALECTS: Mapping[str, Dialect] = {"vllm": VLLM, "sglang": SGLANG}
 """The values of `rollout.engine` that name a server."""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from motet.rollout.sampler_link import SamplerLink
     from motet.rollout.spread import SpreadEngine
     from motet.training.sharded.base import ShardedBase
-    from motet.training.torch_trainer import TorchTrainer
 
 _SPINS = "2000"
 """Iterations of libgomp's spin loop before a thread sleeps, about ten microseconds."""
@@ -234,7 +233,7 @@ def check_directories(config: EngineConfig) -> None:
             raise ConfigError(f"engine.{name}: {place} is no directory; make it, on a disk with room")
 
 
-def make_trainer(base: LoraModel, config: EngineConfig) -> TorchTrainer:
+def make_trainer(base: LoraModel, config: EngineConfig) -> Trainer:
     """The trainer that a configuration asks for.
 
     Raises:
@@ -259,6 +258,7 @@ def build(
     from motet.model.accelerator import free_memory
     from motet.rollout.embedded import EmbeddedEngine, SameTensors, SavedFiles
     from motet.rollout.spread import SpreadEngine
+    from motet.training.torch_trainer import TorchTrainer
 
     base.read_keys_in_blocks(config.block_size)  # callers may have loaded their base with another block size
     n_samplers = _samplers(base, config)
@@ -289,15 +289,12 @@ def build(
     if n_samplers:
         spread = SpreadEngine(here, _start_samplers(n_samplers, base, config, limits, device, log))
     engine = spread or here
-    trainer, sync = elsewhere, None
-    if trainer is None:
-        trainer = own = make_trainer(base, config)
-        sync = SameTensors(engine, own.weights)
+    trainer = elsewhere or make_trainer(base, config)
     return Workshop(
         device,
         engine,
         trainer,
-        sync or SavedFiles(engine, trainer),
+        SameTensors(engine, trainer.weights) if isinstance(trainer, TorchTrainer) else SavedFiles(engine, trainer),
         config,
         list(base.info.notes),
         probe_tolerance=0.05 if base.info.inexact else 0.0,

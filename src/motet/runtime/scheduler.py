@@ -141,6 +141,14 @@ class FairScheduler:
         self._level = 0.0
         """The most weighted tokens per share that any tenant had consumed when one of its jobs was admitted."""
 
+    def job_order(self, account: Account) -> float:
+        """The figure that orders a tenant's jobs, least first; it must not fall while a job waits. A policy overrides it."""
+        return account.had
+
+    def tenant_order(self, account: TenantAccount) -> float:
+        """The figure that orders tenants, least first; it must not fall while a tenant waits. A policy overrides it."""
+        return account.had
+
     def join(self, job: str, weight: float, tenant: str = "") -> None:
         """Open an account for a job, and for its tenant if that has none."""
         self._accounts[job] = Account(tenant, weight)
@@ -179,14 +187,14 @@ class FairScheduler:
             share = self._share_here(tenant)
             account.consumed *= share / account.share
             account.share = share
-            self._waiting.add(tenant, account.had)  # it may have fallen by rounding
+            self._waiting.add(tenant, self.tenant_order(account))  # it may have fallen by rounding
 
     def reweigh(self, job: str, weight: float) -> None:
         """Change a job's weight; its consumption per weight stays the same."""
         if (account := self._accounts.get(job)) is not None:
             account.consumed *= weight / account.weight
             account.weight = weight
-            self._tenants[account.tenant].waiting.add(job, account.had)
+            self._tenants[account.tenant].waiting.add(job, self.job_order(account))
 
     def idle(self, job: str) -> bool:
         """Whether a job has no waiting or running request."""
@@ -259,8 +267,8 @@ class FairScheduler:
         account.waiting.append((rows, turn))
         self._count(job, account)
         tenant = self._tenants[account.tenant]
-        tenant.waiting.add(job, account.had)
-        self._waiting.add(account.tenant, tenant.had)
+        tenant.waiting.add(job, self.job_order(account))
+        self._waiting.add(account.tenant, self.tenant_order(tenant))
         self._grant()
         try:
             await turn
@@ -318,10 +326,10 @@ class FairScheduler:
 
     def _figure_of_job(self, job: str) -> float | None:
         account = self._accounts.get(job)
-        return account.had if account is not None and account.waiting else None
+        return self.job_order(account) if account is not None and account.waiting else None
 
     def _figure_of_tenant(self, tenant: str) -> float | None:
-        return None if self._first_of(tenant) is None else self._tenants[tenant].had
+        return None if self._first_of(tenant) is None else self.tenant_order(self._tenants[tenant])
 
     def _grant(self) -> None:
         """Admit waiting requests, least consumption first, while there is room."""
