@@ -89,7 +89,10 @@ def test_a_schema_that_takes_too_long_is_refused_and_its_process_ends(apart):
 
 def test_work_that_takes_too_long_ends_by_the_processor_or_by_the_clock():
     """The schema above may also end for want of memory; these take none."""
-    for seconds, code, why in ((1.0, b"sum(iter(int, 1))", "more than 1 s of the processor"), (0.1, SLEEP, "by the clock")):
+    for seconds, code, why in (
+        (1.0, b"sum(iter(int, 1))", "more than 1 s of the processor"),
+        (0.1, SLEEP, "by the clock"),
+    ):
         apart = Apart(WorkLimits(seconds=seconds))
         with pytest.raises(TooMuchError, match=why):
             asyncio.run(apart.call("us", eval, code))
