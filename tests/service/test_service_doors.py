@@ -9,6 +9,8 @@ import json
 import logging
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,6 +290,20 @@ def test_connections_leave_files_for_the_rest() -> None:
     assert Connections(HttpConfig(), 1024).backlog <= 128
     assert network_of(("::ffff:10.0.0.1", 1, 0, 0)) == "10.0.0.1"
     assert network_of(("2001:db8::1", 1)) == network_of(("2001:db8::2", 1)) != network_of(("2001:db8:1::1", 1))
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
+    """Many systems let a process open 1,024 files, and more if it asks."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
+    code = (
+        "import resource\n"
+        "from motet.service.http.connections import raise_open_files\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (128, {hard}))\n"
+        "print(raise_open_files(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(most)] * 2
 
 
 def test_a_log_line_that_strangers_cause_comes_seldom() -> None:
