@@ -39,6 +39,8 @@ def trained(path: Path, steps: int = 20, setting: Setting | None = None, **field
     run = run_jobs(path, [job("a", steps=steps, **fields)], setting or Setting(holdout=12))
     signs = run.jobs["a"].progress.signs
     kinds(signs.diagnoses)
+    (read,) = read_run(path).jobs
+    assert read.warnings == tuple(signs.warnings.values())
     return signs.warnings
 
 

@@ -207,6 +207,23 @@ def test_the_record_of_a_job_that_has_ended_never_changes(base: Any, tmp_path: P
     assert run(base, tmp_path / "run", one).jobs["a"].message == "done before"
 
 
+def test_why_rewards_failed_is_told_by_the_next_process_too(base: Any, tmp_path: Path) -> None:
+    def reward(problem: Problem, completion: str) -> float:
+        raise KeyError("level")
+
+    algorithm = {"group_size": 2, "groups_per_step": 2, "max_failed_fraction": 1}
+    one = job("a", reward=reward, algorithm=algorithm)
+    told: list[str] = []
+    for _ in range(2):
+        config = validate({"base": "small", "run": str(tmp_path), "jobs": [one]}, "test")
+        result = run_config(
+            config, base=base, observe=lambda jobs: told.append(jobs[0].signs.warnings.get("failed", ""))
+        )
+        assert "4 of 4 rollouts have no reward, commonest: reward reward: KeyError: 'level'" in told[-1]
+        told.clear()
+    assert result.jobs["a"].message == "done before"
+
+
 def test_a_job_that_has_ended_is_not_trained_over(base: Any, tmp_path: Path) -> None:
     assert run(base, tmp_path, job("a", steps=1)).ok
     shutil.rmtree(tmp_path / "a" / "state")

@@ -121,6 +121,21 @@ def test_a_wide_pass_pauses_for_others_and_changes_no_bit() -> None:
             assert trained[0].stats == found["big"][0].stats
 
 
+def test_a_pass_has_no_more_of_another_tenants_work_than_of_the_one_that_comes_first() -> None:
+    """All of it would fit, and a small job would wait for it."""
+    base = tiny.base("llama")
+    big, small = make_samples(((3, 5),) * 20, seed=3), make_samples(((3, 5),), seed=5)
+
+    async def script(learner: Learner, scheduler: FairScheduler) -> None:
+        scheduler.spend("big", 1000)  # so that the small one comes first
+        await asyncio.gather(
+            *(learner.train(*one) for one in (("big", segments("big", big)), ("small", segments("small", small))))
+        )
+
+    trainer = company(base, script, "big", "small")
+    assert sorted(trainer.pieces[0].split("+")) == ["big", "small"]
+
+
 def test_what_is_given_up_ends_with_the_piece_under_way_and_is_charged_so_far() -> None:
     base = tiny.base("llama")
     charged: list[int] = []

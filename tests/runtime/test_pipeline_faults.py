@@ -19,6 +19,7 @@ from motet.core.batch import AdamW, Batch, OptimStats, Segment, Trained
 from motet.core.errors import EngineError, RankGone
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
 from motet.model.fake import FakeAdapter
+from motet.report.read import read_run
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.job import StateChanged
 from motet.runtime.learner import Executed, Learner, unheard
@@ -83,6 +84,10 @@ def test_a_reward_that_fails_sometimes_loses_these_rollouts_only(tmp_path: Path)
     lost = [one for log in logs for line in log.splitlines() if (one := json.loads(line))["error"]]
     assert {one["error"] for one in lost} == {"reward reward: returned nan, not a finite number"}
     assert all(one["reward"] is None for one in lost)
+    told = run.jobs["flaky"].progress.signs.warnings["failed"]
+    assert "rollouts have no reward, commonest: reward reward: returned nan, not a finite number" in told
+    (read,) = [one for one in read_run(tmp_path / "all").jobs if one.name == "flaky"]
+    assert told in read.warnings
 
 
 def test_a_reward_that_cannot_be_loaded_fails_its_job_only(tmp_path: Path) -> None:

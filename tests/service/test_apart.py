@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ import pytest
 
 from motet.chat.structure import check_grammar, grammar_of
 from motet.core.errors import ChatRefusal, LimitError
-from motet.process.apart import Apart, ThreadTurns, WorkLimits
+from motet.process.apart import Apart, ThreadTurns, TooMuchError, WorkLimits
 from motet.service.bases import Bases
 from motet.service.jobs.validation import jobs_in
 from tests.support.openai_requests import hostile
+
+SLEEP = b"__import__('time').sleep(600)"
 
 
 @pytest.fixture
@@ -84,10 +87,34 @@ def test_a_schema_that_takes_too_long_is_refused_and_its_process_ends(apart):
     assert len(apart.pids()) == 1
 
 
+def test_work_that_takes_too_long_ends_by_the_processor_or_by_the_clock():
+    """The schema above may also end for want of memory; these take none."""
+    for seconds, code, why in (
+        (1.0, b"sum(iter(int, 1))", "more than 1 s of the processor"),
+        (0.1, SLEEP, "by the clock"),
+    ):
+        apart = Apart(WorkLimits(seconds=seconds))
+        with pytest.raises(TooMuchError, match=why):
+            asyncio.run(apart.call("us", eval, code))
+        apart.close()
+
+
 def test_a_schema_that_takes_too_much_memory_is_refused():
-    apart = Apart(WorkLimits(seconds=60))
+    apart, most = Apart(WorkLimits(seconds=60)), 0
+
+    async def main() -> None:
+        nonlocal most
+        asked = asyncio.create_task(check_grammar(grammar_of(hostile(40, "m"), tools=False), apart, "us"))
+        while not asked.done():
+            for pid in apart.pids():
+                with contextlib.suppress(psutil.Error):  # it has ended
+                    most = max(most, psutil.Process(pid).memory_info().rss)
+            await asyncio.sleep(0.01)
+        await asked
+
     with pytest.raises(ChatRefusal, match="more than 128 MB of memory"):
-        asyncio.run(check_grammar(grammar_of(hostile(40, "m"), tools=False), apart, "us"))
+        asyncio.run(main())
+    assert most < 256 * 2**20  # the process may have 1,024 MB for other work
     apart.close()
 
 
@@ -95,15 +122,16 @@ def test_work_that_nobody_waits_for_ends():
     apart = Apart(WorkLimits(seconds=600))
 
     async def main() -> int:
-        asked = asyncio.create_task(check_grammar(grammar_of(hostile(mark="left"), tools=False), apart, "us"))
+        asked = asyncio.create_task(apart.call("us", eval, SLEEP))
         while not (pids := apart.pids()):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        while apart.pids():
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            while apart.pids():
+                await asyncio.sleep(0.01)
         return pids[0]
 
     assert not psutil.pid_exists(asyncio.run(main()))

@@ -71,12 +71,18 @@ def misbehave(problem, completion):
 LEAK: list[bytearray] = []
 
 
-async def slow(problem, completion):
+WAITING: list[str] = []
+
+
+async def in_threes(problem, completion):
+    """Ends once two others wait at the same time."""
     import asyncio
 
     if completion == "raise":
         raise ValueError("no")
-    await asyncio.sleep(1.0)
+    WAITING.append(completion)
+    while len(WAITING) < 3:
+        await asyncio.sleep(0.01)
     return float(len(completion))
 
 

@@ -25,7 +25,7 @@ from motet.process.channel import LONGEST_LINE
 from motet.tasks.dataset import load_dataset
 from motet.tasks.reward_elsewhere import from_wire, to_wire
 from motet.tasks.reward_pool import RewardPool
-from tests.support.faulty_rewards import counting, misbehave, none_of_my_business, relative, slow
+from tests.support.faulty_rewards import counting, in_threes, misbehave, none_of_my_business, relative
 
 PROBLEM = Problem(3, (Message("user", "What is 6 · 7?"),), "42", {"level": "easy"})
 
@@ -283,15 +283,12 @@ def test_what_motet_says_itself_comes_without_a_place_in_its_source():
 
 def test_async_rewards_wait_together():
     async def scenario(pool):
-        await pool.register("job", [reward(slow)])
-        started = time.monotonic()
-        scored = await pool.score("job", PROBLEM, ["a", "raise", "abc", "abcd"])
-        return scored, time.monotonic() - started
+        await pool.register("job", [reward(in_threes)])
+        return await pool.score("job", PROBLEM, ["a", "raise", "abc", "abcd"])
 
-    scored, took = run(scenario)
+    scored = run(scenario)
     assert [s.reward for s in scored if not s.error] == [1.0, 3.0, 4.0]
     assert "ValueError: no" in scored[1].error
-    assert took < 3.0
 
 
 def test_rewards_that_do_not_load_are_told_at_the_start(tmp_path):
