@@ -285,9 +285,9 @@ def package(tmp_path: Path) -> Path:
 def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
     lines = [(file, old, new) for _, file, old, new in ADDED.values()]
     lines += [line for _, several in SEVERAL.values() for line in several]
-    for files, *_ in (*ADDED.values(), *SEVERAL.values()):
-        for name, text in files.items():
-            (package / name).write_text(text)
+    new_files = [files for files, *_ in ADDED.values()] + [files for files, _ in SEVERAL.values()]
+    for name, text in (one for files in new_files for one in files.items()):
+        (package / name).write_text(text)
     for file, old, new in lines:
         text = (package / file).read_text()
         assert text.count(old) == 1, (file, old)
