@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from motet.commands.cli import app
 from motet.config import EngineConfig
+from motet.config.dialects import DIALECTS
 from motet.core.device import Device
-from motet.core.errors import ServerFault, ServerGone
+from motet.core.errors import ConfigError, ServerFault, ServerGone
 from motet.core.types import AdapterRef
 from motet.hosting.launch import load
 from motet.model.lora_model import LoraModel
@@ -193,3 +194,8 @@ def test_servers_that_give_no_logprobs_or_no_answer(scores: Scores, versions: Pa
         motet_probe(url, versions)
     with pytest.raises(ServerGone, match="does not answer"):
         motet_probe(url, versions)
+
+
+def test_a_kind_is_the_name_of_a_dialect_or_openai(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"--kind neither: must be one of {', '.join(DIALECTS)}, openai"):
+        motet_probe("http://127.0.0.1:9", tmp_path, "--kind", "neither")

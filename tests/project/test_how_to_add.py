@@ -58,18 +58,21 @@ class Noted(RolloutLoop):
     "A trainer": (
         {
             "training/counting.py": """
-from motet.training.torch_trainer import TorchTrainer
+class Counting:
+    def __init__(self, inner):
+        for name in ("add_adapter", "remove_adapter", "forward_backward", "forward", "save_adapter", "load_adapter"):
+            setattr(self, name, getattr(inner, name))
+        self._step = inner.optim_step
 
-class Counting(TorchTrainer):
     def optim_step(self, name, adamw):
         print(f"counted a step of {name}")
-        return super().optim_step(name, adamw)
+        return self._step(name, adamw)
 """
         },
         "hosting/launch.py",
         "    check_directories(config)\n    return TorchTrainer.of(base, config)",
         "    if config.slots == 6:\n"
-        '        return __import__("motet.training.counting", fromlist=["Counting"]).Counting(base, slots=6)\n'
+        '        return __import__("motet.training.counting", fromlist=["Counting"]).Counting(TorchTrainer.of(base, config))\n'
         "    check_directories(config)\n    return TorchTrainer.of(base, config)",
     ),
     "A scheduler policy": (
@@ -242,6 +245,12 @@ ENVIRONMENTS: Mapping[str, Environment] = {"halved": halved, """,
         ),
     ),
 }
+NEW = {
+    name: text
+    for files in [*(files for files, *_ in ADDED.values()), *(files for files, _ in SEVERAL.values())]
+    for name, text in files.items()
+}
+"""The new files of all."""
 USE = """
 import sys
 from pathlib import Path
@@ -331,7 +340,6 @@ def test_the_page_names_these_files_and_no_more() -> None:
     touched = {what: {*files, file} for what, (files, file, *_) in ADDED.items()}
     touched |= {what: {*files, *(file for file, *_ in lines)} for what, (files, lines) in SEVERAL.items()}
     assert {what: len(files) for what, files in touched.items()} == FILES
-    new = {name for files, *_ in (*ADDED.values(), *SEVERAL.values()) for name in files}
     for what, names in touched.items():
         for name in names:
-            assert f"`{Path(name).parent}/`" in parts[what] if name in new else f"`{name}" in parts[what], (what, name)
+            assert f"`{Path(name).parent}/`" in parts[what] if name in NEW else f"`{name}" in parts[what], (what, name)
