@@ -72,7 +72,7 @@ def test_this_machine_has_a_wall_and_doctor_lists_what_it_tried():
 
 @pytest.mark.parametrize("what", few(wall.probe(), *(what for what in wall.probe() if what != "taking memory")))
 def test_what_the_wall_holds_is_possible_without_it(what):
-    code = f"from motet import wall; wall._attempts()[{what!r}]()"
+    code = f"from motet.process import wall; wall._attempts()[{what!r}]()"
     done = subprocess.run([sys.executable, "-c", code], env=wall.environment(), capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -144,7 +144,7 @@ def test_an_operators_file_is_loaded_before_the_wall_goes_up(tmp_path):
 def test_rows_are_made_behind_the_wall(tmp_path):
     """The options of a task come from a tenant; here the one that reads a file of its choice stands for them."""
     code = (
-        "import json, sys; from motet import wall; wall.enter(4096)\n"
+        "import json, sys; from motet.process import wall; wall.enter(4096)\n"
         "from motet.tasks import reasoning\n"
         f"open({str(tmp_path / 'x')!r}, 'w')\n"
     )
