@@ -71,7 +71,7 @@ def test_a_real_prometheus_scrapes_the_service_and_evaluates_every_rule_and_pane
         with (tmp_path / "log").open("wb") as log:
             process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
         try:
-            with httpx2.Client(base_url=f"http://127.0.0.1:{port}/api/v1", trust_env=False) as prometheus:
+            with httpx2.Client(base_url=f"http://127.0.0.1:{port}/api/v1", trust_env=False, timeout=60) as prometheus:
                 _look(prometheus, process)
         finally:
             process.terminate()

@@ -105,7 +105,7 @@ def test_the_command_starts_it_and_ends_it(tmp_path: Path) -> None:
 
     def health() -> int:
         try:
-            return httpx2.get(f"http://127.0.0.1:{own}/health", trust_env=False).status_code
+            return httpx2.get(f"http://127.0.0.1:{own}/health", trust_env=False, timeout=60).status_code
         except httpx2.HTTPError:
             return 0
 

@@ -115,7 +115,7 @@ def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) 
         assert [line["version"] for line in steps] == [max(0, step - lag) for step in range(4)]
         if lag == 0:
             assert max(line["logprob_gap"] for line in steps if line["tokens"]) < FLOAT32_GAP
-    told = httpx2.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {server.key}"}).json()
+    told = httpx2.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {server.key}"}, timeout=60).json()
     assert [card["id"] for card in told["data"] if card["parent"]] == [], "versions stayed loaded"
     assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
 

@@ -300,7 +300,7 @@ def test_each_key_opens_what_is_its_own_and_nothing_else(service: Service, by_ha
         (key_of(service, "ours"), f"/v1/jobs/{by_hand}", 200),
     ):
         both = {"Authorization": f"Bearer {bearer}", "x-api-key": episode["key"]}
-        assert httpx2.get(f"{service.url}{path}", headers=both).status_code == status
+        assert httpx2.get(f"{service.url}{path}", headers=both, timeout=60).status_code == status
     assert asked(service, f"{episode['path']}/models", episode["key"], "GET")[0] == 200
     assert service.ask("POST", f"{base}/results", json=result)["counted"] == [episode["id"]]
 

@@ -228,7 +228,7 @@ def test_half_sent_requests_make_way_for_whole_ones(tmp_path: Path) -> None:
         for number in range(100):
             stack.enter_context(half_sent(house, HEAD if number % 2 else HEAD + b"Content-Length: 9\r\n\r\nx"))
             if number % 10 == 0:
-                assert httpx2.get(f"{house.http.base_url}/healthz", trust_env=False).status_code == 200
+                assert httpx2.get(f"{house.http.base_url}/healthz", trust_env=False, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("text", [b"", HEAD, HEAD + b"Content-Length: 999\r\n\r\nx"])

@@ -464,7 +464,7 @@ def test_a_service_without_keys_stays_on_this_machine(tmp_path: Path, host: str)
 
 def test_without_keys_everyone_is_admin_also_many_at_once(tmp_path: Path) -> None:
     with open_house(tmp_path, open_to_all=True) as house:
-        answers = at_once(lambda _: httpx2.get(f"{house.http.base_url}/v1/keys").status_code, 8)
+        answers = at_once(lambda _: httpx2.get(f"{house.http.base_url}/v1/keys", timeout=60).status_code, 8)
         assert answers == [200] * 8
         assert house.ask("GET", "/v1/keys", "wrong").status_code == 200
 

@@ -188,7 +188,9 @@ def test_signing_out_ends_the_key_and_those_made_with_it(provider: Provider, ser
     assert visitor.ask("DELETE", "/v1/login").status_code == 204
     assert "motet" not in visitor.http.cookies
     for key in (held, made["key"]):
-        answer = httpx2.get(f"{provider.url}/v1/me", headers={"Authorization": f"Bearer {key}"}, trust_env=False)
+        answer = httpx2.get(
+            f"{provider.url}/v1/me", headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=60
+        )
         assert error_of(answer)["type"] == "authentication_error"
     entry = service.ask("GET", "/v1/audit?limit=1", "admin").json()["data"][0]
     assert (entry["action"], entry["key"], entry["key_name"]) == ("sign out", me["id"], "mia")
@@ -442,7 +444,9 @@ def test_a_command_line_signs_in_by_a_browser_on_its_machine(
     held = json.loads(terminal.keys.read_text())[provider.url]["key"]
     assert terminal.says("logout") == (0, f"signed out of {provider.url}\n")
     assert json.loads(terminal.keys.read_text()) == {}
-    answer = httpx2.get(f"{provider.url}/v1/me", headers={"Authorization": f"Bearer {held}"}, trust_env=False)
+    answer = httpx2.get(
+        f"{provider.url}/v1/me", headers={"Authorization": f"Bearer {held}"}, trust_env=False, timeout=60
+    )
     assert answer.status_code == 401
     code_, words = terminal.says("ls")
     assert (code_, "`motet login`" in words) == (2, True), words

@@ -248,7 +248,7 @@ def test_token_texts_together_are_the_text(small_base_dir: Path, text: str) -> N
 
 
 def test_the_page_needs_no_key_and_allows_nothing_from_elsewhere(house: House) -> None:
-    page = httpx2.get(f"{house.http.base_url}/", trust_env=False)
+    page = httpx2.get(f"{house.http.base_url}/", trust_env=False, timeout=60)
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
     policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
@@ -257,7 +257,9 @@ def test_the_page_needs_no_key_and_allows_nothing_from_elsewhere(house: House) -
     assert not [word for word in ("http", "unsafe", "*", "data:") if word in page.headers["content-security-policy"]]
     for word in ("<script>", "style=", "onclick", "http:", "https:"):
         assert word not in page.text
-    assert httpx2.get(f"{house.http.base_url}/dashboard/service.json", trust_env=False).json()["keys"] is True
+    assert (
+        httpx2.get(f"{house.http.base_url}/dashboard/service.json", trust_env=False, timeout=60).json()["keys"] is True
+    )
 
 
 def test_only_the_files_of_the_page_are_served_and_only_when_they_changed(house: House) -> None:

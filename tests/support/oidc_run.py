@@ -50,7 +50,7 @@ class Provider:
 
     def _answers(self) -> bool:
         with contextlib.suppress(httpx2.TransportError):
-            return httpx2.get(f"{self.issuer}/.well-known/jwks.json", trust_env=False).is_success
+            return httpx2.get(f"{self.issuer}/.well-known/jwks.json", trust_env=False, timeout=60).is_success
         return False
 
     def config(self, **fields: Any) -> Json:

@@ -71,7 +71,7 @@ def models_of_others(ring: Ring) -> str:
 
 def keys_that_are_none(ring: Ring) -> str:
     bad = ("", "Bearer", "Bearer mk-x", "Bearer " + "x" * 5000, "Basic bWs6", "Bearer mk-' OR 1=1 --", "Bearer \x80")
-    with httpx2.Client(base_url=ring.url, trust_env=False) as http:
+    with httpx2.Client(base_url=ring.url, trust_env=False, timeout=60) as http:
         for one in bad:
             headers = {b"Authorization": one.encode("latin-1")} if one else {}
             for path in (
@@ -253,7 +253,9 @@ def more_than_a_key_may(ring: Ring) -> str:
     flooder = ring.tenants.key("floods")
 
     def ask(_: int) -> int:
-        with httpx2.Client(base_url=ring.url, headers={"Authorization": f"Bearer {flooder}"}, trust_env=False) as http:
+        with httpx2.Client(
+            base_url=ring.url, headers={"Authorization": f"Bearer {flooder}"}, trust_env=False, timeout=60
+        ) as http:
             answers = [http.get("/v1/jobs") for _ in range(60)]
         assert all("retry-after" in one.headers for one in answers if one.status_code == 429)
         assert {one.status_code for one in answers} <= {200, 429}
@@ -271,7 +273,7 @@ def other_sites(ring: Ring) -> str:
         {"Origin": "http://evil.example"},
         {"Host": "evil.example", "Origin": "null"},
     ):
-        with httpx2.Client(base_url=ring.url, headers=headers, trust_env=False) as http:
+        with httpx2.Client(base_url=ring.url, headers=headers, trust_env=False, timeout=60) as http:
             assert http.post(f"/v1/jobs/{ring.job}/cancel").status_code == 401
             answer = http.get("/v1/keys")
             assert answer.status_code == 401
@@ -442,7 +444,9 @@ def guessed_links(ring: Ring) -> str:
     for name in ("sample-" + "0" * 24, "sample-x", f"{ring.model}/99999999999", "/", "x/y", "sample-" + "f" * 24):
         ring.refused((404, 410), "POST", f"{PREFIX}/retrieve_future", json={"request_id": name})
     for key in ("ek-x", "x", "mk-x"):
-        with httpx2.Client(base_url=ring.url, headers={"Authorization": f"Bearer {key}"}, trust_env=False) as http:
+        with httpx2.Client(
+            base_url=ring.url, headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=60
+        ) as http:
             assert http.post("/episodes/ep-x/v1/chat/completions", json=CHAT).status_code in (401, 404)
     return "404"
 
