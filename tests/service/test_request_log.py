@@ -102,9 +102,8 @@ def test_a_defect_is_counted_as_a_failure_of_the_service(tmp_path):
 
     with open_house(tmp_path) as house:
         house.app.add_api_route("/broken", broken)
-        answer = httpx2.get(
-            f"{house.http.base_url}/broken", trust_env=False, timeout=60
-        )  # the server breaks its connection off
+        # not by the house's client: the server breaks its connection off
+        answer = httpx2.get(f"{house.http.base_url}/broken", trust_env=False, timeout=60)
         line = next(line for line in lines(house, "access.log") if line["id"] == answer.headers["x-request-id"])
         assert (answer.status_code, line["status"]) == (500, 500)
         assert figures(house)['motet_http_seconds_count{method="GET",route="/broken",status="5xx"}'] == 1

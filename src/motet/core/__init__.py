@@ -1,1 +1,1 @@
-"""What all rooms use, without heavy libraries: records, errors, seeds, checksums."""
+"""What all rooms use, without heavy libraries: records, errors, seeds, checksums, turns on the device."""

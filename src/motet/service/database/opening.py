@@ -26,7 +26,7 @@ def open_engine(url: str) -> Engine:
     if url.startswith("postgresql://"):
         url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     try:
-        engine = create_engine(url, pool_pre_ping=not url.startswith("sqlite"))  # a file does not hang up
+        engine = create_engine(url, pool_pre_ping=not url.startswith("sqlite"))  # only a server can close a connection
     except Exception as error:  # a malformed URL, or a missing driver
         raise StoreError(f"the database URL {public(url)} cannot be used: {type(error).__name__}") from None
     if engine.dialect.name == "sqlite":

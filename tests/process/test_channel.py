@@ -16,7 +16,7 @@ from motet.process.channel import LONGEST_LINE, ChannelMessage, Child, decode, e
 ECHO = """
 import asyncio, os, sys
 from motet.process.channel import Parent
-from tests.cluster.test_channel import Half, Kinds, Text
+from tests.process.test_channel import Half, Kinds, Text
 
 async def serve():
     parent = Parent(Kinds)
