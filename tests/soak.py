@@ -1,4 +1,4 @@
-"""`make soak`: the long tests by two workers, then with nothing beside them those that measure time or load.
+"""`make soak`: the long tests by three workers, then with nothing beside them those that measure time or load.
 
 What passed on these very files is kept in `.soak/`: after Ctrl-C, a crash or a failure the same command runs what is left.
 This module is the command and, in the processes of pytest that it starts, their plugin.
@@ -19,9 +19,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = Path(os.environ.get("MOTET_SOAK", ROOT / ".soak"))
 FILES = ("src", "tests", "scripts", "bench", "examples", "pyproject.toml", "constraints.txt")
-WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+WORKERS = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 PARTS = {"soak and not alone": WORKERS, "soak and alone": ("-s",)}
-# Two workers have more threads than there are cores: a thread of torch that waits must not keep a core from another.
+# Three workers have more threads than there are cores: a thread of torch that waits must not keep a core from another.
 WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 

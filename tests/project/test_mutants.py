@@ -18,6 +18,6 @@ def test_the_files_of_a_room_are_there(room: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_notices_a_sample_of_mutants(room: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "mutants.py"), room, "--count", "20"]
+    command = [sys.executable, str(ROOT / "scripts" / "mutants.py"), room, "--count", "10"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
