@@ -3,6 +3,7 @@
     python bench/race.py record curves/ --tasks sort_letters,reverse --seeds 1,2     # trains every candidate to the end, once
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --control     # the same with sixteen equal candidates
     python bench/race.py compare curves/                                             # regret and tokens of each rule
+    python bench/race.py exploit races/ --tasks sort_letters,reverse --seeds 1,2     # races with and without copies
     python bench/race.py errors                                                      # error rates on made-up rows, no training
 
 A job's bytes do not depend on its company, so each candidate is trained once per task and seed, and every rule reads the same
@@ -56,9 +57,8 @@ class Curve:
         return fmean(self.rows[STEPS])
 
 
-def candidates(task: str, seed: int, *, control: bool) -> list[JobConfig]:
-    """The default candidates of a race; of the control, sixteen seeds of one setting."""
-    over = {"seed": [1000 * seed + place for place in range(1, 16)]} if control else {}
+def raced_job(task: str, seed: int, race: dict[str, Any]) -> JobConfig:
+    """A job that races over sixteen candidates."""
     job = {
         "name": f"{task}-s{seed}",
         "data": f"toy:{task}",
@@ -68,9 +68,15 @@ def candidates(task: str, seed: int, *, control: bool) -> list[JobConfig]:
         "sampling": {"max_tokens": 12},
         "algorithm": {"groups_per_step": 4},
         "eval": {"every": EVERY},
-        "race": {"candidates": 16, "over": over},
+        "race": {"candidates": 16, **race},
     }
-    return raced([JobConfig.model_validate(job)])[0]
+    return JobConfig.model_validate(job)
+
+
+def candidates(task: str, seed: int, *, control: bool) -> list[JobConfig]:
+    """The default candidates of a race; of the control, sixteen seeds of one setting."""
+    over = {"seed": [1000 * seed + place for place in range(1, 16)]} if control else {}
+    return raced([raced_job(task, seed, {"over": over})])[0]
 
 
 def record(directory: Path, task: str, seed: int, *, control: bool) -> None:
@@ -262,6 +268,38 @@ def _row(name: str, results: Sequence[tuple[Sequence[Curve], Sequence[Chosen]]])
     print(f"{name:32} {mean.mean:.3f} ± {mean.half:<20.3f} {fmean(shares):<14.0%} {sum(hits):.1f} of {len(hits)}")
 
 
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def exploit(directory: Path, tasks: Sequence[str], seeds: Sequence[int]) -> None:
+    """Print the held-out reward of the finalist after the last step, and the tokens, of races with and without copies."""
+    from motet.running import run_config
+
+    kinds = {"race": {}, "race with copies": {"exploit": True}}
+    found = {kind: list[tuple[float, int]]() for kind in kinds}
+    for task in tasks:
+        for seed in seeds:
+            for kind, race in kinds.items():
+                job = raced_job(task, seed, race)
+                run = directory / kind.replace(" ", "-") / job.name
+                ended = run_config(
+                    validate({"base": "small", "run": str(run), "engine": ENGINE, "jobs": [job]}, "bench")
+                )
+                outcome = ended.races[job.name].outcome
+                assert outcome is not None
+                assert outcome.finalist is not None
+                reward = fmean(rows_in(JobDirectory(run / outcome.finalist), STEPS))
+                found[kind].append((reward, outcome.tokens))
+                print(
+                    f"{job.name:20} {kind:18} {reward:.3f}  {outcome.tokens:>10,} tokens  {outcome.finalist}",
+                    flush=True,
+                )
+    gains = [after - before for (before, _), (after, _) in zip(*found.values(), strict=True)]
+    costs = [after / before for (_, before), (_, after) in zip(*found.values(), strict=True)]
+    gain = Mean.of(gains)
+    print(f"with copies: {gain.mean:+.3f} ± {gain.half:.3f} held-out reward, {fmean(costs):.2f} times the tokens")
+
+
 # --- error rates of the rule, where the truth is known ---------------------------------------------------------------
 
 
@@ -302,9 +340,9 @@ def errors(n_races: int = 400, n_rows: int = 43) -> None:
 
 
 def main() -> None:
-    """Record, compare, or draw."""
+    """Do what the first word asks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("record", "compare", "errors"))
+    parser.add_argument("action", choices=("record", "compare", "exploit", "errors"))
     parser.add_argument("directory", type=Path, nargs="?", default=Path("curves"))
     parser.add_argument("--tasks", default="sort_letters")
     parser.add_argument("--seeds", default="1")
@@ -316,8 +354,12 @@ def main() -> None:
     if given.action == "compare":
         compare(given.directory)
         return
-    for seed in map(int, given.seeds.split(",")):
-        for task in given.tasks.split(","):
+    tasks, seeds = given.tasks.split(","), [int(seed) for seed in given.seeds.split(",")]
+    if given.action == "exploit":
+        exploit(given.directory, tasks, seeds)
+        return
+    for seed in seeds:
+        for task in tasks:
             record(given.directory, task, seed, control=given.control)
 
 

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from motet.core.types import JobState
-from motet.runtime.race import RaceRecord
+from motet.runtime.race_record import RaceRecord
 from motet.runtime.settings import OVER_SEEDS, Setting, settings
 from motet.view.names import ranks, task_of
 

@@ -18,11 +18,11 @@ from motet.core.types import HostNow, JobState
 from motet.hosting.before_loading import Checked, auto_kernels, check_before_loading
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
-from motet.hosting.preparing import left_out, prepare_all
+from motet.hosting.preparing import left_out, prepare, prepare_all
 from motet.results import JobResult, RunResult
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.identity import NOT_FOLLOWED
+from motet.runtime.identity import NOT_FOLLOWED, of_config
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job
 from motet.runtime.pipeline import Pipeline
@@ -88,7 +88,14 @@ def run_config(
         try:
             for job in jobs:
                 _take(host, job, checked, accept_changes=accept_changes)
-            races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
+
+            def join(config: JobConfig) -> Job:
+                job, _ = prepare(config, opened.info, directory, checked.sources)
+                _take(host, job, checked, accept_changes=accept_changes)
+                jobs.append(job)
+                return job
+
+            races = [Race(plan, {job.name: job for job in jobs}, directory.path, join) for plan in plans]
             host.workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
             if started is not None:
                 started(host, jobs)
@@ -140,15 +147,19 @@ def _run_on_hosts(
         ):
             checked = _check(config, plans, accept_changes=accept_changes, loaded=False)
             loading()
-            jobs = []
-            for one in config.jobs:
+            jobs = list[HostedJob]()
+
+            def join(one: JobConfig) -> HostedJob:
                 at = directory.job(one.name)
-                setting = setting_of(checked.identities[one.name])
-                job = HostedJob(one, at, JobProgress.of(one, setting))
+                job = HostedJob(one, at, JobProgress.of(one, setting_of(_known(checked, one))))
                 job.lines.update(_take_up(at, job.progress, one.stop_when))
                 jobs.append(job)
+                return job
+
+            for one in config.jobs:
+                join(one)
             notes = _notes(checked, [job.progress for job in jobs])
-            races = [Race(plan, {job.name: job for job in jobs}, directory.path) for plan in plans]
+            races = [Race(plan, {job.name: job for job in jobs}, directory.path, join) for plan in plans]
             launch, own = launcher(config.cluster, config), auto_kernels(config)
             run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes, own=own, races=races)
             if watch is not None:
@@ -197,8 +208,15 @@ def _notes(checked: Checked, jobs: Sequence[JobProgress]) -> list[str]:
     ]
 
 
+def _known(checked: Checked, job: JobConfig) -> dict[str, Any]:
+    """The identity of a job; a race adds candidates after the checks."""
+    if job.name not in checked.identities:
+        checked.identities[job.name] = of_config(job)
+    return checked.identities[job.name]
+
+
 def _take(host: Host, job: Job, checked: Checked, *, accept_changes: bool) -> None:
-    known = checked.identities[job.name]
+    known = _known(checked, job.config)
     job.progress.setting = setting_of(known)
     host.take(job, known, accept_changes=accept_changes, accept_damage=accept_changes)
     _take_up(job.directory, job.progress, job.config.stop_when)
@@ -230,17 +248,18 @@ async def _run_jobs(
     slots: int,
     interrupt: Interrupt,
     observe: Callable[[Sequence[JobProgress]], None] | None,
-    races: Sequence[Race],
+    races: Sequence[Race[Job]],
 ) -> None:
     pipeline = Pipeline(jobs, host.services, slots, races=races)
-    progress = [job.progress for job in jobs]
-
     failures = list[BaseException]()
+
+    def progress() -> list[JobProgress]:
+        return [job.progress for job in jobs]
 
     async def watch() -> None:
         try:
             while observe is not None:
-                observe(progress)
+                observe(progress())
                 await asyncio.sleep(0.25)
         except (Exception, SystemExit) as error:  # rich ends a program whose output nobody reads any more
             failures.append(error)
@@ -255,7 +274,7 @@ async def _run_jobs(
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         if observe is not None and not failures:
-            observe(progress)
+            observe(progress())
     if failures:
         raise failures[0]
 

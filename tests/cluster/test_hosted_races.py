@@ -42,7 +42,8 @@ from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.progress import JobProgress
-from motet.runtime.race import Race, RaceRecord
+from motet.runtime.race import Race
+from motet.runtime.race_record import RaceRecord
 from motet.runtime.rundir import RunDirectory
 from tests.support.fake_run import Setting, records, run_jobs
 from tests.support.fake_run import job as fake_job
@@ -50,12 +51,12 @@ from tests.support.service_run import PATIENCE, Json, tiny
 from tests.support.waiting import wait_until
 
 ENGINE = {"samplers": 0, "threads": 1}
-RACE = {"candidates": 4, "first": 1, "finalists": 1, "over": {"optimizer.lr": [1e-3, 4e-3, 1.6e-2]}}
+RACE = {"candidates": 4, "first": 1, "finalists": 1, "over": {"optimizer.lr": [1e-3, 4e-3, 1.6e-2]}, "exploit": [0.3]}
 DATA = {"source": "toy:sort_letters", "size": 64, "holdout": 12}
 
 
 def tree(path: Path, **engine: int) -> Json:
-    """A race with decisions after two and after three steps of six."""
+    """A race with decisions after two and after three steps of six; the first one copies the leader."""
     job = tiny("say", steps=6, data=DATA, race=RACE, checkpoint={"keep": 100})
     return {"base": "small", "run": str(path), "engine": {**ENGINE, **engine}, "jobs": [job]}
 
@@ -78,7 +79,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     assert run_config(config(path)).ok
     record = RaceRecord.read(path / "say.race.json")
     assert [len(rung.standings) for rung in record.rungs] == [4, 2]
+    assert [len(rung.copies) for rung in record.rungs] == [1, 0]
     return contents(path)
+
+
+def _no_copies(config: JobConfig) -> HostedJob:
+    raise AssertionError(f"{config.name}: this race makes no copies")
 
 
 def steps(run: Path) -> list[int]:
@@ -124,8 +130,12 @@ def test_a_race_decides_the_same_whichever_host_has_which_candidate(tmp_path: Pa
         seen.add(tuple(one.name for one in progress if one.state is JobState.QUEUED and one.step == 2))
 
     with contextlib.closing(RunDirectory(tmp_path, "run")) as directory:
-        jobs = [HostedJob(one, directory.job(one.name), JobProgress.of(one)) for one in reversed(ordinary)]
-        races = [Race(plan, {job.name: job for job in jobs}, tmp_path) for plan in plans]
+
+        def join(one: JobConfig) -> HostedJob:
+            return HostedJob(one, directory.job(one.name), JobProgress.of(one))
+
+        jobs = [join(one) for one in reversed(ordinary)]
+        races = [Race(plan, {job.name: job for job in jobs}, tmp_path, join) for plan in plans]
         wanted = config(tmp_path, hosts=2, slots=1).model_copy(update={"jobs": ordinary})
         run, interrupt = HostedRun(wanted, directory, jobs, races=races), Interrupt()
         interrupt.run(lambda: run.run(interrupt, observe))
@@ -255,7 +265,7 @@ class Stage:
         with contextlib.closing(RunDirectory(self.run, "run")) as directory:
             jobs = [HostedJob(one, directory.job(one.name), JobProgress.of(one)) for one in ordinary]
             self.rng.shuffle(jobs)
-            races = [Race(plan, {job.name: job for job in jobs}, self.run) for plan in plans]
+            races = [Race(plan, {job.name: job for job in jobs}, self.run, _no_copies) for plan in plans]
             hosted, interrupt = HostedRun(config(self.run, hosts=2), directory, jobs, launch, races=races), Interrupt()
             interrupt.run(lambda: asyncio.wait_for(hosted.run(interrupt, None), 45))
         return jobs

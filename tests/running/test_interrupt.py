@@ -33,7 +33,7 @@ class Run:
 
     async def _main(self) -> None:
         asked = asyncio.Event()
-        with self._interrupt.heard(asked.set, [ADD, SORT]):
+        with self._interrupt.heard(asked.set, lambda: [ADD, SORT]):
             for press in range(self._presses):
                 os.kill(os.getpid(), signal.SIGINT)
                 while len(self.told) <= press:  # the answer does not wait for the step
@@ -80,7 +80,7 @@ def test_the_first_finishes_where_nobody_reads_the_answer() -> None:
 
     async def main() -> None:
         asked = asyncio.Event()
-        with interrupt.heard(asked.set, [ADD]):
+        with interrupt.heard(asked.set, lambda: [ADD]):
             os.kill(os.getpid(), signal.SIGINT)
             await asked.wait()
             ended.append("the step")
@@ -101,7 +101,7 @@ def test_a_sigterm_that_comes_twice_at_once_is_one_word() -> None:
 
     async def main() -> None:
         asked = asyncio.Event()
-        with interrupt.heard(asked.set, [ADD, SORT]):
+        with interrupt.heard(asked.set, lambda: [ADD, SORT]):
             os.kill(os.getpid(), signal.SIGTERM)
             await asked.wait()
             os.kill(os.getpid(), signal.SIGTERM)
@@ -119,7 +119,7 @@ def test_a_notebook_that_is_stopped_before_its_run_listens_is_heard() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(0.1)
         asked = asyncio.Event()
-        with interrupt.heard(asked.set, [ADD, SORT]):
+        with interrupt.heard(asked.set, lambda: [ADD, SORT]):
             await asked.wait()
 
     async def cell() -> None:

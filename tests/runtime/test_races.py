@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,19 +19,20 @@ from motet.commands.control import send
 from motet.commands.replay import fork_job
 from motet.commands.verify import verify
 from motet.config import JobConfig
-from motet.config.candidates import RacePlan, raced
+from motet.config.candidates import RaceCopy, RacePlan, copied, raced
 from motet.config.jobfile import load_jobs, merge
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import AdapterRef, JobState, Problem
 from motet.rollout.fake import FakeSync
 from motet.running import run_config
-from motet.runtime.race import RaceRecord, interval, why_out
+from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.race_record import RaceRecord, interval, known_jobs, why_out
 from motet.runtime.race_rule import confirming, decide, deciding
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
-from motet.view.bracket import verdict
-from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, vowels, weights
+from motet.view.bracket import bracket_rows, verdict
+from tests.support.fake_run import FakeRun, Script, Setting, job, metrics, records, run_jobs, vowels, weights
 
 ROWS = [{"prompt": f"Say {i}", "answer": f"{i % 4}"} for i in range(48)]
 OVER = {"optimizer.lr": [0.01, 0.05, 0.2, 0.5]}
@@ -127,10 +129,10 @@ def test_a_record_that_the_evaluations_contradict_is_refused(alone: Path, tmp_pa
 
 def test_a_race_with_other_candidates_is_refused(alone: Path, tmp_path: Path) -> None:
     on_fakes(tmp_path)
-    with pytest.raises(RunError, match="with other candidates, rungs or level"):
+    with pytest.raises(RunError, match="with other candidates, rungs, level or exploit"):
         run_jobs(tmp_path, [racing(race={"candidates": 5})], Setting(holdout=15))
     assert RaceRecord.read(tmp_path / "say.race.json").level == 0.95
-    with pytest.raises(RunError, match="with other candidates, rungs or level"):
+    with pytest.raises(RunError, match="with other candidates, rungs, level or exploit"):
         run_jobs(tmp_path, [racing(race={"level": 0.6})], Setting(holdout=15))
     path = tmp_path / "say.race.json"  # as a race wrote it before its record had the level
     path.write_text(
@@ -207,6 +209,120 @@ def test_a_budget_lets_fewer_go_on(alone: Path, tmp_path: Path) -> None:
     record = RaceRecord.read(tmp_path / "say.race.json")
     assert record.rungs[0].keep == 1
     assert len(record.rungs[1].standings) == 1
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+EXPLOIT = {"exploit": [0.5, 2]}
+
+
+def exploiting(path: Path, script: Script | None = None, **setting: Any) -> FakeRun:
+    return run_jobs(path, [racing(race=EXPLOIT)], Setting(holdout=15, **setting), script)
+
+
+@pytest.fixture(scope="module")
+def exploited(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exploited")
+    exploiting(path)
+    return path
+
+
+def test_half_of_the_places_go_to_copies_of_the_best(exploited: Path) -> None:
+    record = RaceRecord.read(exploited / "say.race.json")
+    first, second = record.rungs
+    best, other = [one.name for one in first.standings if one.stays]
+    (copy,) = first.copies
+    assert (copy.of, copy.step, copy.factor) == (best, 3, 0.5), "three places: two candidates, and the leader once more"
+    assert {one.name for one in second.standings} == {best, other, copy.name}
+    (last,) = second.copies
+    assert last.of == second.standings[0].name, "two places: the leader, and the leader once more"
+    assert copy.name.startswith(f"say-c=06-of={best[6:8]}-lr-x=0.5")
+    assert last.name.startswith("say-c=07-of=")
+    lines = {path.parent.name: len(path.read_bytes().splitlines()) for path in exploited.glob("*/metrics.jsonl")}
+    assert {name for name, n in lines.items() if n == 9} == {last.of, last.name}, "the finalists train to the end"
+    assert record.outcome is not None
+    directories = {path.parent.name: JobDirectory(path.parent) for path in exploited.glob("*/metrics.jsonl")}
+    assert [copy.tokens for copy in record.copies] == [
+        directories[copy.of].committed(copy.step).tokens for copy in record.copies
+    ]
+    newest = [(one.newest() or Committed()).tokens for one in directories.values()]
+    assert record.outcome.tokens == sum(newest) - sum(copy.tokens for copy in record.copies), (
+        "what is copied counts once"
+    )
+    headings, rows = bracket_rows(record)
+    assert headings[:2] == ["candidate", "copy of"]
+    assert {row[1] for row in rows if row[1]} == {
+        f"c={best[6:8]} at step 3, lr × 0.5",
+        f"c={last.of[6:8]} at step 5, lr × 0.5",
+    }
+
+
+def test_a_copy_has_the_bytes_of_a_job_with_its_schedule(exploited: Path, tmp_path: Path) -> None:
+    record = RaceRecord.read(exploited / "say.race.json")
+    plan = planned(race=EXPLOIT)
+    known = known_jobs([racing(race=EXPLOIT)], exploited)
+    copies = [known[copy.name] for copy in record.copies]
+    assert [max(one.optimizer.lr_factors) for one in copies] == [3, 5]
+    run_jobs(tmp_path, [*copies, plan.candidates[0]], Setting(holdout=15))
+    for one in copies:
+        own = len(records(exploited, one.name))
+        assert metrics(tmp_path, one.name).startswith(metrics(exploited, one.name))
+        version = min(own, 8)
+        assert weights(exploited, one.name, version) == weights(tmp_path, one.name, version)
+
+
+def test_a_copy_changes_the_rate_from_its_step_on() -> None:
+    own = job("say", optimizer={"lr": 0.1, "lr_factors": {2: 0.5, 8: 0.1}})
+    once = copied(own, RaceCopy("once", "say", 4, 3.0))
+    assert once.optimizer.lr_factors == {2: 0.5, 4: 1.5, 8: 0.3}
+    assert copied(once, RaceCopy("twice", "once", 6, 0.3)).optimizer.lr_factors == {2: 0.5, 4: 1.5, 6: 0.45, 8: 0.09}
+
+
+def test_a_budget_counts_copies_at_what_their_originals_take(exploited: Path, tmp_path: Path) -> None:
+    outcome = RaceRecord.read(exploited / "say.race.json").outcome
+    assert outcome is not None
+    run_jobs(tmp_path, [racing(race={**EXPLOIT, "budget": outcome.tokens // 2})], Setting(holdout=15))
+    first, second = RaceRecord.read(tmp_path / "say.race.json").rungs
+    assert (first.keep, first.copies, len(second.standings)) == (1, (), 1)
+
+
+def test_copies_are_the_same_after_an_interruption_and_in_any_order(exploited: Path, tmp_path: Path) -> None:
+    def shuffled(jobs: list[JobConfig]) -> list[JobConfig]:
+        return random.Random(4).sample(jobs, len(jobs))
+
+    exploiting(tmp_path / "few", slots=2, ordered=shuffled)
+    assert contents(tmp_path / "few") == contents(exploited)
+    for steps in (2, 3, 4, 5):
+
+        async def stop(run: FakeRun, steps: int = steps) -> None:
+            while not any(one.progress.step >= steps for one in run.jobs.values()):
+                await asyncio.sleep(0)
+            run.pipeline.stop()
+
+        exploiting(tmp_path / "cut", stop)
+    exploiting(tmp_path / "cut")
+    assert contents(tmp_path / "cut") == contents(exploited)
+
+
+def test_a_decision_that_was_not_written_down_makes_its_copies_again(exploited: Path, tmp_path: Path) -> None:
+    """Killed after the copies were made, and before the decision was written."""
+
+    async def killed(run: FakeRun) -> None:
+        while not (tmp_path / "say.race.json").exists():
+            await asyncio.sleep(0)
+        run.pipeline.stop()
+
+    exploiting(tmp_path, killed)
+    record = RaceRecord.read(tmp_path / "say.race.json")
+    (copy,) = record.copies
+    for path in (tmp_path / "say.race.json", *tmp_path.glob("*/status.json")):
+        path.unlink()
+    shutil.rmtree(tmp_path / copy.name)
+    (tmp_path / copy.name).mkdir()
+    (tmp_path / copy.name / "forked.json").write_text("{}")
+    exploiting(tmp_path)
+    assert contents(tmp_path) == contents(exploited)
 
 
 def test_a_race_on_the_small_base_is_shown_and_its_winner_is_an_ordinary_job(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from motet.core.device import Device
 from motet.core.types import JobState, Message, Problem
 from motet.model.fake import END, FakeTokenizer
 from motet.rollout.fake import FakeEngine, FakeSync
+from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services
 from motet.runtime.learner import Learner
 from motet.runtime.opening import open_job
@@ -188,13 +189,22 @@ async def _run(
     )
     ordinary, plans = raced(configs)
     made = [make_job(config, directory, setting) for config in setting.ordered(ordinary)]
-    races = [Race(plan, {one.name: one for one in made}, directory.path) for plan in plans]
-    taken = [one for one in made if one.name not in setting.late]
+
+    jobs = {one.name: one for one in made}
+
+    def join(config: JobConfig) -> Job:
+        one = make_job(config, directory, setting)
+        one.progress.step = (one.directory.newest() or Committed()).step
+        jobs[one.name] = one
+        return one
+
+    races = [Race(plan, jobs, directory.path, join) for plan in plans]
+    taken = [one for one in jobs.values() if one.name not in setting.late]
     stays = setting.max_idle is not None
     pipeline = Pipeline(taken, services, setting.slots, stays=stays, max_idle=setting.max_idle or 0.0, races=races)
     for tenant, rule in setting.rules.items():
         pipeline.rule(tenant, rule)
-    run = FakeRun(pipeline, {one.name: one for one in made}, services, engine, trainer)
+    run = FakeRun(pipeline, jobs, services, engine, trainer)
     acting = asyncio.create_task(_act(run, script))
     try:
         async with asyncio.timeout(60):

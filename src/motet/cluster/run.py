@@ -112,7 +112,7 @@ class HostedRun:
         *,
         accept_changes: bool = False,
         own: Choice | None = None,
-        races: Sequence[Race] = (),
+        races: Sequence[Race[HostedJob]] = (),
     ) -> None:
         """`launch` starts the hosts; `accept_changes` resumes jobs that differ from their directories.
 
@@ -179,14 +179,16 @@ class HostedRun:
         Raises:
             RunError: no host can start; the message says why.
         """
-        progress, stopping = [job.progress for job in self._jobs.values()], self._stopping
-        failures = self._failures
+        stopping, failures = self._stopping, self._failures
+
+        def progress() -> list[JobProgress]:
+            return [job.progress for job in self._jobs.values()]
 
         def look() -> None:
             for name, standing in self._client.progress.items():
                 self._jobs[name].see(standing)
             if observe is not None:
-                observe(progress)
+                observe(progress())
 
         self._client.start(HostHandlers(self._open_jobs, lambda event: self._jobs[event.job].hear(event)))
         try:
@@ -206,7 +208,7 @@ class HostedRun:
                 await self._client.stop()
         finally:
             await self._client.kill()
-            for job in progress:
+            for job in progress():
                 job.state = JobState.PAUSED if job.state in (JobState.QUEUED, JobState.RUNNING) else job.state
             if not failures:
                 look()
@@ -217,13 +219,14 @@ class HostedRun:
 
     def _open_jobs(self) -> list[m.AddJob]:
         """The jobs that hosts may train now, after decisions of races. Called in the thread of the jobs' events."""
-        jobs, there = self._jobs.values(), self._on_hosts()
+        there = self._on_hosts()
         try:
-            for job in jobs:
+            for job in self._jobs.values():
                 if job.open and job.name not in there and job.arrived:  # its host has released it, or is gone
                     job.progress.state = JobState.QUEUED
-            let_decide(self._races, there)
-            return [self._message(job) for job in jobs if job.open and not job.arrived]
+            for job in let_decide(self._races, there):
+                self._jobs = {**self._jobs, job.name: job}  # other threads read it
+            return [self._message(job) for job in self._jobs.values() if job.open and not job.arrived]
         except Exception as error:  # it ends the run, as it does on one host
             self._failures.append(error)
             return []

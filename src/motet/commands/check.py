@@ -131,9 +131,10 @@ def _forecast(plan: RacePlan) -> str:
     decisions = [f"step {plan.stop(rung)}: {keep} of them" for rung, (_, keep) in enumerate(plan.rungs)]
     n, total = len(plan.candidates), plan.total_steps
     budget = f", within {plan.settings.budget:,} tokens if that is less" if plan.settings.budget else ""
+    copies = "; half of these are copies of the best" if plan.settings.exploit else ""
     return (
-        f"race {plan.name}: {n} candidates; these continue: after {', after '.join(decisions)}. At most {total} steps in all, "
-        f"{total / plan.steps:.1f} times one run and {total / (n * plan.steps):.0%} of training all to the end{budget}"
+        f"race {plan.name}: {n} candidates; these continue: after {', after '.join(decisions)}{copies}. At most {total} steps "
+        f"in all, {total / plan.steps:.1f} times one run and {total / (n * plan.steps):.0%} of training all to the end{budget}"
     )
 
 

@@ -9,7 +9,7 @@ from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import JobState
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.race import records, why_out
+from motet.runtime.race_record import records, why_out
 from motet.runtime.rundir import CONTROL
 
 

@@ -253,7 +253,7 @@ class _Evaluation:
         interrupt = Interrupt(lambda line: say(line, aside=True))
 
         async def main() -> None:
-            with interrupt.heard(self._stopped.set, []):
+            with interrupt.heard(self._stopped.set, list):
                 async with host.open():
                     await self._sample(host.services)
 

@@ -18,7 +18,6 @@ from motet.algorithms.rows import RowAlgorithm
 from motet.cluster.starts import engine_of_host
 from motet.commands.answers import say
 from motet.config import JobConfig, RunConfig
-from motet.config.candidates import known_jobs
 from motet.config.chain import chains
 from motet.config.jobfile import jobs_of, load_jobs
 from motet.core.checksums import hash_of, replace_file
@@ -30,6 +29,7 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
 from motet.runtime.opening import rollout_sums
 from motet.runtime.progress import JobProgress
+from motet.runtime.race_record import known_jobs
 from motet.runtime.receipts import (
     changed_materials,
     dependencies_of,
@@ -184,7 +184,7 @@ def _edit(original: JobDirectory, first: int, last: int) -> str | None:
 
 
 def _job_of(config: RunConfig, name: str) -> JobConfig:
-    jobs = {job.name: job for job in known_jobs(config.jobs)}
+    jobs = known_jobs(config.jobs, Path(config.run))
     if name not in jobs:
         near = close_matches(name, list(jobs), 1)
         raise ConfigError(f"there is no job {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")

@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 
 from motet.config import JobConfig
-from motet.config.candidates import known_jobs
 from motet.config.jobfile import load_jobs
 from motet.core.checksums import SUMS, Damage, compare, hash_of
 from motet.core.errors import MotetError, RunError
@@ -21,6 +20,7 @@ from motet.runtime.identity import of_config
 from motet.runtime.manifest import MANIFEST
 from motet.runtime.opening import damages
 from motet.runtime.ownership import removed_jobs
+from motet.runtime.race_record import known_jobs
 from motet.runtime.receipts import (
     RECEIPT,
     RECEIPTS,
@@ -102,7 +102,7 @@ def _verify_version(console: Console, directory: Path, jobs_file: Path | None) -
         unknown.append("base, data, code and settings (give --jobs)")
     elif not lines:
         config = load_jobs(jobs_file)
-        known = {job.name: job for job in known_jobs(config.jobs)}
+        known = known_jobs(config.jobs, Path(config.run))
         sources, found = Sources(), {}
         for job in [known[name]] if name in known else known.values():
             wanted = job if name in known else _in_a_service(job, settings)
@@ -176,7 +176,7 @@ _NO_MANIFEST = "; an earlier version of Motet wrote them, so removed files canno
 def _not_the_same(jobs_file: Path, directories: Sequence[Path]) -> Iterator[str]:
     """Differences between the newest receipts and this machine."""
     config, sources = load_jobs(jobs_file), Sources()
-    known = {job.name: job for job in known_jobs(config.jobs)}
+    known = known_jobs(config.jobs, Path(config.run))
     for path in directories:
         newest = max((int(one.stem[1:]) for one in (path / RECEIPTS).glob("v*.json")), default=None)
         if newest is None or path.name not in known:

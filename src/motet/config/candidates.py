@@ -27,6 +27,21 @@ _LEAST_FIRST = 3
 
 
 @dataclass(frozen=True)
+class RaceCopy:
+    """A candidate that begins at a decision, from the state of another one and with another learning rate."""
+
+    name: str
+    of: str
+    """The candidate that it continues."""
+    step: int
+    """Steps that this one had done."""
+    factor: float
+    """On the learning rate of this one."""
+    tokens: int = 0
+    """That this one had sampled and trained."""
+
+
+@dataclass(frozen=True)
 class RacePlan:
     """A race before it begins."""
 
@@ -47,6 +62,26 @@ class RacePlan:
         The evaluation of a version is recorded with the step that starts from it.
         """
         return self.rungs[rung][0] + 1 if rung < len(self.rungs) else None
+
+    def own_places(self, keep: int) -> int:
+        """How many of the places after a decision candidates keep; copies get the others."""
+        return math.ceil(keep / 2) if self.settings.exploit else keep
+
+    def copies(self, best: Sequence[str], keep: int, rung: int, first: int) -> list[RaceCopy]:
+        """The candidates that begin at decision `rung`: the best one with each factor, then the second one, and so on.
+
+        Args:
+            best: candidates that continue, the best first.
+            keep: places, with those of `best`.
+            rung: the decision.
+            first: number of the first copy.
+        """
+        step = self.stop(rung) or self.steps
+        pairs = [(of, factor) for of in best for factor in self.settings.exploit][: keep - len(best)]
+        return [
+            RaceCopy(_copy_name(self.name, number, of, factor), of, step, factor)
+            for number, (of, factor) in enumerate(pairs, first)
+        ]
 
     @property
     def total_steps(self) -> int:
@@ -76,7 +111,7 @@ def raced(jobs: Sequence[JobConfig]) -> tuple[list[JobConfig], list[RacePlan]]:
     ]
 
 
-def known_jobs(jobs: Sequence[JobConfig]) -> list[JobConfig]:
+def candidates_of(jobs: Sequence[JobConfig]) -> list[JobConfig]:
     """The jobs of a file and all candidates of their races; for a job without `race`, those of `motet run --race`."""
     known = list(jobs)
     for job in jobs:
@@ -98,6 +133,23 @@ def plan(job: JobConfig, race: RaceConfig) -> RacePlan:
     candidates = [_candidate(job, number, values, every) for number, values in enumerate(given)]
     values = {one.name: {path: _value(one, path) for path in drawn} for one in candidates}
     return RacePlan(job.name, race, job.steps, tuple(candidates), values, rungs)
+
+
+def copied(job: JobConfig, copy: RaceCopy) -> JobConfig:
+    """The job of a copy: an ordinary one, whose learning rate changes at the step where it began."""
+    before = {step: factor for step, factor in job.optimizer.lr_factors.items() if step <= copy.step}
+    later = {step: factor for step, factor in job.optimizer.lr_factors.items() if step > copy.step}
+    last = before[max(before)] if before else 1.0
+    factors = {**before, copy.step: last * copy.factor, **{step: one * copy.factor for step, one in later.items()}}
+    rounded = {step: float(f"{factor:.6g}") for step, factor in factors.items()}
+    return job.model_copy(update={"name": copy.name, "optimizer": _with(job.optimizer, ["lr_factors"], rounded)})
+
+
+def _copy_name(job: str, number: int, of: str, factor: float) -> str:
+    parent = of.removeprefix(f"{job}-c=").partition("-")[0]
+    short = f"{job}-c={number:02d}"
+    name = f"{short}-of={parent}-lr-x={factor:g}"
+    return name if NAME_PATTERN.fullmatch(name) else short
 
 
 def _check(job: JobConfig) -> None:

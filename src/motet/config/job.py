@@ -24,6 +24,7 @@ from motet.core.near import close_matches
 from motet.core.section import Config, named
 
 SEED_BITS = 48
+Step = Annotated[int, Field(ge=0, le=10**7)]
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")
 
 
@@ -173,6 +174,8 @@ class OptimizerConfig(Config):
     """Steps of linear warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate changes after warm-up, over the steps of the job."""
+    lr_factors: Annotated[dict[Step, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=64)] = {}
+    """Factors on the rate, each from a step on: `{20: 0.3}` trains with 0.3 times the rate from step 20 (counted from 0)."""
     max_skipped: int = Field(5, ge=1, le=10**7)
     """The job fails after this many steps in a row with a non-finite gradient."""
 

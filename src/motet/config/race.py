@@ -10,6 +10,9 @@ from motet.core.section import Config
 
 MOST_CANDIDATES = 64
 MOST_VALUES = 64
+EXPLOIT_FACTORS = (0.3, 3.0)
+"""By default the leader of a decision is copied with a smaller rate first."""
+Factor = Annotated[float, Field(gt=0, le=1000)]
 
 
 class ValueRange(Config):
@@ -30,6 +33,13 @@ class ValueRange(Config):
 def _choice(value: Any) -> Any:
     """Expand a list of values."""
     return {"values": value} if isinstance(value, list) else value
+
+
+def _factors(value: Any) -> Any:
+    """Accept `true` for the defaults, and one factor."""
+    if isinstance(value, bool):
+        return list(EXPLOIT_FACTORS) if value else []
+    return [value] if isinstance(value, int | float) else value
 
 
 class ValueList(Config):
@@ -60,8 +70,18 @@ class RaceConfig(Config):
     budget: int | None = Field(None, ge=1, le=10**15)
     """Tokens that all candidates together may sample and train. At each decision, fewer continue if the steps to the
     next one would cost more. One candidate always continues."""
+    exploit: Annotated[list[Factor], BeforeValidator(_factors), Field(max_length=8)] = []
+    """Factors on the learning rate. After each decision, half of the places go to copies of the best candidates, which continue
+    from their state with another rate ([Races](races.md#schedules)). `true` means 0.3 and 3; an empty list makes no copies."""
     level: float = Field(0.95, gt=0.5, lt=1)
     """Confidence of the statements that the race makes, over all its decisions together."""
+
+    @field_validator("exploit")
+    @classmethod
+    def _change_the_rate(cls, exploit: list[float]) -> list[float]:
+        if 1.0 in exploit:
+            raise ValueError("a factor of 1 would copy a candidate with the same rate; leave it out")
+        return exploit
 
     @field_validator("over")
     @classmethod

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from motet.config import RewardConfig
 from motet.core.errors import RunError
-from motet.runtime.race import RaceRecord, records
+from motet.runtime.race_record import RaceRecord, records
 from motet.runtime.settings import Setting, setting_of, settings
 from motet.runtime.signs import Signs
 from motet.tasks.reward_elsewhere import weights_of

@@ -6,18 +6,22 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from motet.core.checksums import link, replace_file, sealed, sync, unsealed
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 
 
-def fork(job: JobDirectory, step: int, new: Path, lag: int) -> JobDirectory:
+def fork(job: JobDirectory, step: int, new: Path, lag: int, settings: Mapping[str, Any] | None = None) -> JobDirectory:
     """Copy a commit, and those that next steps with this lag sample from, to a new directory.
 
-    The new job opens like one whose changes were accepted.
+    The new job opens like one whose changes were accepted. `settings` are fields of its job that differ, and that do not change
+    the steps so far.
 
     Raises:
         RunError: a commit does not exist, or the directory is not empty.
@@ -51,7 +55,12 @@ def fork(job: JobDirectory, step: int, new: Path, lag: int) -> JobDirectory:
         changed = _copy_logs(job, job.committed(one), draft)
         state = draft / "state" / str(one) / "state.json"
         replace_file(state, sealed({**unsealed(state.read_bytes()), **changed, "after": ""}))  # it has no manifest yet
-    replace_file(draft / "job.yaml", (job.path / "job.yaml").read_bytes())
+    identity = (job.path / "job.yaml").read_bytes()
+    if settings is not None:
+        tree = yaml.safe_load(identity)
+        tree["job"] |= settings
+        identity = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode()
+    replace_file(draft / "job.yaml", identity)
     replace_file(draft / FORKED, json.dumps({"from": str(job.path.resolve()), "step": step}).encode())
     if new.exists():
         new.rmdir()

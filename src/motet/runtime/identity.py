@@ -30,6 +30,8 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
     job = config.model_dump(mode="json", exclude={"checkpoint", "priority", "budget", "race", "stop_when"})
     if not config.team:
         del job["team"]  # directories and receipts of other jobs stay as they are
+    if not config.optimizer.lr_factors:
+        del job["optimizer"]["lr_factors"]
     if config.data.pools is None:
         del job["data"]["pools"]
     for field in ("source", "eval_source"):

@@ -90,12 +90,12 @@ class Interrupt:
             signal.signal(signal.SIGINT, before)
 
     @contextlib.contextmanager
-    def heard(self, stop: Callable[[], None], jobs: Sequence[JobProgress]) -> Iterator[None]:
+    def heard(self, stop: Callable[[], None], jobs: Callable[[], Sequence[JobProgress]]) -> Iterator[None]:
         """Handle requests to end while the block runs.
 
         Args:
             stop: finishes the current steps, saves, and ends.
-            jobs: progress of the running jobs, for the message.
+            jobs: gives the progress of the jobs, for the message.
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
@@ -110,7 +110,7 @@ class Interrupt:
                 words = "stopping now; what was saved stays"
                 task.cancel()
             else:
-                words = f"{_finishing(jobs)}; press Ctrl-C again to stop now"
+                words = f"{_finishing(jobs())}; press Ctrl-C again to stop now"
                 stop()
             self._pressed = True
             # the reader of the output may have ended with the same Ctrl-C

@@ -34,6 +34,8 @@ def auto_learning_rate(hidden_size: int, model_type: str, rollouts: float | None
 
 def learning_rate(config: OptimizerConfig, base_rate: float, step: int, steps: int) -> float:
     """The rate of step `step` (from 0) of `steps`: linear warm-up, then constant, or linear or half-cosine decay to 0."""
+    if begun := [first for first in config.lr_factors if first <= step]:
+        base_rate *= config.lr_factors[max(begun)]
     if step < config.warmup_steps:
         return base_rate * (step + 1) / config.warmup_steps
     if config.schedule == "constant":

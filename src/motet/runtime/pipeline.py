@@ -72,7 +72,7 @@ class Pipeline:
         stays: bool = False,
         max_idle: float = MAX_IDLE,
         turns: SlotTurns | None = None,
-        races: Sequence[Race] = (),
+        races: Sequence[Race[Job]] = (),
     ) -> None:
         """`stays` keeps running without jobs until `stop`; jobs that only wait then lose their slots."""
         self._turns, self._stays, self._timeouts = turns or SlotTurns(), stays, IdleSlotTimeouts(max_idle)
@@ -218,7 +218,8 @@ class Pipeline:
         return [_claim(one.job) for one in self._running.values()]
 
     def _fill_slots(self) -> None:
-        let_decide(() if self._stopping else self._races, self._running)
+        for job in let_decide(() if self._stopping else self._races, self._running):
+            self.jobs[job.name] = job
         _fail_chained(self.jobs.values())
         claims = self._queued()
         if self._stopping:

@@ -6,168 +6,33 @@ A decision is a function of what candidates committed, so it is the same after `
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import shutil
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-from motet.config import Config
-from motet.config.candidates import RacePlan
-from motet.config.race import RaceConfig
-from motet.core.checksums import replace_file
+from motet.config import Config, JobConfig
+from motet.config.candidates import RaceCopy, RacePlan, copied
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import JobState
-from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
+from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
+from motet.runtime.fork import fork
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
+from motet.runtime.race_record import DROPPED, ENDING, RaceOutcome, RaceRecord, Rung, why_out
 from motet.runtime.race_rule import CONFIRMS, RaceStanding, confirming, decide, deciding, paired, ranked
 from motet.tasks.plain_json import as_json
 
-ENDING = ".race.json"
 LEAST_ROWS = 12
 """Held-out rows that a race needs."""
-
-
-@dataclass(frozen=True)
-class Rung:
-    """A decision."""
-
-    version: int
-    """Whose evaluations were compared."""
-    step: int
-    """Steps that each candidate had done."""
-    keep: int
-    """The most that could go on: fewer than planned where the budget is short."""
-    standings: tuple[RaceStanding, ...]
-    """The best mean first."""
-
-
-@dataclass(frozen=True)
-class RaceOutcome:
-    """What became of a race."""
-
-    finalist: str | None
-    """The best of the candidates that trained to the end; None where none did."""
-    version: int | None = None
-    """Its best version by the rows that decide."""
-    start: float | None = None
-    """Reward of version 0 on the rows that confirm."""
-    end: float | None = None
-    """Reward of `version` on the same rows."""
-    gain: float | None = None
-    low: float | None = None
-    high: float | None = None
-    """Interval of the gain, over the same rows."""
-    as_good: tuple[str, ...] = ()
-    """Candidates at the last decision that were not shown worse."""
-    tokens: int = 0
-    """Sampled and trained by all candidates."""
-    finalist_tokens: int = 0
-    """Of these, those of the finalist: what one run would have cost."""
-
-    @property
-    def winner(self) -> str | None:
-        """The finalist, if it is shown better than the start."""
-        return self.finalist if self.low is not None and self.low > 0 else None
-
-
-@dataclass(frozen=True)
-class RaceRecord:
-    """What a race wrote down."""
-
-    name: str
-    values: Mapping[str, Mapping[str, Any]]
-    """By candidate: the settings that differ, by field."""
-    plan: tuple[tuple[int, int], ...]
-    """(version, candidates that go on) of each decision."""
-    level: float
-    """Of the intervals of all decisions together (`race.level`)."""
-    rungs: tuple[Rung, ...] = ()
-    """Decisions so far."""
-    outcome: RaceOutcome | None = None
-    """None until the last candidate has ended."""
-
-    @classmethod
-    def read(cls, path: Path) -> RaceRecord:
-        """Read what `write` wrote.
-
-        Raises:
-            RunError: it is damaged.
-        """
-        try:
-            tree = json.loads(path.read_text())
-            rungs = tuple(
-                Rung(
-                    one["version"],
-                    one["step"],
-                    one["keep"],
-                    tuple(RaceStanding(**standing) for standing in one["standings"]),
-                )
-                for one in tree["rungs"]
-            )
-            end = tree["outcome"]
-            outcome = None if end is None else RaceOutcome(**{**end, "as_good": tuple(end["as_good"])})
-            plan, level = tuple((a, b) for a, b in tree["plan"]), float(tree.get("level", RaceConfig().level))
-            return cls(tree["name"], tree["values"], plan, level, rungs, outcome)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RunError(f"{path} is damaged ({error}); put it back, or use another run directory") from error
-
-    def write(self, path: Path) -> None:
-        """Replace the file by this."""
-        replace_file(path, dump_line(asdict(self)))
-
-    def dropped(self) -> dict[str, str]:
-        """Why each candidate was dropped, by its name."""
-        return {one.name: reason(rung, one) for rung in self.rungs for one in rung.standings if not one.stays}
-
-
-DROPPED = ("dropped by the race", "out of the race")
-"""How the message of a dropped candidate begins."""
 
 
 def _plain(value: Any) -> Any:
     """A setting as the record's file has it."""
     return value.model_dump(mode="json") if isinstance(value, Config) else as_json(value)
-
-
-def reason(rung: Rung, standing: RaceStanding) -> str:
-    """Why a candidate was dropped."""
-    if standing.verdict == "failed":
-        return f"out of the race after step {rung.step}: it failed or was ended"
-    proof = "worse than the leader" if standing.verdict == "worse" else "not among the best, though not shown worse"
-    return f"dropped by the race after step {rung.step}: {proof}, {interval(standing.difference, standing.low, standing.high)}"
-
-
-def interval(mean: float | None, low: float | None, high: float | None) -> str:
-    """A difference with its interval."""
-    if mean is None:
-        return "no row in common"
-    return f"{mean:+.3f}" if low is None or high is None else f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
-
-
-def why_out(known: Iterable[RaceRecord], job: JobDirectory) -> str | None:
-    """Why a race does not take a job back, and what to do instead; None of a job that no race dropped."""
-    name = job.path.name
-    why = next((dropped[name] for dropped in (one.dropped() for one in known) if name in dropped), None)
-    if why is None:
-        return None
-    steps = job.steps()
-    further = f"motet fork JOBS.yaml {name}@{steps[-1]} NEW_RUN" if steps else "write it as a job in another file"
-    return f"{why}. It cannot join again; to train it further, begin a new job: {further}"
-
-
-def records(run: Path) -> list[RaceRecord]:
-    """What the races of a run wrote down; those that cannot be read are left out."""
-    known = []
-    for path in sorted(run.glob(f"*{ENDING}")):
-        try:
-            known.append(RaceRecord.read(path))
-        except RunError:
-            continue
-    return known
 
 
 class Candidate(Protocol):
@@ -194,24 +59,34 @@ class Candidate(Protocol):
         """Change the state and record it."""
 
 
-class Race:
+AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
+
+
+class Race(Generic[AnyCandidate]):
     """Decides which candidates of one job go on."""
 
-    def __init__(self, plan: RacePlan, jobs: Mapping[str, Candidate], run: Path) -> None:
-        """Take up what an earlier process decided.
+    def __init__(
+        self,
+        plan: RacePlan,
+        jobs: Mapping[str, AnyCandidate],
+        run: Path,
+        join: Callable[[JobConfig], AnyCandidate],
+    ) -> None:
+        """Take up what an earlier process decided. `join` makes a candidate of the job of a copy, whose directory is there.
 
         Raises:
             RunError: the race was begun otherwise, or its candidates say otherwise than its record.
         """
         self.plan, self.path = plan, run / f"{plan.name}{ENDING}"
-        self._jobs = {one.name: jobs[one.name] for one in plan.candidates}
+        self._jobs, self._join = {one.name: jobs[one.name] for one in plan.candidates}, join
+        self._configs = {one.name: one for one in plan.candidates}
         values = {name: {path: _plain(value) for path, value in given.items()} for name, given in plan.values.items()}
-        fresh = RaceRecord(plan.name, values, plan.rungs, plan.settings.level)
+        fresh = RaceRecord(plan.name, values, plan.rungs, plan.settings.level, tuple(plan.settings.exploit))
         self.record = RaceRecord.read(self.path) if self.path.exists() else fresh
         if replace(self.record, rungs=(), outcome=None) != fresh:
             raise RunError(
-                f"{self.path} is of a race with other candidates, rungs or level; use another run directory, or change the "
-                "race back"
+                f"{self.path} is of a race with other candidates, rungs, level or exploit; use another run directory, or "
+                "change the race back"
             )
         if not self.path.exists() and any(map(_was_dropped, self._jobs.values())):
             raise RunError(
@@ -219,22 +94,54 @@ class Race:
             )
         for number, rung in enumerate(self.record.rungs):
             self._compare(number, rung)
+            self._take(rung.copies)
         self._obey()
 
     def ready(self, running: Container[str]) -> bool:
         """Whether every candidate has committed the rung and left its slot, or has ended."""
         return self.record.outcome is None and all(self._arrived(job, running) for job in self._live())
 
-    def decide(self, running: Container[str]) -> None:
-        """Decide, where the race is ready; note the outcome at the end."""
+    def decide(self, running: Container[str]) -> list[AnyCandidate]:
+        """Decide, where the race is ready; note the outcome at the end. Returns the candidates that begin now."""
         if not self.ready(running):
-            return
+            return []
         number = len(self.record.rungs)
         if number == len(self.plan.rungs) or not any(_takes_part(job) for job in self._live()):
             self._write(outcome=self._outcome())
-            return
-        self._write(rungs=(*self.record.rungs, self._decided(number)))
+            return []
+        rung = self._decided(number)
+        for copy in rung.copies:
+            self._fork(copy)
+        self._write(rungs=(*self.record.rungs, rung))
+        begun = self._take(rung.copies)
         self._obey()
+        return begun
+
+    # --- copies -------------------------------------------------------------------------------------------------------
+
+    def _take(self, copies: Iterable[RaceCopy]) -> list[AnyCandidate]:
+        """Make candidates of copies whose directories are there."""
+        begun = []
+        for copy in copies:
+            config = self._configs[copy.name] = copied(self._configs[copy.of], copy)
+            self._jobs[copy.name] = self._join(config)
+            begun.append(self._jobs[copy.name])
+        return begun
+
+    def _fork(self, copy: RaceCopy) -> None:
+        """Make the directory of a copy, unless a process did that was killed before it wrote down the decision.
+
+        Raises:
+            RunError: the directory is of another job.
+        """
+        there, config = self._jobs[copy.of].directory, copied(self._configs[copy.of], copy)
+        new = there.path.with_name(copy.name)
+        if (new / FORKED).exists():
+            draft = new.with_name(f".tmp-{new.name}")
+            shutil.rmtree(draft, ignore_errors=True)
+            new.rename(draft)
+        settings = config.model_dump(mode="json", include={"name", "optimizer"})
+        fork(there, copy.step, new, config.algorithm.lag, settings)
 
     # --- who is in it ------------------------------------------------------------------------------------------------
 
@@ -266,9 +173,19 @@ class Race:
         rows = {job.name: deciding(rows_in(job.directory, version)) for job in live if _takes_part(job)}
         step = self.plan.stop(number) or 0
         keep = min(keep, self._affordable(number, rows))
-        standings = decide(rows, keep, self.plan.settings.level, len(self.plan.rungs))
+        standings, copies = self._standings(number, keep, rows)
         failed = (RaceStanding(job.name, "failed") for job in live if job.name not in rows)
-        return Rung(version, step, keep, (*standings, *failed))
+        paid = [replace(copy, tokens=self._jobs[copy.of].directory.committed(step).tokens) for copy in copies]
+        return Rung(version, step, keep, (*standings, *failed), tuple(paid))
+
+    def _standings(
+        self, number: int, keep: int, rows: Mapping[str, Sequence[float]]
+    ) -> tuple[tuple[RaceStanding, ...], list[RaceCopy]]:
+        """A decision: the standings, and the copies that get the other places."""
+        standings = decide(rows, self.plan.own_places(keep), self.plan.settings.level, len(self.plan.rungs))
+        best, known = [one.name for one in standings if one.stays], len(self.plan.candidates)
+        first = known + sum(len(rung.copies) for rung in self.record.rungs[:number])
+        return standings, self.plan.copies(best, keep, number, first)
 
     def _affordable(self, number: int, rows: Mapping[str, Sequence[float]]) -> int:
         """How many candidates the budget lets go on: at the tokens that their steps took so far."""
@@ -276,13 +193,19 @@ class Race:
         if budget is None:
             return len(rows)
         done, stop = self.plan.stop(number) or 1, self.plan.stop(number + 1) or self.plan.steps
-        left, count = float(budget - sum(map(tokens_of, self._jobs.values()))), 0
-        for name in ranked(rows):
-            left -= tokens_of(self._jobs[name]) / done * (stop - done)
-            if left < 0:
-                break
-            count += 1
-        return max(count, 1)
+        left, order = budget - self._tokens, ranked(rows)
+
+        def cost(places: int) -> float:
+            best = order[: self.plan.own_places(places)]
+            names = [*best, *(copy.of for copy in self.plan.copies(best, places, number, 0))]
+            return sum(tokens_of(self._jobs[name]) / done * (stop - done) for name in names)
+
+        return next((places for places in range(len(rows), 1, -1) if cost(places) <= left), 1)
+
+    @property
+    def _tokens(self) -> int:
+        """Of all candidates; those of a copy before it began are of the candidate that it continues."""
+        return sum(map(tokens_of, self._jobs.values())) - sum(copy.tokens for copy in self.record.copies)
 
     def _compare(self, number: int, rung: Rung) -> None:
         """Decide again from the same evaluations, where all of them are still there.
@@ -294,15 +217,15 @@ class Race:
         if not all(rung.version in job.directory.sampled(evals=True) for job in jobs):
             return
         rows = {job.name: deciding(rows_in(job.directory, rung.version)) for job in jobs}
-        again = decide(rows, rung.keep, self.plan.settings.level, len(self.plan.rungs))
-        if again != rung.standings[: len(again)]:
+        again, copies = self._standings(number, rung.keep, rows)
+        if again != rung.standings[: len(again)] or copies != [replace(copy, tokens=0) for copy in rung.copies]:
             raise RunError(
                 f"{self.path}: decision {number + 1} is not what the evaluations of its candidates give; put the file back, or "
                 "use another run directory"
             )
 
     def _outcome(self) -> RaceOutcome:
-        tokens = sum(map(tokens_of, self._jobs.values()))
+        tokens = self._tokens
         ended = [job for job in self._live() if job.state is JobState.SUCCEEDED]
         if not ended:
             return RaceOutcome(None, tokens=tokens)
@@ -332,13 +255,15 @@ class Race:
         self.record = record
 
 
-def let_decide(races: Iterable[Race], running: Container[str]) -> None:
-    """Let each race decide whose candidates have all arrived; `running` are the jobs that have a slot."""
-    for race in races:
-        race.decide(running)
+def let_decide(races: Iterable[Race[AnyCandidate]], running: Container[str]) -> list[AnyCandidate]:
+    """Let each race decide whose candidates have all arrived; `running` are the jobs that have a slot.
+
+    Returns the candidates that begin.
+    """
+    return [job for race in races for job in race.decide(running)]
 
 
-def refused(races: Iterable[Race], job: Job) -> bool:
+def refused(races: Iterable[Race[Job]], job: Job) -> bool:
     """Whether a race dropped a job that is to be resumed; the job's message then says what to do."""
     out = why_out((race.record for race in races), job.directory)
     if out is not None:
@@ -346,7 +271,7 @@ def refused(races: Iterable[Race], job: Job) -> bool:
     return out is not None
 
 
-def known_of(races: Iterable[Race]) -> dict[str, RaceRecord]:
+def known_of(races: Iterable[Race[Any]]) -> dict[str, RaceRecord]:
     """What races wrote down, by the name of the job that races."""
     return {race.plan.name: race.record for race in races}
 

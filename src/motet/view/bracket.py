@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from motet.runtime.race import RaceOutcome, RaceRecord, interval
+from motet.runtime.race_record import RaceOutcome, RaceRecord, interval
 from motet.view.text import UNICODE, Glyphs, count_text
 
 VERDICTS = {
@@ -22,8 +22,10 @@ VERDICTS = {
 def bracket_rows(race: RaceRecord) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row for each candidate, the furthest first."""
     fields = list(dict.fromkeys(field for given in race.values.values() for field in given))
+    begun = {copy.name: copy for copy in race.copies}
     headings = [
         "candidate",
+        *(["copy of"] if begun else []),
         *(field.rpartition(".")[2] for field in fields),
         *(f"v{rung.version}" for rung in race.rungs),
         "decision",
@@ -39,18 +41,26 @@ def bracket_rows(race: RaceRecord) -> tuple[list[str], list[list[str]]]:
         said = "" if last is None else f"{VERDICTS[last.verdict]} at v{where}"
         if race.outcome is not None and name == race.outcome.finalist:
             said = "winner" if race.outcome.winner else "best, not confirmed"
-        elif race.outcome is not None and last is not None and last.stays:
+        elif race.outcome is not None and (name in begun if last is None else last.stays):
             said = "finalist"
         gap = "" if last is None or last.difference is None else interval(last.difference, last.low, last.high)
-        number = f"c={name.rpartition('-c=')[2].partition('-')[0]}"  # settings have their own columns
-        rows.append([number, *(f"{race.values[name].get(field, '')}" for field in fields), *means, said, gap])
+        copy = begun.get(name)
+        of = "" if copy is None else f"{_number(copy.of)} at step {copy.step}, lr × {copy.factor:g}"
+        given = race.settings(name)
+        cells = [_number(name), *([of] if begun else []), *(f"{given.get(field, '')}" for field in fields)]
+        rows.append([*cells, *means, said, gap])
     return headings, rows
+
+
+def _number(name: str) -> str:
+    """A candidate without its settings, which have their own columns."""
+    return f"c={name.rpartition('-c=')[2].partition('-')[0]}"
 
 
 def order(race: RaceRecord) -> list[str]:
     """Candidates, the furthest first; among those dropped at one decision, the best first."""
     names = [one.name for rung in reversed(race.rungs) for one in rung.standings]
-    return list(dict.fromkeys([*names, *race.values]))
+    return list(dict.fromkeys([*names, *race.values, *(copy.name for copy in race.copies)]))
 
 
 def verdict(race: RaceRecord) -> str:
