@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from motet.runtime.job import Job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.race import Race, check_rows, known_of
+from motet.runtime.rundir import RunDirectory
 from motet.runtime.settings import setting_of
 from motet.runtime.stopping import ended_early
 from motet.tracking.follow import Followers, job_of_run
@@ -46,7 +48,7 @@ def run_config(
     accept_changes: bool = False,
     observe: Callable[[Sequence[JobProgress]], None] | None = None,
     loading: Callable[[], None] = lambda: None,
-    started: Callable[[Host, Sequence[Job]], None] | None = None,
+    started: Callable[[Host, Sequence[Job]], None] = lambda host, jobs: None,
     notify: Callable[[str], None] | None = None,
     watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None = None,
     original: JobDirectory | None = None,
@@ -88,17 +90,10 @@ def run_config(
         try:
             for job in jobs:
                 _take(host, job, checked, accept_changes=accept_changes)
-
-            def join(config: JobConfig) -> Job:
-                job, _ = prepare(config, opened.info, directory, checked.sources)
-                _take(host, job, checked, accept_changes=accept_changes)
-                jobs.append(job)
-                return job
-
+            join = functools.partial(_join, host, directory, checked, jobs, accept_changes)
             races = [Race(plan, {job.name: job for job in jobs}, directory.path, join) for plan in plans]
             host.workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
-            if started is not None:
-                started(host, jobs)
+            started(host, jobs)
             (interrupt := Interrupt(notify)).run(lambda: _run_jobs(jobs, host, slots, interrupt, seen, races))
         finally:
             host.close()
@@ -240,6 +235,16 @@ def _take_up(directory: JobDirectory, progress: JobProgress, when: StopConfig) -
         progress.state = JobState(state)
         progress.message = (early or "done before") if state == JobState.SUCCEEDED else "cancelled before"
     return [int(line["step"]) for line in lines]
+
+
+def _join(
+    host: Host, directory: RunDirectory, checked: Checked, jobs: list[Job], accept_changes: bool, config: JobConfig
+) -> Job:
+    """Make a job of a candidate that a race adds."""
+    job, _ = prepare(config, host.info, directory, checked.sources)
+    _take(host, job, checked, accept_changes=accept_changes)
+    jobs.append(job)
+    return job
 
 
 async def _run_jobs(
