@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +38,8 @@ _MAX_TOKENS = 1024
 NO_LOGPROB = -99999.0
 """Logprob, with token id 0, at positions without top tokens."""
 _TRIES = 5
+_MOST_SOURCES = 4096
+_MOST_OF_A_SOURCE = 64
 
 
 def sampler_id(session_id: str, number: int, what: str) -> str:
@@ -63,11 +67,34 @@ class Sampler:
     """None for the base."""
 
 
+class SamplingSessions:
+    """Numbers sampling sessions by source, in the order in which a client opens them.
+
+    The client's own number also counts a save that it sent twice, so equal programs may have other numbers.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, str], dict[int, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def number(self, session_id: str, given: int, what: str) -> int:
+        """The place of the client's session `given` among those of the source `what`, from 0; the same if asked again."""
+        with self._lock:
+            places = self._known.setdefault((session_id, what), {})
+            self._known.move_to_end((session_id, what))
+            if len(self._known) > _MOST_SOURCES:
+                self._known.popitem(last=False)
+            if given not in places and len(places) == _MOST_OF_A_SOURCE:
+                return _MOST_OF_A_SOURCE + given
+            return places.setdefault(given, len(places))
+
+
 class Samplers:
     """Resolves sampling ids, and samples."""
 
     def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, hosts: Hosts) -> None:
         self._models, self._checkpoints, self._storage, self._hosts = models, checkpoints, storage, hosts
+        self.sessions = SamplingSessions()
 
     @property
     def waits(self) -> str:
@@ -125,15 +152,21 @@ class Samplers:
 
     @staticmethod
     def seeded(wanted: Sample) -> Sample:
-        """The request with a seed; by default derived from the sampling session's number and the sample's."""
+        """The request with a seed; by default from the number and source of its sampling session, and from its own number."""
         given = wanted.sampling_params
         if given.seed is not None:
             return wanted
         if wanted.sampling_session_id is None or wanted.seq_id is None:
             seed = time.time_ns()
         else:
-            session, model = re.findall(r":sample:(\d+):(?:(\d+)-)?", wanted.sampling_session_id)[0]
-            seed = seeds.key(0, "tinker", int(session), int(model or 0), wanted.seq_id) >> 1
+            parts = re.search(r":sample:(\d+):(?:path-([\w=-]+)|(\d+)-)?", wanted.sampling_session_id)
+            assert parts is not None
+            session, path, model = parts.groups()
+            place = base64.urlsafe_b64decode(path).decode().partition(":train:")[2] if path else ""
+            seed = (
+                seeds.key(0, f"tinker/{place}" if place else "tinker", int(session), int(model or 0), wanted.seq_id)
+                >> 1
+            )
         return wanted.model_copy(update={"sampling_params": given.model_copy(update={"seed": seed})})
 
     async def sample(self, who: Principal, wanted: Sample) -> bytes:

@@ -1,0 +1,51 @@
+"""Sampling sessions: equal programs get equal samples, whatever the client had to send again."""
+
+from __future__ import annotations
+
+import pytest
+
+from motet.service.tinker.requests import Sample
+from motet.service.tinker.samplers import Samplers, SamplingSessions, path_part, sampler_id
+
+pytestmark = pytest.mark.unit
+
+
+def path(session: str, name: str = "000004") -> str:
+    return path_part(f"tinker://{session}:train:0/sampler_weights/{name}")
+
+
+def test_sessions_are_numbered_by_source_and_not_by_what_was_sent_again() -> None:
+    sessions = SamplingSessions()
+    session, other = "session-" + "0" * 32, "session-" + "1" * 32
+    assert sessions.number(session, 5, path(session)) == 0, "saves before it may have been sent twice"
+    assert sessions.number(session, 9, path(session)) == 1, "a second session of this source has other samples"
+    assert sessions.number(session, 5, path(session)) == 0, "asked again"
+    assert sessions.number(session, 7, path(session, "000008")) == 0
+    assert sessions.number(other, 3, path(session)) == 0
+    many = [sessions.number(session, given, "base") for given in range(1000)]
+    assert len(set(many)) == 1000
+    assert sessions.number(session, 3, "base") == 3
+    for given in range(10_000):
+        sessions.number(session, given, f"path-{given}")
+    assert sessions.number(other, 8, path(session)) == 0, "what was forgotten is numbered anew"
+
+
+def seed_of(name: str, number: int = 2) -> int | None:
+    tokens = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    wanted = {"sampling_session_id": name, "seq_id": number, "prompt": tokens, "sampling_params": {}, "num_samples": 1}
+    return Samplers.seeded(Sample.model_validate(wanted)).sampling_params.seed
+
+
+def test_equal_programs_get_equal_seeds_and_each_source_its_own() -> None:
+    first, again = "session-" + "0" * 32, "session-" + "1" * 32
+    assert seed_of(sampler_id(first, 0, path(first))) == seed_of(sampler_id(again, 0, path(again)))
+    names = [
+        sampler_id(first, 0, "base"),
+        sampler_id(first, 1, "base"),
+        sampler_id(first, 0, path(first)),
+        sampler_id(first, 1, path(first)),
+        sampler_id(first, 0, path(first, "000008")),
+        sampler_id(first, 0, "1-live"),
+        sampler_id(first, 4, "0-4"),
+    ]
+    assert len({seed_of(name, number) for name in names for number in range(3)}) == 3 * len(names)
