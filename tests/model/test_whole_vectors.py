@@ -94,6 +94,40 @@ def test_modules_whose_numbers_depend_on_their_place_are_found_and_mended():
     assert torch.equal(model(x[:4]), whole[:4])
 
 
+class Power(nn.Module):
+    """A module that raises to a power."""
+
+    def __init__(self, power: float) -> None:
+        super().__init__()
+        self._power = power
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x**self._power
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("power", [-2, -1.5, -1, -0.5, 0.5, 1, 1.5, 2, 3])
+def test_a_power_that_is_not_taken_apart_has_the_same_bits_in_every_place(power: float, dtype: torch.dtype) -> None:
+    model = Power(power)
+    with Uneven(model) as uneven:
+        model(torch.ones(4, dtype=dtype))
+    for module in uneven.modules:
+        take_whole_vectors(module)
+    plain = [-1, 1, 2, 3, *([0.5] if dtype == torch.float32 else [])]
+    assert bool(uneven.modules) == (power not in plain)
+    numbers = torch.rand(88, generator=torch.Generator().manual_seed(0)).to(dtype) + 0.1
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        y.backward(torch.full_like(y, 0.3))
+        assert leaf.grad is not None
+        return y.detach(), leaf.grad
+
+    for alone, behind in zip(both(numbers), both(torch.cat([torch.ones(72, dtype=dtype), numbers])), strict=True):
+        assert torch.equal(alone, behind[72:])
+
+
 @functools.cache
 def small() -> LoraModel:
     return load_base(str(SMALL_BASE), dtype="float32", device="cpu")
