@@ -268,6 +268,8 @@ def test_a_copy_has_the_bytes_of_a_job_with_its_schedule(exploited: Path, tmp_pa
     for one in copies:
         own = len(records(exploited, one.name))
         assert metrics(tmp_path, one.name).startswith(metrics(exploited, one.name))
+        described = [(path / one.name / "job.yaml").read_text() for path in (exploited, tmp_path)]
+        assert described[0] == described[1], "nothing says that its first steps were computed otherwise"
         version = min(own, 8)
         assert weights(exploited, one.name, version) == weights(tmp_path, one.name, version)
 
