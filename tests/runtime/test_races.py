@@ -237,7 +237,7 @@ def test_half_of_the_places_go_to_copies_of_the_best(exploited: Path) -> None:
     assert {one.name for one in second.standings} == {best, other, copy.name}
     (last,) = second.copies
     assert last.of == second.standings[0].name, "two places: the leader, and the leader once more"
-    assert copy.name.startswith(f"say-c=06-of={best[6:8]}-lr-x=0.5")
+    assert copy.name.startswith(f"say-c=06-of={best[6:8]}-times=0.5")
     assert last.name.startswith("say-c=07-of=")
     lines = {path.parent.name: len(path.read_bytes().splitlines()) for path in exploited.glob("*/metrics.jsonl")}
     assert {name for name, n in lines.items() if n == 9} == {last.of, last.name}, "the finalists train to the end"

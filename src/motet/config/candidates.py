@@ -148,7 +148,7 @@ def copied(job: JobConfig, copy: RaceCopy) -> JobConfig:
 def _copy_name(job: str, number: int, of: str, factor: float) -> str:
     parent = of.removeprefix(f"{job}-c=").partition("-")[0]
     short = f"{job}-c={number:02d}"
-    name = f"{short}-of={parent}-lr-x={factor:g}"
+    name = f"{short}-of={parent}-times={factor:g}"
     return name if NAME_PATTERN.fullmatch(name) else short
 
 
