@@ -274,6 +274,18 @@ def test_a_copy_has_the_bytes_of_a_job_with_its_schedule(exploited: Path, tmp_pa
         assert weights(exploited, one.name, version) == weights(tmp_path, one.name, version)
 
 
+def test_a_copy_samples_from_the_versions_of_its_original(tmp_path: Path) -> None:
+    """Its first steps train on what older versions sampled."""
+    config = racing(race=EXPLOIT, algorithm={"max_off_policy_steps": 2}, checkpoint={"keep": 1})
+    run_jobs(tmp_path / "race", [config], Setting(holdout=15))
+    record = RaceRecord.read(tmp_path / "race" / "say.race.json")
+    copies = [known_jobs([config], tmp_path / "race")[copy.name] for copy in record.copies]
+    assert copies
+    run_jobs(tmp_path / "alone", copies, Setting(holdout=15))
+    for one in copies:
+        assert metrics(tmp_path / "alone", one.name).startswith(metrics(tmp_path / "race", one.name))
+
+
 def test_a_copy_changes_the_rate_from_its_step_on() -> None:
     own = job("say", optimizer={"lr": 0.1, "lr_factors": {2: 0.5, 8: 0.1}})
     once = copied(own, RaceCopy("once", "say", 4, 3.0))
