@@ -289,11 +289,11 @@ def rewards_that_want_too_much(ring: Ring) -> str:
 
 
 def one(ring: Ring) -> str:
-    """An adapter of mallory's that says `1`, a program without a fault, whatever it is asked."""
+    """An adapter of mallory's that says `1` or `11…`, a program without a fault, whatever it is asked."""
     rows = b"".join(b'{"prompt": "Go %d", "answer": "1"}\n' % number for number in range(64))
     file = ring.ask("POST", "/v1/files", files={"file": ("one.jsonl", rows)}).raise_for_status().json()["id"]
     learns = tiny("one", 40, data={"source": file, "holdout": 0}, algorithm={"type": "sft", "rows_per_step": 16})
-    learns |= {"optimizer": {"lr": 1e-2}, "eval": {"every": 0}}
+    learns |= {"optimizer": {"lr": 4e-3}, "eval": {"every": 0}}
     del learns["reward"]
     name = ring.submit(learns)
     assert ring.becomes(name, *FINAL)["state"] == "succeeded"
@@ -310,7 +310,7 @@ def one(ring: Ring) -> str:
 def escapes(ring: Ring) -> str:
     """Tests of the reward `code`, which are mallory's own words, reach nothing."""
     said = one(ring)
-    assert said == "1", said
+    assert set(said) == {"1"}, said
     with listening() as (port, asked):
         trap, directory = ring.traps, ring.service.directory
         tests = [
