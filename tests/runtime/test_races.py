@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 import motet
 from motet.commands.control import send
@@ -21,6 +22,7 @@ from motet.commands.verify import verify
 from motet.config import JobConfig
 from motet.config.candidates import RaceCopy, RacePlan, copied, raced
 from motet.config.jobfile import load_jobs, merge
+from motet.config.race import RaceConfig
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import AdapterRef, JobState, Problem
 from motet.rollout.fake import FakeSync
@@ -294,11 +296,21 @@ def test_a_copy_changes_the_rate_from_its_step_on() -> None:
 
 
 def test_a_budget_counts_copies_at_what_their_originals_take(exploited: Path, tmp_path: Path) -> None:
-    outcome = RaceRecord.read(exploited / "say.race.json").outcome
-    assert outcome is not None
-    run_jobs(tmp_path, [racing(race={**EXPLOIT, "budget": outcome.tokens // 2})], Setting(holdout=15))
-    first, second = RaceRecord.read(tmp_path / "say.race.json").rungs
-    assert (first.keep, first.copies, len(second.standings)) == (1, (), 1)
+    record = RaceRecord.read(exploited / "say.race.json")
+    leader, step = record.rungs[0].standings[0].name, record.rungs[0].step
+    so_far = {name: JobDirectory(exploited / name).committed(step).tokens for name in record.values}
+    further = so_far[leader] / step * (record.rungs[1].step - step)
+    for share, expected in ((1.5, (1, 0, 1)), (2.5, (2, 1, 2))):  # the leader twice costs it twice
+        config = racing(race={**EXPLOIT, "budget": round(sum(so_far.values()) + share * further)})
+        run_jobs(tmp_path / str(share), [config], Setting(holdout=15))
+        first, second = RaceRecord.read(tmp_path / str(share) / "say.race.json").rungs
+        assert (first.keep, len(first.copies), len(second.standings)) == expected
+
+
+def test_ways_to_write_factors_of_copies() -> None:
+    assert [RaceConfig(exploit=given).exploit for given in (True, False, 0.5)] == [[0.3, 3], [], [0.5]]
+    with pytest.raises(ValidationError, match="a factor of 1 would copy a candidate with the same rate; leave it out"):
+        RaceConfig(exploit=[0.3, 1])
 
 
 def test_copies_are_the_same_after_an_interruption_and_in_any_order(exploited: Path, tmp_path: Path) -> None:

@@ -189,7 +189,6 @@ async def _run(
     )
     ordinary, plans = raced(configs)
     made = [make_job(config, directory, setting) for config in setting.ordered(ordinary)]
-
     jobs = {one.name: one for one in made}
 
     def join(config: JobConfig) -> Job:

@@ -176,7 +176,7 @@ _NO_MANIFEST = "; an earlier version of Motet wrote them, so removed files canno
 def _not_the_same(jobs_file: Path, directories: Sequence[Path]) -> Iterator[str]:
     """Differences between the newest receipts and this machine."""
     config, sources = load_jobs(jobs_file), Sources()
-    known = known_jobs(config.jobs, Path(config.run))
+    known = known_jobs(config.jobs, directories[0].parent if directories else Path(config.run))
     for path in directories:
         newest = max((int(one.stem[1:]) for one in (path / RECEIPTS).glob("v*.json")), default=None)
         if newest is None or path.name not in known:

@@ -219,7 +219,7 @@ class Pipeline:
 
     def _fill_slots(self) -> None:
         for job in let_decide(() if self._stopping else self._races, self._running):
-            self.jobs[job.name] = job
+            self.add(job)
         _fail_chained(self.jobs.values())
         claims = self._queued()
         if self._stopping:

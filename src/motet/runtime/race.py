@@ -38,6 +38,7 @@ def _plain(value: Any) -> Any:
 class Candidate(Protocol):
     """What a race needs of a job: one of this process, or one that hosts train."""
 
+    config: JobConfig
     directory: JobDirectory
     progress: JobProgress
     until: int | None
@@ -79,7 +80,6 @@ class Race(Generic[AnyCandidate]):
         """
         self.plan, self.path = plan, run / f"{plan.name}{ENDING}"
         self._jobs, self._join = {one.name: jobs[one.name] for one in plan.candidates}, join
-        self._configs = {one.name: one for one in plan.candidates}
         values = {name: {path: _plain(value) for path, value in given.items()} for name, given in plan.values.items()}
         fresh = RaceRecord(plan.name, values, plan.rungs, plan.settings.level, tuple(plan.settings.exploit))
         self.record = RaceRecord.read(self.path) if self.path.exists() else fresh
@@ -123,8 +123,7 @@ class Race(Generic[AnyCandidate]):
         """Make candidates of copies whose directories are there."""
         begun = []
         for copy in copies:
-            config = self._configs[copy.name] = copied(self._configs[copy.of], copy)
-            self._jobs[copy.name] = self._join(config)
+            self._jobs[copy.name] = self._join(copied(self._jobs[copy.of].config, copy))
             begun.append(self._jobs[copy.name])
         return begun
 
@@ -134,7 +133,7 @@ class Race(Generic[AnyCandidate]):
         Raises:
             RunError: the directory is of another job.
         """
-        there, config = self._jobs[copy.of].directory, copied(self._configs[copy.of], copy)
+        there, config = self._jobs[copy.of].directory, copied(self._jobs[copy.of].config, copy)
         new = there.path.with_name(copy.name)
         if (new / FORKED).exists():
             draft = new.with_name(f".tmp-{new.name}")

@@ -1,7 +1,7 @@
 """Sources of samples for clients: the base, a checkpoint, an unnamed snapshot, or a model in training.
 
-The id of a sampling session contains everything, so no state is needed: <session>:sample:<number>:base · :base-<base64>
-(not the first base) · :path-<base64> · :<model>-<command> · :<model>-live
+The id of a sampling session says all that a sample needs: <session>:sample:<number>:base · :base-<base64> (not the first
+base) · :path-<base64> · :<model>-<command> · :<model>-live
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from motet.service.tinker.requests import Sample
 from motet.service.tinker.wire import write_samples
 
 _ID = re.compile(
-    r"(session-[0-9a-f]{16}(?:[0-9a-f]{16})?):sample:\d{1,12}:(?:base(?:-([\w=-]+))?|path-([\w=-]+)|(\d{1,10})-(live|\d{1,10}))"
+    r"(session-[0-9a-f]{16}(?:[0-9a-f]{16})?):sample:(\d{1,12}):(?:base(?:-([\w=-]+))?|path-([\w=-]+)|(\d{1,10})-(live|\d{1,10}))"
 )
 _MAX_TOKENS = 1024
 NO_LOGPROB = -99999.0
@@ -70,7 +70,8 @@ class Sampler:
 class SamplingSessions:
     """Numbers sampling sessions by source, in the order in which a client opens them.
 
-    The client's own number also counts a save that it sent twice, so equal programs may have other numbers.
+    The client's own number also counts a save that it sent twice, so equal programs may have other numbers. A new process
+    counts a source from 0 again.
     """
 
     def __init__(self) -> None:
@@ -110,7 +111,7 @@ class Samplers:
         parts = _ID.fullmatch(name)
         if parts is None:
             raise Refusal(404, f"there is no sampling session {name!r}")
-        session, base, path, number, what = parts.groups()
+        session, _, base, path, number, what = parts.groups()
         self._models.check_session(who, session)
         try:
             if path:
@@ -159,14 +160,13 @@ class Samplers:
         if wanted.sampling_session_id is None or wanted.seq_id is None:
             seed = time.time_ns()
         else:
-            parts = re.search(r":sample:(\d+):(?:path-([\w=-]+)|(\d+)-)?", wanted.sampling_session_id)
-            assert parts is not None
-            session, path, model = parts.groups()
+            parts = _ID.fullmatch(wanted.sampling_session_id)
+            assert parts is not None, "the session was looked up before"
+            _, number, _, path, model, _ = parts.groups()
+            # another session of the same program has the same path but for its own name
             place = base64.urlsafe_b64decode(path).decode().partition(":train:")[2] if path else ""
-            seed = (
-                seeds.key(0, f"tinker/{place}" if place else "tinker", int(session), int(model or 0), wanted.seq_id)
-                >> 1
-            )
+            stream = f"tinker/{place}" if place else "tinker"
+            seed = seeds.key(0, stream, int(number), int(model or 0), wanted.seq_id) >> 1
         return wanted.model_copy(update={"sampling_params": given.model_copy(update={"seed": seed})})
 
     async def sample(self, who: Principal, wanted: Sample) -> bytes:
