@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import threading
@@ -15,7 +16,7 @@ import motet
 from motet.core.errors import ConfigError
 from motet.core.types import JobState
 from motet.service.bases import Bases
-from motet.service.events import EventBus, EventLog
+from motet.service.events import EventBus, EventLog, within
 from motet.service.jobs.validation import read_jobs
 from motet.tasks.chat import Chat
 from tests.support.house import House
@@ -127,6 +128,20 @@ def test_the_log_gives_the_same_from_memory_and_from_the_database(house: House) 
     admin = house.store.tenants.who(house.keys["admin"])
     assert admin is not None
     assert len(log.since(admin, found[-1].id, 100)) == 1
+
+
+def test_whoever_begins_to_wait_while_the_service_stops_is_woken() -> None:
+    """A stream checks whether the service stops, then whether its client is there, and only then waits for an event."""
+
+    async def waits() -> bool:
+        bus = EventBus()
+        bus.close()
+        await within(bus.next("a job"), 60)
+        return bus.next("a job").is_set()
+
+    started = time.monotonic()
+    assert asyncio.run(waits())
+    assert time.monotonic() - started < 30
 
 
 # --- job texts --------------------------------------------------------------------------------------------------------------

@@ -34,9 +34,15 @@ class EventBus:
         """Whether the service is stopping, so that nobody should wait."""
 
     def next(self, topic: str) -> asyncio.Event:
-        """An event that is set at the topic's next publication. Get it before reading, to miss nothing."""
+        """An event that is set at the topic's next publication, or when the service stops.
+
+        Get it before reading, to miss nothing.
+        """
         self._loop = asyncio.get_running_loop()
-        return self._next.setdefault(topic, asyncio.Event())
+        event = self._next.setdefault(topic, asyncio.Event())
+        if self.closed:
+            event.set()
+        return event
 
     def publish(self, *topics: str) -> None:
         """Wake all who wait for one of these topics."""

@@ -179,8 +179,8 @@ class JobQueue:
         return True
 
     async def watch(self) -> None:
-        """Hand jobs over as soon as they may start, until cancelled."""
-        while True:
+        """Hand jobs over as soon as they may start, until the service stops."""
+        while not self._bus.closed:
             changed = self._bus.next(WAITING_JOBS)  # taken before the check, to miss nothing
             try:
                 seconds = await asyncio.to_thread(self.release)
