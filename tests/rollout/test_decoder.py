@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -47,8 +48,10 @@ def make_decoder(
     name: str = "llama",
     host: int = 0,
 ) -> Decoder:
-    cache = KVCache(n_blocks, BLOCK, CPU, slots=max_rows + 1)
-    return Decoder(tiny.base(name, dtype), cache, max_rows=max_rows, prefill_tokens=prefill, host_bytes=host)
+    """A decoder for which every piece of work takes as long, however busy the machine is."""
+    cache, turns = KVCache(n_blocks, BLOCK, CPU, slots=max_rows + 1), TenantTurns(itertools.count(0, 0.001).__next__)
+    base = tiny.base(name, dtype)
+    return Decoder(base, cache, max_rows=max_rows, prefill_tokens=prefill, host_bytes=host, turns=turns)
 
 
 @functools.cache

@@ -33,7 +33,7 @@ class TenantTurns:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._had: dict[str, float] = {}
         self._there: dict[str, set[str]] = {}
         self._seen: dict[str, float] = {}
@@ -46,7 +46,7 @@ class TenantTurns:
 
     def come(self, tenants: Iterable[str], place: str = "") -> None:
         """Set the tenants that have work at one place, such as the decoder."""
-        tenants, before, now = set(tenants), set[str]().union(*self._there.values()), self._clock()
+        tenants, before, now = set(tenants), set[str]().union(*self._there.values()), self.clock()
         self._level = max(self._level, min((self._had[name] for name in before), default=0.0))
         for name in tenants - before:
             self._had[name] = max(self._had.get(name, 0.0), self._level)

@@ -119,12 +119,12 @@ class Decoder:
         While several tenants use the device, a tick is short: it prefills or decodes, and only for a limited time.
         """
         self._turns.come((*self.rows.waiting, *self.rows.preempted, *self.rows.running))
-        begun, before = time.perf_counter(), self.prefilled_tokens
+        begun, before = self._turns.now(), self.prefilled_tokens
         fresh, read = self._admit()
         self._settle(fresh)
         self.spent += self._turns.read(begun, read, self.prefilled_tokens - before)
         if self.prefilled_tokens == before or not self._turns.company:
-            begun = time.perf_counter()
+            begun = self._turns.now()
             running = sorted(self.rows.grow(self._turns.chosen(self.rows.running)), key=_adapter_order)
             rows = _decode(self, running, self._turns.spare(len(running)))
             self._settle(running)

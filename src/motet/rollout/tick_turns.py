@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -18,6 +17,10 @@ class TickTurns:
         """A tick decodes at most `rows` rows and prefills at most `tokens` tokens."""
         self._turns, self._rows, self._tokens = turns, rows, tokens
         self._reading, self._decoding, self._ticks = Cost(), Cost(), 0
+
+    def now(self) -> float:
+        """Seconds, by the clock of the turns."""
+        return self._turns.clock()
 
     @property
     def company(self) -> bool:
@@ -63,7 +66,7 @@ class TickTurns:
 
     def read(self, begun: float, parts: Iterable[tuple[Prompt, int]], tokens: int) -> Counter[str]:
         """Charge a prefill of `tokens` tokens by its parts; returns microseconds by job."""
-        spent = time.perf_counter() - begun
+        spent = self.now() - begun
         if tokens:
             self._reading.add(tokens, spent)
         return self._turns.charge(spent, [(_payer(prompt), part) for prompt, part in parts])
@@ -75,7 +78,7 @@ class TickTurns:
 
     def decoded(self, begun: float, running: Sequence[SampledSequence], rows: Sequence[int]) -> Counter[str]:
         """Charge sequences by their rows; returns microseconds by job."""
-        spent = time.perf_counter() - begun
+        spent = self.now() - begun
         if running:
             self._decoding.add(sum(rows), spent)
         return self._turns.charge(spent, [(_payer(item.prompt), n) for item, n in zip(running, rows, strict=True)])
