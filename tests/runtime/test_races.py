@@ -30,9 +30,6 @@ from motet.running import run_config
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.race_record import RaceRecord, interval, known_jobs, why_out
 from motet.runtime.race_rule import confirming, decide, deciding
-from motet.service.jobs.validation import Allowed, validated
-from motet.tasks.reward_http import Addresses
-from motet.tasks.reward_walls import Walls
 from motet.view.bracket import bracket_rows, verdict
 from tests.support.fake_run import FakeRun, Script, Setting, job, metrics, records, run_jobs, vowels, weights
 
@@ -409,12 +406,6 @@ def test_a_race_that_cannot_compare_is_refused_before_anything_is_loaded(
     for hosts in (1, 2):
         with pytest.raises(ConfigError, match=message):
             motet.run([wanted], engine={"samplers": 0, "hosts": hosts}, directory=tmp_path, quiet=True)
-
-
-def test_a_service_refuses_a_race() -> None:
-    tree = {"name": "say", "data": "toy:add", "reward": "exact", "race": True}
-    with pytest.raises(ConfigError, match="a service runs no races; run this job with `motet run`"):
-        validated(tree, Allowed(False, {}, Addresses(), Walls()))
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------

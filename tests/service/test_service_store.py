@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,6 +16,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, event, func, inspect, select, text
 from sqlalchemy.exc import InternalError, OperationalError, ProgrammingError
 from sqlalchemy.orm import Session
+from sqlalchemy.schema import CreateTable
 
 from motet.core.errors import StoreError
 from motet.service.database.opening import EVENTS, MIGRATING
@@ -69,8 +71,42 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
-        assert context.get_current_revision() == "0001"
+        assert context.get_current_revision() == "0002"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
+    engine.dispose()
+
+
+def test_a_database_from_before_races_gets_their_table_and_keeps_its_jobs(url: str) -> None:
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        for table in Table.metadata.sorted_tables:
+            if table.name == "jobs":
+                lines = str(CreateTable(table).compile(connection)).splitlines()
+                lines = [line for line in lines if not re.search(r"\b(race|until)\b", line)]
+                connection.execute(text(re.sub(r",\s*\)\s*$", ")", "\n".join(lines))))
+                for index in table.indexes:
+                    if "race" not in str(index.name):
+                        index.create(connection)
+            elif table.name != "races":
+                table.create(connection)
+        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))
+        connection.execute(text("INSERT INTO alembic_version VALUES ('0001')"))
+        connection.execute(text("INSERT INTO tenants VALUES ('t', 'us', 0)"))
+        connection.execute(
+            text(
+                "INSERT INTO jobs (id, tenant_id, name, spec, state, wanted, message, step, steps, created, waits) "
+                "VALUES ('job-1', 't', 'old', '{}', 'succeeded', 'run', '', 3, 3, 0, false)"
+            )
+        )
+    store = Store(url)
+    job = store.job_by_id("job-1")
+    assert job is not None
+    assert (job.name, job.race, job.until) == ("old", None, None)
+    store.close()
+    with engine.begin() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, Table.metadata) == []
+        assert context.get_current_revision() == "0002"
     engine.dispose()
 
 

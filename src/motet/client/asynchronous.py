@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from motet.client.adapters import AdapterMethods
 from motet.client.connection import Following, path_of
+from motet.client.races import RaceMethods
 from motet.client.sign_in import SignInMethods
 from motet.client.tenants import TenantMethods
 from motet.core.errors import ConfigError, DataError, ServiceError
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from motet.config import JobConfig
 
 
-class AsyncClient(AdapterMethods, SignInMethods, TenantMethods):
+class AsyncClient(AdapterMethods, RaceMethods, SignInMethods, TenantMethods):
     """A client for concurrent requests, with the methods of `Client`."""
 
     async def __aenter__(self) -> Self:

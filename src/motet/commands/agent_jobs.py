@@ -32,7 +32,8 @@ def of_file(client: Client, file: Path, overrides: Sequence[str], agent: str | N
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     base = served_jobs.base_meant(config, client.health(), file)
-    known = {job.name: served for job in chosen if (served := _known(client, job.name)) is not None}
+    names = [name for job in chosen for name in served_jobs.names_of(job)]
+    known = {name: served for name in names if (served := _known(client, name)) is not None}
     return served_jobs.submit(client, [_elsewhere(job) for job in chosen], base=base, known=known), function
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import fcntl
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from motet.core.checksums import replace_file
-from motet.core.errors import ConfigError, RunError
+from motet.core.errors import ConfigError, RunError, ServiceError
 from motet.core.types import JobState
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.race_record import records, why_out
 from motet.runtime.rundir import CONTROL
+
+if TYPE_CHECKING:
+    from motet.client import Client
+    from motet.service.schemas import Race
 
 
 def send(directory: Path, job: str, word: str) -> str:
@@ -39,7 +44,7 @@ def send(directory: Path, job: str, word: str) -> str:
 
 
 def steer(url: str | None, key: str | None, job: str, word: str) -> str:
-    """Pause, resume or cancel a job of a service.
+    """Pause, resume or cancel a job of a service, or all candidates of a race.
 
     Raises:
         ConfigError: this is not the name of a job.
@@ -49,8 +54,23 @@ def steer(url: str | None, key: str | None, job: str, word: str) -> str:
     if "/" in job or (Path(job) / "run.json").is_file():
         raise ConfigError(f"{job} is a run directory; name a job of it too: motet {word} {job} JOB")
     with Client(url, key) as client:
-        getattr(client, word)(job)
+        try:
+            getattr(client, word)(job)
+        except ServiceError as error:
+            if error.status != 404 or race_named(client, job) is None:
+                raise
+            getattr(client, f"{word}_race")(job)
     return f"asked {job} to {word}"
+
+
+def race_named(client: Client, name: str) -> Race | None:
+    """The race of a service with this name or id; None if there is none."""
+    try:
+        return client.race(name)
+    except ServiceError as error:
+        if error.status != 404:
+            raise
+        return None
 
 
 def _running(directory: Path) -> bool:

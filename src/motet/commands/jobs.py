@@ -10,8 +10,9 @@ import typer
 
 import motet
 from motet.commands.answers import INTERRUPTED, command_for, print_answer, say, table
+from motet.commands.control import race_named
 from motet.commands.options import AsJson, JobFile, Key, Override, ServedJob, Url
-from motet.core.errors import ConfigError
+from motet.core.errors import ConfigError, ServiceError
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -95,11 +96,18 @@ def ls(
 
 @app.command(epilog="Example: motet show sort")
 def show(job: ServedJob, as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
-    """Show one job of a service and the versions of its adapter."""
-    from motet.commands.served_jobs import details
+    """Show one job of a service and the versions of its adapter, or the decisions of a race."""
+    from motet.commands.served_jobs import bracket, details
 
     with motet.Client(url, key) as client:
-        asked, versions = client.job(job), client.versions(job)
+        try:
+            asked = client.job(job)
+        except ServiceError as error:
+            if error.status != 404 or (race := race_named(client, job)) is None:
+                raise
+            print_answer(race, as_json, "" if as_json else bracket(race))
+            return
+        versions = client.versions(job)
         answer = {
             **asked.model_dump(mode="json"),
             "versions": [version.model_dump(mode="json") for version in versions],

@@ -10,20 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from motet.client import AsyncClient, Client
 from motet.commands.answers import INTERRUPTED, command_for, minute, say
 from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
+from motet.config.candidates import raced
 from motet.config.chain import chains
 from motet.core.errors import ConfigError, MotetError, ServiceError
 from motet.core.types import ADAPTER_CONFIG, JobState
 from motet.hosting.before_loading import check_data
 from motet.hosting.preparing import Sources
 from motet.runtime.progress import JobProgress, figure_of
-from motet.service.schemas import Health, Job, JobEvent, Version
+from motet.runtime.race_record import RaceRecord
+from motet.service.schemas import Health, Job, JobEvent, Race, Version
 from motet.tasks.row_files import READERS
 from motet.view import LogView, glyphs_of
+from motet.view.bracket import bracket_table
 from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, reward_text
 
 LocalWork = Callable[[AsyncClient, Sequence[str], Console], Coroutine[Any, Any, None]]
@@ -89,7 +93,7 @@ def submit(
     Raises:
         MotetError: one of them was refused; then none is submitted, and their uploads are deleted.
     """
-    new = [job for job in jobs if job.name not in known]
+    new = [job for job in jobs if not all(name in known for name in names_of(job))]
     check_files(new)
     files: dict[str, str] = {}
     awaited: dict[str, list[str]] = {}
@@ -115,7 +119,12 @@ def submit(
     if not quiet:
         for taken in submitted:
             say(f"{taken.name}  {taken.id}")
-    return [by_name[job.name] for job in jobs]
+    return [by_name[name] for job in jobs for name in names_of(job)]
+
+
+def names_of(job: JobConfig) -> list[str]:
+    """The name of a job, or those of its candidates if it races."""
+    return [one.name for one in raced([job])[0]]
 
 
 def check_files(jobs: Sequence[JobConfig]) -> None:
@@ -255,6 +264,15 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
             shown.append(f"\n{name:<10}", style="not bold bright_black")
             shown.append(glyphs.plain(value), style=f"not bold {style}" if style != "bold red" else style)
     return shown
+
+
+def bracket(race: Race) -> Table:
+    """The decisions of a race, and where it stands."""
+    record = RaceRecord.of_tree(race.record)
+    table = bracket_table(record, glyphs_of(Console()))
+    if race.failure or record.outcome is None:
+        table.caption = race.failure or f"{len(record.rungs)} of {len(record.plan)} decisions are made"
+    return table
 
 
 def _state(job: Job) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
-from motet.config import Config, JobConfig
+from motet.config import JobConfig
 from motet.config.candidates import RaceCopy, RacePlan, copied
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import JobState
@@ -24,15 +24,9 @@ from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.runtime.race_record import DROPPED, ENDING, RaceOutcome, RaceRecord, Rung, why_out
 from motet.runtime.race_rule import CONFIRMS, RaceStanding, confirming, decide, deciding, paired, ranked
-from motet.tasks.plain_json import as_json
 
 LEAST_ROWS = 12
 """Held-out rows that a race needs."""
-
-
-def _plain(value: Any) -> Any:
-    """A setting as the record's file has it."""
-    return value.model_dump(mode="json") if isinstance(value, Config) else as_json(value)
 
 
 class Candidate(Protocol):
@@ -80,8 +74,7 @@ class Race(Generic[AnyCandidate]):
         """
         self.plan, self.path = plan, run / f"{plan.name}{ENDING}"
         self._jobs, self._join = {one.name: jobs[one.name] for one in plan.candidates}, join
-        values = {name: {path: _plain(value) for path, value in given.items()} for name, given in plan.values.items()}
-        fresh = RaceRecord(plan.name, values, plan.rungs, plan.settings.level, tuple(plan.settings.exploit))
+        fresh = RaceRecord.of(plan)
         self.record = RaceRecord.read(self.path) if self.path.exists() else fresh
         if replace(self.record, rungs=(), outcome=None) != fresh:
             raise RunError(

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.config import JobConfig
-from motet.config.candidates import RaceCopy, candidates_of, copied
+from motet.config import Config, JobConfig
+from motet.config.candidates import RaceCopy, RacePlan, candidates_of, copied
 from motet.config.race import RaceConfig
 from motet.core.checksums import replace_file
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import JobDirectory, dump_line
 from motet.runtime.race_rule import RaceStanding
+from motet.tasks.plain_json import as_json
 
 ENDING = ".race.json"
 
@@ -83,6 +84,12 @@ class RaceRecord:
     """None until the last candidate has ended."""
 
     @classmethod
+    def of(cls, plan: RacePlan) -> RaceRecord:
+        """The record of a race that has not decided."""
+        values = {name: {path: _plain(value) for path, value in given.items()} for name, given in plan.values.items()}
+        return cls(plan.name, values, plan.rungs, plan.settings.level, tuple(plan.settings.exploit))
+
+    @classmethod
     def read(cls, path: Path) -> RaceRecord:
         """Read what `write` wrote.
 
@@ -90,23 +97,31 @@ class RaceRecord:
             RunError: it is damaged.
         """
         try:
-            tree = json.loads(path.read_text())
-            rungs = tuple(
-                Rung(
-                    one["version"],
-                    one["step"],
-                    one["keep"],
-                    tuple(RaceStanding(**standing) for standing in one["standings"]),
-                    tuple(RaceCopy(**copy) for copy in one.get("copies", ())),
-                )
-                for one in tree["rungs"]
-            )
-            end = tree["outcome"]
-            outcome = None if end is None else RaceOutcome(**{**end, "as_good": tuple(end["as_good"])})
-            plan, level = tuple((a, b) for a, b in tree["plan"]), float(tree.get("level", RaceConfig().level))
-            return cls(tree["name"], tree["values"], plan, level, tuple(tree.get("exploit", ())), rungs, outcome)
+            return cls.of_tree(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RunError(f"{path} is damaged ({error}); put it back, or use another run directory") from error
+
+    @classmethod
+    def of_tree(cls, tree: Mapping[str, Any]) -> RaceRecord:
+        """From its JSON.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is something else.
+        """
+        rungs = tuple(
+            Rung(
+                one["version"],
+                one["step"],
+                one["keep"],
+                tuple(RaceStanding(**standing) for standing in one["standings"]),
+                tuple(RaceCopy(**copy) for copy in one.get("copies", ())),
+            )
+            for one in tree["rungs"]
+        )
+        end = tree["outcome"]
+        outcome = None if end is None else RaceOutcome(**{**end, "as_good": tuple(end["as_good"])})
+        plan, level = tuple((a, b) for a, b in tree["plan"]), float(tree.get("level", RaceConfig().level))
+        return cls(tree["name"], tree["values"], plan, level, tuple(tree.get("exploit", ())), rungs, outcome)
 
     def write(self, path: Path) -> None:
         """Replace the file by this."""
@@ -127,6 +142,11 @@ class RaceRecord:
     def dropped(self) -> dict[str, str]:
         """Why each candidate was dropped, by its name."""
         return {one.name: reason(rung, one) for rung in self.rungs for one in rung.standings if not one.stays}
+
+
+def _plain(value: Any) -> Any:
+    """A setting as the record's file has it."""
+    return value.model_dump(mode="json") if isinstance(value, Config) else as_json(value)
 
 
 DROPPED = ("dropped by the race", "out of the race")

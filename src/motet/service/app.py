@@ -30,6 +30,7 @@ from motet.service.routes import (
     fine_tuning,
     health,
     jobs,
+    races,
     rewards,
     sign_in,
     tenants,
@@ -41,7 +42,7 @@ from motet.service.tinker import runs, sessions, training
 from motet.service.tinker.parts import Tinker
 
 ROUTES = (
-    jobs, events, adapters, files, tenants, sign_in, completions, fine_tuning, dashboard, rewards, episodes, health,
+    jobs, races, events, adapters, files, tenants, sign_in, completions, fine_tuning, dashboard, rewards, episodes, health,
     sessions, training, runs,
 )  # fmt: skip
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -66,7 +67,9 @@ class Lifecycle:
         with contextlib.suppress(*AWAY):  # the next start sends it
             service.recorder.observe_ended()
         service.hosts.start(service.handlers())
-        self._watching = asyncio.gather(service.queue.watch(), service.enforcer.watch(), self._tinker.leases.watch())
+        self._watching = asyncio.gather(
+            service.queue.watch(), service.races.watch(), service.enforcer.watch(), self._tinker.leases.watch()
+        )
         # a second Ctrl-C skips `close`
         self._watching.add_done_callback(lambda done: done.cancelled() or done.exception())
 

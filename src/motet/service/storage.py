@@ -28,6 +28,7 @@ class Storage:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.run, self.adapters = directory, directory / "run", directory / "adapters"
+        self.races = directory / "races"
 
     def job(self, job_id: str) -> JobDirectory:
         """The directory of a job."""

@@ -26,6 +26,7 @@ from motet.service.database.tables import (
     KnownBase,
     StoredFile,
     StoredJob,
+    StoredRace,
     Tenant,
     new_id,
     newer_evaluation,
@@ -144,8 +145,8 @@ class Store:
 
     # --- jobs ---------------------------------------------------------------------------------------------------------------
 
-    def submit(self, who: Principal, jobs: Sequence[StoredJob]) -> list[StoredJob]:
-        """Queue jobs (rows with name, spec and steps) in one transaction: all or none.
+    def submit(self, who: Principal, jobs: Sequence[StoredJob], races: Sequence[StoredRace] = ()) -> list[StoredJob]:
+        """Queue jobs (rows with name, spec and steps) and the races of which they are, in one transaction: all or none.
 
         Raises:
             StoreError: the tenant has a job with such a name or idempotency key.
@@ -156,21 +157,20 @@ class Store:
         try:
             with self.transaction() as session:
                 self._wait_for_earlier_events(session)
+                session.add_all(races)
+                session.flush()  # jobs name them
                 for job in jobs:
                     session.add(job)
                     session.flush()
-                    data = {"state": job.state, "message": job.message or ""}
-                    session.add(Event(job_id=job.id, kind="state", key="0", data=data))
+                    session.add(Event(job_id=job.id, kind="state", key="0", data=_first(job)))
         except IntegrityError as error:
             raise StoreError(name_taken(" or ".join(job.name for job in jobs[:3]))) from error
         return list(jobs)
 
     def submitted(self, who: Principal, idempotency: str | None) -> StoredJob | None:
         """The job that a tenant submitted with an idempotency key."""
-        if idempotency is None:
-            return None
-        same = select(StoredJob).where(StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key == idempotency)
-        return self.scalar(same)
+        same = (StoredJob.tenant_id == who.tenant_id) & (StoredJob.idempotency_key == idempotency)
+        return None if idempotency is None else self.scalar(select(StoredJob).where(same))
 
     def jobs(
         self, who: Principal, *, state: str | None = None, before: int | None = None, limit: int = 50
@@ -296,6 +296,10 @@ class Store:
         """Delete a file's record."""
         with self.transaction() as session:
             session.execute(delete(StoredFile).where(StoredFile.id == file_id))
+
+
+def _first(job: StoredJob) -> dict[str, str]:
+    return {"state": job.state, "message": job.message or ""}
 
 
 def name_taken(name: str) -> str:

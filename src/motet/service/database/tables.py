@@ -106,6 +106,31 @@ class StoredJob(Table):
     """The initial adapter by id: `job-…@best`, `adapter-…`."""
     base: Mapped[str | None] = mapped_column(Text)
     """The name of its base; None for the first base, in databases from when there was only one."""
+    race: Mapped[str | None] = mapped_column(ForeignKey("races.id"), index=True)
+    """The race of which it is a candidate."""
+    until: Mapped[int | None]
+    """Steps after which it waits for the next decision of its race; None if it trains to the end."""
+
+
+class StoredRace(Table):
+    """A race and the job that it was submitted as; its decisions are in a file."""
+
+    __tablename__ = "races"
+    __table_args__ = (UniqueConstraint("tenant_id", "name"),)
+    number: Mapped[int] = mapped_column(BIG, primary_key=True, autoincrement=True)
+    """Order of submission."""
+    id: Mapped[str] = mapped_column(String(40), unique=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), index=True)
+    name: Mapped[str] = mapped_column(String(100))
+    spec: Mapped[dict[str, Any]] = mapped_column(JSON)
+    """The validated job, with `race`."""
+    base: Mapped[str | None] = mapped_column(Text)
+    """The name of its base."""
+    created: Mapped[float] = mapped_column(default=now)
+    ended: Mapped[float | None]
+    """When the last candidate had ended, or when the race failed."""
+    failure: Mapped[str] = mapped_column(Text, default="")
+    """Why it could not decide."""
 
 
 class Event(Table):

@@ -23,7 +23,7 @@ from motet.core.errors import ConfigError, StoreError
 from motet.core.types import JobState, Wanted
 from motet.service.adapters.adapters import Adapters, Resolved
 from motet.service.database.store import Store, name_taken
-from motet.service.database.tables import StoredJob
+from motet.service.database.tables import StoredJob, StoredRace
 from motet.service.database.tenants import Principal
 from motet.service.events import WAITING_JOBS, EventBus, within
 from motet.service.jobs.handover import UNFIT
@@ -76,12 +76,18 @@ class Planned:
     config: JobConfig
     idempotency: str | None
     plan: StartPlan
+    race: str | None = None
+    """Id of its race."""
+    until: int | None = None
+    """Steps after which it waits for the first decision of its race."""
 
     def row(self) -> StoredJob:
         """The row to store."""
         spec = self.config.model_dump(mode="json")
         given = {"id": self.id, "name": self.config.name, "spec": spec, "steps": self.config.steps}
-        return StoredJob(**given, idempotency_key=self.idempotency, **self.plan.columns)
+        return StoredJob(
+            **given, idempotency_key=self.idempotency, race=self.race, until=self.until, **self.plan.columns
+        )
 
 
 class JobQueue:
@@ -140,8 +146,8 @@ class JobQueue:
         }  # fmt: skip
         return StartPlan(columns, source)
 
-    def submit(self, who: Principal, planned: Sequence[Planned]) -> list[StoredJob]:
-        """Store jobs with their initial adapters, all or none.
+    def submit(self, who: Principal, planned: Sequence[Planned], races: Sequence[StoredRace] = ()) -> list[StoredJob]:
+        """Store jobs with their initial adapters and races, all or none.
 
         Raises:
             StoreError: the tenant has a job with such a name.
@@ -149,7 +155,7 @@ class JobQueue:
         """
         with contextlib.ExitStack() as drafts:
             linked = [drafts.enter_context(self._initial.draft(one.plan.source)) for one in planned]
-            jobs = self._store.submit(who, [one.row() for one in planned])
+            jobs = self._store.submit(who, [one.row() for one in planned], races)
             for draft, job in zip(linked, jobs, strict=True):
                 self._initial.take_draft(draft, job.id)
         if any(job.waits for job in jobs):

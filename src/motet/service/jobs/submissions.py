@@ -11,6 +11,7 @@ from motet.algorithms.client import ClientDriven
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
+from motet.config.candidates import raced
 from motet.core.errors import ConfigError, MotetError, StoreError
 from motet.core.types import JobState, Wanted
 from motet.runtime.journal import Journal
@@ -18,13 +19,14 @@ from motet.runtime.progress import STOPPED_EARLY
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
-from motet.service.database.tables import StoredJob, new_id
+from motet.service.database.tables import StoredJob, StoredRace, new_id
 from motet.service.database.tenants import Principal
 from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import AT_ONCE, JobQueue, Planned, Sibling, StartCondition
+from motet.service.jobs.races import Races
 from motet.service.jobs.recorder import EventRecorder
-from motet.service.jobs.validation import Allowed, validated
+from motet.service.jobs.validation import Allowed, check_allowed, check_race, validated
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer, Quotas
@@ -62,13 +64,14 @@ class Submissions:
         hosts: Hosts,
         secrets: Secrets,
         recorder: EventRecorder,
+        races: Races,
     ) -> None:
         """`allowed`: resources that jobs may use."""
         self._allowed, self._bases = allowed, bases
         self._store, self._storage, self._bus, self._adapters = store, storage, bus, adapters
         self._quotas, self._enforcer, self._queue = quotas, enforcer, queue
         self._handover, self._hosts, self._secrets = handover, hosts, secrets
-        self._recorder = recorder
+        self._recorder, self._races = recorder, races
         self._changing = threading.Lock()
 
     def check(self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None = None) -> list[Planned]:
@@ -77,7 +80,13 @@ class Submissions:
         Raises:
             MotetError: a job is not accepted; the message says why, for each of several jobs.
         """
+        return self._checked(who, jobs, idempotency)[0]
+
+    def _checked(
+        self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None
+    ) -> tuple[list[Planned], list[StoredRace]]:
         planned: list[Planned] = []
+        races: list[StoredRace] = []
         above: list[Sibling] = []
         wrong: list[tuple[str, MotetError]] = []
         for number, job in enumerate(jobs):
@@ -87,10 +96,15 @@ class Submissions:
                     raise ConfigError("name: another job of this request has it; give each its own")
                 if (config.adapter.init or "").partition("@")[0] in (name for name, _ in wrong):
                     continue  # the error of the job that it starts from is reported instead
-                plan = self._queue.plan(who, config, base, job.condition, above)
                 key = f"{idempotency}#{number}" if idempotency and len(jobs) > 1 else idempotency
-                planned.append(Planned(new_id("job"), config, key, plan))
-                above.append(Sibling(planned[-1].id, config, base))
+                if config.race is None:
+                    plan = self._queue.plan(who, config, base, job.condition, above)
+                    planned.append(Planned(new_id("job"), config, key, plan))
+                    above.append(Sibling(planned[-1].id, config, base))
+                else:
+                    race, candidates = self._raced(who, config, base, job.condition, key)
+                    races.append(race)
+                    planned += candidates
             except MotetError as error:
                 wrong.append((str(job.tree.get("name")), error))
         if len(jobs) == 1 and wrong:
@@ -99,7 +113,30 @@ class Submissions:
             kinds = {type(error) for _, error in wrong}
             kind = StoreError if kinds == {StoreError} else ConfigError
             raise kind("\n".join(f"job {name:.100}: {error}" for name, error in wrong[:MOST_TOLD])) from wrong[0][1]
-        return planned
+        return planned, races
+
+    def _raced(
+        self, who: Principal, config: JobConfig, base: str, condition: StartCondition, key: str | None
+    ) -> tuple[StoredRace, list[Planned]]:
+        """A race and its candidates; the first of these has the request's key."""
+        plan = raced([config])[1][0]
+        check_race(plan)
+        for one in plan.candidates:
+            check_allowed(one, self._allowed, base)
+            self._quotas.check_size(who.tenant_id, one)
+        if self._races.rows.find(Principal.member_of(who.tenant_id), config.name) is not None:
+            raise StoreError(f"there is a race {config.name!r} already; give this one another name")
+        spec = self._secrets.sealed(config).model_dump(
+            mode="json", exclude_unset=True
+        )  # defaults depend on what is set
+        race = StoredRace(id=new_id("race"), tenant_id=who.tenant_id, name=config.name, spec=spec, base=base)
+        until = plan.stop(0)
+        return race, [
+            Planned(
+                new_id("job"), one, None if number else key, self._queue.plan(who, one, base, condition), race.id, until
+            )
+            for number, one in enumerate(plan.candidates)
+        ]
 
     def _config(self, who: Principal, job: GivenJob) -> tuple[JobConfig, str]:
         tree = job.tree
@@ -124,10 +161,10 @@ class Submissions:
         if same := self._submitted(who, idempotency, len(jobs)):
             return same
         try:
-            planned = self.check(who, jobs, idempotency)
+            planned, races = self._checked(who, jobs, idempotency)
             with self._quotas.admitting(who.tenant_id, [one.config for one in planned]):
                 sealed = [replace(one, config=self._secrets.sealed(one.config)) for one in planned]
-                submitted = self._queue.submit(who, sealed)
+                submitted = self._queue.submit(who, sealed, races)
                 for job in submitted:
                     self._quotas.stored.add(who.tenant_id, job.id, 0)
         except StoreError:
@@ -144,7 +181,10 @@ class Submissions:
         """Jobs submitted earlier with the same key."""
         keys = [f"{idempotency}#{number}" for number in range(n)] if idempotency and n > 1 else [idempotency]
         same = [self._store.submitted(who, key) for key in keys]
-        return [job for job in same if job is not None] if all(job is not None for job in same) else []
+        if any(job is None for job in same):
+            return []
+        found = [job for job in same if job is not None]
+        return [one for job in found for one in ([job] if job.race is None else self._races.rows.candidates(job.race))]
 
     def steer(self, job: StoredJob, wanted: Wanted) -> None:
         """Pause, resume or cancel a job.
@@ -155,6 +195,8 @@ class Submissions:
             LimitError: a limit prevents it.
         """
         state = JobState(job.state)
+        if state is JobState.FAILED and (out := self._races.why_out(job)) is not None:
+            raise StoreError(f"job {job.name!r} is {out}; submit it as a job of its own to train it further")
         if state in (JobState.SUCCEEDED, JobState.CANCELLED) or (state is JobState.FAILED and wanted is not Wanted.RUN):
             why = f" ({job.message})" if job.message.startswith(STOPPED_EARLY) else ""
             raise StoreError(f"job {job.name!r} has {state.value}{why}; it cannot be asked to {wanted.word}")
@@ -184,6 +226,8 @@ class Submissions:
         """
         if JobState(job.state) in (JobState.SUCCEEDED, JobState.CANCELLED):
             raise StoreError(f"job {job.name!r} has {job.state}; nothing of it can be changed")
+        if job.race is not None and fields.get("budget") is not None:
+            raise ConfigError("a budget would stop one candidate of the race; cancel it, or set race.budget for all")
         with self._changing:  # concurrent changes apply in sequence
             with self._store.transaction() as session:
                 row = find_job(session, job.id)
@@ -203,9 +247,15 @@ class Submissions:
         """
         if not JobState(job.state).final:
             raise StoreError(f"job {job.name!r} has not ended; cancel it first")
+        if job.race is not None and self._races.open(job.race):
+            raise StoreError(
+                f"the race of job {job.name!r} has not ended, and reads its evaluations; cancel the others first"
+            )
         self._hosts.send(ForgetJob(job.id))
         self._adapters.forget_shares(job.id)
         self._storage.job(job.id).delete()  # files first: after a crash, the job can be deleted again
         self._recorder.delete_observed(job)
         self._store.delete_job(job.id)
         self._quotas.stored.forget(job.id)
+        if job.race is not None:
+            self._races.forget(job.race)

@@ -17,12 +17,14 @@ from typing import Any
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
 from motet.config import OF_CLIENT, DataConfig, EnvironmentConfig, JobConfig, RewardConfig
+from motet.config.candidates import RacePlan
 from motet.config.jobfile import jobs_of, normal_job, validate_as
 from motet.config.service import ANY_SIZE, Largest
 from motet.core import plain_yaml
 from motet.core.errors import ConfigError, RewardError
 from motet.core.near import close_matches
 from motet.process.apart import Apart, TooMuchError
+from motet.runtime.race import check_rows
 from motet.service.bases import Bases
 from motet.service.schemas.workers import MOST_COMPLETIONS
 from motet.service.settings import Settings
@@ -57,6 +59,8 @@ MOST: Mapping[str, int] = {
     "checkpoint.keep": 10_000,
 }
 """Largest values of job fields, so that one job cannot use all memory."""
+MOST_RACE_ROWS = 4096
+"""Completions of an evaluation that decides in a race."""
 MOST_ROLLOUTS = 131_072
 """Rollouts of one step, including those sampled for selection."""
 MOST_EVALUATED = 1_048_576
@@ -125,8 +129,16 @@ def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobC
     for section, field, known in (("algorithm", "type", ALGORITHMS), ("environment", "name", _ENVIRONMENTS)):
         _check_no_code(job.get(section), f"{section}.{field}", known)
     config = validate_as(JobConfig, job, "the job")
-    if config.race is not None:
-        raise ConfigError("race: a service runs no races; run this job with `motet run`, or submit a sweep")
+    check_allowed(config, allowed, base)
+    return config
+
+
+def check_allowed(config: JobConfig, allowed: Allowed, base: str = "") -> None:
+    """Check the sizes of a job, and what it names.
+
+    Raises:
+        ConfigError, DataError, RewardError: something is not allowed here.
+    """
     if config.environment.own and not config.environment.elsewhere:
         raise ConfigError(
             f"environment.name {config.environment.name!r} cannot be used here: it runs programs on the server. There are "
@@ -160,7 +172,24 @@ def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobC
     graded = any(source.startswith("reasoning-gym:") for source in sources)
     if not graded and any(reward.name == SCORER for reward in config.rewards):
         raise RewardError(NO_SCORER)
-    return config
+
+
+def check_race(plan: RacePlan) -> None:
+    """Check what a service has to read for the decisions of a race.
+
+    Raises:
+        ConfigError: too many held-out rows or too few, or copies.
+    """
+    job, rows = plan.candidates[0], plan.candidates[0].data.held_out_of(None)
+    if plan.settings.exploit:
+        raise ConfigError("race.exploit: a service makes no copies; leave it out, or run this job with `motet run`")
+    if job.data.eval_source is None:
+        check_rows(plan, rows)
+    if rows * job.eval.n > MOST_RACE_ROWS:
+        raise ConfigError(
+            f"race: each evaluation has {rows * job.eval.n} completions, and at most {MOST_RACE_ROWS} are compared here; lower "
+            "data.holdout or eval.n"
+        )
 
 
 def _check_no_code(section: Any, path: str, known: Collection[str]) -> None:

@@ -44,7 +44,7 @@ class JobAnswers:
             state=job.state, message=job.message,
             step=job.step, steps=job.steps, created=job.created, ended=job.ended, spec=_masked(job.spec),
             reward=job.reward, held_out=job.held_out and HeldOut(**job.held_out), after=job.after or [], at=job.start_at,
-            progress=self._progress(job.id), base=self._service.bases.shown(job.base),
+            progress=self._progress(job.id), base=self._service.bases.shown(job.base), race=job.race,
         )  # fmt: skip
 
     def now(self, job: StoredJob) -> Job:
@@ -81,11 +81,14 @@ async def submit(
     ] = None,
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> Job:
-    """Submit a job. Repeating a request with the same Idempotency-Key returns the same job."""
+    """Submit a job. Repeating a request with the same Idempotency-Key returns the same job.
+
+    Of a job that races, the answer is the first candidate; `race` is the name of the race.
+    """
 
     def take() -> Job:
         given = GivenJob(job, StartCondition(after or (), at))
-        (submitted,) = service.submissions.submit(who, [given], idempotency_key)
+        submitted, *_ = service.submissions.submit(who, [given], idempotency_key)
         service.store.audit(who, "submit", submitted.id)
         return shown(submitted)
 
@@ -100,7 +103,10 @@ async def submit_all(
     asked: JobsToSubmit,
     idempotency_key: Annotated[str | None, Header(max_length=190)] = None,
 ) -> SubmittedJobs:
-    """Submit several jobs, all or none. A job may name an earlier one in `adapter.init`; it then waits for that one."""
+    """Submit several jobs, all or none. A job may name an earlier one in `adapter.init`; it then waits for that one.
+
+    Of a job that races, the answer has all candidates.
+    """
 
     def take() -> SubmittedJobs:
         given = [GivenJob(one.job, StartCondition(one.after, asked.at)) for one in asked.jobs]

@@ -60,6 +60,8 @@ class Job(Answer):
     """Ids of jobs that must succeed before it starts."""
     at: float | None = None
     """Earliest start, in Unix seconds."""
+    race: str | None = None
+    """Id of the race of which it is a candidate."""
     spec: dict[str, Any]
     """The validated configuration."""
     progress: dict[str, Any] | None = None
@@ -70,6 +72,33 @@ class Jobs(Answer):
     """A page of jobs, newest first."""
 
     data: list[Job]
+    next: str | None
+    """Send it as `after` for the next page; null on the last."""
+
+
+class Race(Answer):
+    """A race and its decisions."""
+
+    id: str
+    name: str
+    """The name of the job that was submitted."""
+    tenant: str | None = None
+    """Name of the owner; shown to admins only."""
+    created: float
+    """Unix seconds."""
+    ended: float | None
+    failure: str
+    """Why it could not decide; empty otherwise."""
+    jobs: dict[str, str]
+    """Ids of the candidates, by name."""
+    record: dict[str, Any]
+    """As in a run's `<job>.race.json`: the settings of each candidate, the decisions, and the outcome."""
+
+
+class Races(Answer):
+    """A page of races, newest first."""
+
+    data: list[Race]
     next: str | None
     """Send it as `after` for the next page; null on the last."""
 

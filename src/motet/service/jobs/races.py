@@ -1,0 +1,171 @@
+"""Races of tenants' jobs: decides as soon as all candidates of one have committed a rung."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from motet.cluster.hosts import Hosts
+from motet.config import JobConfig
+from motet.config.candidates import raced
+from motet.core.errors import MotetError
+from motet.core.types import JobState
+from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.progress import JobProgress
+from motet.runtime.race import Race
+from motet.runtime.race_record import ENDING, RaceRecord
+from motet.service.database.races import RaceRows
+from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob, StoredRace
+from motet.service.events import WAITING_JOBS, EventBus, within
+from motet.service.jobs.recorder import EventRecorder
+from motet.service.storage import Storage
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS, _QUIET_SECONDS = 1.0, 30.0
+"""Between looks at the candidates, with a race and without one."""
+
+
+@dataclass
+class _Candidate:
+    """A candidate as `Race` uses it; changes go to the database."""
+
+    row: StoredJob
+    config: JobConfig
+    directory: JobDirectory
+    progress: JobProgress
+    store: Store
+    record_state: Callable[[str, JobState, str], None]
+
+    @property
+    def name(self) -> str:
+        """Its owner's name for the job."""
+        return self.row.name
+
+    @property
+    def until(self) -> int | None:
+        """Steps after which it waits for a decision; None if it trains to the end."""
+        return self.row.until
+
+    @until.setter
+    def until(self, step: int | None) -> None:
+        if step != self.row.until:
+            self.row.until = step
+            self.store.change_job(self.row.id, until=step)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has reported all steps before the decision."""
+        return self.row.until is not None and self.row.step >= self.row.until
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it waits for a decision, with its commit."""
+        return self.waits and (self.directory.newest() or Committed()).step >= (self.row.until or 0)
+
+    @property
+    def state(self) -> JobState:
+        """The current state. Without a host, one that has arrived is queued, whatever its host reported last."""
+        state = JobState(self.row.state)
+        return JobState.QUEUED if state is JobState.RUNNING and self.waits else state
+
+    def move(self, state: JobState, message: str = "") -> None:
+        """Change the state and record it."""
+        self.row.state = state.value
+        self.record_state(self.row.id, state, message)
+
+
+class Races:
+    """Lets the races of all tenants decide, and knows what they decided."""
+
+    def __init__(self, store: Store, storage: Storage, bus: EventBus, recorder: EventRecorder, hosts: Hosts) -> None:
+        self._store, self._storage, self._bus, self._recorder, self._hosts = store, storage, bus, recorder, hosts
+        self.rows = RaceRows(store)
+
+    async def watch(self) -> None:
+        """Decide whenever a race is ready, until the service stops."""
+        while not self._bus.closed:
+            changed = self._bus.next(WAITING_JOBS)
+            try:
+                seconds = _LOOK_SECONDS if await asyncio.to_thread(self.decide) else _QUIET_SECONDS
+            except Exception:  # the database may be back at the next look
+                _log.exception("the races could not be looked at")
+                seconds = _LOOK_SECONDS
+            await within(changed, seconds)
+
+    def decide(self) -> bool:
+        """Let each race decide that is ready; returns whether one is open."""
+        races = self.rows.open()
+        for race in races:
+            self._decide(race)
+        return bool(races)
+
+    def _decide(self, stored: StoredRace) -> None:
+        jobs = {row.name: self._candidate(row) for row in self.rows.candidates(stored.id)}
+        running = {job.name for job in jobs.values() if self._hosts.has(job.row.id)}
+        if not all(job.state.final or (job.waits and job.name not in running) for job in jobs.values()):
+            return
+        try:
+            place = self.path(stored.id, stored.name).parent
+            place.mkdir(parents=True, exist_ok=True)
+            race = Race(raced([JobConfig.model_validate(stored.spec)])[1][0], jobs, place, self._no_copies)
+            race.decide(running)
+        except (MotetError, OSError, ValueError, KeyError) as error:
+            why = self._storage.without_places(f"the race cannot decide: {error}")
+            for job in jobs.values():
+                if not job.state.final:
+                    job.move(JobState.FAILED, why)
+            self.rows.end(stored.id, why)
+            return
+        if race.record.outcome is not None:
+            self.rows.end(stored.id)
+        self._hosts.look()
+
+    def _candidate(self, row: StoredJob) -> _Candidate:
+        config, progress = JobConfig.model_validate(row.spec), JobProgress(row.name, row.steps)
+        directory = self._storage.job(row.id)
+        return _Candidate(row, config, directory, progress, self._store, self._recorder.record_state)
+
+    @staticmethod
+    def _no_copies(config: JobConfig) -> _Candidate:
+        raise NotImplementedError(f"{config.name}: a service refuses races with copies")
+
+    # --- what was decided ---------------------------------------------------------------------------------------------
+
+    def path(self, race_id: str, name: str) -> Path:
+        """The file with a race's decisions."""
+        return self._storage.races / race_id / f"{name}{ENDING}"
+
+    def record(self, race: StoredRace) -> RaceRecord:
+        """The decisions of a race so far.
+
+        Raises:
+            RunError: their file is damaged.
+        """
+        path = self.path(race.id, race.name)
+        return (
+            RaceRecord.read(path)
+            if path.exists()
+            else RaceRecord.of(raced([JobConfig.model_validate(race.spec)])[1][0])
+        )
+
+    def open(self, race_id: str) -> bool:
+        """Whether a race has not ended."""
+        return any(race.id == race_id for race in self.rows.open())
+
+    def why_out(self, job: StoredJob) -> str | None:
+        """Why a race does not take a failed job back; None if it does, or if the job is of no race."""
+        if job.race is None:
+            return None
+        (path,) = (*(self._storage.races / job.race).glob(f"*{ENDING}"), None)[:1]
+        return RaceRecord.read(path).dropped().get(job.name) if path is not None else None
+
+    def forget(self, race_id: str) -> None:
+        """Delete a race whose last job has been deleted."""
+        if not self.rows.names(race_id):
+            shutil.rmtree(self._storage.races / race_id, ignore_errors=True)
+            self.rows.delete(race_id)

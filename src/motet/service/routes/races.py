@@ -1,0 +1,80 @@
+"""Routes for races: list, show, and steer all candidates of one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query
+
+from motet.core.errors import RunError, StoreError
+from motet.core.types import JobState, Wanted, Word
+from motet.service.database.tables import StoredRace
+from motet.service.depends import Asker, ServiceDep
+from motet.service.errors import existing
+from motet.service.schemas import Race, Races
+
+router = APIRouter(prefix="/v1", tags=["jobs"])
+
+
+class RaceAnswers:
+    """Converts races to responses."""
+
+    def __init__(self, who: Asker, service: ServiceDep) -> None:
+        self._who, self._service = who, service
+
+    def __call__(self, race: StoredRace) -> Race:
+        """The response for one race."""
+        store, failure = self._service.store, race.failure
+        try:
+            record = asdict(self._service.races.record(race))
+        except RunError as error:
+            record, failure = {}, failure or self._service.storage.without_places(str(error))
+        return Race(
+            id=race.id, name=race.name, tenant=store.tenants.name_of(race.tenant_id) if self._who.admin else None,
+            created=race.created, ended=race.ended, failure=failure,
+            jobs=self._service.races.rows.names(race.id), record=record,
+        )  # fmt: skip
+
+
+Shown = Annotated[RaceAnswers, Depends()]
+
+
+def _named_race(race: str, who: Asker, service: ServiceDep) -> StoredRace:
+    return existing(service.races.rows.find(who, race), f"there is no race {race!r}")
+
+
+NamedRace = Annotated[StoredRace, Depends(_named_race)]
+
+
+@router.get("/races")
+def list_races(
+    who: Asker,
+    service: ServiceDep,
+    shown: Shown,
+    after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the previous page.")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+) -> Races:
+    """List races, newest first."""
+    races = service.races.rows.page(who, before=None if after is None else int(after), limit=limit + 1)
+    page = races[:limit]
+    return Races(data=[shown(race) for race in page], next=str(page[-1].number) if len(races) > limit else None)
+
+
+@router.get("/races/{race}")
+def show_race(race: NamedRace, shown: Shown) -> Race:
+    """Get a race by id or name: its candidates, decisions and outcome."""
+    return shown(race)
+
+
+@router.post("/races/{race}/{word}", status_code=202)
+def steer_race(who: Asker, service: ServiceDep, shown: Shown, race: NamedRace, word: Word) -> Race:
+    """Pause, resume or cancel all candidates of a race that have not ended."""
+    for job in service.races.rows.candidates(race.id):
+        if not JobState(job.state).final:
+            try:
+                service.submissions.steer(job, Wanted.of(word))
+            except StoreError:  # it has just ended
+                continue
+    service.store.audit(who, word, race.id)
+    return shown(race)

@@ -1,0 +1,227 @@
+"""Races of a service: the decisions of `motet run`, whatever dies; who may do what with candidates; what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import motet
+from motet.core.types import JobState
+from motet.runtime.race_record import RaceRecord
+from motet.service.jobs.races import Races
+from tests.support.house import House
+from tests.support.service_run import Json, Service, serving, tiny
+
+RACE = {"candidates": 4, "first": 1, "finalists": 1, "over": {"optimizer.lr": [1e-3, 4e-3, 1.6e-2]}}
+DATA = {"source": "toy:sort_letters", "size": 64, "holdout": 12}
+ENGINE = {"samplers": 0, "threads": 1}
+
+
+def racing(name: str = "say", **fields: object) -> Json:
+    """A race with decisions after two and after three steps of six."""
+    return {**tiny(name, steps=6), "data": DATA, "race": RACE, "checkpoint": {"keep": 100}, **fields}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same race in this process."""
+    run = tmp_path_factory.mktemp("alone")
+    motet.run([racing()], base="small", directory=run, engine=ENGINE, quiet=True)
+    return run
+
+
+def race(service: Service, name: str = "say") -> Json:
+    found: Json = service.ask("GET", f"/v1/races/{name}")
+    return found
+
+
+def typed(service: Service, *words: str) -> str:
+    """What a command says."""
+    with service.motet(*words) as command:
+        out, _ = command.communicate(timeout=60)
+    assert command.returncode == 0, out
+    return out
+
+
+def assert_as_alone(service: Service, alone: Path) -> None:
+    found, record = race(service), RaceRecord.read(alone / "say.race.json")
+    assert RaceRecord.of_tree(found["record"]) == record
+    assert found["failure"] == ""
+    for name, job in found["jobs"].items():
+        served, own = service.directory / "run" / job, alone / name
+        assert {
+            path.name: (path / "adapter_model.safetensors").read_bytes() for path in served.glob("versions/v*")
+        } == {path.name: (path / "adapter_model.safetensors").read_bytes() for path in own.glob("versions/v*")}
+        out = record.dropped().get(name)
+        assert service.job(name)["state"] == ("succeeded" if out is None else "cancelled")
+        assert service.job(name)["message"] == (out or "")
+
+
+# --- a real engine ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_race_of_a_service_decides_as_a_run_does_though_everything_dies(tmp_path: Path, alone: Path) -> None:
+    with serving(tmp_path) as service:
+        first = service.submit(racing())
+        assert first["name"] == "say-c=00"
+        assert first["race"] == race(service)["id"]
+        service.until(lambda: service.job("say-c=00")["step"] >= 1)
+        service.kill_all()
+        service.start()
+        service.until(lambda: len(race(service)["record"]["rungs"]) == 1)
+        service.kill()  # the engine goes on, and holds those that train
+        service.start()
+        service.until(lambda: race(service)["ended"] is not None)
+        assert_as_alone(service, alone)
+        shown = typed(service, "show", "say")
+        assert "dropped" in shown
+        assert "decisions are made" not in shown
+        outcome = RaceRecord.of_tree(race(service)["record"]).outcome
+        assert outcome is not None
+        assert outcome.finalist is not None
+        assert f"c={outcome.finalist[6:8]}" in shown
+
+
+def test_a_cancelled_race_ends_and_a_paused_one_goes_on(tmp_path: Path, alone: Path) -> None:
+    with serving(tmp_path, "--hosts", "2") as service:
+        jobs = service.ask("POST", "/v1/submissions", json={"jobs": [{"job": racing()}, {"job": racing("other")}]})[
+            "data"
+        ]
+        names = [f"{name}-c=0{n}" for name in ("say", "other") for n in range(4)]
+        assert [job["name"].partition("-lr")[0] for job in jobs] == names
+        service.reaches(jobs[1]["id"], 1)
+        typed(service, "pause", "say")
+        typed(service, "cancel", "other")
+        service.until(lambda: race(service, "other")["ended"] is not None)
+        assert race(service, "other")["record"]["outcome"]["finalist"] is None
+        assert all(service.job(job["id"])["state"] == "cancelled" for job in jobs[4:])
+        assert race(service)["ended"] is None
+        typed(service, "resume", "say")
+        service.until(lambda: race(service)["ended"] is not None)
+        assert_as_alone(service, alone)
+
+
+# --- the routes alone -------------------------------------------------------------------------------------------------------
+
+
+def submitted(house: House, name: str, **fields: object) -> Json:
+    """A race of `ours`, whose candidates no engine trains."""
+    house.ask("POST", "/v1/jobs", json=racing(name, **fields)).raise_for_status()
+    found: Json = house.ask("GET", f"/v1/races/{name}").json()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"race": {**RACE, "exploit": [0.3]}}, "a service makes no copies"),
+        ({"data": {**DATA, "holdout": 11}}, "11 held-out rows are too few"),
+        ({"data": {**DATA, "size": 9000, "holdout": 4097}}, "at most 4096 are compared"),
+        ({"steps": 2}, "2 steps are too few"),
+        ({"race": {**RACE, "over": {"algorithm.groups_per_step": [2, 20_000]}}}, "algorithm.groups_per_step"),
+        ({"budget": 1000}, "set race.budget"),
+    ],
+)
+def test_what_cannot_race_is_refused_and_nothing_is_kept(house: House, fields: Json, why: str) -> None:
+    before = house.store.counts()
+    assert why in house.refused(400, "POST", "/v1/jobs", json=racing("no-race", **fields))["message"]
+    assert house.store.counts() == before
+    house.refused(404, "GET", "/v1/races/no-race")
+
+
+def test_a_race_is_its_owners(house: House) -> None:
+    own = submitted(house, "own")
+    assert list(own["record"]["values"]) == list(own["jobs"])
+    for method, path in (("GET", "own"), ("GET", own["id"]), ("POST", "own/cancel")):
+        house.refused(404, method, f"/v1/races/{path}", "theirs")
+    assert all(one["name"] != "own" for one in house.ask("GET", "/v1/races", "theirs").json()["data"])
+    assert house.ask("GET", f"/v1/races/{own['id']}", "admin").json()["tenant"] == "us"
+    theirs = house.ask("POST", "/v1/jobs", "theirs", json=racing("own"))
+    assert theirs.status_code == 201
+    assert house.ask("GET", "/v1/races/own", "theirs").json()["id"] != own["id"]
+    assert "there is a race 'own' already" in house.refused(409, "POST", "/v1/jobs", json=racing("own"))["message"]
+
+
+def test_a_repeated_request_makes_no_second_race(house: House) -> None:
+    again: Json = {"json": racing("again"), "headers": {"Idempotency-Key": "race-again"}}
+    first, second = (house.ask("POST", "/v1/jobs", **again).json() for _ in range(2))
+    assert first == second
+    both: Json = {
+        "json": {"jobs": [{"job": racing("both")}, {"job": tiny("one-more")}]},
+        "headers": {"Idempotency-Key": "both"},
+    }
+    first, second = (house.ask("POST", "/v1/submissions", **both).json() for _ in range(2))
+    assert first == second
+    assert len(first["data"]) == 5
+
+
+def test_pages_of_races(house: House) -> None:
+    names = [f"page-{number}" for number in range(3)]
+    for name in names:
+        submitted(house, name)
+    page = house.ask("GET", "/v1/races?limit=2").json()
+    assert [one["name"] for one in page["data"]] == names[:0:-1]
+    assert house.ask("GET", f"/v1/races?limit=1&after={page['next']}").json()["data"][0]["name"] == names[0]
+
+
+def test_candidates_stay_until_the_race_has_ended(house: House) -> None:
+    (first, *others) = submitted(house, "kept")["jobs"].values()
+    message = house.refused(400, "PATCH", f"/v1/jobs/{first}", json={"budget": 1000})["message"]
+    assert "race.budget" in message
+    house.recorder.record_state(first, JobState.FAILED, "broken")
+    assert "has not ended" in house.refused(409, "DELETE", f"/v1/jobs/{first}")["message"]
+    for job in others:
+        house.recorder.record_state(job, JobState.CANCELLED, "")
+    races = house.part(Races)
+    races.decide()
+    ended = house.ask("GET", "/v1/races/kept").json()
+    assert ended["ended"] is not None
+    assert ended["record"]["outcome"]["finalist"] is None
+    place = house.storage.races / ended["id"]
+    assert place.is_dir()
+    for job in (first, *others):
+        assert house.ask("DELETE", f"/v1/jobs/{job}").status_code == 204
+    house.refused(404, "GET", "/v1/races/kept")
+    assert not place.exists()
+
+
+def test_a_candidate_that_failed_before_a_decision_stays_out(house: House, alone: Path) -> None:
+    """The other candidates have the evaluations of a real run; the one that failed has none."""
+    jobs = submitted(house, "say")["jobs"]
+    failed, *others = jobs
+    record = RaceRecord.read(alone / "say.race.json")
+    for name in others:
+        shutil.copytree(alone / name, house.storage.run / jobs[name], dirs_exist_ok=True)
+        (house.storage.run / jobs[name] / "status.json").unlink()
+        house.store.change_job(jobs[name], step=record.rungs[0].step)
+    races = house.part(Races)
+    races.decide()
+    assert house.ask("GET", "/v1/races/say").json()["record"]["rungs"] == []  # one has not arrived
+    house.recorder.record_state(jobs[failed], JobState.FAILED, "broken")
+    races.decide()
+    told = house.ask("GET", "/v1/races/say").json()
+    assert told["failure"] == ""
+    (rung,) = told["record"]["rungs"]
+    assert {one["name"] for one in rung["standings"] if one["verdict"] == "failed"} == {failed}
+    assert "out of the race" in house.refused(409, "POST", f"/v1/jobs/{jobs[failed]}/resume")["message"]
+    known = {name: house.ask("GET", f"/v1/jobs/{job}").json() for name, job in jobs.items()}
+    dropped = {one["name"] for one in rung["standings"] if one["verdict"] not in ("leads", "goes on")} - {failed}
+    assert {name for name, job in known.items() if job["state"] == "cancelled"} == dropped
+    assert all(known[name]["message"].startswith("dropped by the race") for name in dropped)
+
+
+def test_a_race_whose_record_is_damaged_fails_with_the_reason(house: House) -> None:
+    made = submitted(house, "damaged")
+    path = house.part(Races).path(made["id"], "damaged")
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    house.ask("POST", "/v1/races/damaged/cancel")
+    for job in made["jobs"].values():
+        house.recorder.record_state(job, JobState.CANCELLED, "")
+    house.part(Races).decide()
+    told = house.ask("GET", "/v1/races/damaged").json()
+    assert "damaged.race.json is damaged" in told["failure"]
+    assert str(house.storage.directory) not in told["failure"]
+    assert told["ended"] is not None
