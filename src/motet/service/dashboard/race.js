@@ -34,11 +34,11 @@ export function raceTab(job) {
   async function begin() {
     const race = await ask("GET", `/v1/races/${encodeURIComponent(job.race)}`), {record} = race;
     const fields = [...new Set(Object.values(record.values).flatMap(given => Object.keys(given)))];
-    const heads = ["candidate", ...fields.map(field => field.split(".").at(-1)), ...record.rungs.map(rung => `v${rung.version}`), "decision"];
+    const heads = ["candidate", "decision", ...fields.map(field => field.split(".").at(-1)), ...record.rungs.map(rung => `v${rung.version}`)];
     const cell = value => el("td", {}, value === undefined ? "" : typeof value === "number" ? String(value) : typeof value === "string" ? value : JSON.stringify(value));
     const body = rows(record).map(row => el("tr", {class: row.name === job.name ? "own" : ""},
       el("td", {}, el("a", {href: `#/job/${encodeURIComponent(race.jobs[row.name])}/race`, title: row.name}, short(row.name))),
-      fields.map(field => cell(record.values[row.name][field])), row.means.map(cell), cell(row.text)));
+      cell(row.text), fields.map(field => cell(record.values[row.name][field])), row.means.map(cell)));
     fill(node, el("h2", {}, `Race ${race.name}`), el("p", {}, verdict(race)),
       el("div", {class: "scrolls"}, el("table", {class: "race"}, el("thead", {}, el("tr", {}, heads.map(text => el("th", {scope: "col"}, text)))), el("tbody", {}, body))));
   }

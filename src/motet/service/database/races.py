@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sqlalchemy import delete, select, update
 
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, StoredRace, now
 from motet.service.database.tenants import Principal
+
+
+class Standing(NamedTuple):
+    """Where a candidate stands."""
+
+    id: str
+    state: str
+    step: int
+    until: int | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has done all steps before the next decision."""
+        return self.until is not None and self.step >= self.until
 
 
 class RaceRows:
@@ -27,9 +43,19 @@ class RaceRows:
         found = self._store.scalars(named if who.admin else named.where(StoredRace.tenant_id == who.tenant_id))
         return min(found, key=lambda one: (one.id != name, one.tenant_id != who.tenant_id), default=None)
 
-    def open(self) -> list[StoredRace]:
-        """Races of all tenants that have not ended, oldest first."""
-        return self._store.scalars(select(StoredRace).where(StoredRace.ended.is_(None)).order_by(StoredRace.number))
+    def get(self, race_id: str) -> StoredRace | None:
+        """A race of any tenant by its id."""
+        return self._store.scalar(select(StoredRace).where(StoredRace.id == race_id))
+
+    def open(self) -> dict[str, list[Standing]]:
+        """The candidates of all races that have not ended, by the race's id, without their configurations."""
+        fields = StoredJob.id, StoredJob.state, StoredJob.step, StoredJob.until
+        query = select(StoredRace.id, *fields).join(StoredJob, StoredJob.race == StoredRace.id)
+        found: dict[str, list[Standing]] = {}
+        with self._store.transaction() as session:
+            for row in session.execute(query.where(StoredRace.ended.is_(None)).order_by(StoredRace.number)):
+                found.setdefault(row[0], []).append(Standing(row[1], row[2], row[3], row[4]))
+        return found
 
     def candidates(self, race_id: str) -> list[StoredJob]:
         """The jobs of a race, in order."""

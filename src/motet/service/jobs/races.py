@@ -58,20 +58,16 @@ class _Candidate:
             self.store.change_job(self.row.id, until=step)
 
     @property
-    def waits(self) -> bool:
-        """Whether it has reported all steps before the decision."""
-        return self.row.until is not None and self.row.step >= self.row.until
-
-    @property
     def arrived(self) -> bool:
         """Whether it waits for a decision, with its commit."""
-        return self.waits and (self.directory.newest() or Committed()).step >= (self.row.until or 0)
+        until = self.row.until
+        return until is not None and self.row.step >= until and (self.directory.newest() or Committed()).step >= until
 
     @property
     def state(self) -> JobState:
         """The current state. Without a host, one that has arrived is queued, whatever its host reported last."""
         state = JobState(self.row.state)
-        return JobState.QUEUED if state is JobState.RUNNING and self.waits else state
+        return JobState.QUEUED if state is JobState.RUNNING and self.arrived else state
 
     def move(self, state: JobState, message: str = "") -> None:
         """Change the state and record it."""
@@ -100,15 +96,17 @@ class Races:
     def decide(self) -> bool:
         """Let each race decide that is ready; returns whether one is open."""
         races = self.rows.open()
-        for race in races:
-            self._decide(race)
+        for race_id, standings in races.items():
+            if all(JobState(one.state).final or (one.waits and not self._hosts.has(one.id)) for one in standings):
+                self._decide(race_id)
         return bool(races)
 
-    def _decide(self, stored: StoredRace) -> None:
+    def _decide(self, race_id: str) -> None:
+        stored = self.rows.get(race_id)
+        if stored is None:
+            return
         jobs = {row.name: self._candidate(row) for row in self.rows.candidates(stored.id)}
         running = {job.name for job in jobs.values() if self._hosts.has(job.row.id)}
-        if not all(job.state.final or (job.waits and job.name not in running) for job in jobs.values()):
-            return
         try:
             place = self.path(stored.id, stored.name).parent
             place.mkdir(parents=True, exist_ok=True)
@@ -155,7 +153,8 @@ class Races:
 
     def open(self, race_id: str) -> bool:
         """Whether a race has not ended."""
-        return any(race.id == race_id for race in self.rows.open())
+        race = self.rows.get(race_id)
+        return race is not None and race.ended is None
 
     def why_out(self, job: StoredJob) -> str | None:
         """Why a race does not take a failed job back; None if it does, or if the job is of no race."""
