@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.speed.workers.job_files import job_fields
 from bench.speed.workers.material import advantages, token_ids
 from bench.speed.workers.serve import options
+
+if TYPE_CHECKING:
+    from motet.hosting.host import Host
 
 OPTIONS = options()
 MICRO_BATCH_TOKENS = 1024
@@ -256,10 +259,10 @@ class Watch:
         self._busy: Any = None
         self._marks: list[tuple[float, float]] = []
 
-    def started(self, made: Any, jobs: Sequence[Any]) -> None:
+    def started(self, host: Host, jobs: Sequence[Any]) -> None:
         """Everything is loaded, and no step has begun."""
-        wait_for_samplers(made)
-        self._busy = made.device.busy
+        wait_for_samplers(host.workshop)
+        self._busy = host.workshop.device.busy
 
     def observe(self, progress: Sequence[Any]) -> None:
         """Look at the jobs now and then."""
