@@ -11,6 +11,7 @@ import motet
 from motet.core.types import JobState
 from motet.runtime.race_record import RaceRecord
 from motet.service.jobs.races import Races
+from tests.support.commands import Motet, job_file
 from tests.support.house import House
 from tests.support.service_run import Json, Service, serving, tiny
 
@@ -225,3 +226,22 @@ def test_a_race_whose_record_is_damaged_fails_with_the_reason(house: House) -> N
     assert "damaged.race.json is damaged" in told["failure"]
     assert str(house.storage.directory) not in told["failure"]
     assert told["ended"] is not None
+
+
+def test_submit_takes_the_option_of_run(
+    tmp_path: Path, house: House, says: Motet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOTET_URL", str(house.http.base_url))
+    monkeypatch.setenv("MOTET_API_KEY", house.keys["ours"])
+    plain = {name: value for name, value in racing("typed", steps=40).items() if name != "race"}
+    code, out, _ = says("submit", job_file(tmp_path, plain), "--race")
+    assert code == 0
+    assert out.count("typed-c=") == 16
+    assert "typed-c=00" in says("ls", "--limit", "0")[1]
+    code, out, _ = says("show", "typed")
+    assert code == 0
+    assert "0 of 3 decisions are made" in out
+    says("cancel", "typed")
+    jobs = house.ask("GET", "/v1/races/typed").json()["jobs"].values()
+    assert {house.ask("GET", f"/v1/jobs/{job}").json()["state"] for job in jobs} == {"cancelled"}
+    assert "there is no job 'untyped'" in says("cancel", "untyped")[2]

@@ -41,6 +41,9 @@ def submit(
             help="Score on this machine with these functions until all jobs end; you can repeat the option.",
         ),
     ] = None,
+    race: Annotated[
+        bool, typer.Option("--race", help="Race several settings of each job, as with `race: true`.")
+    ] = False,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
@@ -50,7 +53,7 @@ def submit(
     from motet.commands import served_jobs
     from motet.config.jobfile import load_jobs
 
-    config = load_jobs(jobs, overrides or [])
+    config = load_jobs(jobs, overrides or [], race=race)
     to_submit = RewardFiles(reward).for_service(config.jobs) if reward else config.jobs
     with motet.Client(url, key) as client:
         base = served_jobs.base_meant(config, client.health(), jobs)
