@@ -6,7 +6,8 @@ from sqlalchemy import select
 
 from motet.core.types import JobState
 from motet.runtime.checkpoint import JobDirectory
-from motet.service.database.tables import StoredFile, StoredJob, Tenant, UploadedAdapter, Usage
+from motet.service.database.tables import StoredFile, StoredJob, StoredRace, Tenant, UploadedAdapter, Usage
+from motet.service.jobs.races import Races
 from tests.support.house import open_house
 from tests.support.service_run import tiny
 from tests.support.together import at_once
@@ -53,6 +54,21 @@ def test_an_erased_tenant_is_gone_with_all_that_it_had_once_its_jobs_have_ended(
         assert b"secret-name" not in b"".join(
             path.read_bytes() for path in (tmp_path / "served" / "run").rglob("*.yaml")
         )
+
+
+def test_races_are_erased_once_they_have_ended(tmp_path):
+    race = {"candidates": 2, "first": 1, "over": {"optimizer.lr": [1e-3]}}
+    data = {"source": "toy:sort_letters", "size": 64, "holdout": 12}
+    with open_house(tmp_path / "served") as house:
+        made = house.ask("POST", "/v1/jobs", json={**tiny("secret-race", 6), "data": data, "race": race}).json()
+        house.ask("POST", "/v1/races/secret-race/cancel").raise_for_status()
+        answers = [house.ask("DELETE", "/v1/tenants/us", "admin")]
+        while answers[-1].status_code == 202 and len(answers) < 20:
+            house.part(Races).decide()
+            answers.append(house.ask("DELETE", "/v1/tenants/us", "admin"))
+        assert answers[-1].json() == {"erased": True, "open_jobs": 0}
+        assert house.store.scalars(select(StoredRace)) == []
+        assert not (house.storage.races / made["race"]).exists()
 
 
 def test_a_tenant_that_two_admins_erase_at_once_is_erased_once(tmp_path):

@@ -228,6 +228,13 @@ def test_a_race_whose_record_is_damaged_fails_with_the_reason(house: House) -> N
     assert told["ended"] is not None
 
 
+def test_a_request_has_a_thousand_jobs_with_all_candidates(house: House) -> None:
+    jobs = [{"job": racing(f"crowd-{number}", race={**RACE, "candidates": 64})} for number in range(16)]
+    told = house.refused(400, "POST", "/v1/submissions", json={"jobs": jobs})["message"]
+    assert "job crowd-15: race: this request has more than 1000 jobs" in told
+    house.refused(404, "GET", "/v1/races/crowd-0")
+
+
 def test_submit_takes_the_option_of_run(
     tmp_path: Path, house: House, says: Motet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

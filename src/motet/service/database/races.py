@@ -11,7 +11,7 @@ from motet.service.database.tables import StoredJob, StoredRace, now
 from motet.service.database.tenants import Principal
 
 
-class Standing(NamedTuple):
+class CandidateRow(NamedTuple):
     """Where a candidate stands."""
 
     id: str
@@ -47,14 +47,14 @@ class RaceRows:
         """A race of any tenant by its id."""
         return self._store.scalar(select(StoredRace).where(StoredRace.id == race_id))
 
-    def open(self) -> dict[str, list[Standing]]:
+    def open(self) -> dict[str, list[CandidateRow]]:
         """The candidates of all races that have not ended, by the race's id, without their configurations."""
         fields = StoredJob.id, StoredJob.state, StoredJob.step, StoredJob.until
         query = select(StoredRace.id, *fields).join(StoredJob, StoredJob.race == StoredRace.id)
-        found: dict[str, list[Standing]] = {}
+        found: dict[str, list[CandidateRow]] = {}
         with self._store.transaction() as session:
             for row in session.execute(query.where(StoredRace.ended.is_(None)).order_by(StoredRace.number)):
-                found.setdefault(row[0], []).append(Standing(row[1], row[2], row[3], row[4]))
+                found.setdefault(row[0], []).append(CandidateRow(row[1], row[2], row[3], row[4]))
         return found
 
     def candidates(self, race_id: str) -> list[StoredJob]:

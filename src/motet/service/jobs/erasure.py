@@ -18,6 +18,7 @@ from motet.service.database.tables import (
     Share,
     StoredFile,
     StoredJob,
+    StoredRace,
     Tenant,
     TenantLimits,
     UploadedAdapter,
@@ -53,7 +54,10 @@ class Erasure:
         if waiting := sum(not JobState(job.state).final for job in jobs):
             return waiting
         for job in jobs:
-            self._submissions.delete(job)
+            try:
+                self._submissions.delete(job)
+            except StoreError:  # its race ends in a moment
+                return len(jobs)
         for adapter in self._store.scalars(select(UploadedAdapter).where(UploadedAdapter.tenant_id == tenant_id)):
             self._adapters.remove(adapter)
         for file in self._store.scalars(select(StoredFile).where(StoredFile.tenant_id == tenant_id)):
@@ -64,6 +68,7 @@ class Erasure:
         try:
             with self._store.transaction() as session:
                 session.execute(update(Usage).where(Usage.tenant_id == tenant_id).values(job_name=""))
+                session.execute(delete(StoredRace).where(StoredRace.tenant_id == tenant_id))
                 session.execute(delete(Share).where(or_(Share.tenant_id == tenant_id, Share.with_tenant == tenant_id)))
                 session.execute(delete(TenantLimits).where(TenantLimits.tenant_id == tenant_id))
                 session.execute(delete(Key).where(Key.tenant_id == tenant_id))

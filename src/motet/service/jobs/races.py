@@ -163,8 +163,10 @@ class Races:
         (path,) = (*(self._storage.races / job.race).glob(f"*{ENDING}"), None)[:1]
         return RaceRecord.read(path).dropped().get(job.name) if path is not None else None
 
-    def forget(self, race_id: str) -> None:
-        """Delete a race whose last job has been deleted."""
-        if not self.rows.names(race_id):
-            shutil.rmtree(self._storage.races / race_id, ignore_errors=True)
-            self.rows.delete(race_id)
+    def forget(self, race_id: str) -> bool:
+        """Delete a race whose jobs have all been deleted; returns whether it was."""
+        if self.rows.names(race_id):
+            return False
+        shutil.rmtree(self._storage.races / race_id, ignore_errors=True)
+        self.rows.delete(race_id)
+        return True

@@ -27,6 +27,7 @@ from motet.service.jobs.queue import AT_ONCE, JobQueue, Planned, Sibling, StartC
 from motet.service.jobs.races import Races
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.validation import Allowed, check_allowed, check_race, validated
+from motet.service.schemas import MOST_SUBMITTED
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer, Quotas
@@ -102,7 +103,7 @@ class Submissions:
                     planned.append(Planned(new_id("job"), config, key, plan))
                     above.append(Sibling(planned[-1].id, config, base))
                 else:
-                    race, candidates = self._raced(who, config, base, job.condition, key)
+                    race, candidates = self._raced(who, config, base, job.condition, key, len(planned))
                     races.append(race)
                     planned += candidates
             except MotetError as error:
@@ -116,15 +117,20 @@ class Submissions:
         return planned, races
 
     def _raced(
-        self, who: Principal, config: JobConfig, base: str, condition: StartCondition, key: str | None
+        self, who: Principal, config: JobConfig, base: str, condition: StartCondition, key: str | None, already: int
     ) -> tuple[StoredRace, list[Planned]]:
         """A race and its candidates; the first of these has the request's key."""
+        if config.race is not None and already + config.race.candidates > MOST_SUBMITTED:
+            raise ConfigError(
+                f"race: this request has more than {MOST_SUBMITTED} jobs with its candidates; send it in parts"
+            )
         plan = raced([config])[1][0]
         check_race(plan)
         for one in plan.candidates:
             check_allowed(one, self._allowed, base)
             self._quotas.check_size(who.tenant_id, one)
-        if self._races.rows.find(Principal.member_of(who.tenant_id), config.name) is not None:
+        same = self._races.rows.find(Principal.member_of(who.tenant_id), config.name)
+        if same is not None and not self._races.forget(same.id):
             raise StoreError(f"there is a race {config.name!r} already; give this one another name")
         spec = self._secrets.sealed(config).model_dump(
             mode="json", exclude_unset=True
