@@ -151,10 +151,11 @@ class Race(Generic[AnyCandidate]):
         stop = self.plan.stop(len(self.record.rungs))
         dropped = self.record.dropped()
         for name, job in self._jobs.items():
-            job.until = stop
-            if name in dropped and not job.state.final:
+            if name not in dropped:
+                job.until = stop
+            elif not job.state.final:
                 job.move(JobState.CANCELLED, dropped[name])
-            elif name in dropped and job.state is JobState.CANCELLED:
+            elif job.state is JobState.CANCELLED:
                 job.progress.message = dropped[name]
 
     # --- decisions ---------------------------------------------------------------------------------------------------
