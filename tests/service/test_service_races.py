@@ -211,6 +211,9 @@ def test_a_candidate_that_failed_before_a_decision_stays_out(house: House, alone
     dropped = {one["name"] for one in rung["standings"] if one["verdict"] not in ("leads", "goes on")} - {failed}
     assert {name for name, job in known.items() if job["state"] == "cancelled"} == dropped
     assert all(known[name]["message"].startswith("dropped by the race") for name in dropped)
+    rows = {name: house.store.job_by_id(job) for name, job in jobs.items()}
+    goes_on = {name for name, row in rows.items() if row is not None and row.until != record.rungs[0].step}
+    assert goes_on == set(jobs) - dropped - {failed}, "who is out may train no further, whenever the service is killed"
 
 
 def test_a_race_whose_record_is_damaged_fails_with_the_reason(house: House) -> None:
