@@ -10,7 +10,6 @@ import typer
 
 import motet
 from motet.commands.answers import INTERRUPTED, command_for, print_answer, say, table
-from motet.commands.control import race_named
 from motet.commands.options import AsJson, JobFile, Key, Override, ServedJob, Url
 from motet.core.errors import ConfigError, ServiceError
 
@@ -100,6 +99,7 @@ def ls(
 @app.command(epilog="Example: motet show sort")
 def show(job: ServedJob, as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
     """Show one job of a service and the versions of its adapter, or the decisions of a race."""
+    from motet.commands.control import race_named
     from motet.commands.served_jobs import bracket, details
 
     with motet.Client(url, key) as client:
