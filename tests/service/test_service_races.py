@@ -180,6 +180,7 @@ def test_candidates_stay_until_the_race_has_ended(house: House) -> None:
     ended = house.ask("GET", "/v1/races/kept").json()
     assert ended["ended"] is not None
     assert ended["record"]["outcome"]["finalist"] is None
+    assert "has ended" in house.refused(409, "POST", f"/v1/jobs/{first}/resume")["message"]
     place = house.storage.races / ended["id"]
     assert place.is_dir()
     for job in (first, *others):
@@ -214,6 +215,24 @@ def test_a_candidate_that_failed_before_a_decision_stays_out(house: House, alone
     rows = {name: house.store.job_by_id(job) for name, job in jobs.items()}
     goes_on = {name for name, row in rows.items() if row is not None and row.until != record.rungs[0].step}
     assert goes_on == set(jobs) - dropped - {failed}, "who is out may train no further, whenever the service is killed"
+
+
+def test_a_disk_that_is_full_delays_a_decision_and_a_paused_candidate_holds_it(house: House) -> None:
+    made = submitted(house, "waits")
+    races, jobs = house.part(Races), list(made["jobs"].values())
+    for job in jobs:
+        house.store.change_job(job, step=9, state="paused")
+    assert not any(one.waits for one in races.rows.open()[made["id"]]), "nothing is read for it each second"
+    for job in jobs:
+        house.recorder.record_state(job, JobState.CANCELLED, "")
+    place = house.storage.races / made["id"]
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("no directory can be made here")
+    races.decide()
+    assert house.ask("GET", "/v1/races/waits").json()["ended"] is None
+    place.unlink()
+    races.decide()
+    assert house.ask("GET", "/v1/races/waits").json()["ended"] is not None
 
 
 def test_a_race_whose_record_is_damaged_fails_with_the_reason(house: House) -> None:

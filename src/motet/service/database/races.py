@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from sqlalchemy import delete, select, update
 
+from motet.core.types import JobState
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob, StoredRace, now
 from motet.service.database.tenants import Principal
@@ -21,8 +22,8 @@ class CandidateRow(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether it has done all steps before the next decision."""
-        return self.until is not None and self.step >= self.until
+        """Whether it has done all steps before the next decision, and is not paused."""
+        return self.state != JobState.PAUSED.value and self.until is not None and self.step >= self.until
 
 
 class RaceRows:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from motet.cluster.hosts import Hosts
 from motet.config import JobConfig
 from motet.config.candidates import raced
-from motet.core.errors import MotetError
 from motet.core.types import JobState
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.progress import JobProgress
 from motet.runtime.race import Race
 from motet.runtime.race_record import ENDING, RaceRecord
 from motet.service.database.races import RaceRows
-from motet.service.database.store import Store
+from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import StoredJob, StoredRace
 from motet.service.events import WAITING_JOBS, EventBus, within
 from motet.service.jobs.recorder import EventRecorder
@@ -98,7 +97,10 @@ class Races:
         races = self.rows.open()
         for race_id, standings in races.items():
             if all(JobState(one.state).final or (one.waits and not self._hosts.has(one.id)) for one in standings):
-                self._decide(race_id)
+                try:
+                    self._decide(race_id)
+                except (OSError, *AWAY):  # a full disk, or a database that is away: it decides at a later look
+                    _log.exception("race %s could not decide now", race_id)
         return bool(races)
 
     def _decide(self, race_id: str) -> None:
@@ -112,16 +114,25 @@ class Races:
             place.mkdir(parents=True, exist_ok=True)
             race = Race(raced([JobConfig.model_validate(stored.spec)])[1][0], jobs, place, self._no_copies)
             race.decide(running)
-        except (MotetError, OSError, ValueError, KeyError) as error:
-            why = self._storage.without_places(f"the race cannot decide: {error}")
-            for job in jobs.values():
-                if not job.state.final:
-                    job.move(JobState.FAILED, why)
-            self.rows.end(stored.id, why)
+        except (OSError, *AWAY) as error:
+            if not isinstance(error, FileNotFoundError):
+                raise
+            self._fail(stored, jobs.values(), error)
+            return
+        except Exception as error:  # the boundary of a tenant: other races go on
+            self._fail(stored, jobs.values(), error)
             return
         if race.record.outcome is not None:
             self.rows.end(stored.id)
         self._hosts.look()
+
+    def _fail(self, race: StoredRace, jobs: Iterable[_Candidate], error: Exception) -> None:
+        """End a race that can never decide, and its candidates."""
+        why = self._storage.without_places(f"the race cannot decide: {error}")
+        for job in jobs:
+            if not job.state.final:
+                job.move(JobState.FAILED, why)
+        self.rows.end(race.id, why)
 
     def _candidate(self, row: StoredJob) -> _Candidate:
         config, progress = JobConfig.model_validate(row.spec), JobProgress(row.name, row.steps)

@@ -203,6 +203,10 @@ class Submissions:
         state = JobState(job.state)
         if state is JobState.FAILED and (out := self._races.why_out(job)) is not None:
             raise StoreError(f"job {job.name!r} is {out}; submit it as a job of its own to train it further")
+        if state is JobState.FAILED and job.race is not None and not self._races.open(job.race):
+            raise StoreError(
+                f"the race of job {job.name!r} has ended; submit it as a job of its own to train it further"
+            )
         if state in (JobState.SUCCEEDED, JobState.CANCELLED) or (state is JobState.FAILED and wanted is not Wanted.RUN):
             why = f" ({job.message})" if job.message.startswith(STOPPED_EARLY) else ""
             raise StoreError(f"job {job.name!r} has {state.value}{why}; it cannot be asked to {wanted.word}")
