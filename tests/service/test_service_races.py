@@ -255,6 +255,11 @@ def test_a_request_has_a_thousand_jobs_with_all_candidates(house: House) -> None
     told = house.refused(400, "POST", "/v1/submissions", json={"jobs": jobs})["message"]
     assert "job crowd-15: race: this request has more than 1000 jobs" in told
     house.refused(404, "GET", "/v1/races/crowd-0")
+    jobs = [*jobs[:15], *({"job": tiny(f"plain-{number}")} for number in range(41))]
+    assert (
+        "job plain-40: race: this request has"
+        in house.refused(400, "POST", "/v1/submissions", json={"jobs": jobs})["message"]
+    )
 
 
 def test_submit_takes_the_option_of_run(

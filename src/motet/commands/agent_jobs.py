@@ -12,9 +12,10 @@ from motet.client import AsyncClient, Client
 from motet.client.agents import AgentWorker
 from motet.commands import served_jobs
 from motet.commands.answers import say
+from motet.commands.control import found
 from motet.config import EnvironmentConfig, JobConfig
 from motet.config.jobfile import load_jobs
-from motet.core.errors import ConfigError, ServiceError
+from motet.core.errors import ConfigError
 from motet.service.schemas import Job
 
 _LOOK_SECONDS = 0.5
@@ -33,7 +34,7 @@ def of_file(client: Client, file: Path, overrides: Sequence[str], agent: str | N
         raise ConfigError(f"{file}: {error}") from None
     base = served_jobs.base_meant(config, client.health(), file)
     names = [name for job in chosen for name in served_jobs.names_of(job)]
-    known = {name: served for name in names if (served := _known(client, name)) is not None}
+    known = {name: served for name in names if (served := found(client.job, name)) is not None}
     return served_jobs.submit(client, [_elsewhere(job) for job in chosen], base=base, known=known), function
 
 
@@ -53,15 +54,6 @@ def meant(jobs: Sequence[JobConfig], agent: str | None) -> tuple[list[JobConfig]
     if named and not chosen:
         raise ConfigError(f"none of its jobs has the environment {function}; they have {', '.join(named)}")
     return chosen or list(jobs), function
-
-
-def _known(client: Client, name: str) -> Job | None:
-    try:
-        return client.job(name)
-    except ServiceError as error:
-        if error.status != 404:
-            raise
-        return None
 
 
 def _elsewhere(job: JobConfig) -> JobConfig:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError, ServiceError
@@ -13,9 +14,7 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.race_record import records, why_out
 from motet.runtime.rundir import CONTROL
 
-if TYPE_CHECKING:
-    from motet.client import Client
-    from motet.service.schemas import Race
+Thing = TypeVar("Thing")
 
 
 def send(directory: Path, job: str, word: str) -> str:
@@ -57,16 +56,16 @@ def steer(url: str | None, key: str | None, job: str, word: str) -> str:
         try:
             getattr(client, word)(job)
         except ServiceError as error:
-            if error.status != 404 or race_named(client, job) is None:
+            if error.status != 404 or found(client.race, job) is None:
                 raise
             getattr(client, f"{word}_race")(job)
     return f"asked {job} to {word}"
 
 
-def race_named(client: Client, name: str) -> Race | None:
-    """The race of a service with this name or id; None if there is none."""
+def found(ask: Callable[[str], Thing], name: str) -> Thing | None:
+    """What a service answers about a name; None if it knows no such thing."""
     try:
-        return client.race(name)
+        return ask(name)
     except ServiceError as error:
         if error.status != 404:
             raise

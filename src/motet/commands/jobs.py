@@ -99,14 +99,14 @@ def ls(
 @app.command(epilog="Example: motet show sort")
 def show(job: ServedJob, as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
     """Show one job of a service and the versions of its adapter, or the decisions of a race."""
-    from motet.commands.control import race_named
+    from motet.commands.control import found
     from motet.commands.served_jobs import bracket, details
 
     with motet.Client(url, key) as client:
         try:
             asked = client.job(job)
         except ServiceError as error:
-            if error.status != 404 or (race := race_named(client, job)) is None:
+            if error.status != 404 or (race := found(client.race, job)) is None:
                 raise
             print_answer(race, as_json, "" if as_json else bracket(race))
             return

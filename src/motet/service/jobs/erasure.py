@@ -64,6 +64,8 @@ class Erasure:
             self._storage.upload(file.id, file.filename).unlink(missing_ok=True)
             self._store.delete_file(file.id)
         shutil.rmtree(self._storage.samples(tenant_id), ignore_errors=True)
+        for race in self._store.scalars(select(StoredRace.id).where(StoredRace.tenant_id == tenant_id)):
+            shutil.rmtree(self._storage.races / race, ignore_errors=True)  # after a crash between its jobs and itself
         remove_tenant(self._observers, self._store.tenants.name_of(tenant_id))
         try:
             with self._store.transaction() as session:

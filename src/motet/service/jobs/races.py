@@ -11,7 +11,8 @@ from pathlib import Path
 
 from motet.cluster.hosts import Hosts
 from motet.config import JobConfig
-from motet.config.candidates import raced
+from motet.config.candidates import RacePlan, plan
+from motet.core.errors import RunError
 from motet.core.types import JobState
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.progress import JobProgress
@@ -99,8 +100,8 @@ class Races:
             if all(JobState(one.state).final or (one.waits and not self._hosts.has(one.id)) for one in standings):
                 try:
                     self._decide(race_id)
-                except (OSError, *AWAY):  # a full disk, or a database that is away: it decides at a later look
-                    _log.exception("race %s could not decide now", race_id)
+                except Exception as error:  # the boundary of a tenant; a full disk, say, is mended by a later look
+                    _log.warning("race %s could not decide now: %s", race_id, error)
         return bool(races)
 
     def _decide(self, race_id: str) -> None:
@@ -112,14 +113,11 @@ class Races:
         try:
             place = self.path(stored.id, stored.name).parent
             place.mkdir(parents=True, exist_ok=True)
-            race = Race(raced([JobConfig.model_validate(stored.spec)])[1][0], jobs, place, self._no_copies)
+            race = Race(_plan(stored), jobs, place, self._no_copies)
             race.decide(running)
-        except (OSError, *AWAY) as error:
-            if not isinstance(error, FileNotFoundError):
-                raise
-            self._fail(stored, jobs.values(), error)
-            return
-        except Exception as error:  # the boundary of a tenant: other races go on
+        except Exception as error:
+            if isinstance(error, (OSError, *AWAY)) and not isinstance(error, FileNotFoundError):
+                raise  # it may pass
             self._fail(stored, jobs.values(), error)
             return
         if race.record.outcome is not None:
@@ -156,11 +154,7 @@ class Races:
             RunError: their file is damaged.
         """
         path = self.path(race.id, race.name)
-        return (
-            RaceRecord.read(path)
-            if path.exists()
-            else RaceRecord.of(raced([JobConfig.model_validate(race.spec)])[1][0])
-        )
+        return RaceRecord.read(path) if path.exists() else RaceRecord.of(_plan(race))
 
     def open(self, race_id: str) -> bool:
         """Whether a race has not ended."""
@@ -169,10 +163,15 @@ class Races:
 
     def why_out(self, job: StoredJob) -> str | None:
         """Why a race does not take a failed job back; None if it does, or if the job is of no race."""
-        if job.race is None:
+        race = None if job.race is None else self.rows.get(job.race)
+        if race is None:
             return None
-        (path,) = (*(self._storage.races / job.race).glob(f"*{ENDING}"), None)[:1]
-        return RaceRecord.read(path).dropped().get(job.name) if path is not None else None
+        if race.ended is not None:
+            return "of a race that has ended"
+        try:
+            return self.record(race).dropped().get(job.name)
+        except RunError:
+            return "of a race whose decisions cannot be read"
 
     def forget(self, race_id: str) -> bool:
         """Delete a race whose jobs have all been deleted; returns whether it was."""
@@ -181,3 +180,9 @@ class Races:
         shutil.rmtree(self._storage.races / race_id, ignore_errors=True)
         self.rows.delete(race_id)
         return True
+
+
+def _plan(race: StoredRace) -> RacePlan:
+    config = JobConfig.model_validate(race.spec)
+    assert config.race is not None
+    return plan(config, config.race)

@@ -11,7 +11,7 @@ from motet.algorithms.client import ClientDriven
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
-from motet.config.candidates import raced
+from motet.config.candidates import RacePlan, plan
 from motet.core.errors import ConfigError, MotetError, StoreError
 from motet.core.types import JobState, Wanted
 from motet.runtime.journal import Journal
@@ -97,13 +97,17 @@ class Submissions:
                     raise ConfigError("name: another job of this request has it; give each its own")
                 if (config.adapter.init or "").partition("@")[0] in (name for name, _ in wrong):
                     continue  # the error of the job that it starts from is reported instead
+                if len(planned) + (1 if config.race is None else config.race.candidates) > MOST_SUBMITTED:
+                    raise ConfigError(
+                        f"race: this request has more than {MOST_SUBMITTED} jobs with its candidates; send it in parts"
+                    )
                 key = f"{idempotency}#{number}" if idempotency and len(jobs) > 1 else idempotency
                 if config.race is None:
-                    plan = self._queue.plan(who, config, base, job.condition, above)
-                    planned.append(Planned(new_id("job"), config, key, plan))
+                    start = self._queue.plan(who, config, base, job.condition, above)
+                    planned.append(Planned(new_id("job"), config, key, start))
                     above.append(Sibling(planned[-1].id, config, base))
                 else:
-                    race, candidates = self._raced(who, config, base, job.condition, key, len(planned))
+                    race, candidates = self._raced(who, config, plan(config, config.race), base, job.condition, key)
                     races.append(race)
                     planned += candidates
             except MotetError as error:
@@ -117,31 +121,23 @@ class Submissions:
         return planned, races
 
     def _raced(
-        self, who: Principal, config: JobConfig, base: str, condition: StartCondition, key: str | None, already: int
+        self, who: Principal, config: JobConfig, race: RacePlan, base: str, condition: StartCondition, key: str | None
     ) -> tuple[StoredRace, list[Planned]]:
         """A race and its candidates; the first of these has the request's key."""
-        if config.race is not None and already + config.race.candidates > MOST_SUBMITTED:
-            raise ConfigError(
-                f"race: this request has more than {MOST_SUBMITTED} jobs with its candidates; send it in parts"
-            )
-        plan = raced([config])[1][0]
-        check_race(plan)
-        for one in plan.candidates:
+        check_race(race)
+        for one in race.candidates:
             check_allowed(one, self._allowed, base)
             self._quotas.check_size(who.tenant_id, one)
         same = self._races.rows.find(Principal.member_of(who.tenant_id), config.name)
         if same is not None and not self._races.forget(same.id):
             raise StoreError(f"there is a race {config.name!r} already; give this one another name")
-        spec = self._secrets.sealed(config).model_dump(
-            mode="json", exclude_unset=True
-        )  # defaults depend on what is set
-        race = StoredRace(id=new_id("race"), tenant_id=who.tenant_id, name=config.name, spec=spec, base=base)
-        until = plan.stop(0)
-        return race, [
-            Planned(
-                new_id("job"), one, None if number else key, self._queue.plan(who, one, base, condition), race.id, until
-            )
-            for number, one in enumerate(plan.candidates)
+        # without defaults, because the rungs depend on what is set
+        spec = self._secrets.sealed(config).model_dump(mode="json", exclude_unset=True)
+        row = StoredRace(id=new_id("race"), tenant_id=who.tenant_id, name=config.name, spec=spec, base=base)
+        starts = [self._queue.plan(who, one, base, condition) for one in race.candidates]
+        return row, [
+            Planned(new_id("job"), one, None if number else key, start, row.id, race.stop(0))
+            for number, (one, start) in enumerate(zip(race.candidates, starts, strict=True))
         ]
 
     def _config(self, who: Principal, job: GivenJob) -> tuple[JobConfig, str]:
@@ -203,10 +199,6 @@ class Submissions:
         state = JobState(job.state)
         if state is JobState.FAILED and (out := self._races.why_out(job)) is not None:
             raise StoreError(f"job {job.name!r} is {out}; submit it as a job of its own to train it further")
-        if state is JobState.FAILED and job.race is not None and not self._races.open(job.race):
-            raise StoreError(
-                f"the race of job {job.name!r} has ended; submit it as a job of its own to train it further"
-            )
         if state in (JobState.SUCCEEDED, JobState.CANCELLED) or (state is JobState.FAILED and wanted is not Wanted.RUN):
             why = f" ({job.message})" if job.message.startswith(STOPPED_EARLY) else ""
             raise StoreError(f"job {job.name!r} has {state.value}{why}; it cannot be asked to {wanted.word}")

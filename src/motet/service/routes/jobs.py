@@ -83,7 +83,7 @@ async def submit(
 ) -> Job:
     """Submit a job. Repeating a request with the same Idempotency-Key returns the same job.
 
-    Of a job that races, the answer is the first candidate; `race` is the name of the race.
+    Of a job that races, the answer is the first candidate; `race` is the id of the race.
     """
 
     def take() -> Job:
