@@ -1,23 +1,26 @@
 """`make soak`: the long tests by three workers, then with nothing beside them those that measure time or load.
 
-What passed on these very files is kept in `.soak/`: after Ctrl-C, a crash or a failure the same command runs what is left.
+What passed, with its seconds, is kept in `.soak/`. After Ctrl-C, a crash or a failure the same command runs what is left,
+as long as neither the package nor the file of the test has changed.
 This module is the command and, in the processes of pytest that it starts, their plugin.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-KEPT = Path(os.environ.get("MOTET_SOAK", ROOT / ".soak"))
+KEPT = Path(os.environ.get("MOTET_SOAK", ROOT / ".soak" / "passed"))
 FILES = ("src", "tests", "scripts", "bench", "examples", "pyproject.toml", "constraints.txt")
 WORKERS = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 PARTS = {"soak and not alone": WORKERS, "soak and alone": ("-s",)}
@@ -25,28 +28,39 @@ PARTS = {"soak and not alone": WORKERS, "soak and alone": ("-s",)}
 WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 
-def digest() -> str:
-    """Of the files that tests depend on, committed or not."""
+@functools.cache
+def _files() -> tuple[str, ...]:
+    """Those that tests depend on, committed or not."""
     command = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *FILES)
+    found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    return tuple(sorted(name for name in found if (ROOT / name).is_file()))
+
+
+@functools.cache
+def digest(file: str) -> str:
+    """Of what a file of tests depends on. Those of the project read and run other tests; the others do not."""
     found = hashlib.sha256()
-    for name in sorted(
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
-    ):
-        if (ROOT / name).is_file():
+    for name in _files():
+        if name == file or file.startswith("tests/project/") or not Path(name).name.startswith("test_"):
             found.update(name.encode() + b"\0" + hashlib.sha256((ROOT / name).read_bytes()).digest())
     return found.hexdigest()[:12]
+
+
+def passed() -> list[str]:
+    """The ids of the tests that passed on these very files."""
+    lines = [line.split(" ", 2) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    return [name for known, _, name in lines if known == digest(name.partition("::")[0])]
 
 
 class Passed:
     """What passed before, and what passes now."""
 
     def __init__(self, config: Any) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
         self._called = set[str]()
-        self._given: list[str] | None = getattr(config, "workerinput", {}).get("passed")
-        self._file = KEPT / digest() if self._given is None else None
-        self.before = set(
-            self._given or (self._file.read_text().split("\n") if self._file and self._file.exists() else ())
-        )
+        given: list[str] | None = getattr(config, "workerinput", {}).get("passed")
+        self._reports = given is None
+        self.before = set(passed() if given is None else given)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -58,16 +72,19 @@ class Passed:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """With its teardown; a file of one line each has all that passed whatever ends this process."""
+        self._seconds[report.nodeid] += report.duration
         if report.when == "call" and report.passed:
             self._called.add(report.nodeid)
-        if self._file and report.when == "teardown" and report.passed and report.nodeid in self._called:
-            KEPT.mkdir(exist_ok=True)
-            with self._file.open("a") as file:
-                file.write(report.nodeid + "\n")
-        elif self._file and report.when == "teardown" and self._file.exists():  # what an earlier test of the file left
-            here = report.nodeid.partition("::")[0] + "::"
-            kept = [line for line in self._file.read_text().splitlines(keepends=True) if not line.startswith(here)]
-            self._file.write_text("".join(kept))
+        if not self._reports or report.when != "teardown":
+            return
+        file = report.nodeid.partition("::")[0]
+        if report.passed and report.nodeid in self._called:
+            KEPT.parent.mkdir(exist_ok=True)
+            with KEPT.open("a") as kept:
+                kept.write(f"{digest(file)} {self._seconds[report.nodeid]:.1f} {report.nodeid}\n")
+        elif KEPT.exists():  # what an earlier test of the file left
+            lines = KEPT.read_text().splitlines(keepends=True)
+            KEPT.write_text("".join(one for one in lines if not one.split(" ", 2)[2].startswith(file + "::")))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -83,12 +100,11 @@ def main(words: list[str]) -> int:
         environment = os.environ | (WAITING if how is WORKERS else {})
         command = [sys.executable, "-m", "pytest", "-m", marks, *how, *shown, *words]
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-        nothing_left = code == pytest.ExitCode.NO_TESTS_COLLECTED and (KEPT / digest()).exists()
+        nothing_left = code == pytest.ExitCode.NO_TESTS_COLLECTED and passed()
         worst = max(worst, 0 if nothing_left else abs(code))  # of a process that a signal ended it is negative
         if code == pytest.ExitCode.INTERRUPTED:
             break
-    kept = KEPT / digest()
-    print(f"{len(kept.read_text().splitlines()) if kept.exists() else 0} have passed on these files ({kept}).")
+    print(f"{len(passed())} have passed on these files ({KEPT}).")
     print("Run `make soak` again for the rest: it leaves these out." if worst else "All that can run here has passed.")
     return worst
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.soak import ROOT, digest
+from tests.soak import ROOT
 
 TESTS = """
 import os, pathlib, pytest
@@ -37,14 +37,17 @@ def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
         str(tmp_path),
         "test_some.py",
     ]
-    own = {"MOTET_SOAK": str(tmp_path / "kept"), "PYTHONPATH": str(ROOT)}
+    kept = tmp_path / "kept" / "passed"
+    own = {"MOTET_SOAK": str(kept), "PYTHONPATH": str(ROOT)}
 
     def run(**more: str) -> str:
         env = {**os.environ, **own, **more}
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False).stdout
 
     assert "1 failed, 3 passed, 1 error" in run()
-    kept = tmp_path / "kept" / digest()
     assert not kept.read_text(), "a test of the file may have left what could not be torn down"
     assert "4 passed" in run(GOOD="1")
-    assert len(kept.read_text().splitlines()) == 4
+    lines = kept.read_text().splitlines()
+    assert len(lines) == 4
+    kept.write_text("\n".join([*lines[:3], "0" + lines[3]]) + "\n")
+    assert "1 passed" in run(GOOD="1"), "what passed on other files does not count"

@@ -20,9 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("tracker", ["mlflow", "trackio", "wandb", "swanlab"])
 def test_a_tracker_keeps_every_step_once(tmp_path: Path, tracker: str) -> None:
     run = write_run(tmp_path / "evening")
+    own = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT / "src"), "WANDB__SERVICE_WAIT": "300"}  # its first start
     done = subprocess.run(
         [python_of(directory(), "trackers"), ROOT / "tests" / "support" / "trackers_run.py", run, tracker],
-        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT / "src")},
+        env={"PATH": os.environ["PATH"], **own},
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
