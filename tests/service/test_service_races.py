@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from motet.core.types import JobState
 from motet.runtime.race_record import RaceRecord
 from motet.service.jobs.races import Races
 from tests.support.commands import Motet, job_file
-from tests.support.house import House
+from tests.support.house import House, open_house
 from tests.support.service_run import Json, Service, serving, tiny
 
 RACE = {"candidates": 4, "first": 1, "finalists": 1, "over": {"optimizer.lr": [1e-3, 4e-3, 1.6e-2]}}
@@ -114,11 +115,35 @@ def submitted(house: House, name: str, **fields: object) -> Json:
     return found
 
 
+def arrive(house: House, run: Path, source: str = "") -> dict[str, str]:
+    """A race whose candidates have the directories of a run (or all that of one job) at the first decision."""
+    jobs: dict[str, str] = submitted(house, "say")["jobs"]
+    for name, job in jobs.items():
+        shutil.copytree(run / (source or name), house.storage.run / job, dirs_exist_ok=True)
+        (house.storage.run / job / "status.json").unlink()
+        house.store.change_job(job, step=2)
+    return jobs
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[House]:
+    """A house for one test."""
+    with open_house(tmp_path / "house") as found:
+        yield found
+
+
+def again(house: House) -> Races:
+    """As another process of the service has it."""
+    old = house.part(Races)
+    return Races(old._store, old._storage, old._bus, old._recorder, old._hosts)
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
         ({"race": {**RACE, "exploit": [0.3]}}, "a service makes no copies"),
         ({"data": {**DATA, "holdout": 11}}, "11 held-out rows are too few"),
+        ({"data": {**DATA, "holdout": "auto", "size": 40}}, "10 held-out rows are too few"),
         ({"data": {**DATA, "size": 9000, "holdout": 4097}}, "at most 4096 are compared"),
         ({"steps": 2}, "2 steps are too few"),
         ({"race": {**RACE, "over": {"algorithm.groups_per_step": [2, 20_000]}}}, "algorithm.groups_per_step"),
@@ -130,6 +155,24 @@ def test_what_cannot_race_is_refused_and_nothing_is_kept(house: House, fields: J
     assert why in house.refused(400, "POST", "/v1/jobs", json=racing("no-race", **fields))["message"]
     assert house.store.counts() == before
     house.refused(404, "GET", "/v1/races/no-race")
+
+
+def test_rows_of_a_file_are_counted_before_a_race_begins(house: House) -> None:
+    file = "".join(f'{{"prompt": "say {number}", "answer": "{number}"}}\n' for number in range(44))
+    sent = house.ask("POST", "/v1/files", files={"file": ("rows.jsonl", file)}).json()["id"]
+    reward = {"reward": "exact"}
+    for data, held_out in (({"source": sent}, 11), ({**DATA, "eval_source": house.file["id"]}, 2)):
+        told = house.refused(400, "POST", "/v1/jobs", json=racing("no-race", data=data, **reward))["message"]
+        assert f"{held_out} held-out rows are too few" in told
+    assert house.ask(
+        "POST", "/v1/jobs", json=racing("file-race", data={"source": sent, "holdout": 12}, **reward)
+    ).is_success
+
+
+def test_a_name_is_given_once_in_a_request(house: House) -> None:
+    for jobs in ([racing("twin"), racing("twin")], [racing("twin"), tiny("twin")], [tiny("twin"), racing("twin")]):
+        told = house.refused(400, "POST", "/v1/submissions", json={"jobs": [{"job": job} for job in jobs]})["message"]
+        assert "another job of this request has it" in told
 
 
 def test_a_race_is_its_owners(house: House) -> None:
@@ -215,6 +258,44 @@ def test_a_candidate_that_failed_before_a_decision_stays_out(house: House, alone
     rows = {name: house.store.job_by_id(job) for name, job in jobs.items()}
     goes_on = {name for name, row in rows.items() if row is not None and row.until != record.rungs[0].step}
     assert goes_on == set(jobs) - dropped - {failed}, "who is out may train no further, whenever the service is killed"
+
+
+def test_a_process_that_was_killed_while_it_decided_leaves_nobody_behind(empty: House, alone: Path) -> None:
+    jobs = arrive(empty, alone)
+    empty.part(Races).decide()
+    (rung,) = empty.ask("GET", "/v1/races/say").json()["record"]["rungs"]
+    leader = jobs[rung["standings"][0]["name"]]
+    empty.store.change_job(leader, until=rung["step"])
+    again(empty).decide()
+    row = empty.store.job_by_id(leader)
+    assert row is not None
+    assert row.until == 3
+
+
+def test_decisions_that_are_gone_end_a_race(empty: House, alone: Path) -> None:
+    jobs = arrive(empty, alone)
+    races = empty.part(Races)
+    races.decide()
+    made = empty.ask("GET", "/v1/races/say").json()
+    races.path(made["id"], "say").unlink()
+    again(empty).decide()
+    told = empty.ask("GET", "/v1/races/say").json()
+    assert "say.race.json, are gone" in told["failure"]
+    assert str(empty.storage.directory) not in told["failure"]
+    assert told["ended"] is not None
+    assert {empty.ask("GET", f"/v1/jobs/{job}").json()["state"] for job in jobs.values()} == {
+        "failed",
+        "cancelled",
+    }
+
+
+def test_too_few_rows_at_a_decision_end_a_race(empty: House, tmp_path: Path) -> None:
+    """As where `max_prompt_tokens` leaves rows out."""
+    few = {**tiny("few", steps=2), "data": {**DATA, "holdout": 11}, "eval": {"every": 1}}
+    motet.run([few], base="small", directory=tmp_path, engine=ENGINE, quiet=True)
+    arrive(empty, tmp_path, source="few")
+    empty.part(Races).decide()
+    assert "11 held-out rows are too few" in empty.ask("GET", "/v1/races/say").json()["failure"]
 
 
 def test_a_disk_that_is_full_delays_a_decision_and_a_paused_candidate_holds_it(house: House) -> None:

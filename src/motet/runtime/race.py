@@ -163,7 +163,9 @@ class Race(Generic[AnyCandidate]):
     def _decided(self, number: int) -> Rung:
         version, keep = self.plan.rungs[number]
         live = self._live()
-        rows = {job.name: deciding(rows_in(job.directory, version)) for job in live if _takes_part(job)}
+        held_out = {job.name: rows_in(job.directory, version) for job in live if _takes_part(job)}
+        check_rows(self.plan, min(map(len, held_out.values())))
+        rows = {name: deciding(one) for name, one in held_out.items()}
         step = self.plan.stop(number) or 0
         keep = min(keep, self._affordable(number, rows))
         standings, copies = self._standings(number, keep, rows)
@@ -186,19 +188,19 @@ class Race(Generic[AnyCandidate]):
         if budget is None:
             return len(rows)
         done, stop = self.plan.stop(number) or 1, self.plan.stop(number + 1) or self.plan.steps
-        left, order = budget - self._tokens, ranked(rows)
+        tokens = {name: tokens_of(job, done) for name, job in self._jobs.items()}
+        left, order = budget - self._own(tokens.values()), ranked(rows)
 
         def cost(places: int) -> float:
             best = order[: self.plan.own_places(places)]
             names = [*best, *(copy.of for copy in self.plan.copies(best, places, number, 0))]
-            return sum(tokens_of(self._jobs[name]) / done * (stop - done) for name in names)
+            return sum(tokens[name] / done * (stop - done) for name in names)
 
         return next((places for places in range(len(rows), 1, -1) if cost(places) <= left), 1)
 
-    @property
-    def _tokens(self) -> int:
-        """Of all candidates; those of a copy before it began are of the candidate that it continues."""
-        return sum(map(tokens_of, self._jobs.values())) - sum(copy.tokens for copy in self.record.copies)
+    def _own(self, tokens: Iterable[int]) -> int:
+        """All tokens once, of those of each candidate: before a copy began, they are of the candidate that it continues."""
+        return sum(tokens) - sum(copy.tokens for copy in self.record.copies)
 
     def _compare(self, number: int, rung: Rung) -> None:
         """Decide again from the same evaluations, where all of them are still there.
@@ -218,7 +220,7 @@ class Race(Generic[AnyCandidate]):
             )
 
     def _outcome(self) -> RaceOutcome:
-        tokens = self._tokens
+        tokens = self._own(map(tokens_of, self._jobs.values()))
         ended = [job for job in self._live() if job.state is JobState.SUCCEEDED]
         if not ended:
             return RaceOutcome(None, tokens=tokens)
@@ -292,8 +294,10 @@ def rows_in(directory: JobDirectory, version: int) -> list[float]:
     return [fmean(scores) if scores else math.nan for scores in rewards.values()]
 
 
-def tokens_of(job: Candidate) -> int:
-    """Sampled and trained by a job, as it committed them."""
+def tokens_of(job: Candidate, stop: int | None = None) -> int:
+    """Sampled and trained by a job up to its commit after `stop` steps; without it, up to its newest one."""
+    if stop is not None and stop in job.directory.steps():
+        return job.directory.committed(stop).tokens
     return (job.directory.newest() or Committed()).tokens
 
 

@@ -81,6 +81,10 @@ class Races:
     def __init__(self, store: Store, storage: Storage, bus: EventBus, recorder: EventRecorder, hosts: Hosts) -> None:
         self._store, self._storage, self._bus, self._recorder, self._hosts = store, storage, bus, recorder, hosts
         self.rows = RaceRows(store)
+        self._obeyed = set[str]()
+        """Races of which this process knows that their candidates have heard the last decision."""
+        self._told: dict[str, str] = {}
+        """What keeps a race from deciding for now, by its id."""
 
     async def watch(self) -> None:
         """Decide whenever a race is ready, until the service stops."""
@@ -97,11 +101,18 @@ class Races:
         """Let each race decide that is ready; returns whether one is open."""
         races = self.rows.open()
         for race_id, standings in races.items():
-            if all(JobState(one.state).final or (one.waits and not self._hosts.has(one.id)) for one in standings):
+            arrived = all(JobState(one.state).final or (one.waits and not self._hosts.has(one.id)) for one in standings)
+            if arrived or race_id not in self._obeyed:
                 try:
+                    self._obeyed.discard(race_id)
                     self._decide(race_id)
+                    self._obeyed.add(race_id)
+                    self._told.pop(race_id, None)
                 except Exception as error:  # the boundary of a tenant; a full disk, say, is mended by a later look
-                    _log.warning("race %s could not decide now: %s", race_id, error)
+                    if self._told.get(race_id) != str(error):
+                        self._told[race_id] = str(error)
+                        _log.warning("race %s could not decide now: %s", race_id, error)
+        self._obeyed &= races.keys()
         return bool(races)
 
     def _decide(self, race_id: str) -> None:
@@ -113,6 +124,7 @@ class Races:
         try:
             place = self.path(stored.id, stored.name).parent
             place.mkdir(parents=True, exist_ok=True)
+            self._check_there(stored, jobs.values())
             race = Race(_plan(stored), jobs, place, self._no_copies)
             race.decide(running)
         except Exception as error:
@@ -123,6 +135,16 @@ class Races:
         if race.record.outcome is not None:
             self.rows.end(stored.id)
         self._hosts.look()
+
+    def _check_there(self, race: StoredRace, jobs: Iterable[_Candidate]) -> None:
+        """Notice that decisions are gone: to decide again would let candidates in that they dropped.
+
+        Raises:
+            RunError: there have been some.
+        """
+        first = _plan(race).stop(0)
+        if not self.path(race.id, race.name).exists() and any(job.until != first for job in jobs):
+            raise RunError(f"its decisions, {self.path(race.id, race.name)}, are gone; restore them from a backup")
 
     def _fail(self, race: StoredRace, jobs: Iterable[_Candidate], error: Exception) -> None:
         """End a race that can never decide, and its candidates."""
@@ -151,9 +173,11 @@ class Races:
         """The decisions of a race so far.
 
         Raises:
-            RunError: their file is damaged.
+            RunError: their file is damaged or gone.
         """
         path = self.path(race.id, race.name)
+        if race.ended is not None and not race.failure and not path.exists():
+            raise RunError(f"its decisions, {path}, are gone; restore them from a backup")
         return RaceRecord.read(path) if path.exists() else RaceRecord.of(_plan(race))
 
     def open(self, race_id: str) -> bool:

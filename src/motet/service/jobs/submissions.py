@@ -90,11 +90,13 @@ class Submissions:
         races: list[StoredRace] = []
         above: list[Sibling] = []
         wrong: list[tuple[str, MotetError]] = []
+        names = set[str]()
         for number, job in enumerate(jobs):
             try:
                 config, base = self._config(who, job)
-                if any(config.name == one.config.name for one in above):
+                if config.name in names:
                     raise ConfigError("name: another job of this request has it; give each its own")
+                names.add(config.name)
                 if (config.adapter.init or "").partition("@")[0] in (name for name, _ in wrong):
                     continue  # the error of the job that it starts from is reported instead
                 if len(planned) + (1 if config.race is None else config.race.candidates) > MOST_SUBMITTED:
@@ -124,7 +126,8 @@ class Submissions:
         self, who: Principal, config: JobConfig, race: RacePlan, base: str, condition: StartCondition, key: str | None
     ) -> tuple[StoredRace, list[Planned]]:
         """A race and its candidates; the first of these has the request's key."""
-        check_race(race)
+        file = self._store.file(who, config.data.eval_source or config.data.source)
+        check_race(race, None if file is None else file.rows)
         for one in race.candidates:
             check_allowed(one, self._allowed, base)
             self._quotas.check_size(who.tenant_id, one)

@@ -174,21 +174,29 @@ def check_allowed(config: JobConfig, allowed: Allowed, base: str = "") -> None:
         raise RewardError(NO_SCORER)
 
 
-def check_race(plan: RacePlan) -> None:
+def check_race(plan: RacePlan, rows: int | None) -> None:
     """Check what a service has to read for the decisions of a race.
+
+    Args:
+        plan: the race.
+        rows: of the file that rows are held out of; None if this is no file.
 
     Raises:
         ConfigError: too many held-out rows or too few, or copies.
     """
-    job, rows = plan.candidates[0], plan.candidates[0].data.held_out_of(None)
+    job, data = plan.candidates[0], plan.candidates[0].data
+    if data.eval_source is None:
+        held_out = data.held_out_of(min((n for n in (rows, data.size) if n is not None), default=None))
+    else:
+        most = data.held_out_of(None)
+        held_out = most if rows is None else min(most, rows)
     if plan.settings.exploit:
         raise ConfigError("race.exploit: a service makes no copies; leave it out, or run this job with `motet run`")
-    if job.data.eval_source is None:
-        check_rows(plan, rows)
-    if rows * job.eval.n > MOST_RACE_ROWS:
+    check_rows(plan, held_out)
+    if held_out * job.eval.n > MOST_RACE_ROWS:
         raise ConfigError(
-            f"race: each evaluation has {rows * job.eval.n} completions, and at most {MOST_RACE_ROWS} are compared here; lower "
-            "data.holdout or eval.n"
+            f"race: each evaluation has {held_out * job.eval.n} completions, and at most {MOST_RACE_ROWS} are compared here; "
+            "lower data.holdout or eval.n"
         )
 
 
