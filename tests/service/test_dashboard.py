@@ -338,7 +338,7 @@ def test_an_adapter_is_taken_home_and_its_job_forgotten(service: Keyed, page: Pa
 
 
 def test_the_tab_of_a_race_shows_who_was_dropped_and_opens_the_others(service: Keyed, page: Page) -> None:
-    race = {"candidates": 3, "first": 1, "finalists": 1, "over": {"optimizer.lr": [1e-3, 4e-3]}}
+    race = {"candidates": 3, "first": 1, "finalists": 1, "exploit": [0.3], "over": {"optimizer.lr": [1e-3, 4e-3]}}
     service.submit(
         {**tiny("raced", 4), "data": {"source": "toy:sort_letters", "size": 64, "holdout": 12}, "race": race}
     )
@@ -346,8 +346,10 @@ def test_the_tab_of_a_race_shows_who_was_dropped_and_opens_the_others(service: K
     record = service.ask("GET", "/v1/races/raced")["record"]
     open_job(page, "raced-c=00", "Race")
     rows = page.locator("table.race tbody tr")
-    expect(rows).to_have_count(3)
+    (copy,) = record["rungs"][0]["copies"]
+    expect(rows).to_have_count(4)
     shown = rows.all_inner_texts()
+    assert sum(f"at step {copy['step']}, lr × 0.3" in text for text in shown) == 1
     out = sum(one["verdict"] in ("worse", "dropped") for rung in record["rungs"] for one in rung["standings"])
     assert sum("dropped" in text for text in shown) == out > 0
     best = "winner" if record["outcome"]["low"] > 0 else "best, not confirmed"

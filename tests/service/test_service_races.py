@@ -105,6 +105,31 @@ def test_a_cancelled_race_ends_and_a_paused_one_goes_on(tmp_path: Path, alone: P
         assert_as_alone(service, alone)
 
 
+def test_copies_of_a_service_are_those_of_a_run(tmp_path: Path) -> None:
+    copied = racing(race={**RACE, "finalists": 2, "exploit": [0.3]})
+    motet.run([tiny("first", steps=1)], base="small", directory=tmp_path / "first", engine=ENGINE, quiet=True)
+    init = {"adapter": {"init": f"{tmp_path}/first/first/versions/v1"}}
+    motet.run([{**copied, **init}], base="small", directory=tmp_path / "alone", engine=ENGINE, quiet=True)
+    record = RaceRecord.read(tmp_path / "alone" / "say.race.json")
+    assert len(record.copies) == 1
+    (copy,) = record.copies
+    with serving(tmp_path) as service:
+        service.submit(tiny("first", steps=1))
+        service.ended("first")
+        service.submit({**copied, "adapter": {"init": "first@latest"}})
+        service.until(lambda: len(race(service)["record"]["rungs"]) == 1)
+        service.kill_all()
+        service.start()
+        service.until(lambda: race(service)["ended"] is not None)
+        assert_as_alone(service, tmp_path / "alone")
+        assert copy.name in race(service)["jobs"]
+        assert service.steps(copy.name) == [*range(7)], "also those before it began"
+        used = [one for one in service.ask("GET", "/v1/usage")["data"] if one["name"] != "first"]
+        assert record.outcome is not None
+        assert sum(one["tokens_sampled"] + one["tokens_trained"] for one in used) == record.outcome.tokens, "once"
+        assert "copy of" in typed(service, "show", "say")
+
+
 # --- the routes alone -------------------------------------------------------------------------------------------------------
 
 
@@ -115,9 +140,9 @@ def submitted(house: House, name: str, **fields: object) -> Json:
     return found
 
 
-def arrive(house: House, run: Path, source: str = "") -> dict[str, str]:
+def arrive(house: House, run: Path, source: str = "", **fields: object) -> dict[str, str]:
     """A race whose candidates have the directories of a run (or all that of one job) at the first decision."""
-    jobs: dict[str, str] = submitted(house, "say")["jobs"]
+    jobs: dict[str, str] = submitted(house, "say", **fields)["jobs"]
     for name, job in jobs.items():
         shutil.copytree(run / (source or name), house.storage.run / job, dirs_exist_ok=True)
         (house.storage.run / job / "status.json").unlink()
@@ -141,7 +166,6 @@ def again(house: House) -> Races:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"race": {**RACE, "exploit": [0.3]}}, "a service makes no copies"),
         ({"data": {**DATA, "holdout": 11}}, "11 held-out rows are too few"),
         ({"data": {**DATA, "holdout": "auto", "size": 40}}, "10 held-out rows are too few"),
         ({"data": {**DATA, "size": 9000, "holdout": 4097}}, "at most 4096 are compared"),
@@ -270,6 +294,44 @@ def test_a_process_that_was_killed_while_it_decided_leaves_nobody_behind(empty: 
     row = empty.store.job_by_id(leader)
     assert row is not None
     assert row.until == 3
+
+
+def test_a_copy_is_a_job_of_the_race(empty: House, alone: Path) -> None:
+    leader = RaceRecord.read(alone / "say.race.json").rungs[0].standings[0].name
+    jobs = arrive(empty, alone, race={**RACE, "exploit": [0.3]})
+    empty.part(Races).decide()
+    told = empty.ask("GET", "/v1/races/say").json()
+    (copy,) = told["record"]["rungs"][0]["copies"]
+    assert (copy["of"], copy["step"]) == (leader, 2)
+    made = empty.ask("GET", f"/v1/jobs/{copy['name']}").json()
+    assert (made["id"], made["race"], made["step"], made["state"]) == (
+        told["jobs"][copy["name"]],
+        told["id"],
+        2,
+        "queued",
+    )
+    assert made["spec"]["optimizer"]["lr_factors"] == {"2": 0.3}
+    row = empty.store.job_by_id(made["id"])
+    assert row is not None
+    assert row.until == 3
+    assert (empty.storage.run / made["id"] / "state" / "2").is_dir()
+    empty.ask("POST", "/v1/races/say/cancel").raise_for_status()
+    for job in (jobs[leader], made["id"]):
+        empty.recorder.record_state(job, JobState.CANCELLED, "")
+    again(empty).decide()
+    assert empty.ask("GET", "/v1/races/say").json()["ended"] is not None
+    for job in (*jobs.values(), made["id"]):
+        assert empty.ask("DELETE", f"/v1/jobs/{job}").status_code == 204
+    assert list(empty.storage.run.glob("job-*")) == [empty.storage.run / empty.job["id"]]
+
+
+def test_the_name_of_a_copy_may_be_taken(empty: House, alone: Path) -> None:
+    leader = RaceRecord.read(alone / "say.race.json").rungs[0].standings[0].name
+    taken = f"say-c=04-of={leader[6:8]}-times=0.3"
+    arrive(empty, alone, race={**RACE, "exploit": [0.3]})
+    empty.ask("POST", "/v1/jobs", json=tiny(taken)).raise_for_status()
+    empty.part(Races).decide()
+    assert f"there is a job '{taken}' already" in empty.ask("GET", "/v1/races/say").json()["failure"]
 
 
 def test_decisions_that_are_gone_end_a_race(empty: House, alone: Path) -> None:

@@ -66,14 +66,22 @@ class Race(Generic[AnyCandidate]):
         jobs: Mapping[str, AnyCandidate],
         run: Path,
         join: Callable[[JobConfig], AnyCandidate],
+        named: Callable[[str], str] = str,
     ) -> None:
-        """Take up what an earlier process decided. `join` makes a candidate of the job of a copy, whose directory is there.
+        """Take up what an earlier process decided.
+
+        Args:
+            plan: the race.
+            jobs: its candidates, by name.
+            run: where it writes its decisions.
+            join: makes a candidate of the job of a copy, whose directory is there.
+            named: the name of a candidate's directory, by its own.
 
         Raises:
             RunError: the race was begun otherwise, or its candidates say otherwise than its record.
         """
         self.plan, self.path = plan, run / f"{plan.name}{ENDING}"
-        self._jobs, self._join = {one.name: jobs[one.name] for one in plan.candidates}, join
+        self._jobs, self._join, self._named = {one.name: jobs[one.name] for one in plan.candidates}, join, named
         fresh = RaceRecord.of(plan)
         self.record = RaceRecord.read(self.path) if self.path.exists() else fresh
         if replace(self.record, rungs=(), outcome=None) != fresh:
@@ -127,12 +135,12 @@ class Race(Generic[AnyCandidate]):
             RunError: the directory is of another job.
         """
         there, config = self._jobs[copy.of].directory, copied(self._jobs[copy.of].config, copy)
-        new = there.path.with_name(copy.name)
+        new = there.path.with_name(self._named(copy.name))
         if (new / FORKED).exists():
             draft = new.with_name(f".tmp-{new.name}")
             shutil.rmtree(draft, ignore_errors=True)
             new.rename(draft)
-        settings = config.model_dump(mode="json", include={"name", "optimizer"})
+        settings = config.model_dump(mode="json", include={"optimizer"}) | {"name": new.name}
         fork(there, copy.step, new, config.algorithm.lag, settings)
 
     # --- who is in it ------------------------------------------------------------------------------------------------

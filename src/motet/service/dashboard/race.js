@@ -6,10 +6,18 @@ import {count, measured} from "./words.js";
 const WORDS = {leads: "leads", "goes on": "continues", worse: "dropped: worse", dropped: "dropped: not shown worse", failed: "failed or ended"};
 const short = name => name.replace(/^.*-c=/, "").replace(/-.*$/, "");
 
+const copiesOf = record => new Map(record.rungs.flatMap(rung => rung.copies).map(copy => [copy.name, copy]));
+
+/** The settings with which a candidate began; a copy has those of the candidate that it continues. */
+function settings(record, copies, name) {
+  while (copies.has(name)) name = copies.get(name).of;
+  return record.values[name];
+}
+
 /** One row for each candidate, the furthest first. */
-function rows(record) {
+function rows(record, copies) {
   const names = [...record.rungs].reverse().flatMap(rung => rung.standings.map(one => one.name));
-  return [...new Set([...names, ...Object.keys(record.values)])].map(name => {
+  return [...new Set([...names, ...Object.keys(record.values), ...copies.keys()])].map(name => {
     const mine = record.rungs.map(rung => rung.standings.find(one => one.name === name));
     const place = mine.findLastIndex(Boolean), last = mine[place], end = record.outcome;
     let text = last ? `${WORDS[last.verdict]} at v${record.rungs[place].version}` : "";
@@ -32,13 +40,14 @@ function verdict(race) {
 export function raceTab(job) {
   const node = el("div", {class: "card"});
   async function begin() {
-    const race = await ask("GET", `/v1/races/${encodeURIComponent(job.race)}`), {record} = race;
+    const race = await ask("GET", `/v1/races/${encodeURIComponent(job.race)}`), {record} = race, copies = copiesOf(record);
     const fields = [...new Set(Object.values(record.values).flatMap(given => Object.keys(given)))];
-    const heads = ["candidate", "decision", ...fields.map(field => field.split(".").at(-1)), ...record.rungs.map(rung => `v${rung.version}`)];
+    const heads = ["candidate", ...(copies.size ? ["copy of"] : []), "decision", ...fields.map(field => field.split(".").at(-1)), ...record.rungs.map(rung => `v${rung.version}`)];
     const cell = value => el("td", {}, value === undefined ? "" : typeof value === "number" ? String(value) : typeof value === "string" ? value : JSON.stringify(value));
-    const body = rows(record).map(row => el("tr", {class: row.name === job.name ? "own" : ""},
+    const of = copy => copy ? `${short(copy.of)} at step ${copy.step}, lr × ${copy.factor}` : "";
+    const body = rows(record, copies).map(row => el("tr", {class: row.name === job.name ? "own" : ""},
       el("td", {}, el("a", {href: `#/job/${encodeURIComponent(race.jobs[row.name])}/race`, title: row.name}, short(row.name))),
-      cell(row.text), fields.map(field => cell(record.values[row.name][field])), row.means.map(cell)));
+      copies.size ? cell(of(copies.get(row.name))) : [], cell(row.text), fields.map(field => cell(settings(record, copies, row.name)[field])), row.means.map(cell)));
     fill(node, el("h2", {}, `Race ${race.name}`), el("p", {}, verdict(race)),
       el("div", {class: "scrolls"}, el("table", {class: "race"}, el("thead", {}, el("tr", {}, heads.map(text => el("th", {scope: "col"}, text)))), el("tbody", {}, body))));
   }

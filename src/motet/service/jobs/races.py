@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import logging
 import shutil
 from collections.abc import Callable, Iterable
@@ -13,8 +15,9 @@ from motet.cluster.hosts import Hosts
 from motet.config import JobConfig
 from motet.config.candidates import RacePlan, plan
 from motet.core.errors import RunError
-from motet.core.types import JobState
+from motet.core.types import JobState, Wanted
 from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.fork import forked_from
 from motet.runtime.progress import JobProgress
 from motet.runtime.race import Race
 from motet.runtime.race_record import ENDING, RaceRecord
@@ -125,7 +128,8 @@ class Races:
             place = self.path(stored.id, stored.name).parent
             place.mkdir(parents=True, exist_ok=True)
             self._check_there(stored, jobs.values())
-            race = Race(_plan(stored), jobs, place, self._no_copies)
+            join = functools.partial(self._copy, stored, jobs)
+            race = Race(_plan(stored), jobs, place, join, functools.partial(_id_of, stored))
             race.decide(running)
         except Exception as error:
             if isinstance(error, (OSError, *AWAY)) and not isinstance(error, FileNotFoundError):
@@ -159,9 +163,27 @@ class Races:
         directory = self._storage.job(row.id)
         return _Candidate(row, config, directory, progress, self._store, self._recorder.record_state)
 
-    @staticmethod
-    def _no_copies(config: JobConfig) -> _Candidate:
-        raise NotImplementedError(f"{config.name}: a service refuses races with copies")
+    def _copy(self, race: StoredRace, jobs: dict[str, _Candidate], config: JobConfig) -> _Candidate:
+        """The candidate of a copy, whose directory is there; its job is made once.
+
+        Raises:
+            StoreError: its owner has a job with its name.
+        """
+        if config.name not in jobs:
+            job_id, plan = _id_of(race, config.name), _plan(race)
+            there, step = forked_from(self._storage.job(job_id))
+            (original,) = (one.row for one in jobs.values() if one.row.id == there.name)
+            stops = (plan.stop(number) for number in range(len(plan.rungs)))
+            row = StoredJob(
+                id=job_id, tenant_id=race.tenant_id, name=config.name, race=race.id, base=original.base,
+                spec=config.model_dump(mode="json"), state=JobState.QUEUED.value, wanted=Wanted.RUN.value,
+                step=step, steps=original.steps, reward=original.reward, held_out=original.held_out,
+                starts_from=original.starts_from, until=next((stop for stop in stops if stop and stop > step), None),
+            )  # fmt: skip
+            self._store.continue_job(row, original)
+            self._recorder.record_state(row.id, JobState.QUEUED, "")
+            jobs[config.name] = self._candidate(row)
+        return jobs[config.name]
 
     # --- what was decided ---------------------------------------------------------------------------------------------
 
@@ -204,6 +226,11 @@ class Races:
         shutil.rmtree(self._storage.races / race_id, ignore_errors=True)
         self.rows.delete(race_id)
         return True
+
+
+def _id_of(race: StoredRace, copy: str) -> str:
+    """The id of a copy: the same after a crash."""
+    return f"job-{hashlib.sha256(f'{race.id}/{copy}'.encode()).hexdigest()[:16]}"
 
 
 def _plan(race: StoredRace) -> RacePlan:

@@ -182,7 +182,7 @@ def check_race(plan: RacePlan, rows: int | None) -> None:
         rows: of the file that rows are held out of; None if this is no file.
 
     Raises:
-        ConfigError: too many held-out rows or too few, or copies.
+        ConfigError: too many held-out rows, or too few.
     """
     job, data = plan.candidates[0], plan.candidates[0].data
     if data.eval_source is None:
@@ -190,8 +190,6 @@ def check_race(plan: RacePlan, rows: int | None) -> None:
     else:
         most = data.held_out_of(None)
         held_out = most if rows is None else min(most, rows)
-    if plan.settings.exploit:
-        raise ConfigError("race.exploit: a service makes no copies; leave it out, or run this job with `motet run`")
     check_rows(plan, held_out)
     if held_out * job.eval.n > MOST_RACE_ROWS:
         raise ConfigError(
