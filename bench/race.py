@@ -2,8 +2,9 @@
 
     python bench/race.py record curves/ --tasks sort_letters,reverse --seeds 1,2     # trains every candidate to the end, once
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --control     # the same with sixteen equal candidates
+    python bench/race.py record curves/ --tasks sort_letters --seeds 1 --schedule linear  # each with a rate that falls to 0
+    python bench/race.py copies curves/ --tasks sort_letters,reverse --seeds 1,2     # races with copies
     python bench/race.py compare curves/                                             # regret and tokens of each rule
-    python bench/race.py exploit races/ --tasks sort_letters,reverse --seeds 1,2     # races with and without copies
     python bench/race.py errors                                                      # error rates on made-up rows, no training
 
 A job's bytes do not depend on its company, so each candidate is trained once per task and seed, and every rule reads the same
@@ -57,7 +58,7 @@ class Curve:
         return fmean(self.rows[STEPS])
 
 
-def raced_job(task: str, seed: int, race: dict[str, Any]) -> JobConfig:
+def raced_job(task: str, seed: int, race: dict[str, Any], schedule: str = "constant") -> JobConfig:
     """A job that races over sixteen candidates."""
     job = {
         "name": f"{task}-s{seed}",
@@ -68,26 +69,28 @@ def raced_job(task: str, seed: int, race: dict[str, Any]) -> JobConfig:
         "sampling": {"max_tokens": 12},
         "algorithm": {"groups_per_step": 4},
         "eval": {"every": EVERY},
+        "optimizer": {"schedule": schedule},
         "race": {"candidates": 16, **race},
     }
     return JobConfig.model_validate(job)
 
 
-def candidates(task: str, seed: int, *, control: bool) -> list[JobConfig]:
+def candidates(task: str, seed: int, *, control: bool, schedule: str) -> list[JobConfig]:
     """The default candidates of a race; of the control, sixteen seeds of one setting."""
     over = {"seed": [1000 * seed + place for place in range(1, 16)]} if control else {}
-    return raced([raced_job(task, seed, {"over": over})])[0]
+    return raced([raced_job(task, seed, {"over": over}, schedule)])[0]
 
 
-def record(directory: Path, task: str, seed: int, *, control: bool) -> None:
+def record(directory: Path, task: str, seed: int, *, control: bool, schedule: str) -> None:
     """Train every candidate to the end and write its curve; what is there already stays."""
     from motet.running import run_config
 
-    name = f"{'control-' if control else ''}{task}-s{seed}"
+    kind = "control-" if control else "" if schedule == "constant" else f"{schedule}-"
+    name = f"{kind}{task}-s{seed}"
     out = directory / f"{name}.json"
     if out.exists():
         return
-    jobs, run = candidates(task, seed, control=control), directory / "runs" / name
+    jobs, run = candidates(task, seed, control=control, schedule=schedule), directory / "runs" / name
     run_config(validate({"base": "small", "run": str(run), "engine": ENGINE, "jobs": jobs}, "the bench"))
     curves = {}
     for job in jobs:
@@ -225,7 +228,8 @@ def compare(directory: Path) -> None:
     """Print each rule's mean regret against the best final reward, and its tokens as a share of the grid's."""
     rungs = [(EVERY, 8), (2 * EVERY, 4), (4 * EVERY, 2)]
     single = [(EVERY, 4), (4 * EVERY, 1)]
-    known = {path.stem: read(path) for path in sorted(directory.glob("*.json")) if not path.stem.startswith("control")}
+    others = ("control-", "copies-", "linear-", "cosine-")
+    known = {path.stem: read(path) for path in sorted(directory.glob("*.json")) if not path.stem.startswith(others)}
     rules: dict[str, Callable[[Sequence[Curve]], Chosen]] = {
         "full grid": grid,
         "race (default)": lambda curves: halving(curves, rungs, proof=True),
@@ -245,6 +249,18 @@ def compare(directory: Path) -> None:
     for n in (4, 8):
         rng = random.Random(0)
         _row(f"random, {n} of 16", [(curves, [draw(curves, n, rng) for _ in range(200)]) for curves in known.values()])
+    for kind in ("linear", "cosine"):
+        falling = {name: read(path) for name in known if (path := directory / f"{kind}-{name}.json").exists()}
+        for title, rule in (("full grid", grid), ("race", rules["race (default)"])) if falling else ():
+            _row(f"{title}, {kind} schedule", [(known[name], [rule(curves)]) for name, curves in falling.items()])
+    copies = {
+        name: json.loads(path.read_text()) for name in known if (path := directory / f"copies-{name}.json").exists()
+    }
+    if copies:
+        results = [
+            (known[name], [(Curve("", 1.0, {STEPS: one["rows"]}, {}), one["tokens"])]) for name, one in copies.items()
+        ]
+        _row("race with copies", results)
     for path in sorted(directory.glob("control*.json")):
         curves = read(path)
         worse = sum(
@@ -271,33 +287,20 @@ def _row(name: str, results: Sequence[tuple[Sequence[Curve], Sequence[Chosen]]])
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def exploit(directory: Path, tasks: Sequence[str], seeds: Sequence[int]) -> None:
-    """Print the held-out reward of the finalist after the last step, and the tokens, of races with and without copies."""
+def copies(directory: Path, task: str, seed: int) -> None:
+    """Race with copies, and write what its finalist can do after the last step; what is there already stays."""
     from motet.running import run_config
 
-    kinds = {"race": {}, "race with copies": {"exploit": True}}
-    found = {kind: list[tuple[float, int]]() for kind in kinds}
-    for task in tasks:
-        for seed in seeds:
-            for kind, race in kinds.items():
-                job = raced_job(task, seed, race)
-                run = directory / kind.replace(" ", "-") / job.name
-                ended = run_config(
-                    validate({"base": "small", "run": str(run), "engine": ENGINE, "jobs": [job]}, "bench")
-                )
-                outcome = ended.races[job.name].outcome
-                assert outcome is not None
-                assert outcome.finalist is not None
-                reward = fmean(rows_in(JobDirectory(run / outcome.finalist), STEPS))
-                found[kind].append((reward, outcome.tokens))
-                print(
-                    f"{job.name:20} {kind:18} {reward:.3f}  {outcome.tokens:>10,} tokens  {outcome.finalist}",
-                    flush=True,
-                )
-    gains = [after - before for (before, _), (after, _) in zip(*found.values(), strict=True)]
-    costs = [after / before for (_, before), (_, after) in zip(*found.values(), strict=True)]
-    gain = Mean.of(gains)
-    print(f"with copies: {gain.mean:+.3f} ± {gain.half:.3f} held-out reward, {fmean(costs):.2f} times the tokens")
+    job = raced_job(task, seed, {"exploit": True})
+    out, run = directory / f"copies-{job.name}.json", directory / "runs" / f"copies-{job.name}"
+    if out.exists():
+        return
+    done = run_config(validate({"base": "small", "run": str(run), "engine": ENGINE, "jobs": [job]}, "the bench"))
+    outcome = done.races[job.name].outcome
+    assert outcome is not None
+    assert outcome.finalist is not None
+    rows = rows_in(JobDirectory(run / outcome.finalist), STEPS)
+    out.write_text(json.dumps({"finalist": outcome.finalist, "rows": rows, "tokens": outcome.tokens}))
 
 
 # --- error rates of the rule, where the truth is known ---------------------------------------------------------------
@@ -342,11 +345,12 @@ def errors(n_races: int = 400, n_rows: int = 43) -> None:
 def main() -> None:
     """Do what the first word asks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("record", "compare", "exploit", "errors"))
+    parser.add_argument("action", choices=("record", "copies", "compare", "errors"))
     parser.add_argument("directory", type=Path, nargs="?", default=Path("curves"))
     parser.add_argument("--tasks", default="sort_letters")
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--control", action="store_true")
+    parser.add_argument("--schedule", choices=("constant", "linear", "cosine"), default="constant")
     given = parser.parse_args()
     if given.action == "errors":
         errors()
@@ -355,12 +359,13 @@ def main() -> None:
         compare(given.directory)
         return
     tasks, seeds = given.tasks.split(","), [int(seed) for seed in given.seeds.split(",")]
-    if given.action == "exploit":
-        exploit(given.directory, tasks, seeds)
-        return
+    given.directory.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         for task in tasks:
-            record(given.directory, task, seed, control=given.control)
+            if given.action == "copies":
+                copies(given.directory, task, seed)
+            else:
+                record(given.directory, task, seed, control=given.control, schedule=given.schedule)
 
 
 if __name__ == "__main__":
