@@ -10,6 +10,7 @@ import pytest
 
 import motet
 from motet.core.types import JobState
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.race_record import RaceRecord
 from motet.service.jobs.races import Races
 from tests.support.commands import Motet, job_file
@@ -294,6 +295,16 @@ def test_a_process_that_was_killed_while_it_decided_leaves_nobody_behind(empty: 
     row = empty.store.job_by_id(leader)
     assert row is not None
     assert row.until == 3
+
+
+def test_a_budget_counts_tokens_up_to_the_decision(empty: House, alone: Path) -> None:
+    """The directories are further, as where a backup of the database alone was restored."""
+    (first, *_) = RaceRecord.read(alone / "say.race.json").rungs
+    tokens = [JobDirectory(alone / one.name).committed(first.step).tokens for one in first.standings]
+    arrive(empty, alone, race={**RACE, "budget": round(sum(tokens) + sum(tokens[:2]) / first.step) + 1})
+    empty.part(Races).decide()
+    (rung,) = empty.ask("GET", "/v1/races/say").json()["record"]["rungs"]
+    assert rung["keep"] == 2
 
 
 def test_a_copy_is_a_job_of_the_race(empty: House, alone: Path) -> None:
