@@ -4,7 +4,7 @@
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --control     # the same with sixteen equal candidates
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --schedule linear  # each with a rate that falls to 0
     python bench/race.py copies curves/ --tasks sort_letters,reverse --seeds 1,2     # races with copies
-    python bench/race.py compare curves/                                             # regret and tokens of each rule
+    python bench/race.py compare curves/                                             # what each rule finds, and its tokens
     python bench/race.py errors                                                      # error rates on made-up rows, no training
 
 A job's bytes do not depend on its company, so each candidate is trained once per task and seed, and every rule reads the same
@@ -18,7 +18,7 @@ import importlib
 import importlib.util
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist, fmean, median
@@ -29,7 +29,7 @@ from motet.config.candidates import raced
 from motet.config.jobfile import validate
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.race import rows_in
-from motet.runtime.race_rule import decide, deciding
+from motet.runtime.race_rule import confirming, decide, deciding
 from motet.runtime.settings import Mean
 
 STEPS, EVERY = 24, 3
@@ -56,6 +56,11 @@ class Curve:
     def final(self) -> float:
         """Held-out reward of the last version, over all rows."""
         return fmean(self.rows[STEPS])
+
+    @property
+    def best_version(self) -> int:
+        """The best after version 0, by what rules see."""
+        return max((version for version in self.rows if version), key=self.score)
 
 
 def raced_job(task: str, seed: int, race: dict[str, Any], schedule: str = "constant") -> JobConfig:
@@ -119,9 +124,9 @@ def read(path: Path) -> list[Curve]:
     ]
 
 
-# --- rules: the chosen curve, and the tokens that the search took ------------------------------------------------------
+# --- rules: the candidates that trained to the end, and the tokens that the search took --------------------------------
 
-Chosen = tuple[Curve, int]
+Chosen = tuple[Sequence[Curve], int]
 VERSIONS = [*range(EVERY, STEPS, EVERY), STEPS]
 
 
@@ -130,21 +135,32 @@ def best(curves: Iterable[Curve], version: int) -> Curve:
     return max(sorted(curves, key=lambda one: one.name), key=lambda one: one.score(version))
 
 
+def value(ended: Sequence[Curve]) -> float:
+    """What a person gets: the best version of all, by rows that decide, on the rows that no rule has seen."""
+    one = max(sorted(ended, key=lambda one: one.name), key=lambda one: one.score(one.best_version))
+    return fmean(confirming(one.rows[one.best_version]))
+
+
 def grid(curves: Sequence[Curve]) -> Chosen:
     """All to the end."""
-    return best(curves, STEPS), sum(one.tokens[STEPS] for one in curves)
+    return curves, sum(one.tokens[STEPS] for one in curves)
+
+
+def as_written(curves: Sequence[Curve]) -> Chosen:
+    """The job without a race."""
+    return curves[:1], curves[0].tokens[STEPS]
 
 
 def draw(curves: Sequence[Curve], n: int, rng: random.Random) -> Chosen:
     """A few to the end."""
     some = rng.sample(list(curves), n)
-    return best(some, STEPS), sum(one.tokens[STEPS] for one in some)
+    return some, sum(one.tokens[STEPS] for one in some)
 
 
 def halving(curves: Sequence[Curve], rungs: Sequence[tuple[int, int]], *, proof: bool) -> Chosen:
     """Synchronous halving; with `proof` as `motet run --race`, which also drops what is shown worse."""
     live, tokens, before = list(curves), 0, dict.fromkeys((one.name for one in curves), 0)
-    for version, keep in [*rungs, (STEPS, 1)]:
+    for version, keep in rungs:
         tokens += sum(one.tokens[version] - before[one.name] for one in live)
         before.update({one.name: one.tokens[version] for one in live})
         if proof:
@@ -153,7 +169,7 @@ def halving(curves: Sequence[Curve], rungs: Sequence[tuple[int, int]], *, proof:
         else:
             stay = [one.name for one in sorted(live, key=lambda one: (-one.score(version), one.name))[:keep]]
         live = [one for one in live if one.name in stay]
-    return live[0], tokens
+    return live, tokens + sum(one.tokens[STEPS] - before[one.name] for one in live)
 
 
 def asha(curves: Sequence[Curve], rungs: Sequence[int], eta: int) -> Chosen:
@@ -181,8 +197,10 @@ def asha(curves: Sequence[Curve], rungs: Sequence[int], eta: int) -> Chosen:
             tokens += one.tokens[rungs[0]]
             done[0].append(one)
     last = max(rung for rung, some in enumerate(done) if some)
+    if rungs[last] == STEPS:
+        return done[last], tokens
     chosen = best(done[last], rungs[last])
-    return chosen, tokens + chosen.tokens[STEPS] - chosen.tokens[rungs[last]]
+    return [chosen], tokens + chosen.tokens[STEPS] - chosen.tokens[rungs[last]]
 
 
 def median_rule(curves: Sequence[Curve]) -> Chosen:
@@ -193,7 +211,7 @@ def median_rule(curves: Sequence[Curve]) -> Chosen:
         tokens += sum(one.tokens[version] - (0 if before is None else one.tokens[before]) for one in live)
         middle = median(one.score(version) for one in live)
         live = [one for one in live if place == 0 or one.score(version) >= middle] or live
-    return best(live, STEPS), tokens
+    return live, tokens
 
 
 def tpe(curves: Sequence[Curve], tokens_allowed: int, seed: int) -> Chosen:
@@ -218,22 +236,25 @@ def tpe(curves: Sequence[Curve], tokens_allowed: int, seed: int) -> Chosen:
         study.tell(
             trial, None if pruned else order[place].score(STEPS), optuna.trial.TrialState.PRUNED if pruned else None
         )
-    longest = max(known.values())
-    chosen = best((order[place] for place, version in known.items() if version == longest), longest)
-    spent = sum(order[place].tokens[version] for place, version in known.items())
-    return chosen, spent + chosen.tokens[STEPS] - chosen.tokens[longest]
+    longest, spent = max(known.values()), sum(order[place].tokens[version] for place, version in known.items())
+    furthest = [order[place] for place, version in known.items() if version == longest]
+    if longest == STEPS:
+        return furthest, spent
+    chosen = best(furthest, longest)
+    return [chosen], spent + chosen.tokens[STEPS] - chosen.tokens[longest]
 
 
 def compare(directory: Path) -> None:
-    """Print each rule's mean regret against the best final reward, and its tokens as a share of the grid's."""
+    """Print what each rule finds, its difference from what the full grid finds, and its tokens as a share of the grid's."""
     rungs = [(EVERY, 8), (2 * EVERY, 4), (4 * EVERY, 2)]
-    single = [(EVERY, 4), (4 * EVERY, 1)]
     others = ("control-", "copies-", "linear-", "cosine-")
     known = {path.stem: read(path) for path in sorted(directory.glob("*.json")) if not path.stem.startswith(others)}
     rules: dict[str, Callable[[Sequence[Curve]], Chosen]] = {
         "full grid": grid,
+        "the job as written, no race": as_written,
         "race (default)": lambda curves: halving(curves, rungs, proof=True),
-        "race, by 4, one finalist": lambda curves: halving(curves, single, proof=True),
+        "race, by 4, one finalist": lambda curves: halving(curves, [(EVERY, 4), (4 * EVERY, 1)], proof=True),
+        "race, six, three finalists": lambda curves: halving(curves, [(2 * EVERY, 6), (4 * EVERY, 3)], proof=True),
         "halving by 2, two finalists": lambda curves: halving(curves, rungs, proof=False),
         "halving by 2, one finalist": lambda curves: halving(curves, [*rungs, (6 * EVERY, 1)], proof=False),
         "ASHA by 2": lambda curves: asha(curves, [EVERY, 2 * EVERY, 4 * EVERY, STEPS], 2),
@@ -242,25 +263,47 @@ def compare(directory: Path) -> None:
     }
     if importlib.util.find_spec("optuna") is not None:
         rules["TPE + Hyperband (Optuna)"] = lambda curves: tpe(curves, grid(curves)[1] // 4, 0)
-    print(f"{len(known)} grids of 16 candidates: {', '.join(known)}")
-    print(f"{'rule':32} {'regret (95 % interval)':28} {'tokens / grid':14} best found")
-    for name, rule in rules.items():
-        _row(name, [(curves, [rule(curves)]) for curves in known.values()])
-    for n in (4, 8):
+    tasks = {name.rpartition("-s")[0] for name in known}
+    print(f"{len(known)} grids of 16 candidates, {len(tasks)} tasks: {', '.join(sorted(tasks))}")
+    print(f"{'rule':30} {'reward':7} {'minus the grid':17} {'tokens':7} at least the grid, of grids and of tasks")
+
+    def row(title: str, found: Mapping[str, tuple[float, float]]) -> None:
+        """Of each grid: the value and the tokens."""
+        gaps = {name: reward - value(known[name]) for name, (reward, _) in found.items()}
+        shares = [tokens / grid(known[name])[1] for name, (_, tokens) in found.items()]
+        by_task = [
+            fmean(gap for name, gap in gaps.items() if name.startswith(f"{task}-s"))
+            for task in tasks
+            if any(name.startswith(f"{task}-s") for name in gaps)
+        ]
+        mean = Mean.of([*gaps.values()])
+        print(
+            f"{title:30} {fmean(reward for reward, _ in found.values()):<7.3f} {mean.mean:+.3f} ± {mean.half:<8.3f} "
+            f"{fmean(shares):<7.0%} {sum(gap >= 0 for gap in gaps.values())} of {len(gaps)}, "
+            f"{sum(gap >= 0 for gap in by_task)} of {len(by_task)}"
+        )
+
+    def of(chosen: Chosen) -> tuple[float, int]:
+        return value(chosen[0]), chosen[1]
+
+    for title, rule in rules.items():
+        row(title, {name: of(rule(curves)) for name, curves in known.items()})
+    for n in (1, 4, 8):
         rng = random.Random(0)
-        _row(f"random, {n} of 16", [(curves, [draw(curves, n, rng) for _ in range(200)]) for curves in known.values()])
-    for kind in ("linear", "cosine"):
-        falling = {name: read(path) for name in known if (path := directory / f"{kind}-{name}.json").exists()}
-        for title, rule in (("full grid", grid), ("race", rules["race (default)"])) if falling else ():
-            _row(f"{title}, {kind} schedule", [(known[name], [rule(curves)]) for name, curves in falling.items()])
-    copies = {
+        draws = {name: [of(draw(curves, n, rng)) for _ in range(200)] for name, curves in known.items()}
+        row(
+            f"random, {n} of 16",
+            {name: (fmean(a for a, _ in some), fmean(b for _, b in some)) for name, some in draws.items()},
+        )
+    copied = {
         name: json.loads(path.read_text()) for name in known if (path := directory / f"copies-{name}.json").exists()
     }
-    if copies:
-        results = [
-            (known[name], [(Curve("", 1.0, {STEPS: one["rows"]}, {}), one["tokens"])]) for name, one in copies.items()
-        ]
-        _row("race with copies", results)
+    if copied:
+        row("race with copies", {name: (one["value"], one["tokens"]) for name, one in copied.items()})
+    for kind in ("linear", "cosine"):
+        falling = {name: read(path) for name in known if (path := directory / f"{kind}-{name}.json").exists()}
+        for title in ("full grid", "the job as written, no race", "race (default)") if falling else ():
+            row(f"{kind}: {title}", {name: of(rules[title](curves)) for name, curves in falling.items()})
     for path in sorted(directory.glob("control*.json")):
         curves = read(path)
         worse = sum(
@@ -273,15 +316,6 @@ def compare(directory: Path) -> None:
             f"{path.stem}: equal candidates, final {min(finals):.3f} to {max(finals):.3f}: our intervals call {worse} of "
             f"{3 * (len(curves) - 1)} worse; rules without intervals name one of 16 as the best without saying so"
         )
-
-
-def _row(name: str, results: Sequence[tuple[Sequence[Curve], Sequence[Chosen]]]) -> None:
-    top = [max(one.final for one in curves) for curves, _ in results]
-    regrets = [fmean(best_ - one.final for one, _ in chosen) for best_, (_, chosen) in zip(top, results, strict=True)]
-    shares = [fmean(tokens for _, tokens in chosen) / grid(curves)[1] for curves, chosen in results]
-    hits = [fmean(one.final >= best_ for one, _ in chosen) for best_, (_, chosen) in zip(top, results, strict=True)]
-    mean = Mean.of(regrets)
-    print(f"{name:32} {mean.mean:.3f} ± {mean.half:<20.3f} {fmean(shares):<14.0%} {sum(hits):.1f} of {len(hits)}")
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -298,9 +332,8 @@ def copies(directory: Path, task: str, seed: int) -> None:
     done = run_config(validate({"base": "small", "run": str(run), "engine": ENGINE, "jobs": [job]}, "the bench"))
     outcome = done.races[job.name].outcome
     assert outcome is not None
-    assert outcome.finalist is not None
-    rows = rows_in(JobDirectory(run / outcome.finalist), STEPS)
-    out.write_text(json.dumps({"finalist": outcome.finalist, "rows": rows, "tokens": outcome.tokens}))
+    found = {"finalist": outcome.finalist, "version": outcome.version, "value": outcome.end, "tokens": outcome.tokens}
+    out.write_text(json.dumps(found))
 
 
 # --- error rates of the rule, where the truth is known ---------------------------------------------------------------
