@@ -326,6 +326,9 @@ def test_a_copy_is_a_job_of_the_race(empty: House, alone: Path) -> None:
     assert row is not None
     assert row.until == 3
     assert (empty.storage.run / made["id"] / "state" / "2").is_dir()
+    empty.store.delete_job(made["id"])  # as if the process had been killed before it made the job
+    again(empty).decide()
+    assert empty.ask("GET", f"/v1/jobs/{copy['name']}").json() | {"created": made["created"]} == made
     empty.ask("POST", "/v1/races/say/cancel").raise_for_status()
     for job in (jobs[leader], made["id"]):
         empty.recorder.record_state(job, JobState.CANCELLED, "")

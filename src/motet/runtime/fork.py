@@ -69,12 +69,6 @@ def fork(job: JobDirectory, step: int, new: Path, lag: int, settings: Mapping[st
     return JobDirectory(new)
 
 
-def forked_from(new: JobDirectory) -> tuple[Path, int]:
-    """The directory and the step that a new job starts from, until its first commit."""
-    tree = json.loads((new.path / FORKED).read_text())
-    return Path(tree["from"]), int(tree["step"])
-
-
 def _copy_logs(job: JobDirectory, done: Committed, draft: Path) -> dict[str, Any]:
     """Copy the committed part of the logs. Returns the new commit's lengths and sums, without deleted rollouts."""
     lengths, sums = dict[str, int](), dict(done.sums)

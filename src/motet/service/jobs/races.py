@@ -17,7 +17,6 @@ from motet.config.candidates import RacePlan, plan
 from motet.core.errors import RunError
 from motet.core.types import JobState, Wanted
 from motet.runtime.checkpoint import Committed, JobDirectory
-from motet.runtime.fork import forked_from
 from motet.runtime.progress import JobProgress
 from motet.runtime.race import Race
 from motet.runtime.race_record import ENDING, RaceRecord
@@ -164,25 +163,25 @@ class Races:
         return _Candidate(row, config, directory, progress, self._store, self._recorder.record_state)
 
     def _copy(self, race: StoredRace, jobs: dict[str, _Candidate], config: JobConfig) -> _Candidate:
-        """The candidate of a copy, whose directory is there; its job is made once.
+        """The candidate of a copy that was decided; its job is made once.
 
         Raises:
             StoreError: its owner has a job with its name.
         """
         if config.name not in jobs:
-            job_id, plan = _id_of(race, config.name), _plan(race)
-            there, step = forked_from(self._storage.job(job_id))
-            (original,) = (one.row for one in jobs.values() if one.row.id == there.name)
+            plan = _plan(race)
+            (copy,) = (one for one in self.record(race).copies if one.name == config.name)
+            original = jobs[copy.of].row
             stops = (plan.stop(number) for number in range(len(plan.rungs)))
             row = StoredJob(
-                id=job_id, tenant_id=race.tenant_id, name=config.name, race=race.id, base=original.base,
+                id=_id_of(race, copy.name), tenant_id=race.tenant_id, name=copy.name, race=race.id, base=original.base,
                 spec=config.model_dump(mode="json"), state=JobState.QUEUED.value, wanted=Wanted.RUN.value,
-                step=step, steps=original.steps, reward=original.reward, held_out=original.held_out,
-                starts_from=original.starts_from, until=next((stop for stop in stops if stop and stop > step), None),
+                step=copy.step, steps=original.steps, reward=original.reward, held_out=original.held_out,
+                starts_from=original.starts_from, until=next((stop for stop in stops if stop and stop > copy.step), None),
             )  # fmt: skip
             self._store.continue_job(row, original)
             self._recorder.record_state(row.id, JobState.QUEUED, "")
-            jobs[config.name] = self._candidate(row)
+            jobs[copy.name] = self._candidate(row)
         return jobs[config.name]
 
     # --- what was decided ---------------------------------------------------------------------------------------------
