@@ -3,7 +3,7 @@
     python bench/race.py record curves/ --tasks sort_letters,reverse --seeds 1,2     # trains every candidate to the end, once
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --control     # the same with sixteen equal candidates
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --schedule linear  # each with a rate that falls to 0
-    python bench/race.py copies curves/ --tasks sort_letters,reverse --seeds 1,2     # races with copies
+    python bench/race.py race curves/ --tasks sort_letters --seeds 1 --race '{"exploit": true}' --label copies  # a real race
     python bench/race.py compare curves/                                             # what each rule finds, and its tokens
     python bench/race.py errors                                                      # error rates on made-up rows, no training
 
@@ -247,7 +247,7 @@ def tpe(curves: Sequence[Curve], tokens_allowed: int, seed: int) -> Chosen:
 def compare(directory: Path) -> None:
     """Print what each rule finds, its difference from what the full grid finds, and its tokens as a share of the grid's."""
     rungs = [(EVERY, 8), (2 * EVERY, 4), (4 * EVERY, 2)]
-    others = ("control-", "copies-", "linear-", "cosine-")
+    others = ("control-", "race-", "linear-", "cosine-")
     known = {path.stem: read(path) for path in sorted(directory.glob("*.json")) if not path.stem.startswith(others)}
     rules: dict[str, Callable[[Sequence[Curve]], Chosen]] = {
         "full grid": grid,
@@ -295,11 +295,14 @@ def compare(directory: Path) -> None:
             f"random, {n} of 16",
             {name: (fmean(a for a, _ in some), fmean(b for _, b in some)) for name, some in draws.items()},
         )
-    copied = {
-        name: json.loads(path.read_text()) for name in known if (path := directory / f"copies-{name}.json").exists()
-    }
-    if copied:
-        row("race with copies", {name: (one["value"], one["tokens"]) for name, one in copied.items()})
+    real: dict[str, dict[str, tuple[float, float]]] = {}
+    for name in known:
+        for path in directory.glob(f"race-*-{name}.json"):
+            one = json.loads(path.read_text())
+            label = path.stem.removeprefix("race-").removesuffix(f"-{name}")
+            real.setdefault(label, {})[name] = (one["value"], one["tokens"])
+    for label, found in sorted(real.items()):
+        row(f"race: {label}", found)
     for kind in ("linear", "cosine"):
         falling = {name: read(path) for name in known if (path := directory / f"{kind}-{name}.json").exists()}
         for title in ("full grid", "the job as written, no race", "race (default)") if falling else ():
@@ -318,20 +321,21 @@ def compare(directory: Path) -> None:
         )
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
+# --- races that curves cannot tell, as those with copies -------------------------------------------------------------
 
 
-def copies(directory: Path, task: str, seed: int) -> None:
-    """Race with copies, and write what its finalist can do after the last step; what is there already stays."""
+def race(directory: Path, task: str, seed: int, settings: dict[str, Any], label: str) -> None:
+    """Race, and write what was found on the rows that confirm; what is there already stays."""
     from motet.running import run_config
 
-    job = raced_job(task, seed, {"exploit": True})
-    out, run = directory / f"copies-{job.name}.json", directory / "runs" / f"copies-{job.name}"
+    job = raced_job(task, seed, settings)
+    out, run = directory / f"race-{label}-{job.name}.json", directory / "runs" / f"{label}-{job.name}"
     if out.exists():
         return
     done = run_config(validate({"base": "small", "run": str(run), "engine": ENGINE, "jobs": [job]}, "the bench"))
     outcome = done.races[job.name].outcome
     assert outcome is not None
+    assert outcome.finalist is not None
     found = {"finalist": outcome.finalist, "version": outcome.version, "value": outcome.end, "tokens": outcome.tokens}
     out.write_text(json.dumps(found))
 
@@ -378,11 +382,13 @@ def errors(n_races: int = 400, n_rows: int = 43) -> None:
 def main() -> None:
     """Do what the first word asks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("record", "copies", "compare", "errors"))
+    parser.add_argument("action", choices=("record", "race", "compare", "errors"))
     parser.add_argument("directory", type=Path, nargs="?", default=Path("curves"))
     parser.add_argument("--tasks", default="sort_letters")
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--control", action="store_true")
+    parser.add_argument("--race", type=json.loads, default={}, help="settings of the race, as JSON")
+    parser.add_argument("--label", default="default", help="what to call it")
     parser.add_argument("--schedule", choices=("constant", "linear", "cosine"), default="constant")
     given = parser.parse_args()
     if given.action == "errors":
@@ -395,8 +401,8 @@ def main() -> None:
     given.directory.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         for task in tasks:
-            if given.action == "copies":
-                copies(given.directory, task, seed)
+            if given.action == "race":
+                race(given.directory, task, seed, given.race, given.label)
             else:
                 record(given.directory, task, seed, control=given.control, schedule=given.schedule)
 
