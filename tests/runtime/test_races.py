@@ -27,10 +27,10 @@ from motet.core.errors import ConfigError, RunError
 from motet.core.types import AdapterRef, JobState, Problem
 from motet.rollout.fake import FakeSync
 from motet.running import run_config
+from motet.runtime.bracket import bracket_rows, verdict
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.race_record import RaceRecord, interval, known_jobs, why_out
 from motet.runtime.race_rule import confirming, decide, deciding
-from motet.view.bracket import bracket_rows, verdict
 from tests.support.fake_run import FakeRun, Script, Setting, job, metrics, records, run_jobs, vowels, weights
 
 ROWS = [{"prompt": f"Say {i}", "answer": f"{i % 4}"} for i in range(48)]

@@ -392,7 +392,9 @@ def test_a_disk_that_is_full_delays_a_decision_and_a_paused_candidate_holds_it(h
     assert house.ask("GET", "/v1/races/waits").json()["ended"] is not None
 
 
-def test_a_race_whose_record_is_damaged_fails_with_the_reason(house: House) -> None:
+def test_a_race_whose_record_is_damaged_fails_with_the_reason(
+    house: House, says: Motet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = submitted(house, "damaged")
     path = house.part(Races).path(made["id"], "damaged")
     path.parent.mkdir(parents=True)
@@ -405,6 +407,10 @@ def test_a_race_whose_record_is_damaged_fails_with_the_reason(house: House) -> N
     assert "damaged.race.json is damaged" in told["failure"]
     assert str(house.storage.directory) not in told["failure"]
     assert told["ended"] is not None
+    monkeypatch.setenv("MOTET_URL", str(house.http.base_url))
+    monkeypatch.setenv("MOTET_API_KEY", house.keys["ours"])
+    code, out, _ = says("show", "damaged")
+    assert (code, "damaged.race.json is damaged" in out) == (0, True)
 
 
 def test_a_request_has_a_thousand_jobs_with_all_candidates(house: House) -> None:

@@ -150,7 +150,7 @@ def test_a_service_that_hangs_holds_others_on_its_database_for_a_while_only(url:
     job = queued(store, person(store, "us"), "sort", {}, 3, None)
     assert store.add_event(job.id, "step", "0", {}) is not None
     with store.transaction() as session:
-        store._wait_for_earlier_events(session)
+        store.wait_for_earlier_events(session)
         assert session.scalar(text("SHOW lock_timeout")) == "0"  # of what is locked next: as it was
     store.close()
     engine.dispose()

@@ -17,6 +17,7 @@ from motet.core.types import HostNow, JobState
 from motet.hosting.host import Host
 from motet.results import RunResult
 from motet.running import run_config
+from motet.runtime.bracket import bracket_rows, verdict
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.view import bracket_table, glyphs_of, make_view, settings_table, summary_table
@@ -75,7 +76,8 @@ def run_file(
     _print_notes(console, result.notes, printed)
     _print_tables(console, last, Path(config.run), view.seconds)
     for raced in result.races.values():
-        print_table(console, bracket_table(raced, glyphs_of(console)))
+        said = verdict(raced) + ("; run the same command to resume" if raced.outcome is None else "")
+        print_table(console, bracket_table(raced.name, *bracket_rows(raced), said, glyphs_of(console)))
     return _farewell(console, result)
 
 

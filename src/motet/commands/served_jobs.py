@@ -23,7 +23,6 @@ from motet.core.types import ADAPTER_CONFIG, JobState
 from motet.hosting.before_loading import check_data
 from motet.hosting.preparing import Sources
 from motet.runtime.progress import JobProgress, figure_of
-from motet.runtime.race_record import RaceRecord
 from motet.service.schemas import Health, Job, JobEvent, Race, Version
 from motet.tasks.row_files import READERS
 from motet.view import LogView, glyphs_of
@@ -266,13 +265,11 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
     return shown
 
 
-def bracket(race: Race) -> Table:
-    """The decisions of a race, and where it stands."""
-    record = RaceRecord.of_tree(race.record)
-    table = bracket_table(record, glyphs_of(Console()))
-    if race.failure or record.outcome is None:
-        table.caption = race.failure or f"{len(record.rungs)} of {len(record.plan)} decisions are made"
-    return table
+def bracket(race: Race) -> Table | Text:
+    """The decisions of a race, and where it stands; only the latter if they cannot be read."""
+    one, glyphs = race.bracket, glyphs_of(Console())
+    table = bracket_table(race.name, one.headings, one.rows, one.verdict, glyphs)
+    return table if one.rows else Text(glyphs.plain(one.verdict))
 
 
 def _state(job: Job) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 
 from motet.report.read import JobRecord, Line, RunRecord, Series, number
 from motet.report.svg import escaped, printable
+from motet.runtime.bracket import bracket_rows, verdict
 from motet.runtime.race_record import RaceRecord
 from motet.runtime.settings import OVER_SEEDS, Setting
-from motet.view.bracket import bracket_rows, verdict
 from motet.view.names import ranks, task_of
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import Integer, cast, delete, insert, literal, select, update
+from sqlalchemy.exc import IntegrityError
 
+from motet.core.errors import StoreError
 from motet.core.types import JobState
-from motet.service.database.store import Store
-from motet.service.database.tables import StoredJob, StoredRace, now
+from motet.service.database.store import Store, name_taken
+from motet.service.database.tables import Event, StoredJob, StoredRace, now
 from motet.service.database.tenants import Principal
 
 
@@ -67,6 +69,24 @@ class RaceRows:
         query = select(StoredJob.name, StoredJob.id).where(StoredJob.race == race_id).order_by(StoredJob.number)
         with self._store.transaction() as session:
             return {str(row[0]): str(row[1]) for row in session.execute(query)}
+
+    def continue_job(self, row: StoredJob, original: StoredJob) -> None:
+        """Queue a job that continues another one, whose steps up to its own are its, too; they are charged to that one.
+
+        Raises:
+            StoreError: the tenant has a job with its name.
+        """
+        step = cast(Event.key, Integer) < row.step
+        values = select(literal(row.id), Event.kind, Event.key, Event.time, Event.data).order_by(Event.id)
+        steps = values.where(Event.job_id == original.id, Event.kind == "step", step)
+        try:
+            with self._store.transaction() as session:
+                self._store.wait_for_earlier_events(session)
+                session.add(row)
+                session.flush()
+                session.execute(insert(Event).from_select(["job_id", "kind", "key", "time", "data"], steps))
+        except IntegrityError as error:
+            raise StoreError(name_taken(row.name)) from error
 
     def end(self, race_id: str, failure: str = "") -> None:
         """Record that a race has ended."""

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import Integer, Select, cast, delete, func, insert, literal, select, update
+from sqlalchemy import Select, delete, func, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
@@ -156,7 +156,7 @@ class Store:
             job.state, job.wanted = JobState.QUEUED.value, Wanted.RUN.value
         try:
             with self.transaction() as session:
-                self._wait_for_earlier_events(session)
+                self.wait_for_earlier_events(session)
                 session.add_all(races)
                 session.flush()  # jobs name them
                 for job in jobs:
@@ -166,24 +166,6 @@ class Store:
         except IntegrityError as error:
             raise StoreError(name_taken(" or ".join(job.name for job in jobs[:3]))) from error
         return list(jobs)
-
-    def continue_job(self, row: StoredJob, original: StoredJob) -> None:
-        """Queue a job that continues another one, whose steps up to its own are its, too; they are charged to that one.
-
-        Raises:
-            StoreError: the tenant has a job with its name.
-        """
-        step = cast(Event.key, Integer) < row.step
-        values = select(literal(row.id), Event.kind, Event.key, Event.time, Event.data).order_by(Event.id)
-        steps = values.where(Event.job_id == original.id, Event.kind == "step", step)
-        try:
-            with self.transaction() as session:
-                self._wait_for_earlier_events(session)
-                session.add(row)
-                session.flush()
-                session.execute(insert(Event).from_select(["job_id", "kind", "key", "time", "data"], steps))
-        except IntegrityError as error:
-            raise StoreError(name_taken(row.name)) from error
 
     def submitted(self, who: Principal, idempotency: str | None) -> StoredJob | None:
         """The job that a tenant submitted with an idempotency key."""
@@ -258,7 +240,7 @@ class Store:
         entry = Event(job_id=job_id, kind=kind, key=key, data=dict(data))
         try:
             with self.transaction() as session:
-                self._wait_for_earlier_events(session)
+                self.wait_for_earlier_events(session)
                 session.add(entry)
                 session.flush()
                 if also is not None:
@@ -275,7 +257,7 @@ class Store:
         held_out = newer_evaluation(before, version, value)
         session.execute(update(StoredJob).where(StoredJob.id == job_id).values(held_out=held_out))
 
-    def _wait_for_earlier_events(self, session: Session) -> None:
+    def wait_for_earlier_events(self, session: Session) -> None:
         """Commit events in the order of their ids; otherwise a reader could skip one that is committed late.
 
         SQLite has a single writer, so it needs no lock.

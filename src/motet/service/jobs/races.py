@@ -179,7 +179,7 @@ class Races:
                 step=copy.step, steps=original.steps, reward=original.reward, held_out=original.held_out,
                 starts_from=original.starts_from, until=next((stop for stop in stops if stop and stop > copy.step), None),
             )  # fmt: skip
-            self._store.continue_job(row, original)
+            self.rows.continue_job(row, original)
             self._recorder.record_state(row.id, JobState.QUEUED, "")
             jobs[copy.name] = self._candidate(row)
         return jobs[config.name]

@@ -9,10 +9,11 @@ from fastapi import APIRouter, Depends, Query
 
 from motet.core.errors import RunError, StoreError
 from motet.core.types import JobState, Wanted, Word
+from motet.runtime.bracket import bracket_rows, order, verdict
 from motet.service.database.tables import StoredRace
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import existing
-from motet.service.schemas import Race, Races
+from motet.service.schemas import Bracket, Race, Races
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
 
@@ -27,13 +28,17 @@ class RaceAnswers:
         """The response for one race."""
         store, failure = self._service.store, race.failure
         try:
-            record = asdict(self._service.races.record(race))
+            read = self._service.races.record(race)
         except RunError as error:
             record, failure = {}, failure or self._service.storage.without_places(str(error))
+            bracket = Bracket(headings=[], rows=[], names=[], verdict=failure)
+        else:
+            record, (headings, rows) = asdict(read), bracket_rows(read)
+            bracket = Bracket(headings=headings, rows=rows, names=order(read), verdict=failure or verdict(read))
         return Race(
             id=race.id, name=race.name, tenant=store.tenants.name_of(race.tenant_id) if self._who.admin else None,
             created=race.created, ended=race.ended, failure=failure,
-            jobs=self._service.races.rows.names(race.id), record=record,
+            jobs=self._service.races.rows.names(race.id), record=record, bracket=bracket,
         )  # fmt: skip
 
 

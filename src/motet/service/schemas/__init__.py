@@ -76,6 +76,18 @@ class Jobs(Answer):
     """Send it as `after` for the next page; null on the last."""
 
 
+class Bracket(Answer):
+    """A race as a table, in words."""
+
+    headings: list[str]
+    rows: list[list[str]]
+    """One for each candidate, the furthest first; none if the decisions cannot be read."""
+    names: list[str]
+    """Of the candidates, in the order of the rows."""
+    verdict: str
+    """The result, where the race stands, or why it could not decide."""
+
+
 class Race(Answer):
     """A race and its decisions."""
 
@@ -93,6 +105,7 @@ class Race(Answer):
     """Ids of the candidates, by name."""
     record: dict[str, Any]
     """As in a run's `<job>.race.json`: the settings of each candidate, the decisions, and the outcome."""
+    bracket: Bracket
 
 
 class Races(Answer):
