@@ -96,7 +96,9 @@ def record(directory: Path, task: str, seed: int, *, control: bool, schedule: st
     if out.exists():
         return
     jobs, run = candidates(task, seed, control=control, schedule=schedule), directory / "runs" / name
-    run_config(validate({"base": "small", "run": str(run), "engine": ENGINE, "jobs": jobs}, "the bench"))
+    done = run_config(validate({"base": "small", "run": str(run), "engine": ENGINE, "jobs": jobs}, "the bench"))
+    if any(job.state != "succeeded" for job in done.jobs.values()):
+        raise SystemExit("interrupted; the same command resumes")
     curves = {}
     for job in jobs:
         at = JobDirectory(run / job.name)

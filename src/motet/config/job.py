@@ -292,8 +292,8 @@ class JobConfig(Config):
     budget: int | None = Field(None, ge=1, le=10**15)
     """The job pauses at the end of the step in which it has sampled and trained this many tokens. Raise it to continue."""
     race: Annotated[RaceConfig | None, BeforeValidator(race_of)] = None
-    """Try several settings of this job at once and drop the worse ones early (`motet run` only; [Races](races.md)). `true`
-    takes the defaults."""
+    """Try several settings of this job at once and drop the worse ones early ([Races](races.md)). `true` takes the
+    defaults."""
     stop_when: StopConfig = StopConfig()
     """When the job ends before its last step, as succeeded."""
     team: TeamConfig = {}
