@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import json
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,7 +223,9 @@ def tpe(curves: Sequence[Curve], tokens_allowed: int, seed: int) -> Chosen:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     order, known = sorted(curves, key=lambda one: one.rate), dict[int, int]()
     pruner = optuna.pruners.HyperbandPruner(min_resource=EVERY, max_resource=STEPS, reduction_factor=4)
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner)
+    study = optuna.create_study(
+        study_name="race", direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner
+    )
     while (
         sum(order[place].tokens[version] for place, version in known.items()) < tokens_allowed
         and len(study.trials) < 200
@@ -273,16 +276,14 @@ def compare(directory: Path) -> None:
         """Of each grid: the value and the tokens."""
         gaps = {name: reward - value(known[name]) for name, (reward, _) in found.items()}
         shares = [tokens / grid(known[name])[1] for name, (_, tokens) in found.items()]
-        by_task = [
-            fmean(gap for name, gap in gaps.items() if name.startswith(f"{task}-s"))
-            for task in tasks
-            if any(name.startswith(f"{task}-s") for name in gaps)
-        ]
+        of_tasks = defaultdict[str, list[float]](list)
+        for name, gap in gaps.items():
+            of_tasks[name.rpartition("-s")[0]].append(gap)
         mean = Mean.of([*gaps.values()])
         print(
             f"{title:30} {fmean(reward for reward, _ in found.values()):<7.3f} {mean.mean:+.3f} ± {mean.half:<8.3f} "
             f"{fmean(shares):<7.0%} {sum(gap >= 0 for gap in gaps.values())} of {len(gaps)}, "
-            f"{sum(gap >= 0 for gap in by_task)} of {len(by_task)}"
+            f"{sum(fmean(some) >= 0 for some in of_tasks.values())} of {len(of_tasks)}"
         )
 
     def of(chosen: Chosen) -> tuple[float, int]:

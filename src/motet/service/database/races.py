@@ -9,7 +9,7 @@ from sqlalchemy.exc import IntegrityError
 
 from motet.core.errors import StoreError
 from motet.core.types import JobState
-from motet.service.database.store import Store, name_taken
+from motet.service.database.store import Store
 from motet.service.database.tables import Event, StoredJob, StoredRace, now
 from motet.service.database.tenants import Principal
 
@@ -71,7 +71,7 @@ class RaceRows:
             return {str(row[0]): str(row[1]) for row in session.execute(query)}
 
     def continue_job(self, row: StoredJob, original: StoredJob) -> None:
-        """Queue a job that continues another one, whose steps up to its own are its, too; they are charged to that one.
+        """Queue a job that continues another one. It takes that job's step events, so no step is charged twice.
 
         Raises:
             StoreError: the tenant has a job with its name.
@@ -86,7 +86,9 @@ class RaceRows:
                 session.flush()
                 session.execute(insert(Event).from_select(["job_id", "kind", "key", "time", "data"], steps))
         except IntegrityError as error:
-            raise StoreError(name_taken(row.name)) from error
+            raise StoreError(
+                f"there is a job {row.name!r} already, and a copy needs this name; submit the race again under another name"
+            ) from error
 
     def end(self, race_id: str, failure: str = "") -> None:
         """Record that a race has ended."""

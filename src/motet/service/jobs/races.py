@@ -126,9 +126,11 @@ class Races:
         try:
             place = self.path(stored.id, stored.name).parent
             place.mkdir(parents=True, exist_ok=True)
-            self._check_there(stored, jobs.values())
-            join = functools.partial(self._copy, stored, jobs)
-            race = Race(_plan(stored), jobs, place, join, functools.partial(_id_of, stored))
+            planned = _plan(stored)
+            if any(job.until != planned.stop(0) for job in jobs.values()):
+                self._check_there(stored)
+            join = functools.partial(self._copy, stored, planned, jobs)
+            race = Race(planned, jobs, place, join, functools.partial(_id_of, stored))
             race.decide(running)
         except Exception as error:
             if isinstance(error, (OSError, *AWAY)) and not isinstance(error, FileNotFoundError):
@@ -139,15 +141,15 @@ class Races:
             self.rows.end(stored.id)
         self._hosts.look()
 
-    def _check_there(self, race: StoredRace, jobs: Iterable[_Candidate]) -> None:
+    def _check_there(self, race: StoredRace) -> None:
         """Notice that decisions are gone: to decide again would let candidates in that they dropped.
 
         Raises:
-            RunError: there have been some.
+            RunError: they are.
         """
-        first = _plan(race).stop(0)
-        if not self.path(race.id, race.name).exists() and any(job.until != first for job in jobs):
-            raise RunError(f"its decisions, {self.path(race.id, race.name)}, are gone; restore them from a backup")
+        path = self.path(race.id, race.name)
+        if not path.exists():
+            raise RunError(f"its decisions, {path}, are gone; restore them from a backup")
 
     def _fail(self, race: StoredRace, jobs: Iterable[_Candidate], error: Exception) -> None:
         """End a race that can never decide, and its candidates."""
@@ -162,22 +164,21 @@ class Races:
         directory = self._storage.job(row.id)
         return _Candidate(row, config, directory, progress, self._store, self._recorder.record_state)
 
-    def _copy(self, race: StoredRace, jobs: dict[str, _Candidate], config: JobConfig) -> _Candidate:
+    def _copy(self, race: StoredRace, planned: RacePlan, jobs: dict[str, _Candidate], config: JobConfig) -> _Candidate:
         """The candidate of a copy that was decided; its job is made once.
 
         Raises:
             StoreError: its owner has a job with its name.
         """
         if config.name not in jobs:
-            plan = _plan(race)
-            (copy,) = (one for one in self.record(race).copies if one.name == config.name)
+            record = self.record(race)
+            (copy,) = (one for one in record.copies if one.name == config.name)
             original = jobs[copy.of].row
-            stops = (plan.stop(number) for number in range(len(plan.rungs)))
             row = StoredJob(
                 id=_id_of(race, copy.name), tenant_id=race.tenant_id, name=copy.name, race=race.id, base=original.base,
                 spec=config.model_dump(mode="json"), state=JobState.QUEUED.value, wanted=Wanted.RUN.value,
                 step=copy.step, steps=original.steps, reward=original.reward, held_out=original.held_out,
-                starts_from=original.starts_from, until=next((stop for stop in stops if stop and stop > copy.step), None),
+                starts_from=original.starts_from, until=planned.stop(len(record.rungs)),
             )  # fmt: skip
             self.rows.continue_job(row, original)
             self._recorder.record_state(row.id, JobState.QUEUED, "")
@@ -196,9 +197,9 @@ class Races:
         Raises:
             RunError: their file is damaged or gone.
         """
+        if race.ended is not None and not race.failure:
+            self._check_there(race)
         path = self.path(race.id, race.name)
-        if race.ended is not None and not race.failure and not path.exists():
-            raise RunError(f"its decisions, {path}, are gone; restore them from a backup")
         return RaceRecord.read(path) if path.exists() else RaceRecord.of(_plan(race))
 
     def open(self, race_id: str) -> bool:
