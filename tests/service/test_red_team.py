@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import threading
 from collections.abc import Mapping
@@ -64,8 +65,10 @@ def job(name: str, reward: object, task: str, attack: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def smollm2_service(tmp_path_factory: pytest.TempPathFactory):
-    with serving(tmp_path_factory.mktemp("red") / "service", "--base", "smollm2") as service:
+    directory = tmp_path_factory.mktemp("red") / "service"
+    with serving(directory, "--base", "smollm2") as service:
         yield service
+    shutil.rmtree(directory)  # a few hundred megabytes for each attack
 
 
 def test_answers_that_are_evaluated_reach_nothing(smollm2_service: Service, tmp_path: Path):
