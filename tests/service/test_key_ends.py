@@ -19,7 +19,7 @@ from motet.core.errors import ServiceError
 from motet.service import depends
 from motet.service.app import ROUTES
 from motet.service.database.tables import now
-from motet.service.http.opened import LOOK_SECONDS
+from motet.service.http.opened import LOOK_SECONDS, EndsWithKey
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.parts import PREFIX
 from motet.service.workers.agents import AgentWorkers
@@ -285,3 +285,26 @@ def test_a_link_to_a_file_ends_with_the_key_that_asked_for_it(house: House, some
     assert house.http.get(url).status_code == 200
     someone.revoke()
     assert house.http.get(url).status_code == 403
+
+
+def test_whoever_replaces_or_ends_its_own_key_gets_the_answer(house: House, someone: Someone) -> None:
+    """Also where the keys are looked at between the change and its answer, here as often as they can be."""
+    kinds: Any = house.app.user_middleware
+    (watch,) = (one.kwargs["watch"] for one in kinds if one.cls is EndsWithKey)
+
+    async def look() -> None:
+        while True:
+            await watch.check()
+            await asyncio.sleep(0.0)
+
+    looking = asyncio.run_coroutine_threadsafe(look(), house.app.state.loop)
+    try:
+        key, text = someone.key.id, someone.text
+        for _ in range(20):
+            answer = house.http.post(f"/v1/keys/{key}/rotate", headers={"Authorization": f"Bearer {text}"})
+            assert answer.status_code == 201, answer.text
+            key, text = answer.json()["id"], answer.json()["key"]
+        assert house.http.delete(f"/v1/keys/{key}", headers={"Authorization": f"Bearer {text}"}).status_code == 204
+        assert not looking.done()
+    finally:
+        looking.cancel()

@@ -12,6 +12,7 @@ from motet.service.composition import Service
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
+from motet.service.http.opened import opened_by
 
 Result = TypeVar("Result")
 
@@ -49,6 +50,15 @@ def _principal(request: Request, service: ServiceDep) -> Principal:
 
 Asker = Annotated[Principal, Depends(_principal)]
 """The principal of the request's key."""
+
+
+def _key_ender(request: Request, who: Asker) -> Principal:
+    opened_by(request, "")
+    return who
+
+
+KeyEnder = Annotated[Principal, Depends(_key_ender)]
+"""`Asker` of a request that may end its own key; it is answered all the same."""
 
 
 def admin_only(who: Asker) -> Principal:

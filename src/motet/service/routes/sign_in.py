@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, RedirectResponse
 
-from motet.service.depends import Asker, ServiceDep
+from motet.service.depends import Asker, KeyEnder, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.http.rights import rights
 from motet.service.http.sign_in import BEGUN_SECONDS, CALLBACK, Loopback, Person, SignIns
@@ -125,7 +125,7 @@ async def finish_device(
 
 
 @router.delete("/v1/login", status_code=204, tags=["sign-in"])
-def sign_out(who: Asker, service: ServiceDep, response: Response) -> None:
+def sign_out(who: KeyEnder, service: ServiceDep, response: Response) -> None:
     """End the sign-in of the request's key, and the keys created with it."""
     if not who.signed_in:
         raise Refusal(409, "this key was not made by a sign-in; `motet keys revoke` ends it")

@@ -14,7 +14,7 @@ from motet.config.service import LimitsConfig
 from motet.service.database.store import Store
 from motet.service.database.tables import Key, now
 from motet.service.database.tenants import Principal
-from motet.service.depends import Admin, Asker, ServiceDep
+from motet.service.depends import Admin, Asker, KeyEnder, ServiceDep
 from motet.service.errors import Refusal, existing
 from motet.service.http.rights import check_new
 from motet.service.schemas import ApiKey, AuditEntries, AuditEntry, KeyRequest, Keys, NewKey
@@ -51,7 +51,7 @@ def list_keys(who: Asker, service: ServiceDep) -> Keys:
 
 
 @router.post("/keys/{key}/rotate", status_code=201, tags=["keys"])
-def rotate(who: Asker, service: ServiceDep, key: str) -> NewKey:
+def rotate(who: KeyEnder, service: ServiceDep, key: str) -> NewKey:
     """Replace a key by a new one with the same name, rights and expiry. The new key is shown only once."""
     tenant = _visible(service.store, who, key)
     theirs = {one.id for one, _ in service.store.tenants.keys_of(who) if one.made_by == who.key_id} | {who.key_id}
@@ -64,7 +64,7 @@ def rotate(who: Asker, service: ServiceDep, key: str) -> NewKey:
 
 
 @router.delete("/keys/{key}", status_code=204, tags=["keys"])
-def revoke(who: Asker, service: ServiceDep, key: str) -> None:
+def revoke(who: KeyEnder, service: ServiceDep, key: str) -> None:
     """Revoke a key and those created with it."""
     _visible(service.store, who, key, ends=True)
     service.store.tenants.revoke_key(key)
