@@ -145,6 +145,17 @@ def test_what_is_published_is_there_for_all_until_it_is_not(house: House) -> Non
         assert (removed.status_code, place.is_dir()) == (404, True)
 
 
+@pytest.mark.parametrize("odd", ["w" * 300, "w\0", "..", "", "w\n"])
+def test_no_checkpoint_has_a_name_that_none_may_have(house: House, odd: str) -> None:
+    model = made(house)
+    saved(house, model)
+    path = f"tinker://{model}/weights/{odd}"
+    sampling = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 0, "model_path": path}
+    house.refused(404, "POST", f"{PREFIX}/create_sampling_session", json=sampling)
+    for key in ("ours", "theirs"):
+        house.refused(404, "POST", f"{PREFIX}/weights_info", key, json={"tinker_path": path})
+
+
 def test_a_link_opens_what_it_was_made_for(house: House) -> None:
     model = made(house)
     saved(house, model)

@@ -120,7 +120,7 @@ class Checkpoints:
         Raises:
             Refusal: it does not exist.
         """
-        checkpoint = self._there(job, kind, name) if kind in _TYPES and re.fullmatch(NAME, name) else None
+        checkpoint = self._there(job, kind, name)
         if checkpoint is None:
             raise Refusal(
                 404, f"there is no checkpoint {kind}/{name} of this model; it was never saved, deleted, or has expired"
@@ -180,6 +180,8 @@ class Checkpoints:
         draft.rename(checkpoint.directory / ABOUT)
 
     def _there(self, job: StoredJob, kind: str, name: str) -> Checkpoint | None:
+        if kind not in _TYPES or not re.fullmatch(NAME, name):  # a client may ask for any text
+            return None
         checkpoint = Checkpoint(job, kind, name, self._models.directory(job) / "checkpoints" / kind / name)
         try:
             expires = checkpoint.about().get("expires")
