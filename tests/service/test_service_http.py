@@ -283,7 +283,7 @@ def test_the_hub_is_for_services_that_allow_it(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "near" / "here").mkdir(parents=True)
     with open_house(tmp_path / "house", hub=True) as house:
         assert house.ask("POST", "/v1/jobs", json={**tiny("hub"), "data": "openai/gsm8k"}).status_code == 201
-        for source in ("/etc", "near/here", "near", "a.JSONL", "../x/y"):
+        for source in ("/etc", "near/here", "near", "a.JSONL", "../x/y", "a" * 300, f"a/{'b' * 300}"):
             house.refused(400, "POST", "/v1/jobs", json={**tiny("disk"), "data": source})
 
 

@@ -43,7 +43,7 @@ from motet.tasks.sources import check_toy
 
 _ENVIRONMENTS = (*ENVIRONMENTS, EnvironmentConfig.AGENT)
 GENERATED = ("toy:", "reasoning-gym:")
-HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
+HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95})?")
 FILE_ENDINGS = re.compile(r"\.(jsonl?|parquet|csv)$", re.IGNORECASE)
 MOST: Mapping[str, int] = {
     "steps": 1_000_000,
