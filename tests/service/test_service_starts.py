@@ -8,14 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from motet.config import JobConfig
+from motet.config.jobfile import normal_job
 from motet.core.errors import ConfigError, StoreError
 from motet.core.types import JobState, Wanted
 from motet.service.database.store import Store
+from motet.service.database.tables import new_id
 from motet.service.database.tenants import Principal
 from motet.service.jobs.handover import Handover
-from motet.service.jobs.queue import StartCondition
+from motet.service.jobs.queue import Planned, StartCondition
+from motet.service.tenants.quotas import Quotas
+from tests.support.counting import calls
 from tests.support.database import person
-from tests.support.house import House
+from tests.support.house import House, open_house
 from tests.support.places import Place
 from tests.support.service_run import Json, tiny
 
@@ -231,6 +236,18 @@ def test_a_name_that_is_taken_leaves_nothing(place: Place, us: Principal) -> Non
     assert [path.name for path in place.run.iterdir()] == [elder.id]
 
 
+def test_a_start_of_many_jobs_is_read_once(place: Place, us: Principal) -> None:
+    elder = place.submit(us, "elder")
+    place.save(elder, 1)
+    fields = {"adapter": {"init": "elder@1"}}
+    configs = [JobConfig.model_validate(normal_job({**tiny(f"younger-{number}"), **fields})) for number in range(5)]
+    planned = [Planned(new_id("job"), one, None, place.queue.plan(us, one, "small")) for one in configs]
+    with calls(own_thread=True) as counted, place.queue.drafts(planned) as drafts:
+        jobs = place.queue.submit(us, planned, drafts)
+    assert counted["version_damage"] == 1
+    assert [place.start_of(job) for job in jobs] == ["elder 1"] * 5
+
+
 # --- over HTTP --------------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +266,16 @@ def test_a_job_says_what_it_waits_for(house: House) -> None:
     for params in odd:
         answer = house.ask("POST", "/v1/jobs", json=tiny("third"), params=params)
         assert answer.status_code in (400, 422), params
+
+
+def test_a_start_is_read_before_its_job_waits_for_those_of_other_tenants(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:
+        version = house.storage.version(house.job["id"], "latest")
+        assert version is not None
+        (version[1] / "adapter_model.safetensors").write_text("damaged")
+        with house.part(Quotas)._admitting:
+            job = {**tiny("younger"), "adapter": {"init": "ended@latest"}}
+            assert "is not what was saved" in house.refused(500, "POST", "/v1/jobs", json=job)["message"]
 
 
 def test_the_same_request_twice_is_one_job_although_its_start_is_gone(house: House) -> None:

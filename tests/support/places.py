@@ -70,7 +70,9 @@ class Place:
         """Hand a job in."""
         config = JobConfig.model_validate(normal_job({**tiny(name), **fields}))
         plan = self.queue.plan(who, config, "small", when)
-        return self.queue.submit(who, [Planned(new_id("job"), config, None, plan)])[0]
+        planned = [Planned(new_id("job"), config, None, plan)]
+        with self.queue.drafts(planned) as drafts:
+            return self.queue.submit(who, planned, drafts)[0]
 
     def end(self, job: StoredJob, state: str = "succeeded", message: str = "") -> None:
         """A job has ended."""

@@ -56,19 +56,26 @@ class InitialAdapters:
         return source.reference, source
 
     @contextmanager
-    def draft(self, source: Resolved | None) -> Iterator[Path]:
-        """Link the initial adapter before the job exists; the link is removed unless it is moved to the job.
+    def drafts(self, sources: Sequence[Resolved | None]) -> Iterator[list[Path]]:
+        """Link initial adapters before their jobs exist; a link is removed unless it is moved to its job.
 
         Raises:
-            ConfigError: the version has just been deleted.
+            ConfigError: a version has just been deleted.
+            AdapterError: one is damaged.
         """
-        draft = self._run / f".tmp-{new_id('start')}"
+        drafts = [self._run / f".tmp-{new_id('start')}" for _ in sources]
         try:
-            if source is not None:
-                _link(source.path, draft)
-            yield draft
+            checked = set[Path]()  # a source of many jobs is read once
+            for source, draft in zip(sources, drafts, strict=True):
+                if source is not None:
+                    if source.path not in checked:
+                        check_version(source.path)
+                        checked.add(source.path)
+                    _link(source.path, draft)
+            yield drafts
         finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            for draft in drafts:
+                shutil.rmtree(draft, ignore_errors=True)
 
     def take_draft(self, draft: Path, job_id: str) -> None:
         """Move a draft to a job."""
@@ -93,6 +100,7 @@ class InitialAdapters:
                 f"adapter.init: {name!r} has no such version, or is gone; submit the job with another start"
             )
         _check_shape(JobConfig.model_validate(job.spec), name, source.path)
+        check_version(source.path)
         self.path(job.id).parent.mkdir(parents=True, exist_ok=True)
         _link(source.path, self.path(job.id))
 
@@ -102,9 +110,7 @@ def _link(source: Path, target: Path) -> None:
 
     Raises:
         ConfigError: they have just been deleted.
-        AdapterError: they are damaged.
     """
-    check_version(source)
     draft = target.with_name(f".tmp-{target.name.removeprefix('.tmp-')}-{new_id('link')}")
     draft.mkdir(parents=True)
     try:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select, update
@@ -146,18 +147,26 @@ class JobQueue:
         }  # fmt: skip
         return StartPlan(columns, source)
 
-    def submit(self, who: Principal, planned: Sequence[Planned], races: Sequence[StoredRace] = ()) -> list[StoredJob]:
+    def drafts(self, planned: Sequence[Planned]) -> contextlib.AbstractContextManager[list[Path]]:
+        """Link the initial adapters of jobs, for `submit`. They are read to be checked, which may take minutes.
+
+        Raises:
+            ConfigError: an initial version has just been deleted.
+            AdapterError: one is damaged.
+        """
+        return self._initial.drafts([one.plan.source for one in planned])
+
+    def submit(
+        self, who: Principal, planned: Sequence[Planned], drafts: Sequence[Path], races: Sequence[StoredRace] = ()
+    ) -> list[StoredJob]:
         """Store jobs with their initial adapters and races, all or none.
 
         Raises:
             StoreError: the tenant has a job with such a name.
-            ConfigError: an initial version has just been deleted.
         """
-        with contextlib.ExitStack() as drafts:
-            linked = [drafts.enter_context(self._initial.draft(one.plan.source)) for one in planned]
-            jobs = self._store.submit(who, [one.row() for one in planned], races)
-            for draft, job in zip(linked, jobs, strict=True):
-                self._initial.take_draft(draft, job.id)
+        jobs = self._store.submit(who, [one.row() for one in planned], races)
+        for draft, job in zip(drafts, jobs, strict=True):
+            self._initial.take_draft(draft, job.id)
         if any(job.waits for job in jobs):
             self._bus.publish(WAITING_JOBS)
         return jobs

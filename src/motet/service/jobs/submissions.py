@@ -167,9 +167,11 @@ class Submissions:
             return same
         try:
             planned, races = self._checked(who, jobs, idempotency)
-            with self._quotas.admitting(who.tenant_id, [one.config for one in planned]):
-                sealed = [replace(one, config=self._secrets.sealed(one.config)) for one in planned]
-                submitted = self._queue.submit(who, sealed, races)
+            sealed = [replace(one, config=self._secrets.sealed(one.config)) for one in planned]
+            configs = [one.config for one in planned]
+            # drafts first: they take long, and one request of all tenants is admitted at a time
+            with self._queue.drafts(planned) as drafts, self._quotas.admitting(who.tenant_id, configs):
+                submitted = self._queue.submit(who, sealed, drafts, races)
                 for job in submitted:
                     self._quotas.stored.add(who.tenant_id, job.id, 0)
         except StoreError:

@@ -117,11 +117,11 @@ class Quotas:
     @contextlib.contextmanager
     def admitting(self, tenant_id: str, configs: Sequence[JobConfig]) -> Iterator[None]:
         """Lock to hold while jobs are queued: one request at a time, so that two cannot take the last place."""
+        for config in configs:
+            self.check_size(tenant_id, config)
+        self.check_storage(tenant_id, 0)  # it may look at many files
         with self._admitting:
-            for config in configs:
-                self.check_size(tenant_id, config)
             self.check_queue(tenant_id, len(configs))
-            self.check_storage(tenant_id, 0)
             if any(isinstance(config.algorithm, ClientDriven) for config in configs):
                 self.check_models(tenant_id)
             yield
