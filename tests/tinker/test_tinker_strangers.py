@@ -20,6 +20,7 @@ from motet.runtime.journal import Done, Failed, Journal, Nothing
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
+from motet.service.http.auth import WriteThreads
 from motet.service.http.bodies import OpenBytes
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import Quotas
@@ -205,7 +206,7 @@ def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
     assert who is not None
     assert other is not None
     parts = (house.part(Models), house.part(Samplers), house.part(Quotas), house.part(Store), house.part(EventBus))
-    fresh = Futures(*parts, house.storage, house.part(OpenBytes))
+    fresh = Futures(*parts, house.storage, house.part(OpenBytes), house.part(WriteThreads))
 
     async def asked() -> Any:
         with pytest.raises(Refusal, match="sample again"):

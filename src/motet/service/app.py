@@ -98,6 +98,7 @@ class Lifecycle:
         await asyncio.to_thread(service.followers.close, _OBSERVERS_SECONDS)
         service.check_threads.close()
         service.read_threads.close()
+        service.write_threads.close()
         service.apart.close()
         service.request_files.close()
         service.store.close()

@@ -18,7 +18,7 @@ from motet.runtime.identity import computed_by
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.events import EventBus, EventLog
-from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads
+from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads, WriteThreads
 from motet.service.http.bodies import OpenBytes
 from motet.service.http.sign_in import SignIns
 from motet.service.jobs.erasure import Erasure
@@ -46,8 +46,8 @@ from motet.tracking.follow import Followers
 
 JOBS_AHEAD = 4
 """Jobs of each tenant that a host prepares while its slots are taken; others wait in the database."""
-_CHECKING, _READING = 4, 8
-"""Threads that check jobs, and that read files; each tenant uses at most one of each."""
+_CHECKING, _READING, _WRITING = 4, 8, 32
+"""Threads that check jobs, that read files, and that write; each tenant uses at most one of each."""
 
 
 class Service:
@@ -94,6 +94,7 @@ class Service:
         self.fine_tunings = FineTunings(store, self.storage, self.adapters)
         self.check_threads = CheckThreads(_CHECKING, http.waiting_per_tenant)
         self.read_threads = ReadThreads(_READING, http.waiting_per_tenant)
+        self.write_threads = WriteThreads(_WRITING, http.requests_per_key)
         limits = WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds, http.work_memory_mb)
         self.apart, self.open_bytes = Apart(limits), OpenBytes(http)
         self.sign_ins = SignIns(settings, store, secrets)

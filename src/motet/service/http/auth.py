@@ -156,3 +156,7 @@ class CheckThreads(ThreadTurns):
 
 class ReadThreads(ThreadTurns):
     """For files of rows and archives, which may take minutes."""
+
+
+class WriteThreads(ThreadTurns):
+    """For writes, which wait for others of their tenant."""

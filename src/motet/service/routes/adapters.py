@@ -92,7 +92,7 @@ async def upload(
             alpha=shape.alpha, target_modules=shape.target_modules, base=of_base,
         )  # fmt: skip
         with_room = service.quotas.storing(who.tenant_id, size)
-        await asyncio.to_thread(with_room(service.adapters.add), who, adapter)
+        await service.write_threads.run(who.tenant_id, lambda: with_room(service.adapters.add)(who, adapter))
     except BaseException:  # also if the client has disconnected
         shutil.rmtree(directory, ignore_errors=True)
         raise

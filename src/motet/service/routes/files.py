@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Form, Query, Request, UploadFile
@@ -51,9 +52,8 @@ async def upload(
                 await asyncio.to_thread(target.write, piece)
         rows = await while_there(request, service.read_threads.run(who.tenant_id, lambda: count_apart(path, UPLOADED)))
         with_room = service.quotas.storing(who.tenant_id, size)
-        adding = asyncio.create_task(
-            asyncio.to_thread(with_room(service.store.add_file), who, file_id, name, size, rows)
-        )
+        add = functools.partial(with_room(service.store.add_file), who, file_id, name, size, rows)
+        adding = asyncio.create_task(service.write_threads.run(who.tenant_id, add))
         stored = await asyncio.shield(adding)
     except BaseException as error:  # any error, also a disconnected client: an unlisted file must not stay
         if adding is None or not await _worked(adding):
@@ -68,7 +68,7 @@ async def upload(
 async def _worked(adding: asyncio.Task[StoredFile]) -> bool:
     """Whether the file was listed in the end; a started thread cannot be cancelled."""
     await asyncio.wait([adding])
-    return adding.exception() is None
+    return not adding.cancelled() and adding.exception() is None
 
 
 @router.get("")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from motet.core.errors import ConfigError, EngineError, LimitError
 from motet.core.types import JobState
+from motet.process.apart import ThreadTurns
 from motet.runtime.journal import Done, Failed, Gradient
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
@@ -87,10 +88,11 @@ class Futures:
         bus: EventBus,
         storage: Storage,
         room: OpenBytes,
+        turns: ThreadTurns,
     ) -> None:
-        """`room` accounts for the memory of open samples."""
+        """`room` accounts for the memory of open samples; in `turns`, writes wait for others of their tenant."""
         self._models, self._samplers, self._store, self._bus = models, samplers, store, bus
-        self._quotas, self._storage, self._room = quotas, storage, room
+        self._quotas, self._storage, self._room, self._turns = quotas, storage, room, turns
         self._samples: dict[str, _Sample] = {}
 
     async def begin(self, who: Principal, wanted: Sample) -> str:
@@ -106,7 +108,8 @@ class Futures:
         sample = self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted, size)
         try:
             await asyncio.to_thread(self._quotas.check_samples, who.tenant_id, count)
-            sample.stored = await asyncio.to_thread(self._keep, who, name, wanted.model_dump_json().encode())
+            asked = wanted.model_dump_json().encode()
+            sample.stored = await self._turns.run(who.tenant_id, lambda: self._keep(who, name, asked))
             await self._started(who, sample)
         except BaseException:  # the client has no id to poll
             self._forget(name)

@@ -32,7 +32,10 @@ class Tinker:
         self.models = Models(service.bases, store, storage, service.submissions, quotas, hosts, service.secrets)
         self.checkpoints, self.downloads = Checkpoints(self.models), Downloads()
         self.samplers = Samplers(self.models, self.checkpoints, storage, hosts)
-        self.futures = Futures(self.models, self.samplers, quotas, store, service.bus, storage, service.open_bytes)
+        self.write_threads = service.write_threads
+        self.futures = Futures(
+            self.models, self.samplers, quotas, store, service.bus, storage, service.open_bytes, self.write_threads
+        )
         self.leases = Leases(self.models, self.futures, store)
 
 
@@ -64,7 +67,7 @@ def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
             model, number = (given.get(name) if isinstance(given, dict) else None for name in ("model_id", "seq_id"))
             if isinstance(model, str) and model.isascii() and type(number) is int and 0 < number < 2**31:
                 job = await asyncio.to_thread(models.find, who, model)
-                await asyncio.to_thread(models.refuse, job, number)
+                await tinker.write_threads.run(who.tenant_id, lambda: models.refuse(job, number))
             raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
 
     return read

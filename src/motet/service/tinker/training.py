@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Iterator
-from typing import Annotated, Any
+import functools
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse
@@ -34,6 +34,21 @@ from motet.service.tinker.samplers import sampler_id
 from motet.service.tinker.wire import CONTENT_TYPE, SMALL, WireError, gradient_of, read_gradient
 
 router = new_router()
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
+
+
+def _in_turn(route: Callable[Given, Answer]) -> Callable[Given, Coroutine[Any, Any, Answer]]:
+    """Run a route in the turn of its tenant, because it may wait for other writes of the tenant."""
+
+    @functools.wraps(route)
+    async def run(*args: Given.args, **given: Given.kwargs) -> Answer:
+        who: Any = given["who"]
+        tinker: Any = given["tinker"]
+        answer: Answer = await tinker.write_threads.run(who.tenant_id, lambda: route(*args, **given))
+        return answer
+
+    return run
 
 
 def _promise(request_id: str, **more: Any) -> dict[str, Any]:
@@ -41,6 +56,7 @@ def _promise(request_id: str, **more: Any) -> dict[str, Any]:
 
 
 @router.post("/create_model")
+@_in_turn
 def create_model(who: Asker, tinker: TinkerDep, wanted: CreateModel) -> dict[str, Any]:
     """Create an adapter."""
     base = tinker.models.base(wanted.base_model)
@@ -95,10 +111,11 @@ async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, r
         tinker.models.admit(job, asked.seq_id, asked.command)
         return _promise(tinker.models.order(job, asked.seq_id, asked.command))
 
-    return await asyncio.to_thread(order)
+    return await service.write_threads.run(who.tenant_id, order)
 
 
 @router.post("/optim_step")
+@_in_turn
 def optim_step(who: Asker, tinker: TinkerDep, wanted: Annotated[Step, Depends(numbered(Step))]) -> dict[str, Any]:
     """Make the next version."""
     adam = wanted.adam_params
@@ -109,6 +126,7 @@ def optim_step(who: Asker, tinker: TinkerDep, wanted: Annotated[Step, Depends(nu
 
 
 @router.post("/save_weights")
+@_in_turn
 def save_weights(
     who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Annotated[SaveWeights, Depends(numbered(SaveWeights))]
 ) -> dict[str, Any]:
@@ -124,6 +142,7 @@ def save_weights(
 
 
 @router.post("/save_weights_for_sampler")
+@_in_turn
 def save_for_sampler(
     who: Asker,
     tinker: TinkerDep,
@@ -153,6 +172,7 @@ def save_for_sampler(
 
 
 @router.post("/load_weights")
+@_in_turn
 def load_weights(
     who: Asker, tinker: TinkerDep, wanted: Annotated[LoadWeights, Depends(numbered(LoadWeights))]
 ) -> dict[str, Any]:
@@ -194,6 +214,7 @@ def _refusing(models: Models, job: StoredJob, number: int) -> Iterator[None]:
 
 
 @router.post("/save_weights_external")
+@_in_turn
 def save_external(
     who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Annotated[SaveExternal, Depends(numbered(SaveExternal))]
 ) -> dict[str, Any]:
