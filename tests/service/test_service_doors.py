@@ -378,6 +378,7 @@ WORK = {
         f"GET {TINKER}/downloads/{{token}}",
         f"POST {TINKER}/create_model", f"POST {TINKER}/optim_step", f"POST {TINKER}/save_weights",
         f"POST {TINKER}/save_weights_for_sampler", f"POST {TINKER}/load_weights", f"POST {TINKER}/save_weights_external",
+        f"POST {TINKER}/copy_weights",
     ),
     PROMPT: (
         "POST /v1/completions", "POST /v1/messages", f"POST {TINKER}/asample", "POST /episodes/{episode}/v1/chat/completions",
@@ -419,7 +420,7 @@ WORK = {
         f"POST {TINKER}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}/publish",
         f"DELETE {TINKER}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}/publish",
         f"GET {TINKER}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}/external_weights_urls",
-        f"GET {TINKER}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}/archive", f"POST {TINKER}/copy_weights",
+        f"GET {TINKER}/training_runs/{{run}}/checkpoints/{{kind}}/{{name}}/archive",
         f"GET {TINKER}/auth/apikey/me", f"POST {TINKER}/create_custom_loss",
         f"PUT {TINKER}/sessions/{{session_id}}/project", f"GET {TINKER}/sessions/{{session_id}}/trace_export",
         f"POST {TINKER}/sessions/search", f"GET {TINKER}/audit", f"GET {TINKER}/billing/usage/events",

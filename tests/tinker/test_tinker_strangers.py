@@ -184,6 +184,7 @@ def test_a_copy_that_finds_no_room_leaves_nothing_and_can_be_asked_for_again(tmp
         assert told == "the disk of the service is full; try again once its operator has made room"
         assert [path.name for path in disk.rglob("*w") if path.is_dir()] == ["w"]
         filler.unlink()
+        assert not house.part(Quotas)._reserved.total()
         found = house.ask("POST", f"{PREFIX}/copy_weights", json=copied).json()["tinker_path"]
         assert house.ask("POST", f"{PREFIX}/weights_info", json={"tinker_path": found}).status_code == 200
         assert len([*disk.rglob("w/adapter_model.safetensors")]) == 2

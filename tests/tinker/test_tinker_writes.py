@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,13 @@ import httpx2
 import pytest
 
 from motet.config.service import LimitsConfig, RateConfig
+from motet.core.errors import LimitError
 from motet.service.http.bodies import Bodies
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker.parts import PREFIX
 from tests.support.house import House, open_house
 from tests.support.service_run import ROWS
-from tests.support.tinker_requests import made, request, sent
+from tests.support.tinker_requests import made, request, saved, sent
 from tests.support.waiting import wait_until
 
 MANY = 50
@@ -88,3 +90,30 @@ def test_writes_that_wait_for_another_of_their_tenant_hold_up_nobody_else(house:
         for _ in range(10):
             assert house.ask("GET", f"{PREFIX}/checkpoints", "theirs").is_success
             assert house.ask("POST", f"{PREFIX}/asample", "theirs", json=SAMPLE).is_success
+
+
+def test_a_copy_holds_up_no_other_write_of_its_tenant_and_its_bytes_are_reserved(house: House) -> None:
+    model, terminals = made(house), os.openpty()
+    place, quotas, us = saved(house, model), house.part(Quotas), tenant(house)
+    (place / "adapter_model.safetensors").symlink_to(os.ttyname(terminals[1]))  # it ends when the test says so
+    (place / "large").write_bytes(b"x" * 2**22)
+    session, path = model.partition(":")[0], f"tinker://{model}/weights/w"
+    copied = {"source_path": path, "session_id": session, "model_seq_id": 1}
+
+    def begun() -> bool:
+        return any(house.storage.run.glob("*/checkpoints/weights/.part-w/adapter_model.safetensors"))
+
+    with ThreadPoolExecutor(1) as threads:
+        copying = threads.submit(house.ask, "POST", f"{PREFIX}/copy_weights", json=copied, timeout=120.0)
+        try:
+            wait_until(begun)
+            assert WRITES["step"](house, model, 1).is_success
+            room = (quotas.stored.of(us) + 2**21) / 2**20
+            house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"storage_mb": room})
+            with pytest.raises(LimitError, match="storage_mb"):
+                quotas.check_storage(us, 0)
+        finally:
+            house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"storage_mb": None})
+            os.write(terminals[0], b"\x04")
+        assert copying.result().is_success, copying.result().text
+    assert not quotas._reserved.total()

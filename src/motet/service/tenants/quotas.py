@@ -56,6 +56,8 @@ class Quotas:
         self._store, self.stored, self._ledger, self._defaults, self._slots = store, stored, ledger, defaults, slots
         self._admitting = threading.Lock()
         self._storing: dict[str, threading.RLock] = {}
+        self._reserved = Counter[str]()
+        """Bytes that each tenant is about to store."""
 
     def of(self, tenant_id: str) -> LimitsConfig:
         """Effective limits of a tenant."""
@@ -139,6 +141,18 @@ class Quotas:
             if part:
                 self.stored.add(tenant_id, part, size)
 
+    @contextlib.contextmanager
+    def reserving(self, tenant_id: str, size: int, part: str) -> Iterator[None]:
+        """Reserve bytes that take long to write. As `storing`, but other writes of the tenant do not wait meanwhile."""
+        with self.storing(tenant_id, size):
+            self._reserved[tenant_id] += size
+        try:
+            yield
+            self.stored.add(tenant_id, part, size)
+        finally:
+            with self._storing[tenant_id]:
+                self._reserved[tenant_id] -= size
+
     def check_size(self, tenant_id: str, config: JobConfig) -> None:
         """Check the size of a job, independent of the queue."""
         limits = self.of(tenant_id)
@@ -211,10 +225,11 @@ class Quotas:
         most = self.of(tenant_id).storage_mb
         if most is None:
             return
-        stored, room = self.stored.of(tenant_id), most * _MB + beyond
+        reserved, room = self._reserved[tenant_id], most * _MB + beyond
+        stored = self.stored.of(tenant_id) + reserved
         if stored + size > room or stored >= room:  # jobs may have shrunk since they were measured
             self.stored.measure()
-            stored = self.stored.of(tenant_id)
+            stored = self.stored.of(tenant_id) + reserved
         if stored + size > room or stored >= room:
             raise LimitError(
                 f"storage_mb: this tenant stores {stored / _MB:.1f} of {most:g} MB"

@@ -13,7 +13,9 @@ from fastapi.responses import FileResponse
 from pydantic import BaseModel
 
 from motet.runtime.journal import Nothing
+from motet.service.composition import Service
 from motet.service.database.tables import StoredJob
+from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal, existing
 from motet.service.http.downloads import packed
@@ -31,7 +33,7 @@ from motet.service.tinker.checkpoints import (
     iso,
 )
 from motet.service.tinker.models import Models
-from motet.service.tinker.parts import TinkerDep, new_router
+from motet.service.tinker.parts import Tinker, TinkerDep, new_router
 from motet.service.tinker.requests import CopyWeights, Lora, Ttl
 
 router = new_router()
@@ -185,8 +187,12 @@ async def download_checkpoint(request: Request, service: ServiceDep, tinker: Tin
 
 
 @router.post("/copy_weights")
-def copy_weights(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: CopyWeights) -> dict[str, Any]:
-    """Copy a checkpoint into a new training run that has ended."""
+async def copy_weights(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: CopyWeights) -> dict[str, Any]:
+    """Copy a checkpoint into a new training run that has ended. A tenant's copies are made one after the other."""
+    return await service.read_threads.run(who.tenant_id, lambda: _copied(who, tinker, service, wanted))
+
+
+def _copied(who: Principal, tinker: Tinker, service: Service, wanted: CopyWeights) -> dict[str, Any]:
     source = tinker.checkpoints.find(who, wanted.source_path)
     session_id, number = wanted.session_id or tinker.models.new_session(who), wanted.model_seq_id or 0
     model_id = tinker.models.model_id(who, session_id, number)
@@ -197,7 +203,7 @@ def copy_weights(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Cop
     )
     made = tinker.models.find(who, model_id)
     try:
-        with service.quotas.storing(who.tenant_id, measured(source.directory).bytes, made.id):
+        with service.quotas.reserving(who.tenant_id, measured(source.directory).bytes, made.id):
             return {"tinker_path": tinker.checkpoints.copy(source, made, wanted.ttl_seconds).path}
     finally:
         tinker.models.finish(made)
