@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,9 +15,16 @@ import pytest
 
 from motet.config.service import LimitsConfig, RateConfig
 from motet.core.errors import LimitError
-from motet.service.http.bodies import Bodies
+from motet.service.database.store import Store
+from motet.service.events import EventBus
+from motet.service.http.auth import WriteThreads
+from motet.service.http.bodies import Bodies, OpenBytes
 from motet.service.tenants.quotas import Quotas
+from motet.service.tinker.futures import Futures
+from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
+from motet.service.tinker.requests import Sample
+from motet.service.tinker.samplers import Samplers, sampler_id
 from tests.support.house import House, open_house
 from tests.support.service_run import ROWS
 from tests.support.tinker_requests import made, request, saved, sent
@@ -117,3 +126,58 @@ def test_a_copy_holds_up_no_other_write_of_its_tenant_and_its_bytes_are_reserved
             os.write(terminals[0], b"\x04")
         assert copying.result().is_success, copying.result().text
     assert not quotas._reserved.total()
+
+
+def numbered(house: House) -> dict[str, Any]:
+    """A sample of a session's, as the package sends it, and sends it again when it has no answer."""
+    session = house.ask("POST", f"{PREFIX}/create_session", json={"tags": []}).json()["session_id"]
+    return {**SAMPLE, "sampling_session_id": sampler_id(session, 0, "base"), "seq_id": 3}
+
+
+def begun(house: House, body: dict[str, Any], key: str = "ours") -> str:
+    return str(house.ask("POST", f"{PREFIX}/asample", key, json=body).json()["request_id"])
+
+
+def test_a_sample_that_is_sent_again_is_one(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:
+        body, futures, who = numbered(house), house.part(Futures), house.store.tenants.who(house.keys["ours"])
+        assert who is not None
+        name = begun(house, body)
+        assert (begun(house, body), futures.open(who)) == (name, 1)
+        others = [
+            *({**body, "seq_id": 4}, {**body, "prompt": {"chunks": [{"tokens": [1, 3]}]}}, {**body, "num_samples": 2}),
+            *(SAMPLE, SAMPLE, numbered(house)),
+        ]
+        _, house.keys["second"] = house.store.tenants.create_key("us", "second", "member", None)
+        names = {name, begun(house, body, "second"), *(begun(house, one) for one in others)}
+        assert (len(names), futures.open(who)) == (8, 8)
+
+        parts = (house.part(Models), house.part(Samplers), house.part(Quotas), house.part(Store), house.part(EventBus))
+        fresh = Futures(*parts, house.storage, house.part(OpenBytes), house.part(WriteThreads))
+        wanted = Samplers.seeded(Sample.model_validate(body))
+        again = asyncio.run_coroutine_threadsafe(fresh.begin(who, wanted), house.app.state.loop)
+        assert (again.result(20), fresh.open(who)) == (name, 1), "the next process knows it"
+
+        house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
+        assert futures.open(who) == 7
+        assert (begun(house, body), futures.open(who)) == (name, 8), "begun anew"
+
+
+@pytest.mark.parametrize("room", [None, 0.0])
+def test_a_sample_that_is_sent_again_before_it_has_begun_is_one_or_none(house: House, room: float | None) -> None:
+    body, futures, who = numbered(house), house.part(Futures), house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    before, waiting = futures.open(who), open_requests(house)
+    with ThreadPoolExecutor(5) as threads:
+        with house.part(Quotas).storing(who.tenant_id, 0):
+            house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"storage_mb": room})
+            again = [threads.submit(house.ask, "POST", f"{PREFIX}/asample", json=body) for _ in range(5)]
+            wait_until(lambda: waiting[house.keys["ours"]] >= 5 and futures.open(who) > before)
+            assert futures.open(who) == before + 1
+        answers = [one.result() for one in again]
+    house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"storage_mb": None})
+    if room is None:
+        assert len({answer.json()["request_id"] for answer in answers}) == 1
+    else:
+        assert [answer.status_code for answer in answers] == [403] * 5
+    assert futures.open(who) == before + (room is None)

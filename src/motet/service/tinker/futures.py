@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import re
 import secrets
 import time
@@ -70,6 +71,8 @@ class _Sample:
     """When it ended; for a held one, when it was last requested. None while it is running."""
     fetched: bool = False
     cancelled: bool = False
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it is accepted or refused."""
 
     @property
     def ended(self) -> bool:
@@ -96,24 +99,30 @@ class Futures:
         self._samples: dict[str, _Sample] = {}
 
     async def begin(self, who: Principal, wanted: Sample) -> str:
-        """Start a sample, now or once its tenant may; returns the id of its future.
+        """Start a sample, now or once its tenant may; returns the id of its future, the same if a client sends it again.
 
         Raises:
             LimitError: too many of this tenant's are open, or its storage is full.
         """
         self.forget_old()
-        name, count = f"sample-{secrets.token_hex(12)}", self.open(who)
-        size = self._taken(who.tenant_id, wanted)
+        asked = wanted.model_dump_json().encode()
+        name = _name(who, wanted, asked)
+        while (known := self._samples.get(name) or self._once_more(who, name)) is not None:
+            await known.begun.wait()
+            if self._samples.get(name) is known:  # it was not refused
+                return name
+        size, count = self._taken(who.tenant_id, wanted), self.open(who)
         # counted at once, for concurrent requests
         sample = self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted, size)
         try:
             await asyncio.to_thread(self._quotas.check_samples, who.tenant_id, count)
-            asked = wanted.model_dump_json().encode()
             sample.stored = await self._turns.run(who.tenant_id, lambda: self._keep(who, name, asked))
             await self._started(who, sample)
         except BaseException:  # the client has no id to poll
             self._forget(name)
             raise
+        finally:
+            sample.begun.set()
         return name
 
     def _taken(self, tenant_id: str, wanted: Sample) -> int:
@@ -292,6 +301,7 @@ class Futures:
         wanted = Sample.model_validate_json(asked)
         size = self._taken(who.tenant_id, wanted)
         self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted, size, blocks(len(asked)))
+        self._samples[name].begun.set()
         return self._samples[name]
 
     def clear(self) -> None:
@@ -301,6 +311,13 @@ class Futures:
                 if path.name not in self._samples and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
                     path.unlink()
                     self._quotas.stored.add(path.parent.name, SAMPLES, 0)  # triggers a measurement
+
+
+def _name(who: Principal, wanted: Sample, asked: bytes) -> str:
+    """The id of a sample: from the request if a client numbered it. Another key has its own, because a sample ends with it."""
+    if wanted.sampling_session_id is None or wanted.seq_id is None:
+        return f"sample-{secrets.token_hex(12)}"
+    return f"sample-{hashlib.sha256(f'{who.tenant_id} {who.key_id} '.encode() + asked).hexdigest()[:24]}"
 
 
 def _ended(job: StoredJob | None) -> str:
