@@ -126,6 +126,18 @@ def test_open_samples_are_bounded_by_their_memory_and_fetched_ones_make_room(hou
     assert len(futures._samples) == 2
 
 
+def test_a_sample_takes_the_memory_of_its_longest_answer(house: House) -> None:
+    """Eight bytes for each token that may come: eight MB of the 32 that a tenant has."""
+    large = {**sample(1), "num_samples": 1024, "sampling_params": {"max_tokens": 1000}}
+    answers = [house.ask("POST", f"{TINKER}/asample", "theirs", json=large) for _ in range(5)]
+    assert [answer.status_code for answer in answers[:3]] == [200] * 3
+    assert (answers[-1].status_code, "memory" in answers[-1].text) == (429, True)
+    for answer in answers:
+        house.ask("POST", f"{TINKER}/cancel_future", "theirs", json={"request_id": answer.json().get("request_id", "")})
+    assert house.ask("POST", f"{TINKER}/asample", "theirs", json=large).status_code == 200
+    house.refused(413, "POST", f"{TINKER}/asample", json={**large, "sampling_params": {"max_tokens": 100_000}})
+
+
 @pytest.mark.parametrize(
     ("path", "small", "large"),
     [

@@ -30,7 +30,7 @@ from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import MOST_WAITING, Models
 from motet.service.tinker.parts import PREFIX
-from motet.service.tinker.wire import CONTENT_TYPE, KINDS
+from motet.service.tinker.wire import CONTENT_TYPE, KINDS, SampleBytes, write_samples
 from tests.support.house import House
 from tests.support.tinker_requests import journal, made, request, sent
 from tests.support.tinker_run import job_of
@@ -301,6 +301,20 @@ def test_a_datum_of_many_targets_is_a_sample_of_many() -> None:
     assert (sample.n_tokens, sample.n_targets, sample.n_trainable) == (4, 2, 3)
     assert sample.targets is not None
     assert sample.targets[1:].tolist() == targets.tolist()
+
+
+def test_a_completion_takes_the_memory_of_its_answer_while_it_comes() -> None:
+    found, tokens, logprobs = SampleBytes(), np.arange(1000, 2000, dtype=np.int32), np.zeros(1000, np.float32)
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            found.add(tokens, logprobs)
+        assert tracemalloc.get_traced_memory()[0] < 10 * 100_000
+    finally:
+        tracemalloc.stop()
+    (sequence,) = KINDS["Samples"].FromString(write_samples([found], None)).sequences
+    assert np.frombuffer(sequence.tokens, "<i4").tolist() == tokens.tolist() * 100
+    assert len(sequence.logprobs) == 4 * 100_000
 
 
 def test_samples_of_a_client_that_begin_alike_run_their_beginning_once() -> None:

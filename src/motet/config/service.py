@@ -90,7 +90,7 @@ class HttpConfig(Config):
     streams_per_key: int = Field(64, ge=1, le=10**6)
     """Open event streams of one key."""
     open_mb: float = Field(1024.0, ge=1, le=1e6, allow_inf_nan=False)
-    """Memory for bodies of open requests and prompts of open samples, in total."""
+    """Memory for bodies of open requests and for open samples: their prompts and longest answers, in total."""
     open_mb_per_tenant: float = Field(256.0, ge=1, le=1e6, allow_inf_nan=False)
     """The same for one tenant."""
     processes: int = Field(2, ge=1, le=256)

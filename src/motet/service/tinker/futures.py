@@ -31,7 +31,7 @@ from motet.service.tenants.quotas import Quotas
 from motet.service.tenants.stored import SAMPLES, blocks
 from motet.service.tinker.models import Models
 from motet.service.tinker.requests import Sample
-from motet.service.tinker.samplers import Samplers
+from motet.service.tinker.samplers import MAX_TOKENS, Samplers
 from motet.service.tinker.wire import write_gradient
 
 POLL_SECONDS = 25.0
@@ -349,6 +349,7 @@ def _ended_at(sample: _Sample) -> Callable[[asyncio.Task[bytes]], None]:
 
 
 def _memory(wanted: Sample) -> int:
-    """Memory of a sample in bytes: its prompt, or its answer if that is larger."""
+    """Memory of a sample in bytes: its prompt, or the logprobs of the prompt if these are larger, and its longest answer."""
     prompt = sum(len(chunk.tokens) for chunk in wanted.prompt.chunks)
-    return prompt * max(_TOKEN_BYTES, _RESULT_BYTES * (1 + wanted.topk_prompt_logprobs))
+    answer = wanted.num_samples * (wanted.sampling_params.max_tokens or MAX_TOKENS) * _RESULT_BYTES
+    return answer + prompt * max(_TOKEN_BYTES, _RESULT_BYTES * (1 + wanted.topk_prompt_logprobs))

@@ -29,12 +29,13 @@ from motet.service.storage import Storage
 from motet.service.tinker.checkpoints import SAMPLER, Checkpoints
 from motet.service.tinker.models import Models
 from motet.service.tinker.requests import Sample
-from motet.service.tinker.wire import write_samples
+from motet.service.tinker.wire import SampleBytes, write_samples
 
 _ID = re.compile(
     r"(session-[0-9a-f]{16}(?:[0-9a-f]{16})?):sample:(\d{1,12}):(?:base(?:-([\w=-]+))?|path-([\w=-]+)|(\d{1,10})-(live|\d{1,10}))"
 )
-_MAX_TOKENS = 1024
+MAX_TOKENS = 1024
+"""Most tokens of a completion, unless the client says so itself."""
 NO_LOGPROB = -99999.0
 """Logprob, with token id 0, at positions without top tokens."""
 _TRIES = 5
@@ -188,9 +189,8 @@ class Samplers:
         raise AssertionError
 
     async def _answer(self, who: Principal, sampler: Sampler, wanted: Sample) -> bytes:
-        tokens: dict[int, list[int]] = {index: [] for index in range(wanted.num_samples)}
-        logprobs: dict[int, list[float]] = {index: [] for index in range(wanted.num_samples)}
-        cut, scores, top = set[int](), None, None
+        completions = [SampleBytes() for _ in range(wanted.num_samples)]
+        scores, top = None, None
         last = wanted.prompt_logprobs_last_n
         async for answer in self._hosts.ask(question(who, sampler, wanted)):
             if isinstance(answer, PromptScored):
@@ -202,13 +202,12 @@ class Samplers:
                     top[1][: 1 if last is None else -last] = NO_LOGPROB
             if isinstance(answer, Tokens):
                 chunk = answer.chunk
-                tokens[chunk.index] += chunk.token_ids.tolist()
-                logprobs[chunk.index] += chunk.logprobs.tolist()
+                completions[chunk.index].add(chunk.token_ids, chunk.logprobs)
                 if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                     raise EngineError(chunk.error or "the sample was ended; sample again")
                 if chunk.finish_reason is FinishReason.LENGTH:
-                    cut.add(chunk.index)
-        return write_samples([(tokens[index], logprobs[index], index in cut) for index in sorted(tokens)], scores, top)
+                    completions[chunk.index].cut = True
+        return write_samples(completions, scores, top)
 
 
 def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
@@ -218,7 +217,7 @@ def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:
     ids = [one for one in stop if isinstance(one, int)] if isinstance(stop, list) and not texts else None
     sampling = SamplingParams(
         temperature=given.temperature,
-        max_tokens=given.max_tokens or _MAX_TOKENS,
+        max_tokens=given.max_tokens or MAX_TOKENS,
         stop=tuple(texts),
         top_p=given.top_p,
         top_k=max(given.top_k, 0),

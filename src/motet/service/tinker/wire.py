@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -290,19 +291,31 @@ def write_gradient(outcome: Gradient) -> bytes:
     return bytes(result.SerializeToString())
 
 
+@dataclass
+class SampleBytes:
+    """A completion of a prompt as it is sent, because lists would take ten times the memory of an answer."""
+
+    tokens: bytearray = field(default_factory=bytearray)
+    logprobs: bytearray = field(default_factory=bytearray)
+    cut: bool = False
+    """Whether it ended by length."""
+
+    def add(self, token_ids: IntArray, logprobs: FloatArray) -> None:
+        """Append tokens [T] and their logprobs [T]."""
+        self.tokens += token_ids.astype("<i4").tobytes()
+        self.logprobs += logprobs.astype("<f4").tobytes()
+
+
 def write_samples(
-    sequences: Sequence[tuple[Sequence[int], Sequence[float], bool]],
+    completions: Sequence[SampleBytes],
     prompt_logprobs: FloatArray | None,
     top: tuple[IntArray, FloatArray] | None = None,
 ) -> bytes:
-    """Encode completions of a prompt: token ids, logprobs, and whether each ended by length.
-
-    `top` has the top tokens [T, k] of the prompt's positions, and their logprobs.
-    """
+    """Encode completions of a prompt. `top` has the top tokens [T, k] of the prompt's positions, and their logprobs."""
     result = KINDS["Samples"]()
-    for tokens, logprobs, cut in sequences:
-        one = result.sequences.add(stop_reason=LENGTH if cut else STOP)
-        one.tokens, one.logprobs = np.asarray(tokens, "<i4").tobytes(), np.asarray(logprobs, "<f4").tobytes()
+    for each in completions:
+        one = result.sequences.add(stop_reason=LENGTH if each.cut else STOP)
+        one.tokens, one.logprobs = bytes(each.tokens), bytes(each.logprobs)
     if prompt_logprobs is not None:
         result.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
     if top is not None:
