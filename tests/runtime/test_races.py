@@ -53,6 +53,18 @@ def on_fakes(path: Path, ordered: Callable[[list[JobConfig]], Sequence[JobConfig
     return run_jobs(path, [racing()], Setting(holdout=15, ordered=ordered, **setting))
 
 
+def failing_while(wanted: list[bool]) -> JobConfig:
+    """A race whose reward fails while `wanted` says so."""
+
+    def reward(problem: Problem, completion: str) -> float:
+        if wanted[0]:
+            raise ValueError("out of order")
+        return vowels(problem, completion)
+
+    reward.__name__ = vowels.__name__
+    return racing(reward=reward)
+
+
 def contents(path: Path) -> dict[str, bytes]:
     """What a race may not owe to company, order or interruption."""
     wanted = ("metrics.jsonl", "adapter_model.safetensors", "optimizer.safetensors", "say.race.json")
@@ -156,11 +168,6 @@ def test_a_candidate_that_fails_is_out_and_the_others_go_on(tmp_path: Path) -> N
 def test_a_candidate_that_is_out_is_not_resumed_by_hand(tmp_path: Path) -> None:
     failing, first = [False], "say-c=00"
 
-    def reward(problem: Problem, completion: str) -> float:
-        if failing[0]:
-            raise ValueError("out of order")
-        return vowels(problem, completion)
-
     async def until(reached: Callable[[], bool]) -> None:
         while not reached():
             await asyncio.sleep(0)
@@ -179,11 +186,56 @@ def test_a_candidate_that_is_out_is_not_resumed_by_hand(tmp_path: Path) -> None:
         assert run.state(first) is JobState.FAILED
         assert "not resumed: out of the race" in run.jobs[first].progress.message
 
-    ended = run_jobs(tmp_path, [racing(reward=reward)], Setting(holdout=15, slots=1), resume)
+    ended = run_jobs(tmp_path, [failing_while(failing)], Setting(holdout=15, slots=1), resume)
     assert ended.state(first) is JobState.FAILED
     record = RaceRecord.read(tmp_path / "say.race.json")
     dropped = next(name for name in record.dropped() if name != first)
     assert f"motet fork JOBS.yaml {dropped}@" in (why_out([record], ended.jobs[dropped].directory) or "")
+
+
+def test_a_race_whose_candidates_all_failed_is_run_again(alone: Path, tmp_path: Path) -> None:
+    failing = [True]
+    config, path = failing_while(failing), tmp_path / "say.race.json"
+    ended = run_jobs(tmp_path, [config], Setting(holdout=15))
+    assert {one.state for one in ended.jobs.values()} == {JobState.FAILED}
+    assert verdict(RaceRecord.read(path)) == "no winner: every candidate failed or was ended"
+    failing[0] = False
+    run_jobs(tmp_path, [config], Setting(holdout=15))
+    assert contents(tmp_path) == contents(alone)
+
+
+def test_candidates_that_failed_and_are_resumed_by_hand_race_again(alone: Path, tmp_path: Path) -> None:
+    failing = [True]
+    path = tmp_path / "race" / "say.race.json"
+
+    async def resume(run: FakeRun) -> None:
+        run.pipeline.pause("other")  # the run goes on until it ends
+        while not path.exists():
+            await asyncio.sleep(0)
+        failing[0] = False
+        for name in run.jobs:
+            run.pipeline.resume(name)
+
+    run_jobs(tmp_path / "race", [failing_while(failing), job("other")], Setting(holdout=15), resume)
+    assert contents(alone).items() <= contents(tmp_path / "race").items()
+
+
+def test_a_finalist_that_failed_joins_when_the_race_is_run_again(alone: Path, tmp_path: Path) -> None:
+    failing, path = [False], tmp_path / "say.race.json"
+
+    async def fail_one(run: FakeRun) -> None:
+        while not (path.exists() and len(RaceRecord.read(path).rungs) == 2):
+            await asyncio.sleep(0)
+        failing[0] = True  # the other finalist has no slot yet
+        while JobState.FAILED not in {one.state for one in run.jobs.values()}:
+            await asyncio.sleep(0)
+        failing[0] = False
+
+    config = failing_while(failing)
+    run_jobs(tmp_path, [config], Setting(holdout=15, slots=1), fail_one)
+    assert contents(tmp_path) != contents(alone)
+    run_jobs(tmp_path, [config], Setting(holdout=15, slots=1))
+    assert contents(tmp_path) == contents(alone)
 
 
 def test_a_fault_in_loading_a_version_that_nobody_samples_does_not_end_a_candidate(alone: Path, tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ class Race(Generic[AnyCandidate]):
 
     def decide(self, running: Container[str]) -> list[AnyCandidate]:
         """Decide, where the race is ready; note the outcome at the end. Returns the candidates that begin now."""
+        if self.record.outcome is not None and not all(job.state.final for job in self._live()):
+            self._write(outcome=None)  # a candidate that failed trains again
         if not self.ready(running):
             return []
         number = len(self.record.rungs)
