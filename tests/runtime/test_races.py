@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import random
@@ -29,9 +30,22 @@ from motet.rollout.fake import FakeSync
 from motet.running import run_config
 from motet.runtime.bracket import bracket_rows, verdict
 from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.identity import of_config
 from motet.runtime.race_record import RaceRecord, interval, known_jobs, why_out
 from motet.runtime.race_rule import confirming, decide, deciding
-from tests.support.fake_run import FakeRun, Script, Setting, job, metrics, records, run_jobs, vowels, weights
+from motet.tasks.reward_pool import ScoreOutcome, Transcript
+from tests.support.fake_run import (
+    FakeRun,
+    InlineRewards,
+    Script,
+    Setting,
+    job,
+    metrics,
+    records,
+    run_jobs,
+    vowels,
+    weights,
+)
 
 ROWS = [{"prompt": f"Say {i}", "answer": f"{i % 4}"} for i in range(48)]
 OVER = {"optimizer.lr": [0.01, 0.05, 0.2, 0.5]}
@@ -250,6 +264,44 @@ def test_a_fault_in_loading_a_version_that_nobody_samples_does_not_end_a_candida
 
     on_fakes(tmp_path, sync=Faulty)
     assert contents(tmp_path) == contents(alone)
+
+
+def test_rows_that_confirm_do_not_choose_the_version(tmp_path: Path) -> None:
+    """Version 2 is the best by the rows that decide; in one race, the others rate version 6 much higher."""
+    by_version = (0.0, 0.5, 0.3, 0.2, 0.4)
+
+    class Rated(InlineRewards):
+        def __init__(self, bonus: float) -> None:
+            super().__init__()
+            self._bonus, self._evaluated = bonus, dict[tuple[str, int], int]()
+
+        async def score(
+            self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+        ) -> list[ScoreOutcome]:
+            scored = await super().score(job, problem, completions, transcripts)
+            if problem.id < 100:
+                return scored
+            place, turn = problem.id - 100, self._evaluated.get((job, problem.id), 0)
+            self._evaluated[job, problem.id] = turn + 1
+            bonus = self._bonus if turn == 3 and place % 3 == 2 else 0.0
+            return [ScoreOutcome(by_version[turn] + 0.01 * (place % 2) + bonus, {}) for _ in scored]
+
+    ends = []
+    for number, (bonus, keep) in enumerate(((0, 1), (1, 1), (1, 100))):
+        rewards = functools.partial(Rated, bonus)
+        run_jobs(tmp_path / f"{number}", [racing(checkpoint={"keep": keep})], Setting(holdout=15, rewards=rewards))
+        outcome = RaceRecord.read(tmp_path / f"{number}" / "say.race.json").outcome
+        assert outcome is not None
+        ends.append((outcome.finalist, outcome.version))
+    assert ends == [("say-c=00", 2)] * 3
+
+
+def test_leaving_rows_out_of_the_best_version_makes_no_other_job() -> None:
+    """So a race that began before its candidates did goes on."""
+    plain = JobConfig.model_validate({"name": "say", "data": "toy:add", "reward": "exact"})
+    confirming_rows = plain.model_copy(update={"eval": plain.eval.model_copy(update={"confirm": True})})
+    assert of_config(confirming_rows) == of_config(plain)
+    assert "confirm" not in of_config(plain)["job"]["eval"]
 
 
 def test_a_budget_lets_fewer_go_on(alone: Path, tmp_path: Path) -> None:
@@ -515,7 +567,8 @@ def test_candidates_are_drawn_evenly_and_the_first_is_the_job_itself() -> None:
     over = {"optimizer.lr": {"low": 1e-4, "high": 1e-2}, "algorithm.group_size": [2, 6]}
     plan = planned(race={"candidates": 9, "over": over, "keep_one_in": 3, "first": 2})
     first, *others = plan.candidates
-    assert first.model_copy(update={"name": "say"}) == racing().model_copy(update={"race": None})
+    assert all(one.eval.confirm for one in plan.candidates)
+    assert first.model_copy(update={"name": "say", "eval": racing().eval}) == racing().model_copy(update={"race": None})
     rates = sorted(float(str(one.optimizer.lr)) for one in others)
     assert all(1e-4 * 10 ** (i / 4) <= rate * 1.05 for i, rate in enumerate(rates))
     assert all(rate <= 1.05 * 1e-4 * 10 ** ((i + 1) / 4) for i, rate in enumerate(rates))

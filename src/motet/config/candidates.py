@@ -237,7 +237,8 @@ def _candidate(job: JobConfig, number: int, given: Mapping[str, Any], every: int
     name = next((one for one in names if NAME_PATTERN.fullmatch(one)), None)
     if name is None:
         raise ConfigError(f"job {job.name}: race: the name is too long for candidates' names; shorten it")
-    fields = {"name": name, "seed": job.effective_seed, "race": None, "eval": _with(job.eval, ["every"], every)}
+    evaluation = _with(_with(job.eval, ["every"], every), ["confirm"], True)
+    fields = {"name": name, "seed": job.effective_seed, "race": None, "eval": evaluation}
     one = job.model_copy(update=fields)
     for path, value in values.items():
         section, _, rest = path.partition(".")

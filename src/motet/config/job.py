@@ -198,6 +198,9 @@ class EvalConfig(Config):
     common_random_numbers: bool = False
     """Sample every evaluation with the same random numbers: an answer changes only where the adapter changed it. Versions
     compare with less noise, and most tokens are [guessed](speculation.md) from the evaluation before."""
+    confirm: bool = False
+    """Leave every third held-out row out of the choice of the best version. Candidates of a [race](races.md) do: these rows
+    confirm the winner."""
 
     def count(self, steps: int) -> int:
         """Evaluations of a job with held-out problems."""

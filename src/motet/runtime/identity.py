@@ -30,6 +30,7 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
     job = config.model_dump(mode="json", exclude={"checkpoint", "priority", "budget", "race", "stop_when"})
     if not config.team:
         del job["team"]  # directories and receipts of other jobs stay as they are
+    del job["eval"]["confirm"]  # as `checkpoint`: it decides what is kept
     if not config.optimizer.lr_factors:
         del job["optimizer"]["lr_factors"]
     if config.data.pools is None:

@@ -23,7 +23,7 @@ from motet.runtime.fork import fork
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.runtime.race_record import DROPPED, ENDING, RaceOutcome, RaceRecord, Rung, why_out
-from motet.runtime.race_rule import CONFIRMS, RaceStanding, confirming, decide, deciding, paired, ranked
+from motet.runtime.race_rule import CONFIRMS, RaceStanding, confirming, decide, deciding, mean_of, paired, ranked
 
 LEAST_ROWS = 12
 """Held-out rows that a race needs."""
@@ -237,7 +237,7 @@ class Race(Generic[AnyCandidate]):
         known = {
             (job.name, version): rows_in(job.directory, version) for job in ended for version in self._versions(job)
         }
-        order = sorted(known, key=lambda one: (-_mean(deciding(known[one])), one))
+        order = sorted(known, key=lambda one: (-mean_of(deciding(known[one])), one))
         name, version = order[0]
         job = self._jobs[name]
         start, end = confirming(rows_in(job.directory, 0)), confirming(known[name, version])
@@ -245,14 +245,14 @@ class Race(Generic[AnyCandidate]):
         low, high = (None, None) if gain is None or gain.n < 2 else (gain.mean - gain.half, gain.mean + gain.half)
         last = self.record.rungs[-1].standings if self.record.rungs else ()
         as_good = tuple(one.name for one in last if one.verdict in ("goes on", "dropped") and one.name != job.name)
-        figures = (_finite(_mean(start)), _finite(_mean(end)), None if gain is None else gain.mean, low, high)
+        figures = (_finite(mean_of(start)), _finite(mean_of(end)), None if gain is None else gain.mean, low, high)
         return RaceOutcome(job.name, version, *figures, as_good, tokens, tokens_of(job))
 
     @staticmethod
     def _versions(job: Candidate) -> list[int]:
-        """Versions that are kept and were evaluated."""
-        kept = set(job.directory.versions())
-        return [version for version in job.directory.sampled(evals=True) if version in kept and version > 0]
+        """The best version and the last one, which are kept whatever else is."""
+        done = job.directory.newest() or Committed()
+        return [one for one in job.directory.sampled(evals=True) if one > 0 and one in (done.best_version, done.step)]
 
     def _write(self, **fields: Any) -> None:
         record = replace(self.record, **fields)
@@ -318,11 +318,6 @@ def _was_dropped(job: Candidate) -> bool:
 
 def _takes_part(job: Candidate) -> bool:
     return job.state is JobState.QUEUED
-
-
-def _mean(rows: Sequence[float]) -> float:
-    known = [value for value in rows if math.isfinite(value)]
-    return fmean(known) if known else -math.inf
 
 
 def _finite(value: float) -> float | None:

@@ -47,6 +47,12 @@ def confirming(rows: Sequence[float]) -> list[float]:
     return [value for place, value in enumerate(rows) if place % CONFIRMS == CONFIRMS - 1]
 
 
+def mean_of(rows: Sequence[float]) -> float:
+    """Over the rows whose reward is known; -inf without any."""
+    known = [value for value in rows if math.isfinite(value)]
+    return fmean(known) if known else -math.inf
+
+
 def paired(ours: Sequence[float], theirs: Sequence[float], level: float) -> Mean | None:
     """Mean of `ours − theirs` over rows that have both, with its interval by Student's t; None where no row has both."""
     known = [a - b for a, b in zip(ours, theirs, strict=True) if math.isfinite(a) and math.isfinite(b)]
@@ -55,7 +61,7 @@ def paired(ours: Sequence[float], theirs: Sequence[float], level: float) -> Mean
 
 def ranked(rows: Mapping[str, Sequence[float]]) -> list[str]:
     """Candidates, the best mean first; by name among equals."""
-    means = {name: _mean(some) for name, some in rows.items()}
+    means = {name: mean_of(some) for name, some in rows.items()}
     return sorted(rows, key=lambda name: (-means[name], name))
 
 
@@ -76,7 +82,7 @@ def decide(rows: Mapping[str, Sequence[float]], keep: int, level: float, rungs: 
     each = 1 - (1 - level) / (rungs * pairs)
     standings = []
     for place, name in enumerate(order):
-        mean = _mean(rows[name])
+        mean = mean_of(rows[name])
         if place == 0:
             standings.append(RaceStanding(name, "leads", _known(mean)))
             continue
@@ -86,11 +92,6 @@ def decide(rows: Mapping[str, Sequence[float]], keep: int, level: float, rungs: 
         verdict: Verdict = "worse" if worse else "goes on" if place < keep else "dropped"
         standings.append(RaceStanding(name, verdict, _known(mean), None if gap is None else gap.mean, low, high))
     return tuple(standings)
-
-
-def _mean(rows: Sequence[float]) -> float:
-    known = [value for value in rows if math.isfinite(value)]
-    return fmean(known) if known else -math.inf
 
 
 def _known(value: float) -> float | None:

@@ -17,6 +17,7 @@ from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import learn
 from motet.runtime.metrics import errors_of, evaluation_record, rollout_records, step_record
+from motet.runtime.race_rule import deciding, mean_of
 from motet.runtime.recorded import RecordedSampler, exact_rows
 from motet.runtime.sampling import JobSampler, Supply
 from motet.runtime.session import Evaluated, FinishedStep
@@ -94,7 +95,11 @@ class RolloutLoop(Driver):
         await asyncio.to_thread(self.job.directory.write_rollouts, f"eval-{sampled.version}", lines)
         record = evaluation_record(sampled)
         self.job.progress.evaluated(sampled.version, record)
-        return Evaluated(sampled.version, record, float(record["reward"]), sampled.tokens)
+        score = float(record["reward"])
+        if self.job.config.eval.confirm:
+            rows = [mean_of([rollout.reward for rollout in group.scored]) for group in sampled.groups]
+            score = mean_of(deciding(rows))
+        return Evaluated(sampled.version, record, score, sampled.tokens)
 
     async def leave(self) -> None:
         """Stop sampling, and close rewards and environment."""
