@@ -169,6 +169,8 @@ def test_a_reason_with_characters_that_no_database_keeps_is_kept_without_them(st
     recorder = EventRecorder(store, storage, Ledger(store), StoredBytes(store, storage), bus, workers, followers)
     recorder.record_state(job, JobState.FAILED, "a\0b\ud800c\u2028d")
     assert store.events(job)[-1].data["message"] == "ab?c\u2028d"
+    recorder.record_state(job, JobState.RUNNING, "", [f"adapter.init: {tmp_path}/run/job-1/start\0"])
+    assert store.events(job)[-1].data["inexact"] == ["adapter.init: job-1/start"]
 
 
 @pytest.mark.parametrize(

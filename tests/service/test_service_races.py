@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import motet
 from motet.core.types import JobState
@@ -129,6 +130,10 @@ def test_copies_of_a_service_are_those_of_a_run(tmp_path: Path) -> None:
         assert record.outcome is not None
         assert sum(one["tokens_sampled"] + one["tokens_trained"] for one in used) == record.outcome.tokens, "once"
         assert "copy of" in typed(service, "show", "say")
+        states = [event["data"] for event in service.events(copy.name) if event["kind"] == "state"]
+        assert [one.get("inexact") or [] for one in states] == [[]] * len(states)
+        described = yaml.safe_load((tmp_path / "run" / service.job(copy.name)["id"] / "job.yaml").read_text())
+        assert described["job"]["adapter"]["init"] == "start"
 
 
 # --- the routes alone -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class InitialAdapters:
 
     def path(self, job_id: str) -> Path:
         """The PEFT directory of the initial adapter."""
-        return self._run / job_id / "start"
+        return _start(self._run, job_id)
 
     def resolve(
         self, who: Principal, config: JobConfig, base: str, awaited: Sequence[str]
@@ -103,6 +103,20 @@ class InitialAdapters:
         check_version(source.path)
         self.path(job.id).parent.mkdir(parents=True, exist_ok=True)
         _link(source.path, self.path(job.id))
+
+
+def continue_start(run: Path, original: str, copy: str) -> None:
+    """Link the initial adapter of a job into the directory of a copy of it, which has begun and resolves none.
+
+    Raises:
+        AdapterError: it is damaged.
+    """
+    if _start(run, original).is_dir() and not _start(run, copy).exists():
+        _link(_start(run, original), _start(run, copy))
+
+
+def _start(run: Path, job_id: str) -> Path:
+    return run / job_id / "start"
 
 
 def _link(source: Path, target: Path) -> None:

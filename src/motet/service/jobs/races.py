@@ -24,6 +24,7 @@ from motet.service.database.races import RaceRows
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import StoredJob, StoredRace
 from motet.service.events import WAITING_JOBS, EventBus, within
+from motet.service.jobs.initial_adapter import continue_start
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.storage import Storage
 
@@ -180,6 +181,7 @@ class Races:
                 step=copy.step, steps=original.steps, reward=original.reward, held_out=original.held_out,
                 starts_from=original.starts_from, until=planned.stop(len(record.rungs)),
             )  # fmt: skip
+            continue_start(self._storage.run, original.id, row.id)
             self.rows.continue_job(row, original)
             self._recorder.record_state(row.id, JobState.QUEUED, "")
             jobs[copy.name] = self._candidate(row)

@@ -93,7 +93,8 @@ class EventRecorder:
         if state is JobState.CANCELLED:  # recorded once, by whichever process reports it
             key = state.value
         key, row = key or f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
-        event = shown if inexact is None else {**shown, "inexact": inexact}
+        told = [self._storage.without_places(_storable(why)) for why in inexact or ()]
+        event = shown if inexact is None else {**shown, "inexact": told}
         self._write(lambda: self._store.add_event(job_id, "state", key, event, None, **row))
         if state in (
             JobState.SUCCEEDED,
