@@ -28,7 +28,7 @@ from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
-from motet.runtime.race import Race, check_rows, known_of
+from motet.runtime.race import Race, check_prepared, check_rows, known_of
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.settings import setting_of
 from motet.runtime.stopping import ended_early
@@ -71,7 +71,7 @@ def run_config(
         MotetError: nothing could start; every other failure is a job's state.
     """
     config, plans = _raced(config)
-    hosted = config.engine.hosts > 1 or config.cluster.launcher == "ray"
+    hosted, ranked = config.engine.hosts > 1 or config.cluster.launcher == "ray", config.cluster.launcher == "torchrun"
     if hosted and not sequential and base is None:
         return _run_on_hosts(
             config, plans, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
@@ -81,10 +81,10 @@ def run_config(
         seen = stack.enter_context(_followed(config, directory.path, observe, notify))
         checked = _check(config, plans, accept_changes=accept_changes, loaded=base is not None)
         loading()
-        own, ranked = auto_kernels(config), config.cluster.launcher == "torchrun"
+        own, slots = auto_kernels(config), 1 if sequential else config.engine.slots
         opened = base or open_base(config, directory, stack, own, of_torchrun=ranked)
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, original)
-        jobs, slots = [job for job, _ in prepared], 1 if sequential else config.engine.slots
+        check_prepared(plans, jobs := [job for job, _ in prepared])
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         host = Host(opened, at_once, directory, [need for _, need in prepared], config.jobs, original=original)
         try:

@@ -512,6 +512,21 @@ def test_a_race_that_cannot_compare_is_refused_before_anything_is_loaded(
             motet.run([wanted], engine={"samplers": 0, "hosts": hosts}, directory=tmp_path, quiet=True)
 
 
+def test_rows_with_long_prompts_are_left_out_before_a_race_is_refused(tmp_path: Path) -> None:
+    """Twelve of the held-out rows are there, and one of them has a long prompt."""
+    evaluation = tmp_path / "evaluation.jsonl"
+    rows = [{"prompt": f"Add {i}" + " and one more" * 20 * (i == 5), "answer": "1"} for i in range(12)]
+    evaluation.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"source": ROWS, "eval_source": str(evaluation), "max_prompt_tokens": 30}
+    wanted = {"name": "say", "data": data, "reward": "exact", "race": 4, "sampling": {"max_tokens": 2}}
+    why = "11 held-out rows are too few.*; raise data.holdout or data.max_prompt_tokens"
+    with pytest.raises(ConfigError, match=why):
+        motet.run([wanted], engine={"samplers": 0}, directory=tmp_path / "run", quiet=True)
+    assert not list(tmp_path.glob("run/say*"))
+    with pytest.raises(ConfigError, match=why):
+        motet.check([wanted], engine={"samplers": 0})
+
+
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
 
@@ -601,6 +616,16 @@ def test_the_default_race_costs_about_a_third_of_the_grid() -> None:
         ({"budget": 100}, "race.budget"),
         ({"data": {"source": "in memory", "holdout": 0}}, "compares held-out rows"),
         ({"algorithm": {"over_provision": 2}}, "depend on the clock"),
+        ({"race": {"over": {"algorithm.over_provision": [1, 1.5]}}}, "job say-c=.*depend on the clock"),
+        (
+            {
+                "algorithm": {"max_off_policy_steps": 1},
+                "race": {"over": {"algorithm.in_flight": ["finish", "continue"]}},
+            },
+            "job say-c=.*depend on the clock",
+        ),
+        ({"race": {"over": {"algorithm.group_size": [0]}}}, "race.over.algorithm.group_size: 0 cannot be used"),
+        ({"race": {"over": {"algorithm.group_size": ["a"]}}}, "race.over.algorithm.group_size: 'a' cannot be used"),
         ({"race": {"over": {"adapter.rank": [0]}}}, "race.over.adapter.rank: 0 cannot be used"),
         ({"race": {"over": {"optimizer.rate": [1]}}}, "race.over.optimizer.rate: 1 cannot be used"),
         ({"name": "n" * 100}, "name is too long"),

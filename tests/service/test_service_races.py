@@ -177,6 +177,7 @@ def again(house: House) -> Races:
         ({"data": {**DATA, "size": 9000, "holdout": 4097}}, "at most 4096 are compared"),
         ({"steps": 2}, "2 steps are too few"),
         ({"race": {**RACE, "over": {"algorithm.groups_per_step": [2, 20_000]}}}, "algorithm.groups_per_step"),
+        ({"race": {**RACE, "over": {"algorithm.group_size": ["a"]}}}, "algorithm.group_size: 'a' cannot be used"),
         ({"budget": 1000}, "set race.budget"),
     ],
 )

@@ -38,6 +38,7 @@ from motet.runtime.job import Job, Services
 from motet.runtime.metrics import group_metrics
 from motet.runtime.opening import check_identity
 from motet.runtime.progress import LOG_LIKELIHOOD
+from motet.runtime.race import check_prepared
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
 from motet.runtime.signs import no_signal
@@ -100,6 +101,7 @@ def _check(config: RunConfig, rollouts: int) -> bool:
         for note in base.info.notes:
             console.print(f"note: {note}")
         prepared = prepare_all(config.jobs, base.info, directory, checked.sources)
+        check_prepared(plans, [job for job, _ in prepared])
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
         host = Host(base, alone, directory, [need for _, need in prepared], config.jobs)
         for note in [*host.workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:

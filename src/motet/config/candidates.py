@@ -131,6 +131,8 @@ def plan(job: JobConfig, race: RaceConfig) -> RacePlan:
     drawn = {path: _draw(job, path, choice, n - 1) for path, choice in (race.over or _space(job)).items()}
     given = [{}, *({path: column[number] for path, column in drawn.items()} for number in range(n - 1))]
     candidates = [_candidate(job, number, values, every) for number, values in enumerate(given)]
+    for one in candidates:
+        _check(one)
     values = {one.name: {path: _value(one, path) for path in drawn} for one in candidates}
     return RacePlan(job.name, race, job.steps, tuple(candidates), values, rungs)
 
@@ -222,16 +224,10 @@ def _draw(job: JobConfig, path: str, choice: ValueRange | ValueList, n: int) -> 
 
 def _candidate(job: JobConfig, number: int, given: Mapping[str, Any], every: int) -> JobConfig:
     """An ordinary job. All share the seed of the job, so they see the same problems, unless they race over seeds."""
-    values = dict(given)
     if type(given.get("seed", 0)) is not int:
         raise ConfigError(
             f"job {job.name}: race.over: seed {given['seed']!r} is not a whole number; list whole numbers"
         )
-    rollouts = job.rl.group_size * job.rl.groups_per_step
-    if (
-        "algorithm.group_size" in given and "algorithm.groups_per_step" not in given
-    ):  # keeps the number of rollouts of a step
-        values["algorithm.groups_per_step"] = max(1, round(rollouts / int(given["algorithm.group_size"])))
     labels = [f"{path.rpartition('.')[2]}={value}" for path, value in given.items()]
     names = ("-".join([f"{job.name}-c={number:02d}", *labels[:shown]]) for shown in range(len(labels), -1, -1))
     name = next((one for one in names if NAME_PATTERN.fullmatch(one)), None)
@@ -240,7 +236,7 @@ def _candidate(job: JobConfig, number: int, given: Mapping[str, Any], every: int
     evaluation = _with(_with(job.eval, ["every"], every), ["confirm"], True)
     fields = {"name": name, "seed": job.effective_seed, "race": None, "eval": evaluation}
     one = job.model_copy(update=fields)
-    for path, value in values.items():
+    for path, value in given.items():
         section, _, rest = path.partition(".")
         try:
             changed = _with(getattr(one, section), rest.split("."), value) if rest else int(value)
@@ -248,6 +244,10 @@ def _candidate(job: JobConfig, number: int, given: Mapping[str, Any], every: int
             why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             raise ConfigError(f"job {job.name}: race.over.{path}: {value!r} cannot be used: {why}") from error
         one = one.model_copy(update={section: changed})
+    if "algorithm.group_size" in given and "algorithm.groups_per_step" not in given:
+        groups = max(1, round(job.rl.group_size * job.rl.groups_per_step / one.rl.group_size))
+        # keeps the number of rollouts of a step
+        one = one.model_copy(update={"algorithm": _with(one.algorithm, ["groups_per_step"], groups)})
     return one
 
 

@@ -288,10 +288,22 @@ def check_rows(plan: RacePlan, held_out: int) -> None:
         ConfigError: how many there are.
     """
     if held_out < LEAST_ROWS:
+        longer = "" if plan.candidates[0].data.max_prompt_tokens is None else " or data.max_prompt_tokens"
         raise ConfigError(
             f"job {plan.name}: race: {held_out} held-out rows are too few to compare candidates, at least {LEAST_ROWS} are "
-            f"needed, and one in {CONFIRMS} of them only confirms the winner; raise data.holdout"
+            f"needed, and one in {CONFIRMS} of them only confirms the winner; raise data.holdout{longer}"
         )
+
+
+def check_prepared(plans: Iterable[RacePlan], jobs: Iterable[Job]) -> None:
+    """Refuse a race with too few held-out rows, now that those with long prompts are left out.
+
+    Raises:
+        ConfigError: how many there are.
+    """
+    held_out = {job.name: len(job.data.holdout) for job in jobs}
+    for plan in plans:
+        check_rows(plan, min(held_out[one.name] for one in plan.candidates))
 
 
 def rows_in(directory: JobDirectory, version: int) -> list[float]:
