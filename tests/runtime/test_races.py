@@ -8,6 +8,7 @@ import json
 import math
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +32,7 @@ from motet.running import run_config
 from motet.runtime.bracket import bracket_rows, verdict
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.identity import of_config
-from motet.runtime.race_record import RaceRecord, interval, known_jobs, why_out
+from motet.runtime.race_record import RaceOutcome, RaceRecord, interval, known_jobs, why_out
 from motet.runtime.race_rule import confirming, decide, deciding
 from motet.tasks.reward_pool import ScoreOutcome, Transcript
 from tests.support.fake_run import (
@@ -266,34 +267,59 @@ def test_a_fault_in_loading_a_version_that_nobody_samples_does_not_end_a_candida
     assert contents(tmp_path) == contents(alone)
 
 
+class Rated(InlineRewards):
+    """Rates held-out rows by the candidate, the place of the row, and how many evaluations it had."""
+
+    def __init__(self, rate: Callable[[str, int, int], float]) -> None:
+        super().__init__()
+        self._rate, self._evaluated = rate, Counter[tuple[str, int]]()
+
+    async def score(
+        self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+    ) -> list[ScoreOutcome]:
+        scored = await super().score(job, problem, completions, transcripts)
+        if problem.id < 100:
+            return scored
+        evaluation = self._evaluated[job, problem.id]
+        self._evaluated[job, problem.id] += 1
+        return [ScoreOutcome(self._rate(job, problem.id - 100, evaluation), {}) for _ in scored]
+
+
+def rated(path: Path, rate: Callable[[str, int, int], float], **fields: Any) -> RaceOutcome:
+    """The outcome of a race that these ratings decide; it evaluates the versions 0, 2, 4, 6 and 8."""
+    run_jobs(path, [racing(**fields)], Setting(holdout=15, rewards=functools.partial(Rated, rate)))
+    outcome = RaceRecord.read(path / "say.race.json").outcome
+    assert outcome is not None
+    return outcome
+
+
 def test_rows_that_confirm_do_not_choose_the_version(tmp_path: Path) -> None:
     """Version 2 is the best by the rows that decide; in one race, the others rate version 6 much higher."""
-    by_version = (0.0, 0.5, 0.3, 0.2, 0.4)
 
-    class Rated(InlineRewards):
-        def __init__(self, bonus: float) -> None:
-            super().__init__()
-            self._bonus, self._evaluated = bonus, dict[tuple[str, int], int]()
+    def plain(candidate: str, place: int, evaluation: int) -> float:
+        return (0.0, 0.5, 0.3, 0.2, 0.4)[evaluation] + 0.01 * (place % 2)
 
-        async def score(
-            self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
-        ) -> list[ScoreOutcome]:
-            scored = await super().score(job, problem, completions, transcripts)
-            if problem.id < 100:
-                return scored
-            place, turn = problem.id - 100, self._evaluated.get((job, problem.id), 0)
-            self._evaluated[job, problem.id] = turn + 1
-            bonus = self._bonus if turn == 3 and place % 3 == 2 else 0.0
-            return [ScoreOutcome(by_version[turn] + 0.01 * (place % 2) + bonus, {}) for _ in scored]
+    def otherwise(candidate: str, place: int, evaluation: int) -> float:
+        return plain(candidate, place, evaluation) + (evaluation == 3 and place % 3 == 2)
 
-    ends = []
-    for number, (bonus, keep) in enumerate(((0, 1), (1, 1), (1, 100))):
-        rewards = functools.partial(Rated, bonus)
-        run_jobs(tmp_path / f"{number}", [racing(checkpoint={"keep": keep})], Setting(holdout=15, rewards=rewards))
-        outcome = RaceRecord.read(tmp_path / f"{number}" / "say.race.json").outcome
-        assert outcome is not None
-        ends.append((outcome.finalist, outcome.version))
-    assert ends == [("say-c=00", 2)] * 3
+    ends = [
+        rated(tmp_path / "plain", plain, checkpoint={"keep": 1}),
+        rated(tmp_path / "otherwise", otherwise, checkpoint={"keep": 1}),
+        rated(tmp_path / "kept", otherwise, checkpoint={"keep": 100}),
+    ]
+    assert [(one.finalist, one.version) for one in ends] == [("say-c=00", 2)] * 3
+
+
+def test_the_leader_of_the_last_decision_is_told_where_another_one_wins(tmp_path: Path) -> None:
+    def rate(candidate: str, place: int, evaluation: int) -> float:
+        if candidate.startswith("say-c=01"):
+            return (0.3 if place % 4 else 0.9) + (evaluation > 2)
+        return 0.5 if candidate == "say-c=00" else 0.0
+
+    outcome = rated(tmp_path, rate)
+    assert outcome.finalist is not None
+    assert outcome.finalist.startswith("say-c=01")
+    assert outcome.as_good == ("say-c=00",)
 
 
 def test_leaving_rows_out_of_the_best_version_makes_no_other_job() -> None:

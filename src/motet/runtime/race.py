@@ -244,7 +244,9 @@ class Race(Generic[AnyCandidate]):
         gain = paired(end, start, self.plan.settings.level)
         low, high = (None, None) if gain is None or gain.n < 2 else (gain.mean - gain.half, gain.mean + gain.half)
         last = self.record.rungs[-1].standings if self.record.rungs else ()
-        as_good = tuple(one.name for one in last if one.verdict in ("goes on", "dropped") and one.name != job.name)
+        as_good = tuple(
+            one.name for one in last if one.verdict in ("leads", "goes on", "dropped") and one.name != job.name
+        )
         figures = (_finite(mean_of(start)), _finite(mean_of(end)), None if gain is None else gain.mean, low, high)
         return RaceOutcome(job.name, version, *figures, as_good, tokens, tokens_of(job))
 
