@@ -380,6 +380,27 @@ def test_too_few_rows_at_a_decision_end_a_race(empty: House, tmp_path: Path) -> 
     assert "11 held-out rows are too few" in empty.ask("GET", "/v1/races/say").json()["failure"]
 
 
+def test_a_limit_lets_all_candidates_resume_or_none(empty: House) -> None:
+    first, *others = submitted(empty, "say")["jobs"].values()
+    empty.ask("POST", "/v1/races/say/pause").raise_for_status()
+    assert {empty.ask("GET", f"/v1/jobs/{job}").json()["state"] for job in others} == {"paused"}
+    empty.store.change_job(first, state="queued")  # as where its host has not paused it yet
+    step = {"step": 0, "loss": 0.1, "tokens_sampled": 30, "tokens_trained": 0}
+    empty.recorder.record_step(others[0], step)
+    limits = "/v1/tenants/us/limits"
+    empty.ask("PUT", limits, "admin", json={"tokens_per_day": 25}).raise_for_status()
+    assert "tokens_per_day" in empty.refused(429, "POST", "/v1/races/say/resume")["message"]
+
+    def wanted() -> set[str]:
+        rows = [empty.store.job_by_id(job) for job in (first, *others)]
+        return {row.wanted for row in rows if row is not None}
+
+    assert wanted() == {"pause"}
+    empty.ask("PUT", limits, "admin", json={"tokens_per_day": 1000}).raise_for_status()
+    empty.ask("POST", "/v1/races/say/resume").raise_for_status()
+    assert wanted() == {"run"}
+
+
 def test_a_disk_that_is_full_delays_a_decision_and_a_paused_candidate_holds_it(house: House) -> None:
     made = submitted(house, "waits")
     races, jobs = house.part(Races), list(made["jobs"].values())

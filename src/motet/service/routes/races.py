@@ -74,11 +74,15 @@ def show_race(race: NamedRace, shown: Shown) -> Race:
 
 @router.post("/races/{race}/{word}", status_code=202)
 def steer_race(who: Asker, service: ServiceDep, shown: Shown, race: NamedRace, word: Word) -> Race:
-    """Pause, resume or cancel all candidates of a race that have not ended."""
-    for job in service.races.rows.candidates(race.id):
+    """Pause, resume or cancel all candidates of a race that have not ended; none is resumed if a limit forbids it."""
+    jobs, wanted = service.races.rows.candidates(race.id), Wanted.of(word)
+    paused = next((job for job in jobs if job.state == JobState.PAUSED.value), None)
+    if wanted is Wanted.RUN and paused is not None:
+        service.enforcer.check_resume(paused)  # before others are resumed; the limits are the tenant's
+    for job in jobs:
         if not JobState(job.state).final:
             try:
-                service.submissions.steer(job, Wanted.of(word))
+                service.submissions.steer(job, wanted)
             except StoreError:  # it has just ended
                 continue
     service.store.audit(who, word, race.id)
