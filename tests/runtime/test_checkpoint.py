@@ -19,7 +19,7 @@ from motet.core.checksums import SUMS, disk_error
 from motet.core.errors import RunError
 from motet.core.types import ADAPTER_FILES, JobState
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
-from motet.runtime.opening import open_job
+from motet.runtime.opening import damages, open_job
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import differences
 from motet.training.fake import FakeTrainer
@@ -247,11 +247,30 @@ def test_rollout_logs_stay_below_their_limit(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     for name in ("eval-0", *map(str, range(5))):
         directory.write_rollouts(name, [{"text": "x" * 1000}])
-        os.utime(directory.path / "rollouts" / f"{name}.jsonl", ns=(0, len(names(directory.path / "rollouts"))))
     directory.prune(1, 2500)
     assert names(directory.path / "rollouts") == {"eval-0.jsonl", "3.jsonl", "4.jsonl"}
     directory.prune(1, 0)
     assert names(directory.path / "rollouts") == {"eval-0.jsonl", "4.jsonl"}, "the newest stays, whatever the limit"
+
+
+def test_rollout_logs_of_a_copy_are_deleted_in_the_order_of_writing(tmp_path: Path, save: Save) -> None:
+    """A copy has other times: `cp -r` and a restored backup write the files in the order of their names."""
+    directory = opened(tmp_path)
+    directory.restore()
+    for number in range(13):
+        if number % 5 == 0:
+            directory.write_rollouts(f"eval-{number}", [{"problem": number}])
+        step(directory, number, save, evaluated=number - number % 5)
+    logs = sorted((directory.path / "rollouts").iterdir())
+    for place, path in enumerate(logs):
+        os.utime(path, ns=(place, place))
+    directory.prune(2, 5 * (directory.path / "rollouts" / "9.jsonl").stat().st_size)
+    assert names(directory.path / "rollouts") == {
+        "eval-0.jsonl",
+        "eval-10.jsonl",
+        *(f"{n}.jsonl" for n in (10, 11, 12)),
+    }
+    assert damages(directory) == []
 
 
 def test_a_job_keeps_no_more_rollout_logs_than_it_may(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from motet.core.types import adapter_files
 from motet.runtime.manifest import Manifest
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import RECEIPT, Materials
+from motet.runtime.rollout_logs import prune_logs
 from motet.tasks.plain_json import as_json
 
 FORKED = "forked.json"
@@ -314,7 +315,7 @@ class JobDirectory:
         for item in (self.path / "versions").iterdir():
             if item.name not in versions and not item.name.startswith("."):
                 _remove(item)
-        _prune_rollouts(self.path / "rollouts", rollouts_bytes)
+        prune_logs(self.path / "rollouts", rollouts_bytes)
 
     def delete(self) -> None:
         """Remove the whole directory."""
@@ -363,18 +364,6 @@ def _cut_back(job: JobDirectory, committed: Committed | None) -> None:
         match = re.fullmatch(r"v(\d+)(\.json)?", item.name)
         if match and int(match[1]) > done.step:
             item.unlink() if match[2] else _remove(item)
-
-
-def _prune_rollouts(folder: Path, most_bytes: float) -> None:
-    """Delete the oldest logs; keep the newest log, and the first and the newest evaluation."""
-    logs = sorted(folder.iterdir(), key=lambda item: (item.stat().st_mtime_ns, item.name))
-    kept = {"eval-0.jsonl", *[it.name for it in logs][-1:], *[it.name for it in logs if it.name[:5] == "eval-"][-1:]}
-    total = sum(item.stat().st_size for item in logs if item.name != "eval-0.jsonl")
-    for item in (one for one in logs if one.name not in kept):
-        if total <= most_bytes:
-            break
-        total -= item.stat().st_size
-        item.unlink()
 
 
 def _before(evals: bool) -> str:

@@ -15,6 +15,7 @@ from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.manifest import Record, sum_of
 from motet.runtime.receipts import differences
+from motet.runtime.rollout_logs import in_order
 from motet.runtime.source_sums import code_changes
 
 _GO_ON = "put it back, or use --accept-changes to continue with the present files"
@@ -369,8 +370,8 @@ def accept(directory: JobDirectory, committed: Committed) -> None:
         lines = path.read_bytes()[: committed.length(path)].splitlines(keepends=True) if path.is_file() else []
         path.write_bytes(b"".join(line for line in lines if _is_whole(line)))
     folder = directory.path / "rollouts"
-    by_age = sorted(folder.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    records = ({"file": path.name, "sha256": hash_of(path).hexdigest()} for path in by_age)
+    logs = in_order(path.name for path in folder.glob("*.jsonl"))
+    records = ({"file": name, "sha256": hash_of(folder / name).hexdigest()} for name in logs)
     closed = _closed(directory)
     directory.checksums.unlink(missing_ok=True)
     directory.forget()
