@@ -14,17 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from motet.commands.verify import verify
 from motet.config import AdapterConfig
 from motet.core.checksums import SUMS, disk_error
 from motet.core.errors import RunError
 from motet.core.types import ADAPTER_FILES, JobState
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
+from motet.runtime.job import StepDone
 from motet.runtime.opening import damages, open_job
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import differences
+from motet.runtime.rollout_logs import must_be_there
 from motet.training.fake import FakeTrainer
 from tests.support.counting import calls
-from tests.support.fake_run import job, run_jobs
+from tests.support.fake_run import FakeRun, job, run_jobs
 from tests.support.small_disk import small_disk
 
 IDENTITY = {"base": "small", "job": {"steps": 5, "optimizer": {"lr": 0.1}}}
@@ -279,6 +282,48 @@ def test_a_job_keeps_no_more_rollout_logs_than_it_may(tmp_path: Path) -> None:
     few, every = (names(tmp_path / name / "a" / "rollouts") for name in ("few", "all"))
     assert every == {*(f"{step}.jsonl" for step in range(4)), *(f"eval-{step}.jsonl" for step in (0, 2, 4))}
     assert few == {"eval-0.jsonl", "eval-4.jsonl"}
+
+
+@pytest.mark.parametrize("stop_at", [3, 4, 6])
+def test_a_job_that_keeps_few_rollout_logs_goes_on(stop_at: int, tmp_path: Path) -> None:
+    """The newest evaluation stays, while the steps after it are deleted."""
+    few = job("a", steps=8, eval={"every": 2}, checkpoint={"rollouts_mb": 0})
+
+    async def script(run: FakeRun) -> None:
+        def stops(event: object) -> None:
+            if isinstance(event, StepDone) and event.line["step"] == stop_at - 1:
+                run.pipeline.stop()
+
+        run.jobs["a"].observer = stops
+
+    assert run_jobs(tmp_path, [few], script=script).state("a") is JobState.PAUSED
+    newest = stop_at - 1 - (stop_at - 1) % 2
+    assert names(tmp_path / "a" / "rollouts") == {"eval-0.jsonl", f"eval-{newest}.jsonl", f"{stop_at - 1}.jsonl"}
+    assert verify(tmp_path) == 0
+    assert run_jobs(tmp_path, [few]).state("a") is JobState.SUCCEEDED
+    assert verify(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        ("eval-0 0 1 eval-2 2 3 eval-4 4 5", ""),
+        ("eval-0 eval-2 3 eval-4 4 5", ""),
+        ("eval-0 eval-4 5", ""),
+        ("eval-0 eval-2 3 eval-4 5", "4"),
+        ("eval-0 1 2 3 eval-4 4 5", "eval-2"),
+        ("eval-0 eval-2 4 5", "eval-4"),
+        ("eval-0 eval-4", "5"),
+        ("eval-0 eval-2 eval-4 4", "5"),
+        ("eval-4 5", "eval-0"),
+        ("", "eval-0 5"),
+    ],
+)
+def test_a_missing_rollout_log_is_damage_where_pruning_leaves_it(there: str, missing: str) -> None:
+    logs = [f"{name}.jsonl" for name in "eval-0 0 1 eval-2 2 3 eval-4 4 5".split()]
+    found = {f"{name}.jsonl" for name in there.split()}
+    wanted = must_be_there(logs, found)
+    assert [name for name in wanted if name not in found] == [f"{name}.jsonl" for name in missing.split()]
 
 
 def test_what_json_has_no_word_for_is_null() -> None:

@@ -15,7 +15,7 @@ from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.manifest import Record, sum_of
 from motet.runtime.receipts import differences
-from motet.runtime.rollout_logs import in_order
+from motet.runtime.rollout_logs import in_order, must_be_there
 from motet.runtime.source_sums import code_changes
 
 _GO_ON = "put it back, or use --accept-changes to continue with the present files"
@@ -344,18 +344,11 @@ def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
 
 
 def _rollout_damage(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
-    """Missing rollout files.
-
-    The oldest may be pruned, except the first evaluation; a gap after an existing file is damage.
-    """
+    """Missing rollout files, except those that may have been pruned."""
     sums = rollout_sums(directory, committed)
     folder: Path = directory.path / "rollouts"
-    there = [name for name in sums if (folder / name).is_file()]
-    oldest = next((name for name in there if name != "eval-0.jsonl"), None)
-    names = list(sums)
-    kept = names[names.index(oldest) :] if oldest else names[-1:]
-    kept += ["eval-0.jsonl"] if "eval-0.jsonl" in sums else []
-    yield from compare(folder, {name: sums[name] for name in dict.fromkeys(kept)}, _GO_ON)
+    kept = must_be_there(sums, {path.name for path in folder.glob("*.jsonl")})
+    yield from compare(folder, {name: sums[name] for name in kept}, _GO_ON)
 
 
 def rollout_sums(directory: JobDirectory, committed: Committed) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 _NAME = re.compile(r"(eval-)?(\d+)\.jsonl")
@@ -19,7 +19,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 def prune_logs(folder: Path, most_bytes: float) -> None:
     """Delete the oldest logs; keep the newest log, and the first and the newest evaluation."""
     logs = in_order(path.name for path in folder.iterdir())
-    kept = {_FIRST, *logs[-1:], *[name for name in logs if name.startswith("eval-")][-1:]}
+    kept = {_FIRST, *logs[-1:], *[name for name in logs if _is_evaluation(name)][-1:]}
     sizes = {name: (folder / name).stat().st_size for name in logs if name != _FIRST}
     total = sum(sizes.values())
     for name in (one for one in logs if one not in kept):
@@ -27,3 +27,23 @@ def prune_logs(folder: Path, most_bytes: float) -> None:
             break
         total -= sizes[name]
         (folder / name).unlink()
+
+
+def must_be_there(logs: Iterable[str], there: Container[str]) -> list[str]:
+    """The logs that pruning leaves, if the oldest step and the oldest evaluation that are there are its oldest.
+
+    An evaluation is deleted after all steps before it. A step may be deleted before the newest evaluation, which stays.
+    """
+    ordered = in_order(logs)
+    found = [name for name in ordered if name in there and name != _FIRST]
+    evaluations = [name for name in ordered if _is_evaluation(name)]
+    step = next((name for name in found if not _is_evaluation(name)), None)
+    evaluation = next((name for name in found if _is_evaluation(name)), None)
+    kept = {_FIRST, *ordered[-1:]}
+    kept |= set(ordered[ordered.index(step) :]) if step else set()
+    kept |= set(evaluations[evaluations.index(evaluation) :]) if evaluation else set()
+    return [name for name in ordered if name in kept]
+
+
+def _is_evaluation(name: str) -> bool:
+    return name.startswith("eval-")
