@@ -236,6 +236,21 @@ def test_records_that_were_damaged_can_be_accepted(what: str, directory: JobDire
     assert committed.step == STEPS
 
 
+@pytest.mark.parametrize(
+    ("added", "lost"), [("rollouts/77.jsonl", "rollouts/3.jsonl"), ("rollouts/eval-9.jsonl", "state/6")]
+)
+def test_a_rollout_after_the_commit_is_not_accepted_as_saved(added: str, lost: str, directory: JobDirectory) -> None:
+    """It is removed when the job goes on; the job may stop before its next commit."""
+    whole = identity(directory)
+    (directory.path / added).write_text("{}\n")
+    gone = directory.path / lost
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    (directory.path / "rollouts" / "2.jsonl").unlink()
+    open_job(directory, whole, accept_changes=True, accept_damage=True)
+    directory.restore()
+    open_job(JobDirectory(directory.path), whole)
+
+
 @pytest.mark.parametrize("what", [what for what, damage in DAMAGE.items() if damage[3] == REMOVE_COMMIT])
 def test_weights_that_were_damaged_cannot_be_accepted_but_gone_back_from(what: str, directory: JobDirectory) -> None:
     place, damage, _, _ = DAMAGE[what]

@@ -122,7 +122,7 @@ class JobDirectory:
         for leftover in [*self.path.glob("*/.tmp-*"), *self.path.glob(".tmp-*")]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         committed = self.newest()
-        _cut_back(self, committed)
+        cut_back(self, committed)
         if committed is not None:
             self.link_version(committed.step)  # the crash may have come between the commit and its link
         self.record(self.steps(), self.versions(), identity=self._identity)
@@ -349,7 +349,7 @@ def _write_receipt(job: JobDirectory, draft: Path, done: Committed, sums: Mappin
     return hashlib.sha256(receipt).hexdigest()
 
 
-def _cut_back(job: JobDirectory, committed: Committed | None) -> None:
+def cut_back(job: JobDirectory, committed: Committed | None) -> None:
     """Remove everything written after the commit."""
     done = committed or Committed()
     job.forget()

@@ -11,7 +11,7 @@ import yaml
 
 from motet.core.checksums import SUMS, Damage, compare, hash_of, replace_file, version_damage
 from motet.core.errors import RunError
-from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
+from motet.runtime.checkpoint import FORKED, Committed, JobDirectory, cut_back
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.manifest import Record, sum_of
 from motet.runtime.receipts import differences
@@ -358,7 +358,11 @@ def rollout_sums(directory: JobDirectory, committed: Committed) -> dict[str, str
 
 
 def accept(directory: JobDirectory, committed: Committed) -> None:
-    """Accept damaged logs, rollouts and versions: keep complete lines and compute new sums."""
+    """Accept damaged logs, rollouts and versions: keep complete lines and compute new sums.
+
+    What was written after the commit is removed, as `JobDirectory.restore` will: it must not count as saved.
+    """
+    cut_back(directory, committed)
     for path in directory.logs:
         lines = path.read_bytes()[: committed.length(path)].splitlines(keepends=True) if path.is_file() else []
         path.write_bytes(b"".join(line for line in lines if _is_whole(line)))
