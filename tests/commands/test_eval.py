@@ -139,6 +139,26 @@ def test_other_rows_and_rewards_greedy_and_as_parquet(trained: Path, tmp_path: P
     assert all(line["reward"] == sum(letter in "aeiou" for letter in line["completion"]) / 8 for line in table)
 
 
+@pytest.mark.parametrize(
+    ("more", "others"),
+    [
+        ({"stop_when": {"held_out_above": 0.9}, "eval": {"every": 1}}, True),
+        ({"stop_when": {"kl_above": 1.0}, "algorithm": {"kl": {"coef": 0.1}}}, False),
+    ],
+)
+def test_when_a_job_ends_does_not_matter_to_an_evaluation(
+    more: dict[str, Any], others: bool, trained: Path, tmp_path: Path, says: Motet
+) -> None:
+    """Other rows come without held-out ones, which such a rule may need; so does the job's algorithm."""
+    rows, rewards = tmp_path / "rows.jsonl", trained.with_name("rewards.py")
+    rows.write_text('{"prompt": "Say 1", "answer": "1"}\n' * 2)
+    file = job_file(tmp_path, job("ends", rewards, **more), engine={"max_rows": 4}, run=str(tmp_path / "run"))
+    version = trained.parent / "run" / "digits" / "versions" / "v1"
+    code, printed, err = says("eval", file, version, *(("--data", rows) if others else ()))
+    assert code == 0, err
+    assert "2 of 2 rows" in printed
+
+
 def test_an_environment_answers_as_in_training(trained: Path, tmp_path: Path, says: Motet) -> None:
     out = tmp_path / "answers.jsonl"
     code, _, err = says("eval", trained, "digits@1", "--task", "echo", "--rows", 4, "--out", out)

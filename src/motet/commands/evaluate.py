@@ -224,7 +224,7 @@ def _task(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
         raise ConfigError(
             f"job {name} is a team, which `motet eval` does not play; its training evaluates it (eval.every)"
         )
-    tree = job.model_dump(exclude={"algorithm"})
+    tree = job.model_dump(exclude={"algorithm", "stop_when"})
     if asked.data is None and job.data.rows is not None:
         tree["data"]["source"] = job.data.rows
     tree["adapter"]["init"] = None
