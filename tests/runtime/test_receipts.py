@@ -376,6 +376,37 @@ def test_a_fork_with_a_change_says_from_which_step_on(project: Path) -> None:
     assert version_before(chain) == (2, sha256(project / "run/words/receipts/v2.json"))
 
 
+def test_forks_into_one_run_share_its_job_file(project: Path) -> None:
+    forked = {"first": 0.03, "second": 0.02, "first again": 0.04}
+    for name, lr in forked.items():
+        name = name.partition(" ")[0]
+        shutil.rmtree(project / "new" / name, ignore_errors=True)  # its settings in the file go with the directory
+        words = ("--name", name, "--set", f"optimizer.lr={lr}")
+        code, output = motet("fork", project / "jobs.yaml", "words@2", project / "new", *words)
+        assert code == 0, output
+    jobs = load_jobs(project / "new/jobs.yaml").jobs
+    assert {job.name: job.optimizer.lr for job in jobs} == {"first": 0.04, "second": 0.02}
+
+
+def test_a_fork_replaces_no_job_file_of_something_else(project: Path) -> None:
+    own, new = project / "jobs.yaml", project / "new"
+    before = own.read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"jobs\.yaml was not written by `motet fork`.*fork into another run directory"
+    ):
+        motet("fork", own, "words@2", project, "--name", "beside")
+    assert (own.read_bytes(), (project / "beside").exists()) == (before, False)
+    assert motet("fork", own, "words@2", new)[0] == 0
+    before = (new / "jobs.yaml").read_bytes()
+    with pytest.raises(ConfigError, match=r"has another engine\.block_size: fork into another run directory"):
+        motet("fork", own, "words@2", new, "--name", "other", "--set", "engine.block_size=32")
+    (new / "jobs.yaml").write_bytes(edited := before + b"# the best so far\n")
+    with pytest.raises(ConfigError, match="somebody edited it"):
+        motet("fork", own, "words@2", new, "--name", "other")
+    assert (new / "jobs.yaml").read_bytes() == edited
+    assert not (new / "other").exists()
+
+
 def test_a_fork_of_a_job_whose_rollouts_were_deleted_opens(project: Path) -> None:
     for path in (project / "run/words/rollouts").glob("[0-2].jsonl"):
         path.unlink()

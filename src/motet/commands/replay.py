@@ -34,6 +34,7 @@ from motet.runtime.receipts import (
     changed_materials,
     dependencies_of,
     differences,
+    fields_apart,
     materials_of,
     read_receipt,
     subjects_of,
@@ -47,6 +48,8 @@ FROM_RECORD = (
     " from its recorded rollouts: the trainer's half of these steps, without the servers' half, which sampled them"
 )
 """Of a job whose rollouts servers sampled."""
+_OF_FORK = b"# Written by `motet fork`, which adds the next job of this run here.\n"
+"""First line of a forked job's file."""
 
 
 @dataclass(frozen=True)
@@ -299,10 +302,36 @@ def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequ
     fields |= {"name": name or own.name, "seed": own.effective_seed}
     new = jobs_of(tree, str(path), overrides)
     (job,) = new.jobs
+    file = run / "jobs.yaml"
+    content = _job_file(_with_others(new, file))
     run.mkdir(parents=True, exist_ok=True)
     fork(original, wanted.last, run / job.name, job.algorithm.lag)
-    tree = new.model_dump(mode="json", exclude_unset=True)
-    file = run / "jobs.yaml"
-    replace_file(file, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode())
+    replace_file(file, content)
     file.chmod(0o600)  # a reward's arguments may be secret
     say(f"{job.name} begins at step {wanted.last} of {original.path}; train it: motet run {file}")
+
+
+def _with_others(new: RunConfig, file: Path) -> RunConfig:
+    """A new job with those that were forked into the same run before.
+
+    Raises:
+        ConfigError: the file there has something that would get lost.
+    """
+    if not file.exists():
+        return new
+    there = file.read_bytes()
+    known = load_jobs(file) if there.startswith(_OF_FORK) else None
+    if known is None or _job_file(known) != there:
+        raise ConfigError(
+            f"{file} was not written by `motet fork`, or somebody edited it: fork into another run directory, or move the file"
+        )
+    before, now = (one.model_dump(exclude_unset=True, exclude={"run", "jobs"}) for one in (known, new))
+    if apart := [field for field, _, _ in fields_apart(before, now)]:
+        raise ConfigError(f"{file} has another {', '.join(apart)}: fork into another run directory")
+    names = {job.name for job in new.jobs}
+    return new.model_copy(update={"jobs": [*(job for job in known.jobs if job.name not in names), *new.jobs]})
+
+
+def _job_file(config: RunConfig) -> bytes:
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    return _OF_FORK + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode()
