@@ -85,6 +85,17 @@ def test_versions_of_one_job(trained: Path, tmp_path: Path, says: Motet) -> None
         assert why in err
 
 
+def test_a_run_and_a_job_that_is_not_there_are_refused(trained: Path, says: Motet) -> None:
+    jobs = " or ".join(str(trained / "a" / name) for name in ("data", "rate", "same"))
+    for wrong, why in (
+        (trained / "a", f"{trained / 'a'} is no job's directory: write {jobs}"),
+        (f"{trained / 'a' / 'none'}@best", "none is no job's directory: write RUN/JOB"),
+    ):
+        code, out, err = says("diff", wrong, trained / "b")
+        assert (code, out) == (2, "")
+        assert why in err
+
+
 def test_recorded_answers_are_shown_side_by_side(trained: Path, tmp_path: Path, says: Motet) -> None:
     out, facts = told(trained, tmp_path, says, "rate", "--rollouts", "--limit", 3)
     assert "answers of rollouts/eval-3.jsonl, 3 of 8 problems, the largest differences first" in out

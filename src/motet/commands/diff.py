@@ -46,6 +46,9 @@ class Compared:
         path, _, version = place.rpartition("@") if not Path(place).exists() else (place, "", "")
         if not path or not (version.isdecimal() or version in ("", "best", "latest")):
             raise ConfigError(f"{place!r} names no job: write RUN/JOB, RUN/JOB@12, RUN/JOB@best or RUN/JOB@latest")
+        if not (Path(path) / "job.yaml").is_file():
+            jobs = [str(file.parent) for file in sorted(Path(path).glob("*/job.yaml"))][:8]
+            raise ConfigError(f"{path} is no job's directory: write {' or '.join(jobs) if jobs else 'RUN/JOB'}")
         record, directory = read_job(Path(path)), JobDirectory(Path(path))
         done = directory.newest()
         newest = max([done.step if done else 0, *map(int, record.evaluations.xs)])
