@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,72 @@ def test_a_key_opens_until_it_is_revoked_or_expires(store: Store, url: str) -> N
     engine.dispose()
     assert key.id in everything
     assert words.removeprefix("mk-") not in everything
+
+
+@contextlib.contextmanager
+def before_write(store: Store, number: int, work: Callable[[], object]) -> Iterator[None]:
+    """Run `work` once, before the store's statement of this number that writes or locks keys, counted from 1."""
+    numbers = itertools.count(1)
+
+    def listen(connection: Any, cursor: Any, statement: str, *more: Any) -> None:
+        writes = statement.startswith(("INSERT INTO keys", "UPDATE keys")) or "FOR UPDATE" in statement
+        if writes and next(numbers) == number:
+            work()
+
+    event.listen(store._engine, "before_cursor_execute", listen)
+    try:
+        yield
+    finally:
+        event.remove(store._engine, "before_cursor_execute", listen)
+
+
+@pytest.mark.parametrize("way", ["create with it", "rotate it", "rotate another with it"])
+def test_a_key_that_is_being_revoked_makes_no_other(store: Store, url: str, way: str) -> None:
+    maker, _ = store.tenants.create_key("us", "maker", "tenant-admin")
+    other, _ = store.tenants.create_key("us", "other", "member")
+    others, waits = create_engine(url.replace("postgresql:", "postgresql+psycopg:")), threading.Event()
+
+    def make() -> object:
+        with before_write(store, 1, waits.set):
+            if way == "create with it":
+                return store.tenants.create_key("us", "child", "member", made_by=maker.id)
+            rotated = (maker.id, None) if way == "rotate it" else (other.id, maker.id)
+            if store.tenants.rotate_key(*rotated) is None:
+                raise StoreError("there is no such key")
+            return None
+
+    with ThreadPoolExecutor(1) as thread:
+        with others.begin() as connection:
+            connection.execute(text("UPDATE keys SET revoked = 1 WHERE id = :id"), {"id": maker.id})
+            made = thread.submit(make)
+            assert waits.wait(60)
+        with pytest.raises(StoreError, match=r"revoked meanwhile|no such key"):
+            made.result(60)
+    others.dispose()
+    assert [key.id for key, _ in store.tenants.all_keys() if key.revoked is None] == [other.id]
+
+
+@pytest.mark.parametrize(
+    ("url", "way", "number"),
+    [("sqlite", "create", 1), ("sqlite", "rotate", 1), ("postgresql", "rotate", 1), ("postgresql", "rotate", 2)],
+    indirect=["url"],
+)
+def test_a_key_that_is_made_while_its_maker_is_revoked_ends_too(store: Store, way: str, number: int) -> None:
+    maker, _ = store.tenants.create_key("us", "maker", "member")
+    child, _ = store.tenants.create_key("us", "child", "member", made_by=maker.id)
+    store.tenants.create_key("us", "grandchild", "member", made_by=child.id)
+    made = list[object]()
+
+    def make() -> None:
+        if way == "create":
+            made.append(store.tenants.create_key("us", "late", "member", made_by=maker.id))
+        else:
+            made.append(store.tenants.rotate_key(child.id))
+
+    with before_write(store, number, make):
+        assert store.tenants.revoke_key(maker.id)
+    assert len(made) == 1
+    assert [key.name for key, _ in store.tenants.all_keys() if key.revoked is None] == []
 
 
 def test_a_tenant_is_made_once_by_many_at_once(store: Store) -> None:

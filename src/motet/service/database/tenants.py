@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from sqlalchemy import and_, delete, or_, select, update
+from sqlalchemy import and_, delete, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -54,6 +54,21 @@ class Principal:
 def digest(key: str) -> str:
     """The stored form of a key. Keys are random, so a plain hash is enough."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _hold(session: Session, key_id: str) -> Key | None:
+    """A key that is not revoked, and cannot be before the transaction ends; None if there is none.
+
+    SQLite has no `FOR UPDATE`, and Python begins a transaction on it only before a write. So this is a write, which
+    changes nothing.
+    """
+    same = update(Key).where(Key.id == key_id, Key.revoked.is_(None)).values(revoked=None)
+    return session.scalar(same.returning(Key))
+
+
+def _hold_maker(session: Session, key_id: str) -> None:
+    if _hold(session, key_id) is None:
+        raise StoreError("the key that asks was revoked meanwhile")
 
 
 class Tenants:
@@ -122,13 +137,14 @@ class Tenants:
         """Create a key, and its tenant if needed; returns the key and its text, which is shown once.
 
         The new key ends with the key that has the id `made_by`.
+
+        Raises:
+            StoreError: that key was revoked, or the tenant was erased.
         """
         owner, text = self.made(tenant), PREFIX + secrets.token_urlsafe(32)
         with self._transaction() as session:
             if made_by is not None:
-                maker = session.get(Key, made_by, with_for_update=True)
-                if maker is None or maker.revoked is not None:
-                    raise StoreError("the key that asks was revoked meanwhile")
+                _hold_maker(session, made_by)
             elif person is not None:
                 self._check_open(session, tenant)
             else:
@@ -175,24 +191,31 @@ class Tenants:
 
     def revoke_key(self, key_id: str) -> bool:
         """Revoke a key and those created with it; False if there is none."""
-        with self._transaction() as session:
-            if session.get(Key, key_id, with_for_update=True) is None:
+        with self._transaction() as session:  # its own first: from then on nothing is created with it
+            own = update(Key).where(Key.id == key_id).values(revoked=func.coalesce(Key.revoked, now()))
+            if session.scalar(own.returning(Key.id)) is None:
                 return False
-            ending = [key_id]
-            for one in ending:  # the list grows in the loop
-                ending += session.scalars(select(Key.id).where(Key.made_by == one, Key.id.not_in(ending)))
-            session.execute(update(Key).where(Key.id.in_(ending), Key.revoked.is_(None)).values(revoked=now()))
+            ended = {key_id}
+            left = select(Key.id).where(Key.revoked.is_(None))
+            while found := set(session.scalars(left.where(Key.made_by.in_(ended)))):
+                session.execute(update(Key).where(Key.id.in_(found), Key.revoked.is_(None)).values(revoked=now()))
+                ended |= found  # and again: what was rotated meanwhile has a successor
             return True
 
     def rotate_key(self, key_id: str, made_by: str | None = None) -> tuple[Key, str] | None:
         """Replace a key by a new one with another id and text; None if it does not exist or has ended.
 
         The new key ends with the key `made_by`, if given.
+
+        Raises:
+            StoreError: `made_by` was revoked.
         """
         text = PREFIX + secrets.token_urlsafe(32)
         with self._transaction() as session:
-            old = session.get(Key, key_id)
-            if old is None or old.revoked is not None or (old.expires is not None and old.expires <= now()):
+            if made_by is not None:
+                _hold_maker(session, made_by)
+            old = _hold(session, key_id)
+            if old is None or (old.expires is not None and old.expires <= now()):
                 return None
             kept = {
                 name: getattr(old, name)
