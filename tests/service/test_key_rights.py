@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
+import sqlite3
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
+from sqlalchemy.exc import OperationalError
 
 from motet.service.app import ROUTES
 from motet.service.database.tables import now
@@ -141,6 +146,34 @@ def test_a_key_is_rotated_with_what_it_may_do(house: House) -> None:
     assert house.ask("GET", "/v1/jobs", "kept").is_success
     house.refused(404, "POST", f"/v1/keys/{old}/rotate", "turning")
     house.refused(404, "POST", f"/v1/keys/{old}/rotate", "admin")
+
+
+@contextlib.contextmanager
+def no_room_for_audit() -> Iterator[None]:
+    """A disk that is full once the audit log is written to."""
+
+    def listen(connection: Any, cursor: Any, statement: str, *more: Any) -> None:
+        if statement.startswith("INSERT INTO audit"):
+            raise OperationalError(statement, None, sqlite3.OperationalError("database or disk is full"))
+
+    event.listen(Engine, "before_cursor_execute", listen)
+    try:
+        yield
+    finally:
+        event.remove(Engine, "before_cursor_execute", listen)
+
+
+def test_a_key_is_not_lost_when_the_disk_fills_up(house: House) -> None:
+    own = key_of(house, "unlucky", "member")
+    with no_room_for_audit():
+        house.refused(503, "POST", f"/v1/keys/{own}/rotate", "unlucky")
+        house.refused(503, "POST", "/v1/keys", "unlucky", json={"name": "unheard of"})
+    assert listed(house, "unlucky") == {"unlucky"}
+    new = house.ask("POST", f"/v1/keys/{own}/rotate", "unlucky").json()
+    made(house, "admin", "told", tenant="us")
+    entries = house.ask("GET", "/v1/audit?limit=2", "admin").json()["data"]
+    assert [(one["action"], one["key_name"]) for one in entries] == [("create key", "admin"), ("rotate key", "unlucky")]
+    assert entries[1]["object"] == own != new["id"]
 
 
 @pytest.mark.parametrize("word", ["rotate", "revoke"])

@@ -31,7 +31,7 @@ from motet.service.database.tables import (
     new_id,
     newer_evaluation,
 )
-from motet.service.database.tenants import Principal, Tenants
+from motet.service.database.tenants import Principal, Tenants, audit_entry
 
 Value = TypeVar("Value")
 AWAY = (OperationalError, InterfaceError, NoConnection)
@@ -113,7 +113,7 @@ class Store:
     def audit(self, who: Principal, action: str, thing: str) -> None:
         """Record who changed what."""
         with self.transaction() as session:
-            session.add(AuditEntry(tenant_id=who.tenant_id, key_id=who.key_id, action=action, object=thing))
+            session.add(audit_entry(who, action, thing))
 
     def audit_entries(
         self, *, tenant_id: str | None = None, before: int | None = None, limit: int = 100

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from motet.config.service import Role
 from motet.core.errors import StoreError
-from motet.service.database.tables import ClosedTenant, Key, Tenant, new_id, now
+from motet.service.database.tables import AuditEntry, ClosedTenant, Key, Tenant, new_id, now
 
 MOST_SIGN_INS = 20
 """Most open sign-ins per person."""
@@ -54,6 +54,11 @@ class Principal:
 def digest(key: str) -> str:
     """The stored form of a key. Keys are random, so a plain hash is enough."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def audit_entry(who: Principal, action: str, thing: str) -> AuditEntry:
+    """A row that says who changed what."""
+    return AuditEntry(tenant_id=who.tenant_id, key_id=who.key_id, action=action, object=thing)
 
 
 def _hold(session: Session, key_id: str) -> Key | None:
@@ -133,10 +138,11 @@ class Tenants:
         scope: Collection[str] | None = None,
         made_by: str | None = None,
         person: str | None = None,
+        asker: Principal | None = None,
     ) -> tuple[Key, str]:
         """Create a key, and its tenant if needed; returns the key and its text, which is shown once.
 
-        The new key ends with the key that has the id `made_by`.
+        The new key ends with the key that has the id `made_by`. With `asker`, the audit log gets an entry.
 
         Raises:
             StoreError: that key was revoked, or the tenant was erased.
@@ -154,6 +160,8 @@ class Tenants:
                 scope=None if scope is None else sorted(scope), made_by=made_by, person=person,
             )  # fmt: skip
             session.add(key)
+            if asker is not None:  # in this transaction: a failure after it would lose the text
+                session.add(audit_entry(asker, "create key", key.id))
         return key, text
 
     def sign_in(self, tenant: str, name: str, role: Role, expires: float, person: str) -> tuple[Key, str]:
@@ -202,10 +210,12 @@ class Tenants:
                 ended |= found  # and again: what was rotated meanwhile has a successor
             return True
 
-    def rotate_key(self, key_id: str, made_by: str | None = None) -> tuple[Key, str] | None:
+    def rotate_key(
+        self, key_id: str, made_by: str | None = None, asker: Principal | None = None
+    ) -> tuple[Key, str] | None:
         """Replace a key by a new one with another id and text; None if it does not exist or has ended.
 
-        The new key ends with the key `made_by`, if given.
+        The new key ends with the key `made_by`, if given. With `asker`, the audit log gets an entry.
 
         Raises:
             StoreError: `made_by` was revoked.
@@ -226,6 +236,8 @@ class Tenants:
             session.add(key)
             session.execute(update(Key).where(Key.made_by == key_id).values(made_by=key.id))
             old.revoked = now()
+            if asker is not None:
+                session.add(audit_entry(asker, "rotate key", key_id))
         return key, text
 
     def ended_keys(self, key_ids: Collection[str]) -> set[str]:

@@ -39,8 +39,9 @@ def create(who: Asker, service: ServiceDep, wanted: KeyRequest) -> NewKey:
         expires = expires or who.expires
         check_new(who, wanted.role, expires)
     made_by = None if who.admin else who.key_id
-    key, text = service.store.tenants.create_key(tenant, wanted.name, wanted.role, expires, wanted.scope, made_by)
-    service.store.audit(who, "create key", key.id)
+    key, text = service.store.tenants.create_key(
+        tenant, wanted.name, wanted.role, expires, wanted.scope, made_by, asker=who
+    )
     return NewKey(**_shown(key, tenant).model_dump(), key=text)
 
 
@@ -57,9 +58,8 @@ def rotate(who: KeyEnder, service: ServiceDep, key: str) -> NewKey:
     theirs = {one.id for one, _ in service.store.tenants.keys_of(who) if one.made_by == who.key_id} | {who.key_id}
     made_by = None if who.admin or key in theirs else who.key_id
     made = existing(
-        service.store.tenants.rotate_key(key, made_by), f"the key {key!r} was revoked or has expired; make another"
+        service.store.tenants.rotate_key(key, made_by, who), f"the key {key!r} was revoked or has expired; make another"
     )
-    service.store.audit(who, "rotate key", key)
     return NewKey(**_shown(made[0], tenant).model_dump(), key=made[1])
 
 
