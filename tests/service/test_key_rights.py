@@ -16,7 +16,8 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.exc import OperationalError
 
 from motet.service.app import ROUTES
-from motet.service.database.tables import now
+from motet.service.database.tables import Key, new_id, now
+from motet.service.database.tenants import MOST_KEYS
 from motet.service.http.rights import ROLES, needed
 from tests.support.house import House, error_of
 from tests.support.service_run import Json
@@ -146,6 +147,66 @@ def test_a_key_is_rotated_with_what_it_may_do(house: House) -> None:
     assert house.ask("GET", "/v1/jobs", "kept").is_success
     house.refused(404, "POST", f"/v1/keys/{old}/rotate", "turning")
     house.refused(404, "POST", f"/v1/keys/{old}/rotate", "admin")
+
+
+# --- many keys ------------------------------------------------------------------------------------------------------------
+
+
+def crowd(house: House, tenant: str, number: int, revoked: float | None) -> None:
+    """So many keys of a tenant."""
+    owner = house.store.tenants.made(tenant).id
+    rows = [
+        Key(
+            id=new_id("key"), tenant_id=owner, digest=new_id(tenant), name="one of many", role="member", revoked=revoked
+        )
+        for _ in range(number)
+    ]
+    with house.store.transaction() as session:
+        session.add_all(rows)
+
+
+def loaded(house: House, tenant: str) -> list[int]:
+    """How many keys are read when a new tenant's admin lists, makes, rotates and revokes some."""
+    found = []
+    head, house.keys[tenant] = house.store.tenants.create_key(tenant, "head", "tenant-admin")
+    member, _ = house.store.tenants.create_key(tenant, "member", "member")
+    changes = (("GET", ""), ("POST", ""), ("POST", f"/{member.id}/rotate"), ("DELETE", f"/{head.id}"))
+    for method, path in changes:
+        keys: list[object] = []
+
+        def note(key: object, _: object, keys: list[object] = keys) -> None:
+            keys.append(key)
+
+        event.listen(Key, "load", note)
+        answer = house.ask(method, f"/v1/keys{path}", tenant, json={} if (method, path) == ("POST", "") else None)
+        event.remove(Key, "load", note)
+        assert answer.is_success, answer.text
+        found.append(len(keys))
+    return found
+
+
+def test_keys_of_other_tenants_are_not_read(house: House) -> None:
+    before = loaded(house, "alone")
+    crowd(house, "crowd", MOST_KEYS + 1000, 1.0)
+    crowd(house, "crowd", 1000, None)
+    assert loaded(house, "not alone") == before
+    ended = [one for one in house.ask("GET", "/v1/keys", "admin").json()["data"] if one["revoked"] == 1.0]
+    assert 0 < len(ended) <= MOST_KEYS
+
+
+def test_a_tenant_has_so_many_keys_that_have_not_ended(house: House) -> None:
+    crowd(house, "full", MOST_KEYS - 2, None)
+    crowd(house, "full", 10, 1.0)
+    head, house.keys["head of many"] = house.store.tenants.create_key("full", "head", "tenant-admin")
+    last = made(house, "head of many", "the last")
+    for by in ("head of many", "admin"):
+        message = house.refused(409, "POST", "/v1/keys", by, json={"tenant": "full"})["message"]
+        assert "1000 keys that have not ended" in message
+        assert "motet keys revoke" in message
+    house.store.tenants.sign_in("full", "someone", "member", now() + 60, "a person")
+    assert house.ask("POST", f"/v1/keys/{last['id']}/rotate", "head of many").status_code == 201
+    assert house.ask("DELETE", f"/v1/keys/{head.id}", "admin").status_code == 204
+    assert house.ask("POST", "/v1/keys", "admin", json={"tenant": "full"}).status_code == 201
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def test_nothing_looks_at_all_jobs(tmp_path: Path) -> None:
     """What one job or one page needs is found by an index, so it takes as long with a hundred thousand jobs as with ten."""
 
     def listen(connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool) -> None:
-        if "jobs" in statement and not statement.startswith(("EXPLAIN", "INSERT")):
+        if re.search(r"\b(jobs|keys)\b", statement) and not statement.startswith(("EXPLAIN", "INSERT")):
             asked.append((statement, parameters))
 
     store, asked = Store(f"sqlite:///{tmp_path}/db"), list[tuple[str, Any]]()
@@ -51,12 +51,18 @@ def test_nothing_looks_at_all_jobs(tmp_path: Path) -> None:
     assert store.jobs(who, before=9, limit=5)
     assert store.jobs(who, state="running", limit=5)
     store.delete_job(first.id)
-    assert len(asked) >= 8
+    head = person(store, "us", "tenant-admin")
+    for one in (who, head):
+        assert store.tenants.keys_of(one)
+        assert store.tenants.key_of(one, one.key_id)
+    assert store.tenants.rotate_key(who.key_id, head.key_id) is not None
+    assert store.tenants.revoke_key(head.key_id)
+    assert len(asked) >= 20
     with store._engine.connect() as connection:
         for statement, parameters in asked:
             plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
             steps = [row[3] for row in plan]
-            assert not [step for step in steps if step.startswith("SCAN jobs")], (statement, steps)
+            assert not [step for step in steps if step.startswith(("SCAN jobs", "SCAN keys"))], (statement, steps)
     store.close()
 
 
@@ -73,7 +79,7 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
-        assert context.get_current_revision() == "0002"
+        assert context.get_current_revision() == "0003"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
     engine.dispose()
 
@@ -91,6 +97,7 @@ def test_a_database_from_before_races_gets_their_table_and_keeps_its_jobs(url: s
                         index.create(connection)
             elif table.name != "races":
                 table.create(connection)
+        connection.execute(text("DROP INDEX ix_keys_made_by"))
         connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))
         connection.execute(text("INSERT INTO alembic_version VALUES ('0001')"))
         connection.execute(text("INSERT INTO tenants VALUES ('t', 'us', 0)"))
@@ -108,7 +115,7 @@ def test_a_database_from_before_races_gets_their_table_and_keeps_its_jobs(url: s
     with engine.begin() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
-        assert context.get_current_revision() == "0002"
+        assert context.get_current_revision() == "0003"
     engine.dispose()
 
 

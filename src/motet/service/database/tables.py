@@ -65,7 +65,7 @@ class Key(Table):
     revoked: Mapped[float | None]
     scope: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
     """The subset of its role's rights that it has; None for all."""
-    made_by: Mapped[str | None] = mapped_column(String(40))
+    made_by: Mapped[str | None] = mapped_column(String(40), index=True)
     """Id of the member's key that created it; it ends with that key."""
     person: Mapped[str | None] = mapped_column(String(64), index=True)
     """Digest of the person's identity at the provider, for a sign-in. None for a key created by hand."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from sqlalchemy import and_, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, not_, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -19,6 +19,8 @@ from motet.service.database.tables import AuditEntry, ClosedTenant, Key, Tenant,
 
 MOST_SIGN_INS = 20
 """Most open sign-ins per person."""
+MOST_KEYS = 1000
+"""Most keys of a tenant that have not ended, without sign-ins; also the most ended ones in a list."""
 PREFIX = "mk-"
 """Prefix of API keys."""
 
@@ -51,9 +53,25 @@ class Principal:
         return self.role == "admin"
 
 
+_WITH_TENANT = select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id)
+
+
 def digest(key: str) -> str:
     """The stored form of a key. Keys are random, so a plain hash is enough."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _good() -> ColumnElement[bool]:
+    return and_(Key.revoked.is_(None), or_(Key.expires.is_(None), Key.expires > now()))
+
+
+def _seen_by(who: Principal) -> list[ColumnElement[bool]]:
+    if who.admin:
+        return []
+    of_tenant = Key.tenant_id == who.tenant_id
+    if who.role == "tenant-admin":
+        return [of_tenant]
+    return [of_tenant, or_(Key.id == who.key_id, Key.made_by == who.key_id)]
 
 
 def audit_entry(who: Principal, action: str, thing: str) -> AuditEntry:
@@ -145,9 +163,11 @@ class Tenants:
         The new key ends with the key that has the id `made_by`. With `asker`, the audit log gets an entry.
 
         Raises:
-            StoreError: that key was revoked, or the tenant was erased.
+            StoreError: that key was revoked, the tenant was erased, or it has too many keys.
         """
         owner, text = self.made(tenant), PREFIX + secrets.token_urlsafe(32)
+        if person is None:
+            self._check_number(owner)
         with self._transaction() as session:
             if made_by is not None:
                 _hold_maker(session, made_by)
@@ -180,22 +200,32 @@ class Tenants:
             self.revoke_key(key_id)
         return made
 
-    def all_keys(self) -> list[tuple[Key, str]]:
-        """All keys with their tenants' names, oldest first, without ended sign-ins."""
-        listed = or_(Key.person.is_(None), and_(Key.revoked.is_(None), Key.expires > now()))
-        query = select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).where(listed)
-        query = query.order_by(Key.created, Key.id)
+    def _check_number(self, tenant: Tenant) -> None:
+        held = select(func.count()).where(Key.tenant_id == tenant.id, Key.person.is_(None), _good())
+        with self._transaction() as session:  # before the one that makes others wait
+            if (session.scalar(held) or 0) >= MOST_KEYS:
+                raise StoreError(
+                    f"the tenant {tenant.name!r} has {MOST_KEYS} keys that have not ended, the most of a tenant: end those "
+                    "that nobody uses with `motet keys revoke`, and give new ones `--expires-days`"
+                )
+
+    def all_keys(self, *which: ColumnElement[bool]) -> list[tuple[Key, str]]:
+        """Keys with their tenants' names, oldest first: the good ones, and the newest ended ones without sign-ins."""
+        query, good = _WITH_TENANT.where(*which), _good()
+        ended = query.where(not_(good), Key.person.is_(None)).order_by(Key.created.desc(), Key.id.desc())
         with self._transaction() as session:
-            return [(key, tenant) for key, tenant in session.execute(query).all()]
+            rows = [*session.execute(query.where(good)), *session.execute(ended.limit(MOST_KEYS))]
+        return sorted(((key, tenant) for key, tenant in rows), key=lambda one: (one[0].created, one[0].id))
 
     def keys_of(self, who: Principal) -> list[tuple[Key, str]]:
         """The keys that a principal may see and revoke: an admin all, a tenant's admin the tenant's, others their own."""
-        known = self.all_keys()
-        if who.admin:
-            return known
-        if who.role == "tenant-admin":
-            return [one for one in known if one[0].tenant_id == who.tenant_id]
-        return [one for one in known if one[0].id == who.key_id or one[0].made_by == who.key_id]
+        return self.all_keys(*_seen_by(who))
+
+    def key_of(self, who: Principal, key_id: str) -> tuple[Key, str] | None:
+        """One of these keys, with its tenant's name."""
+        with self._transaction() as session:
+            row = session.execute(_WITH_TENANT.where(Key.id == key_id, *_seen_by(who))).first()
+        return None if row is None else (row[0], row[1])
 
     def revoke_key(self, key_id: str) -> bool:
         """Revoke a key and those created with it; False if there is none."""
@@ -242,17 +272,14 @@ class Tenants:
 
     def ended_keys(self, key_ids: Collection[str]) -> set[str]:
         """Which of these key ids are revoked, erased or expired."""
-        good = and_(Key.revoked.is_(None), or_(Key.expires.is_(None), Key.expires > now()))
         with self._transaction() as session:
-            left = set(session.scalars(select(Key.id).where(Key.id.in_(key_ids), good)))
+            left = set(session.scalars(select(Key.id).where(Key.id.in_(key_ids), _good())))
         return {one for one in key_ids if one.startswith("key-") and one not in left}
 
     def who(self, text: str) -> Principal | None:
         """The principal of a key; None if it is unknown, revoked or expired."""
         with self._transaction() as session:
-            row = session.execute(
-                select(Key, Tenant.name).join(Tenant, Tenant.id == Key.tenant_id).where(Key.digest == digest(text))
-            ).first()
+            row = session.execute(_WITH_TENANT.where(Key.digest == digest(text))).first()
         if row is None:
             return None
         key, tenant = row

@@ -47,16 +47,18 @@ def create(who: Asker, service: ServiceDep, wanted: KeyRequest) -> NewKey:
 
 @router.get("/keys", tags=["keys"])
 def list_keys(who: Asker, service: ServiceDep) -> Keys:
-    """List keys without their texts: your own and those that it created. Admins see those of their tenant, or all."""
+    """List keys without their texts: your own and those that it created. Admins see those of their tenant, or all.
+
+    Of ended keys, the list has the newest 1,000.
+    """
     return Keys(data=[_shown(key, tenant) for key, tenant in service.store.tenants.keys_of(who)])
 
 
 @router.post("/keys/{key}/rotate", status_code=201, tags=["keys"])
 def rotate(who: KeyEnder, service: ServiceDep, key: str) -> NewKey:
     """Replace a key by a new one with the same name, rights and expiry. The new key is shown only once."""
-    tenant = _visible(service.store, who, key)
-    theirs = {one.id for one, _ in service.store.tenants.keys_of(who) if one.made_by == who.key_id} | {who.key_id}
-    made_by = None if who.admin or key in theirs else who.key_id
+    old, tenant = _visible(service.store, who, key)
+    made_by = None if who.admin or who.key_id in (old.id, old.made_by) else who.key_id
     made = existing(
         service.store.tenants.rotate_key(key, made_by, who), f"the key {key!r} was revoked or has expired; make another"
     )
@@ -182,17 +184,16 @@ def _table(lines: list[UsageLine]) -> str:
     return text.getvalue()
 
 
-def _visible(store: Store, who: Principal, key_id: str, *, ends: bool = False) -> str:
-    """The tenant's name for a key; with `ends`, the key may outlive the requester's.
+def _visible(store: Store, who: Principal, key_id: str, *, ends: bool = False) -> tuple[Key, str]:
+    """A key with its tenant's name; with `ends`, it may outlive the requester's.
 
     Raises:
         Refusal: the requester can see no such key, or its role is higher than theirs.
     """
-    known = [one for one in store.tenants.keys_of(who) if one[0].id == key_id]
-    key, tenant = existing(known[0] if known else None, f"there is no key {key_id!r}")
+    key, tenant = existing(store.tenants.key_of(who, key_id), f"there is no key {key_id!r}")
     if not who.admin:
         check_new(who, key.role, who.expires if ends else key.expires)
-    return tenant
+    return key, tenant
 
 
 def _shown(key: Key, tenant: str) -> ApiKey:
