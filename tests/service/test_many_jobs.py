@@ -13,7 +13,11 @@ import pytest
 from motet.cluster.messages import JobStanding, UsageWindow
 from motet.core.types import JobState
 from motet.runtime.meter import IDLE
+from motet.service.adapters.adapters import ALL, MOST_SHARES
+from motet.service.database.tables import Share, UploadedAdapter, new_id
+from motet.service.database.tenants import Principal
 from tests.support.counting import calls
+from tests.support.database import queued
 from tests.support.house import House, open_house, statements
 from tests.support.service_run import tiny
 
@@ -91,3 +95,57 @@ def test_jobs_are_handed_over_without_a_look_at_all_jobs_for_each(house: House) 
 
     few = counts(20, 10)
     assert counts(50, 10) == few
+
+
+def test_shares_take_as_many_queries_for_many_as_for_one(house: House) -> None:
+    """And a tenant that shares much with all makes no other wait."""
+    owner = house.store.tenants.made("us").id
+    who = Principal.member_of(owner)
+
+    def share(number: int) -> None:
+        name = f"shared-{number}"
+        if number % 2:
+            row = UploadedAdapter(
+                id=new_id("adapter"),
+                tenant_id=owner,
+                name=name,
+                bytes=4,
+                rank=32,
+                alpha=32.0,
+                target_modules=["q_proj"],
+            )
+            thing = house.service.adapters.add(who, row).id
+        else:
+            thing = queued(house.store, who, name, {}, 1, None).id
+            (house.storage.job(thing).path / "versions" / "v3").mkdir(parents=True)
+        house.service.adapters.share(Share(id=new_id("share"), tenant_id=owner, object=thing, with_tenant=ALL))
+
+    def counts() -> list[int]:
+        pages = ("/v1/models", "/v1/shares")
+        return [queries(partial(house.ask, "GET", page, key)) for page in pages for key in ("theirs", "ours", "admin")]
+
+    share(0)
+    few = counts()
+    for number in range(1, 200):
+        share(number)
+    assert counts() == few
+    listed = {one["id"] for one in house.ask("GET", "/v1/models", "theirs").json()["data"]}
+    assert {"us/shared-0@3", "us/shared-0@best", "us/shared-199"} <= listed
+    received = house.ask("GET", "/v1/shares", "theirs").json()["received"]
+    assert sorted(one["name"] for one in received) == sorted(f"shared-{number}" for number in range(200))
+
+
+def test_a_tenant_gives_so_many_shares(house: House) -> None:
+    first = house.ask("POST", "/v1/shares", json={"name": "ended", "tenant": "them"}).json()
+    owner, given = house.store.tenants.made("us").id, len(house.ask("GET", "/v1/shares").json()["given"])
+    rows = [
+        Share(id=new_id("share"), tenant_id=owner, object=new_id("job"), with_tenant=ALL)
+        for _ in range(given, MOST_SHARES)
+    ]
+    with house.store.transaction() as session:
+        session.add_all(rows)
+    message = house.refused(409, "POST", "/v1/shares", json={"name": "ended", "tenant": "*"})["message"]
+    assert "motet unshare" in message
+    assert house.ask("POST", "/v1/shares", json={"name": "ended", "tenant": "them"}).json() == first
+    assert house.ask("DELETE", f"/v1/shares/{rows[0].id}").status_code == 204
+    assert house.ask("POST", "/v1/shares", json={"name": "ended", "tenant": "*"}).status_code == 201

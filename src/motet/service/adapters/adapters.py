@@ -6,22 +6,26 @@ adapter that another tenant shares. Other tenants' unshared adapters are not fou
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import delete, select
+from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import aliased
 
 from motet.core.errors import StoreError
 from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
-from motet.service.database.tables import Share, StoredJob, UploadedAdapter
+from motet.service.database.tables import Share, StoredJob, Tenant, UploadedAdapter
 from motet.service.database.tenants import Principal
 from motet.service.storage import Storage
 
 ALL = "*"
 """Shares with all tenants."""
+MOST_SHARES = 1000
+"""Most shares that a tenant gives."""
 
 
 class NoModelError(LookupError):
@@ -63,6 +67,21 @@ class Answerer:
     """The name of the base."""
     directory: Path | None = None
     """A version of an adapter; None for the base itself."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A share and the names in it."""
+
+    share: Share
+    owner: str
+    tenant: str
+    """The other tenant; `*` for all."""
+    name: str
+    """The owner's name for what is shared; empty if it is gone."""
+    base: str | None
+    """Its base, under its stored name."""
+    is_job: bool
 
 
 class Adapters:
@@ -170,16 +189,23 @@ class Adapters:
         number, path = version
         return Resolved(path, f"{thing.name}-v{number}", f"{thing.id}@{number}", thing.base, thing.tenant_id)
 
-    def share(self, share: Share) -> Share:
-        """Create a share, or return the existing one."""
-        same = select(Share).where(Share.object == share.object, Share.with_tenant == share.with_tenant)
-        try:
-            with self._store.transaction() as session:
+    def share(self, share: Share) -> Shared:
+        """Create a share, or return the existing one.
+
+        Raises:
+            StoreError: the tenant gives too many.
+        """
+        same = (Share.object == share.object) & (Share.with_tenant == share.with_tenant)
+        given = select(func.count()).where(Share.tenant_id == share.tenant_id)
+        with contextlib.suppress(IntegrityError), self._store.transaction() as session:
+            if session.scalar(select(Share.id).where(same)) is None:
+                if (session.scalar(given) or 0) >= MOST_SHARES:
+                    raise StoreError(
+                        f"this tenant gives {MOST_SHARES} shares, the most of a tenant: end some with `motet unshare`, or "
+                        f"share with all tenants (`{ALL}`) instead of each"
+                    )
                 session.add(share)
-        except IntegrityError:
-            with self._store.transaction() as session:
-                return session.scalars(same).one()
-        return share
+        return self._shares(same)[0]
 
     def unshare(self, who: Principal, share_id: str) -> Share | None:
         """Delete a share of the tenant (an admin: any); None if there is none."""
@@ -190,12 +216,31 @@ class Adapters:
             session.delete(share)
             return share
 
-    def shares(self, who: Principal) -> list[Share]:
-        """Shares by and with a tenant (an admin: all), oldest first."""
-        query = select(Share).order_by(Share.created, Share.id)
-        if not who.admin:
-            query = query.where((Share.tenant_id == who.tenant_id) | Share.with_tenant.in_((who.tenant_id, ALL)))
-        return self._store.scalars(query)
+    def given(self, who: Principal) -> list[Shared]:
+        """Shares by a tenant (an admin: all), oldest first."""
+        return self._shares() if who.admin else self._shares(Share.tenant_id == who.tenant_id)
+
+    def received(self, who: Principal) -> list[Shared]:
+        """Shares of others with a tenant, oldest first."""
+        return self._shares(Share.tenant_id != who.tenant_id, Share.with_tenant.in_((who.tenant_id, ALL)))
+
+    def _shares(self, *which: ColumnElement[bool]) -> list[Shared]:
+        owner, other = aliased(Tenant), aliased(Tenant)
+        name = func.coalesce(StoredJob.name, UploadedAdapter.name, "")
+        base = func.coalesce(StoredJob.base, UploadedAdapter.base)
+        query = (
+            select(
+                Share, owner.name, func.coalesce(other.name, Share.with_tenant), name, base, StoredJob.id.is_not(None)
+            )
+            .join(owner, owner.id == Share.tenant_id)
+            .outerjoin(other, other.id == Share.with_tenant)
+            .outerjoin(StoredJob, StoredJob.id == Share.object)
+            .outerjoin(UploadedAdapter, UploadedAdapter.id == Share.object)
+            .where(*which)
+            .order_by(Share.created, Share.id)
+        )
+        with self._store.transaction() as session:
+            return [Shared(*row) for row in session.execute(query)]
 
     def forget_shares(self, thing_id: str) -> None:
         """Delete all shares of a deleted object."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -16,12 +17,12 @@ from motet.cluster.hosts import Hosts
 from motet.cluster.messages import AdapterExamined, ExamineAdapter, Unfit
 from motet.core.errors import DataError
 from motet.core.types import ADAPTER_FILES
-from motet.service.adapters.adapters import ALL
+from motet.service.adapters.adapters import ALL, Shared
 from motet.service.adapters.adapters import Adapters as AdaptersPart
 from motet.service.adapters.archive import pack_into, unpack_apart
 from motet.service.composition import Service
 from motet.service.database.tables import Share as StoredShare
-from motet.service.database.tables import StoredJob, UploadedAdapter, new_id
+from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal, existing
@@ -183,34 +184,27 @@ class ShareAnswers:
     """Converts shares to responses."""
 
     def __init__(self, service: ServiceDep) -> None:
-        self._store, self._storage, self._adapters = service.store, service.storage, service.adapters
+        self._adapters, self._versions = service.adapters, cache(service.storage.version_names)
 
-    def __call__(self, share: StoredShare) -> Share:
+    def __call__(self, one: Shared) -> Share:
         """The response for one share."""
-        owner = self._store.tenants.name_of(share.tenant_id)
-        tenant = ALL if share.with_tenant == ALL else self._store.tenants.name_of(share.with_tenant)
-        thing = self._adapters.by_id(share.object)
-        name, models = "" if thing is None else thing.name, []
-        if isinstance(thing, StoredJob):
-            models = [f"{owner}/{name}@{version}" for version in self._storage.version_names(thing.id)]
-        elif thing is not None:
-            models = [f"{owner}/{name}"]
-        return Share(id=share.id, name=name, owner=owner, tenant=tenant, models=models, created=share.created)
+        return Share(
+            id=one.share.id, name=one.name, owner=one.owner, tenant=one.tenant, models=self._models(one),
+            created=one.share.created,
+        )  # fmt: skip
 
     def received_models(self, who: Principal) -> dict[str, str | None]:
         """Names of the models that others share with a tenant, with the stored base of each."""
-        shares = [one for one in self._adapters.shares(who) if _received(one, who)]
-        things = {share.object: self._adapters.by_id(share.object) for share in shares}
-        return {
-            name: thing.base for one in shares if (thing := things[one.object]) is not None for name in self(one).models
-        }
+        return {name: one.base for one in self._adapters.received(who) for name in self._models(one)}
+
+    def _models(self, one: Shared) -> list[str]:
+        if not one.name:
+            return []
+        name = f"{one.owner}/{one.name}"
+        return [f"{name}@{version}" for version in self._versions(one.share.object)] if one.is_job else [name]
 
 
 SharesDep = Annotated[ShareAnswers, Depends()]
-
-
-def _received(share: StoredShare, who: Principal) -> bool:
-    return share.tenant_id != who.tenant_id and share.with_tenant in (who.tenant_id, ALL)
 
 
 @router.post("/shares", status_code=201)
@@ -228,16 +222,14 @@ def share(who: Asker, service: ServiceDep, shown: SharesDep, wanted: ShareReques
     made = service.adapters.share(
         StoredShare(id=new_id("share"), tenant_id=thing.tenant_id, object=thing.id, with_tenant=other)
     )
-    service.store.audit(who, "share", f"{made.id} {thing.id}")
+    service.store.audit(who, "share", f"{made.share.id} {thing.id}")
     return shown(made)
 
 
 @router.get("/shares")
 def list_shares(who: Asker, service: ServiceDep, shown: SharesDep) -> Shares:
     """List the tenant's shares, and those that others share with it."""
-    shares = service.adapters.shares(who)
-    received = [one for one in shares if _received(one, who)]
-    given = [one for one in shares if who.admin or one.tenant_id == who.tenant_id]
+    given, received = service.adapters.given(who), service.adapters.received(who)
     return Shares(given=[shown(one) for one in given], received=[shown(one) for one in received])
 
 
