@@ -40,8 +40,8 @@ from motet.cluster.messages import (
 from motet.config import JobConfig, RewardConfig
 from motet.config.jobfile import normal_job
 from motet.config.service import ANY_SIZE
-from motet.core.errors import ConfigError, DiskFull
-from motet.core.types import Chunk, FinishReason, JobState
+from motet.core.errors import ConfigError, DiskFull, StoreError
+from motet.core.types import Chunk, FinishReason, JobState, Wanted
 from motet.hosting.scores import AskedOfService
 from motet.process.channel import LONGEST_LINE, decode, encode
 from motet.service.adapters.adapters import Adapters
@@ -162,12 +162,18 @@ def test_an_events_id_is_never_used_again(store: Store) -> None:
     assert [event.key for event in store.events(stays, last)] == ["0"]
 
 
+def recorder_of(store: Store, directory: Path) -> EventRecorder:
+    """Of a service without observers."""
+    bus, storage = EventBus(), Storage(directory)
+    workers = [RewardWorkers(store, bus, 1.0)]
+    return EventRecorder(
+        store, storage, Ledger(store), StoredBytes(store, storage), bus, workers, Followers((), directory)
+    )
+
+
 def test_a_reason_with_characters_that_no_database_keeps_is_kept_without_them(store: Store, tmp_path: Path) -> None:
-    job, bus = queued(store, person(store, "us"), "sort", {}, 3, None).id, EventBus()
-    storage, workers = Storage(tmp_path), [RewardWorkers(store, bus, 1.0)]
-    followers = Followers((), tmp_path)
-    recorder = EventRecorder(store, storage, Ledger(store), StoredBytes(store, storage), bus, workers, followers)
-    recorder.record_state(job, JobState.FAILED, "a\0b\ud800c\u2028d")
+    job = queued(store, person(store, "us"), "sort", {}, 3, None).id
+    recorder_of(store, tmp_path).record_state(job, JobState.FAILED, "a\0b\ud800c\u2028d")
     assert store.events(job)[-1].data["message"] == "ab?c\u2028d"
     recorder.record_state(job, JobState.RUNNING, "", [f"adapter.init: {tmp_path}/run/job-1/start\0"])
     assert store.events(job)[-1].data["inexact"] == ["adapter.init: job-1/start"]
@@ -310,6 +316,38 @@ def test_a_job_that_a_host_has_is_read_no_more_from_the_database(house: House) -
     client._hear(host, None)  # its process is gone
     assert job not in [one.job["name"] for one in handover.open_jobs()]
     assert house.ask("GET", f"/v1/jobs/{job}").json()["state"] == "cancelled"
+
+
+@pytest.mark.parametrize("ended", [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED])
+@pytest.mark.parametrize("wanted", [Wanted.CANCEL, Wanted.PAUSE])
+def test_a_job_that_ends_while_it_is_asked_for_something_keeps_its_end(
+    house: House, ended: JobState, wanted: Wanted
+) -> None:
+    job_id = house.ask("POST", "/v1/jobs", json=tiny(f"ends-{ended}-{wanted}")).json()["id"]
+    seen = house.store.job_by_id(job_id)  # what the request read
+    assert seen is not None
+    house.recorder.record_state(job_id, ended, "why")
+    asked = (
+        contextlib.nullcontext()
+        if (ended, wanted) == (JobState.CANCELLED, Wanted.CANCEL)
+        else pytest.raises(StoreError)
+    )
+    with asked:
+        house.service.submissions.steer(seen, wanted)
+    job = house.store.job_by_id(job_id)
+    assert job is not None
+    assert (job.state, job.message) == (ended.value, "why")
+
+
+def test_no_state_follows_that_of_a_job_which_has_succeeded_or_was_cancelled(store: Store, tmp_path: Path) -> None:
+    recorder = recorder_of(store, tmp_path)
+    for ended in (JobState.SUCCEEDED, JobState.CANCELLED, JobState.FAILED):
+        job = queued(store, person(store, "us"), ended.value, {}, 3, None).id
+        for state in (ended, JobState.PAUSED):
+            recorder.record_state(job, state, "")
+        stored = store.job_by_id(job)
+        assert stored is not None
+        assert stored.state == (JobState.PAUSED if ended is JobState.FAILED else ended).value
 
 
 def test_texts_with_odd_ends_of_lines_come_whole(house: House) -> None:

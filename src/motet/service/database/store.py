@@ -6,7 +6,7 @@ Every call is one short transaction. Requests of a tenant only search that tenan
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import Select, delete, func, select, update
@@ -231,11 +231,12 @@ class Store:
         key: str,
         data: Mapping[str, Any],
         also: Callable[[Session], None] | None = None,
+        unless: Collection[JobState] = (),
         **fields: Any,
     ) -> int | None:
         """Store an event, run `also` in the same transaction, and set columns of its job.
 
-        Returns the event's id; None if it was stored before, or the job is gone.
+        Returns the event's id; None if it was stored before, its job is gone, or has a state of `unless`.
         """
         entry = Event(job_id=job_id, kind=kind, key=key, data=dict(data))
         try:
@@ -243,6 +244,9 @@ class Store:
                 self.wait_for_earlier_events(session)
                 session.add(entry)
                 session.flush()
+                if unless and session.scalar(select(StoredJob.state).where(StoredJob.id == job_id)) in unless:
+                    session.rollback()
+                    return None
                 if also is not None:
                     also(session)
                 if fields:

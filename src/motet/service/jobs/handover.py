@@ -64,10 +64,13 @@ class Handover:
             self._recorder.record_state(job.id, JobState.FAILED, str(error))
 
     def settle(self, job: StoredJob) -> bool:
-        """Record the requested state of a job that no host has; False if a host must be told."""
+        """Record the requested state of a job that no host has, if it has not just ended; False if a host must be told."""
         if not self._hosts.take_back(job.id):
             return False
-        state = JobState(job.state)
+        current = self._store.job_by_id(job.id)
+        if current is None or JobState(current.state).final:
+            return True
+        job, state = current, JobState(current.state)
         if job.wanted == Wanted.CANCEL:
             self._recorder.record_state(job.id, JobState.CANCELLED, _cut_off(job))
         elif job.wanted == Wanted.PAUSE and state is not JobState.PAUSED:

@@ -27,6 +27,7 @@ from motet.tracking.follow import Followers
 from motet.tracking.observing import ObservedJob
 
 _RETRY_SECONDS = 0.5
+_FOR_GOOD = (JobState.SUCCEEDED, JobState.CANCELLED)
 _MOST_ENDED = 200
 """Ended jobs that observers receive at the start of the service."""
 
@@ -88,18 +89,26 @@ class EventRecorder:
     def record_state(
         self, job_id: str, state: JobState, message: str, inexact: Sequence[str] | None = None, key: str = ""
     ) -> None:
-        """Store a job's new state with a message for its owner; repeats with the same `key` are ignored."""
+        """Store a job's new state with a message for its owner, unless it has succeeded or was cancelled.
+
+        Repeats with the same `key` are ignored.
+        """
         shown = {"state": state.value, "message": self._storage.without_places(_storable(message))}
         if state is JobState.CANCELLED:  # recorded once, by whichever process reports it
             key = state.value
         key, row = key or f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
         told = [self._storage.without_places(_storable(why)) for why in inexact or ()]
         event = shown if inexact is None else {**shown, "inexact": told}
-        self._write(lambda: self._store.add_event(job_id, "state", key, event, None, **row))
-        if state in (
-            JobState.SUCCEEDED,
-            JobState.CANCELLED,
-        ):  # a failed job may be resumed and then executes its commands again
+        stored = False
+
+        def keep() -> None:
+            nonlocal stored
+            stored = self._store.add_event(job_id, "state", key, event, unless=_FOR_GOOD, **row) is not None
+
+        self._write(keep)
+        if not stored and ((job := self._store.job_by_id(job_id)) is None or job.state != state.value):
+            return
+        if state in _FOR_GOOD:  # a failed job may be resumed and then executes its commands again
             with contextlib.suppress(OSError):  # remaining files are counted, and deleted with the job
                 Journal(self._storage.job(job_id).path).end(outcomes=state is JobState.SUCCEEDED)
         self._stored.changed(job_id)

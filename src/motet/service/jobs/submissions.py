@@ -216,13 +216,21 @@ class Submissions:
         again = state is JobState.FAILED and not job.waits and self._handover.message(job) is not None
         self._store.change_job(job.id, wanted=job.wanted)
         if self._queue.steer(job, wanted):
-            return
-        if again:
+            self._check_steered(job, wanted)
+        elif again:
             self._store.change_job(job.id, state=JobState.QUEUED.value, message="", ended=None)
             self._hosts.send(ForgetJob(job.id))  # the host on which it failed may still know it
             self._handover.hand_over(job)
-        elif not self._handover.settle(job):
+        elif self._handover.settle(job):
+            self._check_steered(job, wanted)
+        else:
             self._hosts.send(SteerJob(job.id, wanted))
+
+    def _check_steered(self, job: StoredJob, wanted: Wanted) -> None:
+        current = self._store.job_by_id(job.id)
+        state = None if current is None else JobState(current.state)
+        if state is None or (state.final and (state, wanted) != (JobState.CANCELLED, Wanted.CANCEL)):
+            raise StoreError(f"job {job.name!r} has just ended; it cannot be asked to {wanted.word}")
 
     def change(self, job: StoredJob, fields: Mapping[str, Any]) -> None:
         """Change the budget or priority of a job that has not ended.
