@@ -79,6 +79,27 @@ def test_work_ends_when_its_client_leaves(tmp_path: Path) -> None:
         assert process._child.wait() == -signal.SIGKILL  # by itself it ends too, for want of memory
 
 
+COMPLETION = {"model": "small", "prompt": [7], "max_tokens": 9}
+
+
+@pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", COMPLETION)])
+def test_an_answer_that_nobody_waits_for_is_given_up(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    with open_house(tmp_path) as house:
+        hosts = house.part(Hosts)
+        (host,) = hosts.hosts
+        host.ready = True
+        hosts.there[host.base].set()  # it has no process, so it never answers
+        text = json.dumps(body).encode()
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {house.keys['ours']}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+        with half_sent(house, head.encode() + text):
+            wait_until(lambda: host.asked == 1)
+        try:
+            wait_until(lambda: host.asked == 0)
+        finally:
+            house.app.state.loop.call_soon_threadsafe(host.refuse, "the test has ended")
+
+
 def test_a_long_gradient_is_read_apart_and_is_the_same(house: House) -> None:
     body = b"\x0a\x04none" + b"\x10\x01" + b"\x22\x0dcross_entropy" + b"\x1a\x00" * SMALL
     assert len(body) > SMALL

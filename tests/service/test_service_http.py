@@ -11,6 +11,7 @@ import random
 import sqlite3
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Iterator
@@ -23,16 +24,20 @@ import pytest
 from fastapi import Request, UploadFile
 from pydantic import Field
 
+from motet.cluster.hosts import Hosts
+from motet.cluster.messages import AdapterExamined, Answered
 from motet.commands.answers import say, table
 from motet.commands.serve import serve
 from motet.config.service import ServiceConfig
 from motet.core.errors import ConfigError
 from motet.core.section import Described, described
 from motet.core.types import JobState
+from motet.service.routes.adapters import upload as upload_adapter
 from motet.service.routes.files import upload
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
 from tests.support.together import at_once
+from tests.support.waiting import until
 
 OPEN = {"/healthz", "/readyz"}  # routes that need no key
 SIGN_IN = {"/v1/login", "/v1/login/key", "/v1/login/device", "/v1/login/device/key"}
@@ -447,6 +452,48 @@ def test_an_upload_that_is_cut_off_leaves_a_file_and_its_row(house: House) -> No
     (left,) = {path.stem for path in folder.iterdir()} - before
     assert left in listed
     house.ask("DELETE", f"/v1/files/{left}")
+
+
+def test_an_adapter_that_is_cut_off_leaves_its_files_and_its_row(tmp_path: Path) -> None:
+    """It is cut off as the upload above."""
+    members = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
+
+    async def cut_off(house: House) -> None:
+        hosts, who = house.part(Hosts), house.store.tenants.who(house.keys["ours"])
+        assert who is not None
+        (host,) = hosts.hosts
+        host.ready = True
+        hosts.there[host.base].set()
+        sending = asyncio.create_task(upload_adapter(who, house.service, UploadFile(packed(members)), "cut"))
+        await until(lambda: host.asked == 1)
+        (key,) = host._open
+        for answer in (AdapterExamined(key, 8, 16.0, ["q_proj"]), Answered(key)):
+            host._open[key].put_nowait(answer)
+        with contextlib.closing(sqlite3.connect(house.storage.directory / "motet.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            await asyncio.sleep(1)
+            sending.cancel()
+            await asyncio.sleep(0.2)
+            other.execute("ROLLBACK")
+        await asyncio.wait([sending])
+        assert sending.cancelled()
+
+    with open_house(tmp_path) as house:
+        asyncio.run(cut_off(house))
+        (listed,) = (one for one in house.ask("GET", "/v1/adapters").json()["data"] if one["name"] == "cut")
+        assert (house.service.adapters.path(listed["id"]) / "adapter_config.json").exists()
+
+
+def packed(members: dict[str, bytes]) -> io.BytesIO:
+    """A .tar.gz of these files."""
+    text = io.BytesIO()
+    with tarfile.open(fileobj=text, mode="w:gz") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    text.seek(0)
+    return text
 
 
 # --- without keys -----------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Place:
 
     def record_state(self, job_id: str, state: JobState, message: str) -> None:
         """What the recorder does with a state."""
-        row = {"state": state.value, "message": message}
+        row: dict[str, Any] = {"state": state.value, "message": message}
         self.store.add_event(
             job_id, "state", f"{time.time_ns()}", row, None, **row, ended=now() if state.final else None
         )  # fmt: skip

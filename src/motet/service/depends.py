@@ -39,6 +39,12 @@ async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Re
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
+async def worked(writing: asyncio.Task[Any]) -> bool:
+    """Whether a write in a thread succeeded in the end; a started thread cannot be cancelled."""
+    await asyncio.wait([writing])
+    return not writing.cancelled() and writing.exception() is None
+
+
 async def _left(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

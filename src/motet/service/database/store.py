@@ -29,7 +29,6 @@ from motet.service.database.tables import (
     StoredRace,
     Tenant,
     new_id,
-    newer_evaluation,
 )
 from motet.service.database.tenants import Principal, Tenants, audit_entry
 
@@ -254,12 +253,6 @@ class Store:
         except IntegrityError:
             return None
         return entry.id
-
-    def keep_evaluation(self, session: Session, job_id: str, version: int, value: float) -> None:
-        """Update a job's evaluation within a transaction."""
-        before = session.scalar(select(StoredJob.held_out).where(StoredJob.id == job_id))
-        held_out = newer_evaluation(before, version, value)
-        session.execute(update(StoredJob).where(StoredJob.id == job_id).values(held_out=held_out))
 
     def wait_for_earlier_events(self, session: Session) -> None:
         """Commit events in the order of their ids; otherwise a reader could skip one that is committed late.

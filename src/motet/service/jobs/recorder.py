@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from motet.cluster.messages import JobChanged, JobStepped, JobWorked, UsageWindow
@@ -17,7 +17,7 @@ from motet.core.types import JobState
 from motet.runtime.journal import Journal
 from motet.runtime.progress import figure_of
 from motet.service.database.store import AWAY, Store
-from motet.service.database.tables import StoredJob, now
+from motet.service.database.tables import StoredJob, newer_evaluation, now
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
@@ -70,7 +70,7 @@ class EventRecorder:
         def also(session: Session) -> None:
             counts(session)
             if math.isfinite(held_out):
-                self._store.keep_evaluation(session, job_id, int(line["step"]), held_out)
+                _keep_evaluation(session, job_id, int(line["step"]), held_out)
 
         def keep() -> None:
             if self._store.add_event(job_id, "step", f"{line['step']}", line, also, **row) is not None:
@@ -93,7 +93,7 @@ class EventRecorder:
 
         Repeats with the same `key` are ignored.
         """
-        shown = {"state": state.value, "message": self._storage.without_places(_storable(message))}
+        shown: dict[str, Any] = {"state": state.value, "message": self._storage.without_places(_storable(message))}
         if state is JobState.CANCELLED:  # recorded once, by whichever process reports it
             key = state.value
         key, row = key or f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
@@ -181,6 +181,12 @@ class EventRecorder:
                 if self._closing:
                     raise
             time.sleep(_RETRY_SECONDS)
+
+
+def _keep_evaluation(session: Session, job_id: str, version: int, value: float) -> None:
+    before = session.scalar(select(StoredJob.held_out).where(StoredJob.id == job_id))
+    held_out = newer_evaluation(before, version, value)
+    session.execute(update(StoredJob).where(StoredJob.id == job_id).values(held_out=held_out))
 
 
 def _storable(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -24,7 +25,7 @@ from motet.service.composition import Service
 from motet.service.database.tables import Share as StoredShare
 from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
-from motet.service.depends import Asker, NamedJob, ServiceDep
+from motet.service.depends import Asker, NamedJob, ServiceDep, worked
 from motet.service.errors import Refusal, existing
 from motet.service.http.downloads import packed
 from motet.service.schemas import Version, Versions
@@ -83,6 +84,7 @@ async def upload(
     adapter_id, of_base = new_id("adapter"), service.adapters.bases.named(base)
     directory = service.adapters.path(adapter_id)
     directory.mkdir(parents=True)
+    adding: asyncio.Task[UploadedAdapter] | None = None
     try:
         unpacked = _unpacked(file, directory, int(service.settings.config.max_adapter_mb * 2**20))
         size = await service.read_threads.run(who.tenant_id, unpacked)
@@ -93,9 +95,12 @@ async def upload(
             alpha=shape.alpha, target_modules=shape.target_modules, base=of_base,
         )  # fmt: skip
         with_room = service.quotas.storing(who.tenant_id, size)
-        await service.write_threads.run(who.tenant_id, lambda: with_room(service.adapters.add)(who, adapter))
+        add = functools.partial(with_room(service.adapters.add), who, adapter)
+        adding = asyncio.create_task(service.write_threads.run(who.tenant_id, add))
+        await asyncio.shield(adding)
     except BaseException:  # also if the client has disconnected
-        shutil.rmtree(directory, ignore_errors=True)
+        if adding is None or not await worked(adding):
+            shutil.rmtree(directory, ignore_errors=True)
         raise
     await asyncio.to_thread(service.store.audit, who, "upload adapter", adapter_id)
     return _shown(service.adapters, adapter)

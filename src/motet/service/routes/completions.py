@@ -203,10 +203,10 @@ class Chats:
         if asked.limits.grammar:
             await while_there(self._request, check_grammar(asked.limits.grammar, self._apart, who.tenant_id))
         completer = StoredVersion(self._hosts, wanted.question(who, answerer), wanted.model, name)
-        reply = await completer.reply(asked)
+        reply = await while_there(self._request, completer.reply(asked))
         if asked.stream:
             return events_of(wanted.events(reply), self._storage)
-        body = wanted.answer(reply, await whole(reply.pieces))
+        body = wanted.answer(reply, await while_there(self._request, whole(reply.pieces)))
         # repeated input may contain NaN or invalid UTF-8
         return Response(json.dumps(body), media_type="application/json")
 
@@ -270,7 +270,9 @@ class CompletionRequest(Sampled, Asked):
 
 
 @router.post("/completions", response_model=None, responses=STREAMED)
-async def complete(who: Asker, service: ServiceDep, names: ModelNamesDep, wanted: CompletionRequest) -> Response:
+async def complete(
+    who: Asker, service: ServiceDep, names: ModelNamesDep, request: Request, wanted: CompletionRequest
+) -> Response:
     """Continue prompts. Choice i · n + k is the k-th completion of prompt i."""
     asked_of = await names.answerer(who, wanted.model)
     most = longest_sequence(service.hosts, asked_of.base)
@@ -287,7 +289,7 @@ async def complete(who: Asker, service: ServiceDep, names: ModelNamesDep, wanted
             raise bad_field("prompt", "one prompt can be streamed at a time; leave `stream` out for several")
         read, pieces = await ask(service.hosts, questions[0])
         return events_of(_texts(wanted, head, read.tokens, pieces), service.storage)
-    answers = await all_whole(service.hosts, questions)
+    answers = await while_there(request, all_whole(service.hosts, questions))
     completions = [one for _, choices in answers for one in choices]
     used = usage(sum(read for read, _ in answers), sum(len(one.token_ids) for one in completions))
     choices = [wanted.choice(one, index) for index, one in enumerate(completions)]

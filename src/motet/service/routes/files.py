@@ -13,7 +13,7 @@ from fastapi.responses import FileResponse
 
 from motet.core.errors import LimitError, MotetError
 from motet.service.database.tables import StoredFile, new_id
-from motet.service.depends import Asker, ServiceDep, while_there
+from motet.service.depends import Asker, ServiceDep, while_there, worked
 from motet.service.errors import Refusal, bad_field, existing
 from motet.service.schemas import File, FileDeleted, Files
 from motet.tasks.row_files import UPLOADED, count_apart
@@ -56,19 +56,13 @@ async def upload(
         adding = asyncio.create_task(service.write_threads.run(who.tenant_id, add))
         stored = await asyncio.shield(adding)
     except BaseException as error:  # any error, also a disconnected client: an unlisted file must not stay
-        if adding is None or not await _worked(adding):
+        if adding is None or not await worked(adding):
             path.unlink(missing_ok=True)
         if isinstance(error, MotetError) and not isinstance(error, LimitError):
             raise Refusal(400, str(error).replace(str(path), name)) from error
         raise
     await asyncio.to_thread(service.store.audit, who, "upload file", file_id)
     return _shown(stored)
-
-
-async def _worked(adding: asyncio.Task[StoredFile]) -> bool:
-    """Whether the file was listed in the end; a started thread cannot be cancelled."""
-    await asyncio.wait([adding])
-    return not adding.cancelled() and adding.exception() is None
 
 
 @router.get("")

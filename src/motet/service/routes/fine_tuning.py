@@ -17,7 +17,7 @@ from motet.config import JobConfig
 from motet.core.errors import StoreError
 from motet.core.types import JobState, Wanted, Word
 from motet.service.database.tables import Event, FineTuning, StoredJob
-from motet.service.depends import Asker, ServiceDep
+from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal, existing
 from motet.service.jobs.submissions import GivenJob
 from motet.service.schemas import fine_tuning as s
@@ -182,13 +182,14 @@ def validate(who: Asker, service: ServiceDep, asked: s.GraderAsked) -> s.GraderV
 
 
 @router.post("/alpha/graders/run")
-async def run(who: Asker, service: ServiceDep, asked: s.GraderRun) -> s.GraderResult:
+async def run(who: Asker, service: ServiceDep, request: Request, asked: s.GraderRun) -> s.GraderResult:
     """Score one sample, as a job would."""
     grader = await asyncio.to_thread(service.fine_tunings.checked_grader, who, asked.grader)
     if judges(grader):
         await asyncio.to_thread(service.quotas.check_day, who.tenant_id)
     started = time.monotonic()
-    (graded,) = await service.grading.grade(who, grader, asked.item or {}, [asked.model_sample])
+    grading = service.grading.grade(who, grader, asked.item or {}, [asked.model_sample])
+    (graded,) = await while_there(request, grading)
     models = [judge.model for judge in judges(grader)]
     return s.GraderResult(
         reward=graded.reward or 0.0,
