@@ -34,6 +34,11 @@ from motet.runtime.race_rule import confirming, decide, deciding
 from motet.runtime.settings import Mean
 
 STEPS, EVERY = 24, 3
+WIDE = {
+    "optimizer.lr_multiplier": {"low": 0.1, "high": 10},
+    "adapter.rank": [8, 16, 32, 64],
+    "algorithm.group_size": [4, 8, 16],
+}
 ENGINE = {"samplers": 0}
 
 
@@ -65,7 +70,7 @@ class Curve:
 
 
 def raced_job(task: str, seed: int, race: dict[str, Any], schedule: str = "constant") -> JobConfig:
-    """A job that races over sixteen candidates."""
+    """A job that races."""
     job = {
         "name": f"{task}-s{seed}",
         "data": f"toy:{task}",
@@ -74,17 +79,16 @@ def raced_job(task: str, seed: int, race: dict[str, Any], schedule: str = "const
         "seed": seed,
         "sampling": {"max_tokens": 12},
         "algorithm": {"groups_per_step": 4},
-        "eval": {"every": EVERY},
         "optimizer": {"schedule": schedule},
-        "race": {"candidates": 16, **race},
+        "race": race,
     }
     return JobConfig.model_validate(job)
 
 
 def candidates(task: str, seed: int, *, control: bool, schedule: str) -> list[JobConfig]:
-    """The default candidates of a race; of the control, sixteen seeds of one setting."""
-    over = {"seed": [1000 * seed + place for place in range(1, 16)]} if control else {}
-    return raced([raced_job(task, seed, {"over": over}, schedule)])[0]
+    """Sixteen candidates over a wide range; of the control, sixteen seeds of one setting."""
+    over = {"seed": [1000 * seed + place for place in range(1, 16)]} if control else WIDE
+    return raced([raced_job(task, seed, {"candidates": 16, "first": EVERY, "over": over}, schedule)])[0]
 
 
 def record(directory: Path, task: str, seed: int, *, control: bool, schedule: str) -> None:

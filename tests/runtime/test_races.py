@@ -619,13 +619,17 @@ def test_candidates_are_drawn_evenly_and_the_first_is_the_job_itself() -> None:
     assert plan == planned(race={"candidates": 9, "over": over, "keep_one_in": 3, "first": 2})
 
 
-def test_the_default_race_costs_about_a_third_of_the_grid() -> None:
+@pytest.mark.parametrize(("lr", "widest"), [("auto", 3.0), (1e-3, 10.0)])
+def test_the_default_race_costs_about_four_runs(lr: float | str, widest: float) -> None:
     for steps in (24, 50, 100, 400):
         fresh = JobConfig.model_validate(
-            {"name": "say", "data": "toy:add", "reward": "exact", "steps": steps, "race": True}
+            {"name": "say", "data": "toy:add", "reward": "exact", "steps": steps, "race": True, "optimizer": {"lr": lr}}
         )
         _, (plan,) = raced([fresh])
-        assert plan.total_steps <= 0.36 * 16 * steps
+        assert plan.total_steps <= 4.05 * steps
+        factors, part = sorted(one.optimizer.lr_multiplier for one in plan.candidates), widest ** (2 / 7) * 1.05
+        assert 0.99 / widest < factors[0] < part / widest
+        assert widest / part < factors[-1] <= widest
         assert all(a < b for (a, _), (b, _) in pairwise(plan.rungs))
         assert {field for given in plan.values.values() for field in given} == {
             "optimizer.lr_multiplier",

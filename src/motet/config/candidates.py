@@ -18,7 +18,9 @@ from motet.core import seeds
 from motet.core.errors import ConfigError
 from motet.core.section import Config
 
-_RATE = {"optimizer.lr_multiplier": ValueRange(low=0.1, high=10)}
+_RATE = "optimizer.lr_multiplier"
+_BY_HAND, _AUTO = ValueRange(low=0.1, high=10), ValueRange(low=0.333, high=3)
+"""Factors on a learning rate that was chosen by hand, and on `auto`, which is seldom off by more."""
 _RANK = {"adapter.rank": ValueList(values=[8, 16, 32, 64])}
 _GROUP = {"algorithm.group_size": ValueList(values=[4, 8, 16])}
 _CLIP = {"algorithm.clip_high": ValueList(values=[0.2, 0.28, 0.4])}
@@ -185,7 +187,7 @@ def _rungs(job: JobConfig, race: RaceConfig) -> tuple[tuple[tuple[int, int], ...
     steps, given = job.steps, "every" in job.eval.model_fields_set
     if given and job.eval.every == 0:
         raise ConfigError(f"job {job.name}: race: evaluations decide; set eval.every above 0, or leave it out")
-    first = race.first or max(_LEAST_FIRST, round(steps / 8) - 1)
+    first = race.first or max(_LEAST_FIRST, round(steps / 4) - 1)
     unit = job.eval.every if given else first
     first, keeps, live = math.ceil(first / unit) * unit, [], race.candidates
     last = min(race.finalists, race.candidates - 1)
@@ -207,7 +209,8 @@ def _rungs(job: JobConfig, race: RaceConfig) -> tuple[tuple[tuple[int, int], ...
 def _space(job: JobConfig) -> dict[str, ValueRange | ValueList]:
     """The fields that a race varies by default; the clip only if several updates reuse a batch."""
     clip = _CLIP if job.rl.updates_per_batch > 1 and job.rl.loss != "gspo" else {}
-    return {**_RATE, **({} if job.adapter.init else _RANK), **_GROUP, **clip}
+    rate = {_RATE: _AUTO if job.optimizer.lr == "auto" else _BY_HAND}
+    return {**rate, **({} if job.adapter.init else _RANK), **_GROUP, **clip}
 
 
 def _draw(job: JobConfig, path: str, choice: ValueRange | ValueList, n: int) -> list[Any]:

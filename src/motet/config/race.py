@@ -55,18 +55,19 @@ class RaceConfig(Config):
     SECTIONS: ClassVar[tuple[str, ...]] = ("adapter", "algorithm", "optimizer", "sampling")
     """Sections whose fields may differ between candidates. Data, rewards, environment and evaluation are shared."""
 
-    candidates: int = Field(16, ge=2, le=MOST_CANDIDATES)
+    candidates: int = Field(8, ge=2, le=MOST_CANDIDATES)
     """Number of settings to try. The first is the job as it is written."""
     over: dict[str, Annotated[ValueRange | ValueList, BeforeValidator(_choice)]] = {}
     """Fields to vary, such as `optimizer.lr`, `adapter.rank`, `algorithm.clip_high` or `seed`: a list of values, or `low` and
-    `high` for a range. By default the learning rate from a tenth to ten times, the rank and the group size."""
+    `high` for a range. By default the rank, the group size, and the learning rate: from a third to three times where it
+    is `auto`, else from a tenth to ten times."""
     keep_one_in: int = Field(2, ge=2, le=MOST_CANDIDATES)
     """At each decision, one candidate in this many continues."""
     finalists: int = Field(2, ge=1, le=MOST_CANDIDATES)
     """Candidates that train to the end. Large learning rates often lead at first and collapse late; a second finalist guards
     against them."""
     first: int | None = Field(None, ge=1, le=10**7)
-    """Steps before the first decision. By default an eighth of the job's steps, at least 3."""
+    """Steps before the first decision. By default a quarter of the job's steps, at least 3."""
     budget: int | None = Field(None, ge=1, le=10**15)
     """Tokens that all candidates together may sample and train. At each decision, fewer continue if the steps to the
     next one would cost more. One candidate always continues."""
