@@ -175,6 +175,9 @@ def test_the_same_request_again_is_the_same_job(house: House, client: openai.Ope
     headers = {"Idempotency-Key": "tuned"}
     first, second = (client.fine_tuning.jobs.create(**asked, extra_headers=headers) for _ in range(2))
     assert first.id == second.id
+    again = {"x-stainless-retry-count": "1"}  # as the package sends it after a lost answer
+    assert client.fine_tuning.jobs.create(**asked, extra_headers=again).id == first.id
+    assert client.fine_tuning.jobs.create(**asked).id != first.id
 
 
 @pytest.mark.parametrize(

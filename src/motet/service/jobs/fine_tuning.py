@@ -20,7 +20,7 @@ from motet.core.errors import ConfigError, DataError, GraderError
 from motet.core.types import Problem
 from motet.service.adapters.adapters import Adapters, NoModelError
 from motet.service.database.store import Store
-from motet.service.database.tables import Event, FineTuning, StoredFile, StoredJob
+from motet.service.database.tables import Event, FineTuning, StoredFile, StoredJob, now
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, bad_field
 from motet.service.schemas.fine_tuning import (
@@ -46,6 +46,7 @@ _GROUP, _BATCH = 8, 16
 """Values of `auto`."""
 _ALGORITHMS: Mapping[type, str] = {Supervised: "sft", Dpo: "dpo"}
 _CHUNK = 200
+_RETRY_SECONDS = 900.0
 
 RowCheck = Callable[[Problem, str], object]
 """Raises `DataError`, with the given row name, for a row that cannot be learned from."""
@@ -158,6 +159,14 @@ class FineTunings:
                 session.add(FineTuning(job_id=job_id, request=dict(request)))
         except IntegrityError:  # the same request again
             return
+
+    def just_made(self, who: Principal, request: Mapping[str, Any]) -> tuple[StoredJob, FineTuning] | None:
+        """The tenant's job of the same request within the last minutes."""
+        own, since = StoredJob.tenant_id == who.tenant_id, now() - _RETRY_SECONDS
+        query = select(StoredJob, FineTuning).join(FineTuning).where(own, StoredJob.created > since)
+        with self._store.transaction() as session:
+            newest = session.execute(query.order_by(StoredJob.number.desc()).limit(_CHUNK))
+            return next(((job, made) for job, made in newest if made.request == request), None)
 
     def find(self, who: Principal, job_id: str) -> tuple[StoredJob, FineTuning] | None:
         """A fine-tuning job of the requester."""
