@@ -175,7 +175,9 @@ def test_a_reason_with_characters_that_no_database_keeps_is_kept_without_them(st
     job = queued(store, person(store, "us"), "sort", {}, 3, None).id
     recorder_of(store, tmp_path).record_state(job, JobState.FAILED, "a\0b\ud800c\u2028d")
     assert store.events(job)[-1].data["message"] == "ab?c\u2028d"
-    recorder.record_state(job, JobState.RUNNING, "", [f"adapter.init: {tmp_path}/run/job-1/start\0"])
+    recorder_of(store, tmp_path).record_state(
+        job, JobState.RUNNING, "", [f"adapter.init: {tmp_path}/run/job-1/start\0"]
+    )
     assert store.events(job)[-1].data["inexact"] == ["adapter.init: job-1/start"]
 
 
