@@ -261,7 +261,7 @@ def compare(directory: Path) -> None:
     rules: dict[str, Callable[[Sequence[Curve]], Chosen]] = {
         "full grid": grid,
         "the job as written, no race": as_written,
-        "race (default)": lambda curves: halving(curves, rungs, proof=True),
+        "race over all 16": lambda curves: halving(curves, rungs, proof=True),
         "race, by 4, one finalist": lambda curves: halving(curves, [(EVERY, 4), (4 * EVERY, 1)], proof=True),
         "race, six, three finalists": lambda curves: halving(curves, [(2 * EVERY, 6), (4 * EVERY, 3)], proof=True),
         "halving by 2, two finalists": lambda curves: halving(curves, rungs, proof=False),
@@ -312,7 +312,7 @@ def compare(directory: Path) -> None:
         row(f"race: {label}", found)
     for kind in ("linear", "cosine"):
         falling = {name: read(path) for name in known if (path := directory / f"{kind}-{name}.json").exists()}
-        for title in ("full grid", "the job as written, no race", "race (default)") if falling else ():
+        for title in ("full grid", "the job as written, no race", "race over all 16") if falling else ():
             row(f"{kind}: {title}", {name: of(rules[title](curves)) for name, curves in falling.items()})
     for path in sorted(directory.glob("control*.json")):
         curves = read(path)
