@@ -116,6 +116,32 @@ def test_it_comes_to_rest_with_slots_by_share(wanted: list[tuple[str, str]], slo
     assert not able or len(running) == slots
 
 
+def test_a_job_with_two_slots_gets_both_though_a_smaller_one_waits() -> None:
+    """The first slot that is free for it is not enough, and whoever waits with one slot would fit in."""
+    two, queued, running = Claim("b1", "b", slots=2), claims("a5"), claims("a1", "a2", "a3", "a4")
+    assert preempted_for_share([*queued, two], running, 4, {}) == "a4"
+    assert admitted([*queued, two], running[:3], 4, {}) == []
+    assert preempted_for_share([*queued, two], running[:3], 4, {}) == "a3"
+    assert admitted([*queued, two], running[:2], 4, {}) == ["b1"]
+    assert preempted_for_share([two], claims("a1", "a2", "a3"), 3, {}) is None, "it would have more than the others"
+    assert preempted_if_idle([*queued, two], running[:3], {"a2"}, 4, {}) == "a2"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3)), max_size=8), st.integers(3, 8))
+def test_it_comes_to_rest_with_jobs_of_several_slots(wanted: list[tuple[str, int]], slots: int) -> None:
+    everything = [Claim(f"{tenant}{n}", tenant, slots=size) for n, (tenant, size) in enumerate(wanted)]
+    running: list[Claim] = []
+    for _ in range(100):
+        new = set(admitted([claim for claim in everything if claim not in running], running, slots, {}))
+        running += [claim for claim in everything if claim.job in new]
+        assert sum(claim.slots for claim in running) <= slots
+        queued = [claim for claim in everything if claim not in running]
+        if (job := preempted_for_share(queued, running, slots, {})) is None:
+            return
+        running = [claim for claim in running if claim.job != job]
+    raise AssertionError("it never comes to rest")
+
+
 def test_turns_that_were_had_count_as_slots() -> None:
     assert admitted(claims("a1", "b1"), [], 1, {}, {"a": 1.0, "b": 0.5}) == ["b1"]
     assert preempted_for_share(claims("b1"), claims("a1"), 1, {}, {"a": 0.9, "b": 0.0}) is None

@@ -98,13 +98,13 @@ def preempted_for_share(
         rules: by tenant; tenants without one have no limits.
         had: past turns per share, by tenant (`SlotTurns`).
     """
-    if not running or not queued or slots - taken(running) >= min(claim.slots for claim in queued):
-        return None
-    held = _held(running)
+    held, free = _held(running), slots - taken(running)
     able = [claim for claim in queued if _may_have_another(claim.tenant, held, rules)]
     if not able:
         return None
     asks = min(able, key=lambda claim: _queue_key(claim, held, rules, had))
+    if free >= asks.slots:
+        return None
     most = _effective_priority(asks, rules)
     gives = [each for each in running if each.tenant != asks.tenant and _effective_priority(each, rules) <= most]
     if not gives:
@@ -112,9 +112,11 @@ def preempted_for_share(
     richest = max((each.tenant for each in gives), key=lambda tenant: _per_share(tenant, held[tenant], rules, had))
     if _per_share(asks.tenant, held[asks.tenant], rules) >= _per_share(richest, held[richest], rules):
         return None  # equal shares now: past turns move no slot between the two
-    if _per_share(asks.tenant, held[asks.tenant] + 1, rules, had) > _per_share(richest, held[richest] - 1, rules, had):
+    given = min(reversed([each for each in gives if each.tenant == richest]), key=lambda each: each.priority)
+    gets, left = held[asks.tenant] + asks.slots, held[richest] - max(asks.slots - free, given.slots)
+    if _per_share(asks.tenant, gets, rules, had) > _per_share(richest, left, rules, had):
         return None
-    return min(reversed([each for each in gives if each.tenant == richest]), key=lambda each: each.priority).job
+    return given.job
 
 
 def preempted_if_idle(
@@ -135,11 +137,11 @@ def preempted_if_idle(
         rules: by tenant; tenants without one have no limits.
         had: past turns per share, by tenant (`SlotTurns`).
     """
-    if not queued or not waiting or taken(running) < slots:
+    if not queued or not waiting or (taken(running) < slots and admitted(queued, running, slots, rules, had)):
         return None
     for claim in [one for one in reversed(running) if one.job in waiting]:
         others = [other for other in running if other is not claim]
-        first = admitted([*queued, claim], others, taken(running), rules, had)  # as if it were last in the queue
+        first = admitted([*queued, claim], others, slots, rules, had)  # as if it were last in the queue
         if first and first != [claim.job]:
             return claim.job
     return None
