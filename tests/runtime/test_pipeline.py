@@ -15,6 +15,7 @@ import pytest
 
 from motet.config import AdapterConfig, JobConfig
 from motet.core.batch import Batch, Trained
+from motet.core.errors import DeviceError
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.training.fake import FakeTrainer
@@ -109,6 +110,63 @@ def test_a_job_that_is_resumed_before_it_has_paused_goes_on(tmp_path: Path) -> N
     assert run.state("a") is JobState.SUCCEEDED
     assert JobState.PAUSED not in seen
     assert run.jobs["a"].starts == 1
+    assert result(tmp_path / "changed", "a", 6) == alone(tmp_path, config)
+
+
+class HeldTrainer(FakeTrainer):
+    """Takes no slot back before it may, and breaks once when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaves, self.may, self.breaks = threading.Event(), threading.Event(), False
+        self.computes, self.goes_on = threading.Event(), threading.Event()
+
+    def remove_adapter(self, name: str) -> None:
+        self.leaves.set()
+        self.may.wait(20)
+        super().remove_adapter(name)
+
+    def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
+        if self.breaks:
+            self.breaks = False
+            self.computes.set()
+            self.goes_on.wait(20)
+            raise DeviceError("it broke")
+        return super().forward_backward(batch)
+
+
+def test_a_job_that_is_resumed_while_it_leaves_its_slot_goes_on(tmp_path: Path) -> None:
+    trainer, config = HeldTrainer(), job("a", steps=6)
+
+    async def script(run: FakeRun) -> None:
+        await until(lambda: run.jobs["a"].progress.step >= 2)
+        run.pipeline.pause("a")
+        await until(trainer.leaves.is_set)
+        run.pipeline.resume("a")
+        trainer.may.set()
+        await until(lambda: run.state("a").final)
+
+    run = run_jobs(tmp_path / "changed", [config], Setting(trainer=lambda slots: trainer), script=script)
+    assert run.state("a") is JobState.SUCCEEDED
+    assert result(tmp_path / "changed", "a", 6) == alone(tmp_path, config)
+
+
+def test_a_job_that_was_asked_to_pause_does_though_the_device_breaks(tmp_path: Path) -> None:
+    trainer, config = HeldTrainer(), job("a", steps=6)
+    trainer.may.set()
+
+    async def script(run: FakeRun) -> None:
+        await until(lambda: run.jobs["a"].progress.step >= 2)
+        trainer.breaks = True
+        await until(trainer.computes.is_set)
+        run.pipeline.pause("a", "a reason")
+        trainer.goes_on.set()
+        await until(lambda: run.state("a") is JobState.PAUSED)
+        assert run.jobs["a"].progress.message == "a reason"
+        run.pipeline.resume("a")
+
+    run = run_jobs(tmp_path / "changed", [config], Setting(trainer=lambda slots: trainer), script=script)
+    assert run.state("a") is JobState.SUCCEEDED
     assert result(tmp_path / "changed", "a", 6) == alone(tmp_path, config)
 
 

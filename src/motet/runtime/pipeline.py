@@ -259,9 +259,11 @@ class Pipeline:
                 _move(job, *_cut_off(self._closing, f"after step {job.progress.step}"))
         except DeviceError as error:
             self._restart(job, error)
+            _keep_pause(running)
         except Exception as error:  # one tenant's error must not affect others
             full = self._stays and is_full(error)
             _fail(job, error, self._disk_gate.block(job, error, self._services.room) if full else "")
+            _keep_pause(running)
         finally:
             self._running.pop(job.name, None)
             self._changed.set()
@@ -370,7 +372,15 @@ def _outcome(job: Job, state: JobState, reason: str | None, *, preempted: bool) 
         return JobState.QUEUED, f"waits {done} for the other candidates of its race"
     if preempted:
         return JobState.QUEUED, f"gave its slot to another tenant's job {done}; continues when a slot is free"
+    if reason is None:  # it was resumed while it stopped
+        return JobState.QUEUED, ""
     return state, f"paused {done}: {reason}" if reason else f"paused {done}"
+
+
+def _keep_pause(running: Running) -> None:
+    """Pause a job that would continue by itself though somebody has asked it to pause."""
+    if running.job.state is JobState.QUEUED and running.pause is not None and not running.preempted:
+        _move(running.job, JobState.PAUSED, running.pause)
 
 
 def _claim(job: Job) -> Claim:
