@@ -117,6 +117,32 @@ def test_a_replica_that_was_away_gets_the_version_and_the_probe_first(dialect: A
 
 
 @both
+def test_a_replica_whose_probe_failed_is_probed_again(dialect: Any, tmp_path: Path) -> None:
+    """It answers with the base, and the first answer to the probe is an error."""
+
+    async def test(engine: ServerEngine) -> None:
+        await engine.ready()
+        version = await publish(engine, trainer, 1)
+        await engine.score(PROBE, version)
+        second.start()
+        await until(lambda: len(engine.fleet.up) == 2)
+        second.faults.lies = True
+        second.faults.errors["generate"] = 1
+        first.faults.token_seconds = 0.01
+        requests = long_request(version, id="a"), request(version, id="b")
+        found = await asyncio.gather(*(collect(engine, one) for one in requests), return_exceptions=True)
+        assert second.faults.errors["generate"] == 0
+        right = await in_process(request(version), trainer)
+        assert isinstance(found[1], EngineError) or found[1] == right
+
+    trainer = trainer_of("job")
+    learn(trainer, "job")
+    with ProtocolServer(dialect) as first, ProtocolServer(dialect) as second:
+        second.stop()
+        drive(engine_on([first, second], tmp_path), test)
+
+
+@both
 def test_a_server_that_answers_with_the_base_after_a_restart_is_caught(dialect: Any, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         version = await publish(engine, trainer, 1)
