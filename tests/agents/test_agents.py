@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import re
@@ -18,7 +19,9 @@ import motet
 from motet.agents.episode import AgentCall, AgentEpisode, rewarded
 from motet.agents.gateway import Gateway
 from motet.agents.runner import AgentRunner
+from motet.agents.served_episode import ServedEpisode
 from motet.chat.completer import CallLimits, call_of
+from motet.chat.completions import ChatRequest
 from motet.config import EnvironmentConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ChatRefusal, EngineError, EnvironmentFault
@@ -338,6 +341,30 @@ def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
     (first, again, another), rollout = served(lambda *_: "x", client)
     assert first == again != another
     assert len(rollout.turns) == 2
+
+
+def test_a_refused_request_leaves_nothing_in_memory():
+    """However many an agent sends, and however long they are, after it has made its calls."""
+
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(one, ChatRequest) for one in gc.get_objects())
+
+    async def main() -> tuple[list[int], int]:
+        one, _ = episode(lambda *_: "x", calls=1)
+        served = ServedEpisode(one)
+
+        async def ask(text: str) -> int:
+            body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+            return (await served.answer("chat/completions", body, again=False)).status
+
+        before = kept()
+        statuses = [await ask(f"{number}{'x' * 100_000}") for number in range(51)]
+        return statuses, kept() - before
+
+    statuses, more = asyncio.run(main())
+    assert statuses == [200, *[400] * 50]
+    assert more <= 1
 
 
 @pytest.mark.parametrize(

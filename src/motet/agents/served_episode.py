@@ -92,7 +92,7 @@ class ServedEpisode:
         self.episode = episode
         self._completer = EpisodeCompleter(episode, payer)
         self._replies: dict[bytes, asyncio.Task[Reply]] = {}
-        """The answer to the last request with each body, for repeated requests."""
+        """The answer to the last request with each body, for repeated requests; those that failed leave."""
 
     def close(self) -> None:
         """Refuse further and running requests."""
@@ -127,11 +127,18 @@ class ServedEpisode:
         """The reply to a request; a repeated request, whose answer was lost, gets the same one."""
         digest = hashlib.blake2b(body, digest_size=16).digest()
         asked = self._replies.get(digest) if again else None
-        if asked is None or (asked.done() and asked.exception() is not None):
+        if asked is None:
             refuse_unsupported(wanted)
             reply = self._completer.reply(wanted.conversation())
             asked = self._replies[digest] = asyncio.create_task(reply)
+            asked.add_done_callback(lambda done: self._drop_failed(digest, done))
         return await asyncio.shield(asked)
+
+    def _drop_failed(self, digest: bytes, done: asyncio.Task[Reply]) -> None:
+        """Free what a refused request holds: its body, and its error."""
+        failed = done.cancelled() or done.exception() is not None
+        if failed and self._replies.get(digest) is done:
+            del self._replies[digest]
 
 
 def refusal(status: int, message: str) -> EpisodeAnswer:
