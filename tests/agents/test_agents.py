@@ -13,6 +13,7 @@ from typing import Any
 
 import anthropic
 import openai
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 import motet
@@ -493,6 +494,12 @@ async def stuck(base_url, api_key):
         time.sleep(60)
     return 1.0
 
+async def hangs_once(mark):
+    if not os.path.exists(mark):
+        open(mark, "w").close()
+        time.sleep(60)
+    return 1.0
+
 def leaves(base_url, api_key):
     if "1" in ask(base_url, api_key).choices[0].message.content:
         os._exit(3)
@@ -563,6 +570,28 @@ def test_an_agent_that_hangs_or_ends_its_process_costs_what_ran_there_and_the_ne
     first, second, _ = group(tmp_path, name, says=lambda *_: next(turns), wall_seconds=5.0 if name == "stuck" else 60.0)
     assert error in "".join(one.error for one in first)
     assert [one.error for one in second] == ["", ""]
+
+
+def test_a_process_in_which_all_agents_hang_ends_when_the_next_group_begins(tmp_path):
+    (tmp_path / "agents.py").write_text(AGENTS)
+    name, mark = f"{tmp_path}/agents.py:hangs_once", str(tmp_path / "mark")
+    config = EnvironmentConfig(name=name, args={"mark": mark}, wall_seconds=0.5)
+
+    async def main() -> tuple[str, set[psutil.Process]]:
+        before = set(psutil.Process().children())
+        runner = AgentRunner("job", config, tmp_path / "log")
+        try:
+            await runner.open()
+            hung = set(psutil.Process().children()) - before
+            context = GroupContext(PROBLEM, CHAT, 1, Script(lambda *_: "x"), none_scored, judged=False)
+            (first,), _ = await runner.run_group(context), await runner.run_group(context)
+            return first.error, hung & set(psutil.Process().children())
+        finally:
+            await runner.close()
+
+    error, left = asyncio.run(main())
+    assert "did not return in time" in error
+    assert not left
 
 
 def test_an_agent_that_does_not_load_says_why(tmp_path):

@@ -86,9 +86,10 @@ class AgentProcesses:
         async with self._starting:
             if self._process is not None and self._process.usable:
                 return self._process
-            if self._process is not None:
-                self._given_up.append(self._process)
+            if (old := self._process) is not None:
+                self._given_up.append(old)
                 self._process = None
+                await self._close_if_idle(old)
             child: Child[m.FromProcess] = await Child.start(
                 "motet.agents.process", m.FromProcess, self._log, without=self._hidden
             )
@@ -127,7 +128,11 @@ class AgentProcesses:
             raise
         finally:
             process.returned.pop(number, None)
-            if process in self._given_up and not process.returned:
-                self._given_up.remove(process)
-                await process.close()
+            await self._close_if_idle(process)
         return returned
+
+    async def _close_if_idle(self, process: AgentProcess) -> None:
+        """End a process that was given up, once no agent in it is waited for."""
+        if process in self._given_up and not process.returned:
+            self._given_up.remove(process)
+            await process.close()
