@@ -477,8 +477,8 @@ def plain(problem, base_url, api_key, worth=1.0):
     assert problem.answer == "7" and problem.messages[0].content == "Play."
     return worth * len(ask(base_url, api_key).choices[0].message.content)
 
-def by_call(base_url, api_key):
-    return {ask(base_url, api_key, text).id: worth for text, worth in (("a", 1.0), ("b", 0.5))}
+def by_call(base_url, api_key, worth=1.0):
+    return {ask(base_url, api_key, text).id: worth * part for text, part in (("a", 1.0), ("b", 0.5))}
 
 def unknown(base_url, api_key):
     ask(base_url, api_key)
@@ -546,6 +546,13 @@ def test_an_agent_returns_a_number_or_rewards_of_its_calls(tmp_path):
     rollouts, _, _ = group(tmp_path, "by_call")
     assert [one.reward for one in rollouts] == [1.5, 1.5]
     assert sorted(turn.reward for turn in rollouts[0].turns) == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(("name", "worth"), [("by_call", 1.5e308), ("plain", 1e307)])
+def test_rewards_that_are_too_large_fail_their_rollout(tmp_path, name, worth):
+    """Their sum, or that of a step, is no number."""
+    rollouts, _, _ = group(tmp_path, name, args={"worth": worth})
+    assert all("is larger than 1e+30: give smaller rewards" in one.error for one in rollouts)
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,15 @@ def misbehave(problem, completion):
     elif completion == "hash":
         return float(hash("a string") % 1000)
     elif completion.startswith("value "):
-        return {"nan": math.nan, "inf": math.inf, "none": None, "text": "1.0", "huge": 10**400, "true": True}[
-            completion[6:]
-        ]
+        return {
+            "nan": math.nan,
+            "inf": math.inf,
+            "none": None,
+            "text": "1.0",
+            "huge": 10**400,
+            "large": 1e308,
+            "true": True,
+        }[completion[6:]]
     return 1.0
 
 

@@ -183,6 +183,8 @@ def test_parts_weights_and_names():
     (partly,) = scores(["value nan"], RewardConfig(name="exact"), reward())
     assert partly.parts == {"exact": 0.0}
     assert math.isnan(partly.reward)
+    (large,) = scores(["value large"], reward())
+    assert large.error == "the weighted sum of the rewards is 1e+308: give smaller weights or rewards"
 
 
 def test_trl_rewards_see_the_group_and_lose_only_the_completion_at_fault():

@@ -24,7 +24,7 @@ from motet.core import seeds
 from motet.core.errors import BaseModelError, ChatRefusal, EngineError
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 from motet.tasks.chat import Chat, Tools
-from motet.tasks.episode import GroupContext, answered, extended, whole
+from motet.tasks.episode import TOO_LARGE, GroupContext, answered, extended, whole
 from motet.tasks.tool_calls import tool_calls, without_calls
 
 Key = tuple[str, ...]
@@ -203,7 +203,10 @@ def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, 
     if reward is not None:
         parts["agent"] = reward
     if rewards:
-        parts["turns"] = math.fsum(rewards.values())
+        try:
+            parts["turns"] = math.fsum(rewards.values())
+        except OverflowError:
+            error = error or TOO_LARGE
     if not (parts or error or episode.context.judged):
         error = "the agent returned no reward, and the job has none: return a number, or give the job a reward"
     try:

@@ -287,6 +287,10 @@ class Branch:
         return int(self.loss_mask.sum())
 
 
+LARGEST_REWARD = 1e30
+"""Limit of the rewards of a rollout and of their sum, so that sums and squares over a step are finite."""
+
+
 @dataclass(frozen=True)
 class Rollout:
     """One episode on a problem."""

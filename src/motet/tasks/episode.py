@@ -15,6 +15,7 @@ import numpy as np
 
 from motet.core.errors import EngineError
 from motet.core.types import (
+    LARGEST_REWARD,
     Branch,
     Chunk,
     FinishReason,
@@ -100,6 +101,7 @@ class OwnEnvironment:
 
 RETRY_MESSAGE = "That is not right. Please answer again."
 _NO_TOKENS = Branch(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.float32), np.zeros(0, np.int32))
+TOO_LARGE = f"a reward, or the sum of its rewards, is larger than {LARGEST_REWARD:g}: give smaller rewards"
 SECOND_TRY = 0.5
 """Factor on a correct second answer, so that a correct first answer stays better."""
 
@@ -210,7 +212,19 @@ async def judged(rollouts: list[Rollout], context: GroupContext) -> tuple[Rollou
     left = [rollout for rollout in rollouts if context.judged and not rollout.error]
     for rollout, result in zip(left, await context.score(left) if left else [], strict=True):
         rollouts[rollout.index] = _judged(rollout, result)
-    return tuple(map(_totalled, rollouts))
+    return tuple(_bounded(_totalled(rollout)) for rollout in rollouts)
+
+
+def _bounded(rollout: Rollout) -> Rollout:
+    """The rollout, failed if a reward of it is too large."""
+    given = [
+        reward
+        for own in (rollout, *rollout.roles.values())
+        for reward in (own.reward, *(turn.reward or 0.0 for turn in own.turns))
+    ]
+    if rollout.error or not any(abs(reward) > LARGEST_REWARD for reward in given):
+        return rollout
+    return replace(rollout, reward=float("nan"), reward_parts={}, error=TOO_LARGE)
 
 
 def _judged(rollout: Rollout, result: ScoreOutcome) -> Rollout:

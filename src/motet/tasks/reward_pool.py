@@ -24,7 +24,7 @@ import msgspec
 
 from motet.config import RewardConfig
 from motet.core.errors import EngineError, RewardError
-from motet.core.types import Message, Problem
+from motet.core.types import LARGEST_REWARD, Message, Problem
 from motet.tasks import reward_elsewhere
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec
@@ -393,7 +393,7 @@ def _sum(job: _Job, parts: Sequence[_Part]) -> ScoreOutcome:
     total = sum(reward.weight * part.value for _, reward, part in counted)
     if not counted:
         failed = [f"no reward applies: {', '.join(job.labels)} returned None"]
-    if not failed and not math.isfinite(total):
-        failed = [f"the weighted sum of the rewards is {total}: give smaller weights"]
+    if not failed and not abs(total) <= LARGEST_REWARD:
+        failed = [f"the weighted sum of the rewards is {total:g}: give smaller weights or rewards"]
     clock_limited = any(part.clock_limited for part in parts)
     return ScoreOutcome(math.nan if failed else total, good, "; ".join(failed), clock_limited)
