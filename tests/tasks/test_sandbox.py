@@ -25,13 +25,19 @@ ADDS = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 READS = "```\na, b = map(int, input().split())\nprint(a + b)\n```"
 
 
-def scored(answer: str, tests: Any, walls: Walls | None = None, **args: Any) -> ScoreOutcome:
+def scored(
+    answer: str, tests: Any, walls: Walls | None = None, wall_seconds: float = 60.0, **args: Any
+) -> ScoreOutcome:
+    return judged(answer, RewardConfig(name="code", args=args, wall_seconds=wall_seconds), tests, walls)
+
+
+def judged(answer: str, reward: RewardConfig, tests: Any = None, walls: Walls | None = None) -> ScoreOutcome:
     problem = Problem(0, (Message("user", "Write add."),), "", {"tests": tests})
 
     async def main() -> list[ScoreOutcome]:
         pool = RewardPool(1, walls=walls)
         try:
-            await pool.register("job", [RewardConfig(name="code", args=args)])
+            await pool.register("job", [reward])
             return await pool.score("job", problem, [answer])
         finally:
             await pool.close()
@@ -159,3 +165,47 @@ def test_a_program_sees_the_same_each_time():
 
     assert said() == said()
     assert tempfile.gettempdir() not in said()
+
+
+OWN = """
+import os
+import signal
+from pathlib import Path
+
+from motet.tasks.sandbox import Sandbox
+
+
+def tells(problem, completion):
+    with Sandbox() as sandbox:
+        return float(str(sandbox.python("import os; print(os.path.dirname(os.getcwd()))")) == completion)
+
+
+def is_killed(problem, completion):
+    sandbox = Sandbox()
+    sandbox.shell("echo here > kept")
+    Path(completion).write_text(str(sandbox.directory))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_is_left_of_a_sandbox_whose_process_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    one = judged(str(tmp_path / "where"), RewardConfig(name=f"{tmp_path}/own.py:is_killed", cpu_seconds=60))
+    assert "SIGKILL" in one.error
+    directory = Path((tmp_path / "where").read_text())
+    assert not directory.exists()
+    assert not directory.parent.exists()
+
+
+def test_nothing_is_left_of_a_program_that_was_not_waited_for(tmp_path: Path) -> None:
+    name = f"{tmp_path.name}-{os.getpid()}"
+    one = scored(f"import time\nopen('{name}', 'w').close()\ntime.sleep(60)", TEXTS, wall_seconds=2, seconds=1)
+    assert "by the clock" in one.error
+    places = [place for place in os.listdir(tempfile.gettempdir()) if place.startswith("motet-")]
+    left = [root for place in places for root, _, files in os.walk(Path(tempfile.gettempdir(), place)) if name in files]
+    assert not left
+
+
+def test_a_program_sees_the_same_in_each_process(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    assert judged(tempfile.gettempdir(), RewardConfig(name=f"{tmp_path}/own.py:tells", cpu_seconds=60)).reward == 1.0

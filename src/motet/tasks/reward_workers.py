@@ -52,8 +52,8 @@ class RewardLink(WorkerLink):
     module = "motet.tasks.reward_process"
     kind = "reward"
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        super().__init__(process)
+    def __init__(self, process: asyncio.subprocess.Process, sandboxes: Path) -> None:
+        super().__init__(process, sandboxes)
         self.calls = 0
         """Number of answered calls."""
         self.loaded = m.RewardsLoaded((), ())

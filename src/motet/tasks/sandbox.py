@@ -19,6 +19,8 @@ from typing import IO, ClassVar, Literal, Self
 from motet.process import wall
 
 MODULE = "motet.tasks.sandbox_process"
+PLACE = "MOTET_SANDBOXES"
+"""The environment variable with the directory of this process's sandboxes; default: that for temporary files."""
 SECONDS = 10.0
 MEMORY_MB = 512
 WRITTEN_MB = 64.0
@@ -64,7 +66,7 @@ class Sandbox:
     def __init__(self, seconds: float = SECONDS, memory_mb: int = MEMORY_MB) -> None:
         """Limits per program: CPU seconds (three times as many by the clock) and memory."""
         self._seconds, self._memory_mb = seconds, memory_mb
-        self._made = tempfile.TemporaryDirectory(prefix="motet-sandbox-")
+        self._made = tempfile.TemporaryDirectory(prefix="motet-sandbox-", dir=os.environ.get(PLACE))
         self.directory = Path(self._made.name)
 
     def __enter__(self) -> Self:
@@ -113,9 +115,12 @@ class Sandbox:
             wrote = wrote or self._too_much(process.pid)  # count its last files too
             if wrote:
                 self._clear()
-            # The directory has a different name each time, and the text for the model must not depend on it.
-            output, said = (_whole(file).replace(str(self.directory), "~") for file in (printed, errors))
+            output, said = (self._unnamed(_whole(file)) for file in (printed, errors))
             return ProgramResult(output, said, None if status == -signal.SIGXCPU else status, wrote)
+
+    def _unnamed(self, text: str) -> str:
+        """Without the names of directories, which differ each time: the text for the model must not depend on them."""
+        return text.replace(str(self.directory), "~").replace(str(self.directory.parent), tempfile.gettempdir())
 
     def _watched(self, process: subprocess.Popen[bytes], sent: bytes) -> str:
         """Wait until a program has ended, timed out, or written too much; returns the excess, if any."""

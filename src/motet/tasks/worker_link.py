@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
+import time
+import weakref
 from pathlib import Path
 from typing import Any, Self
 
 from motet.process import wall
 from motet.process.channel import LONGEST_LINE, ChannelMessage, decode, encode
 from motet.tasks.reasoning import HASH_SEED
+from motet.tasks.sandbox import PLACE
 
 LOAD_SECONDS = 120.0
 """Wall-clock time for loading a user's code."""
+_REMOVAL_SECONDS = 2.0
 NO_REPLY = "wrote something that is not a reply (your code must not use the process's pipes)"
 
 
@@ -35,8 +41,10 @@ class WorkerLink:
     kind: str
     """`reward` or `environment`: the section of a job whose fields limit it."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, sandboxes: Path) -> None:
+        """`sandboxes` is the directory of its sandboxes."""
         self._process = process
+        self._remove_sandboxes = weakref.finalize(self, _remove, sandboxes)
 
     @classmethod
     async def spawn(cls, log: Path | None, *, walled: bool = False) -> Self:
@@ -46,22 +54,28 @@ class WorkerLink:
         if not walled:
             own = {name: value for name, value in environment.items() if name not in (*wall.HOMES, "PATH")}
             environment = {**os.environ, **own}
-        with contextlib.ExitStack() as stack:
-            stderr = None if log is None else stack.enter_context(log.open("ab"))
-            process = await asyncio.create_subprocess_exec(
-                *wall.command(cls.module, str(os.getpid())),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr,
-                env=environment, limit=LONGEST_LINE, start_new_session=True,
-            )  # fmt: skip
-        return cls(process)
+        sandboxes = Path(tempfile.mkdtemp(prefix="motet-worker-"))
+        try:
+            with contextlib.ExitStack() as stack:
+                stderr = None if log is None else stack.enter_context(log.open("ab"))
+                process = await asyncio.create_subprocess_exec(
+                    *wall.command(cls.module, str(os.getpid())),
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr,
+                    env={**environment, PLACE: str(sandboxes)}, limit=LONGEST_LINE, start_new_session=True,
+                )  # fmt: skip
+        except BaseException:
+            _remove(sandboxes)
+            raise
+        return cls(process, sandboxes)
 
     async def kill(self) -> None:
-        """Kill the process and all that it started, and wait for its end."""
+        """Kill the process and all that it started, wait for its end, and remove its sandboxes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # its own session, so its pid names its group
         assert self._process.stdin is not None
         self._process.stdin.close()
         await self._process.wait()
+        await asyncio.to_thread(self._remove_sandboxes)
 
     async def exchange(self, message: ChannelMessage, kinds: Any, wall_seconds: float, cpu_seconds: float = 0) -> Any:
         """Send one message and wait for the reply. After any exception the process must be killed or is dead already.
@@ -123,6 +137,15 @@ class WorkerLink:
             )
         hint = {"SIGKILL": "the system may be out of memory", "SIGSEGV": "a crash in compiled code"}.get(name, "")
         return f"killed its process with {name}{f' ({hint})' if hint else ''}"
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory; programs in it end with their process, but may take a moment."""
+    until = time.monotonic() + _REMOVAL_SECONDS
+    shutil.rmtree(directory, ignore_errors=True)
+    while directory.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def import_path() -> list[str]:
