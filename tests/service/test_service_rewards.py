@@ -201,6 +201,16 @@ def test_a_worker_leases_scores_and_hands_in_as_often_as_it_likes(house: House, 
     assert results(house, job, {keys[1]: ["a reason", 1]})["counted"] == keys[1:]
 
 
+def test_work_whose_answer_was_lost_is_leased_again(house: House, waiting: tuple[str, list[str]]) -> None:
+    job, keys = waiting
+    lease(house, job, most=1)
+    assert [unit["id"] for unit in lease(house, job, most=1, holds=keys[:1])["units"]] == keys[1:]
+    assert lease(house, job, holds=keys)["units"] == []
+    assert [unit["id"] for unit in lease(house, job, holds=keys[1:])["units"]] == keys[:1]
+    assert [unit["id"] for unit in lease(house, job, holds=[])["units"]] == keys
+    assert lease(house, job)["units"] == []  # by default it keeps all
+
+
 def test_answers_alike_after_other_conversations_are_each_scored(house: House, waiting: tuple[str, list[str]]) -> None:
     job = house.store.job_by_id(waiting[0])
     assert job is not None

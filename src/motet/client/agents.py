@@ -73,7 +73,6 @@ class AgentWorker(LeaseWorker[EpisodeWork]):
 
     async def _lease(self, path: str, wanted: Asked, running: Running) -> tuple[EpisodeLease, Sequence[EpisodeWork]]:
         """Lease episodes; stops those that others have now, or whose host has ended."""
-        wanted = {**wanted, "holds": list(running)}
         lease = await self._client._patiently(EpisodeLease, "POST", f"{path}/lease", json=wanted)
         for key in running.keys() - set(lease.held) - self._handing_in:
             if not running[key].done():

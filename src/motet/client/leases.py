@@ -87,7 +87,12 @@ class LeaseWorker(ABC, Generic[Work]):
                 free = self._at_once - len(running)
                 if not free:
                     await asyncio.wait(running.values(), timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-                wanted = {"worker": self.name, "most": free, "wait_seconds": wait if free else 0.0}
+                wanted = {
+                    "worker": self.name,
+                    "most": free,
+                    "wait_seconds": wait if free else 0.0,
+                    "holds": list(running),
+                }
                 lease, taken = await self._lease(path, wanted, running)
                 wait = min(_WAIT_SECONDS, lease.seconds / 3)  # another request renews the leases
                 for work in taken:

@@ -21,7 +21,7 @@ from motet.service.http.auth import episode_key
 from motet.service.http.opened import opened_by
 from motet.service.routes.completions import STREAMED
 from motet.service.schemas import Models
-from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeLeaseRequest, EpisodeResult, EpisodeResults
+from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeResult, EpisodeResults, LeaseRequest
 from motet.service.workers.agents import AgentWorkers
 
 router = APIRouter(tags=["episodes"])
@@ -35,9 +35,7 @@ def owner(request: Request, workers: AgentWorkers) -> str:
 
 
 @router.post("/v1/jobs/{job}/episodes/lease", response_model=EpisodeLease)
-async def lease(
-    request: Request, who: Asker, service: ServiceDep, job: NamedJob, asked: EpisodeLeaseRequest
-) -> Response:
+async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob, asked: LeaseRequest) -> Response:
     """Lease episodes for an agent worker. The call waits until some are available; the lease lasts `seconds`.
 
     Episodes that the worker holds are renewed. If a worker stops renewing, its episode is leased again, under another

@@ -41,7 +41,7 @@ async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob
     leased, state = [], JobState(job.state)
     if not state.final:
         leased = await service.reward_workers.lease(
-            job.id, asked.worker, who.key_id, asked.most, asked.wait_seconds, request.is_disconnected
+            job.id, asked.worker, who.key_id, asked.most, asked.wait_seconds, request.is_disconnected, asked.holds
         )
         state = await service.reward_workers.state(job.id)
     units = [{"id": unit.key, **unit.work, "handed_out": unit.handed_out} for unit in leased]

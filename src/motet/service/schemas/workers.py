@@ -13,12 +13,12 @@ MOST_UNITS = 256
 """Most units that a worker may hold, or send at once."""
 MOST_COMPLETIONS = 1024
 """Most completions of one problem."""
-EpisodeName = Annotated[str, Field(pattern=r"^[!-~]{1,64}$")]
+WorkName = Annotated[str, Field(pattern=r"^[!-~]{1,64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class LeaseRequest(Asked):
-    """A reward worker's request for work."""
+    """A worker's request for work."""
 
     worker: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,60}$")
     """The worker's own name, the same in all its requests. Work that it holds is renewed."""
@@ -26,6 +26,8 @@ class LeaseRequest(Asked):
     """Most units to lease; 0 only renews."""
     wait_seconds: float = Field(20.0, ge=0, le=30)
     """How long to wait for work."""
+    holds: list[WorkName] | None = Field(None, max_length=MOST_UNITS)
+    """Work that the worker still does; its other work is leased again. By default it keeps all."""
 
 
 class ScoringWork(Answer):
@@ -70,7 +72,7 @@ Given = Finite | Annotated[str, Field(max_length=MOST_LETTERS)] | ByChance | Non
 class Result(Asked):
     """A worker's results for one unit."""
 
-    id: str = Field(pattern=r"^[!-~]{1,64}$")
+    id: WorkName
     scores: list[Given] = Field(max_length=MOST_COMPLETIONS, fail_fast=True)
     """One per completion, in order: a finite number, a text with the reason for no score, that text as `chance`, or null
     if the reward does not apply.
@@ -81,13 +83,6 @@ class Results(Asked):
     """Scores of several units."""
 
     results: list[Result] = Field(max_length=MOST_UNITS, fail_fast=True)
-
-
-class EpisodeLeaseRequest(LeaseRequest):
-    """An agent worker's request for episodes."""
-
-    holds: list[EpisodeName] | None = Field(None, max_length=MOST_UNITS)
-    """Episodes that the worker still runs; its others are leased again. By default it keeps all."""
 
 
 class EpisodeWork(Answer):
@@ -127,7 +122,7 @@ class EpisodeLease(Answer):
 class EpisodeResult(Asked):
     """The result of an episode: `reward`, `rewards` or `error`; nothing if the job's own rewards score it."""
 
-    id: EpisodeName
+    id: WorkName
     reward: Finite | None = None
     rewards: dict[str, Finite] | None = Field(None, max_length=10_000)
     """Rewards of single turns, by the `id` of the model's answer."""

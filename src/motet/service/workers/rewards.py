@@ -69,17 +69,24 @@ class ScoringUnits:
             pass
         return None
 
-    def lease(self, job_id: str, worker: str, most: int, seconds: float) -> list[Leased]:
-        """Renew a worker's units of a job, and lease more, oldest first, within the size of one response."""
+    def lease(
+        self, job_id: str, worker: str, most: int, seconds: float, holds: Collection[str] | None = None
+    ) -> list[Leased]:
+        """Renew a worker's units of a job, and lease more, oldest first, within the size of one response.
+
+        Frees the worker's units that are not in `holds` (None for all): it never got them if an answer was lost.
+        """
         lease, until = new_id("lease"), now() + seconds
         waiting = (ScoringUnit.job_id == job_id, ScoringUnit.scores.is_(None))
         free = or_(ScoringUnit.leased_until.is_(None), ScoringUnit.leased_until < now())
         size = func.length(cast(ScoringUnit.work, Text))
         oldest = select(ScoringUnit.id, size).where(*waiting, free).order_by(ScoringUnit.id).limit(most)
+        own = (*waiting, ScoringUnit.worker == worker)
         with self._store.transaction() as session:
-            session.execute(
-                update(ScoringUnit).where(*waiting, ScoringUnit.worker == worker).values(leased_until=until)
-            )
+            if holds is not None:
+                lost = update(ScoringUnit).where(*own, ScoringUnit.key.not_in(holds))
+                session.execute(lost.values(worker=None, leased_until=None))
+            session.execute(update(ScoringUnit).where(*own).values(leased_until=until))
             if most < 1:
                 return []
             rows = session.execute(oldest).all()
@@ -198,15 +205,24 @@ class RewardWorkers(AttachedWorkers):
         self._pruned.pop(job_id, None)
         self._publish(job_id)
 
-    async def lease(self, job_id: str, worker: str, owner: str, most: int, seconds: float, gone: Gone) -> list[Leased]:
-        """Lease work to a worker; empty after `seconds` without any. Renews what it holds.
+    async def lease(
+        self,
+        job_id: str,
+        worker: str,
+        owner: str,
+        most: int,
+        seconds: float,
+        gone: Gone,
+        holds: Collection[str] | None = None,
+    ) -> list[Leased]:
+        """Lease work to a worker; empty after `seconds` without any. Renews what it holds (None for all its work).
 
         `owner` is the id of its API key.
         """
         self._owners[job_id, worker] = owner
 
         async def take() -> list[Leased]:
-            return await asyncio.to_thread(self.units.lease, job_id, worker, most, self.lease_seconds)
+            return await asyncio.to_thread(self.units.lease, job_id, worker, most, self.lease_seconds, holds)
 
         return await self._taken(job_id, worker, seconds if most else 0.0, gone, take)
 
