@@ -24,6 +24,7 @@ from motet.config import DataConfig
 from motet.core.errors import ChatRefusal, DataError
 from motet.core.types import Message, Problem
 from motet.service.adapters.adapters import Adapters
+from motet.service.database.tenants import Principal
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
 from motet.service.jobs.validation import TEMPLATE_PARAMETERS
 from motet.service.rewards.grading import Grading
@@ -380,7 +381,7 @@ def test_many_graders_at_once_have_as_many_processes_as_there_are_lanes(house: H
 
     async def one(number: int) -> Any:
         spec = {"type": "string_check", "name": "c", "input": "a", "reference": f"{number}", "operation": "eq"}
-        (found,) = await grading.grade(None, parse(spec), {}, ["a"])
+        (found,) = await grading.grade(Principal.member_of(f"{number % 3}"), parse(spec), {}, ["a"])
         assert len(grading._lanes) <= _LANES
         return found
 

@@ -17,8 +17,9 @@ from motet.tasks import graders
 from motet.tasks.graders import template
 from motet.tasks.graders.shapes import Judge, columns, parse
 from motet.tasks.graders.template import UnfilledError
-from motet.tasks.judging import VerdictError, prompt, verdict
+from motet.tasks.judging import Graded, Graders, VerdictError, prompt, verdict
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
+from motet.tasks.reward_walls import Walls
 
 SAID, ROW = "{{sample.output_text}}", "{{ item.want }}"
 
@@ -253,6 +254,35 @@ def test_a_grader_is_a_reward_of_any_job() -> None:
     assert [one.reward for one in scored(spec, "x", "y")] == pytest.approx([1, 1 / 3])
     (missing,) = scored(check("eq", SAID, "{{item.nothing}}"), "x")
     assert "item.nothing" in missing.error
+
+
+def test_an_owner_waits_for_few_rows_of_another_with_the_same_grader() -> None:
+    long = "word " * 1500  # most of a second for an answer
+
+    async def nobody(*_: Any) -> tuple[str, int]:
+        raise AssertionError
+
+    async def rows_before() -> int:
+        graders = Graders(Walls())
+
+        async def graded(owner: str, text: str, answers: int) -> list[Graded]:
+            return await graders.graded(owner, parse(near("rouge_l")), {"want": text}, [text] * answers, nobody)
+
+        try:
+            await graded("quick", "a", 1)  # its process starts
+            slow = [asyncio.create_task(graded("slow", long, 8)) for _ in range(20)]
+            await asyncio.sleep(0)  # they are before the next one
+            (quick,) = await graded("quick", "a", 1)
+            assert quick.reward == 1
+            before = sum(one.done() for one in slow)
+            for one in slow:
+                one.cancel()
+            await asyncio.gather(*slow, return_exceptions=True)
+            return before
+        finally:
+            await graders.close()
+
+    assert asyncio.run(rows_before()) < 3
 
 
 @pytest.mark.parametrize(("spec", "words"), [(check("has"), "operation"), (judge(), "motet serve")])

@@ -183,7 +183,7 @@ class Judges:
             return await self._said(job, address, kept, _request(address, judge, messages), reward.wall_seconds), 0
 
         item = item_of(msgspec.convert(problem, Problem))
-        graded = await self._graders.graded(grader, item, completions, asked)
+        graded = await self._graders.graded(job, grader, item, completions, asked)
         return [score_or_reason(one) for one in graded]
 
     def spend(self, job: str) -> Mapping[str, Any]:

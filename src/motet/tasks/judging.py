@@ -10,6 +10,7 @@ import asyncio
 import json
 import random
 import re
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from motet.tasks.reward_walls import Walls
 from motet.tasks.rewards import last_number
 
 _LANES = 8
+_OF_ONE_OWNER = 4
+"""Most rows in work for one owner, so that others need not wait for all that it asks."""
 _PROCESSES = 2
 _CPU_SECONDS = 10.0
 _WALL_SECONDS = 30.0
@@ -67,21 +70,27 @@ class Graders:
         self._lanes: OrderedDict[str, int] = OrderedDict()  # current users of each
         self._opening = asyncio.Lock()
         self._free = asyncio.Semaphore(_LANES)  # each grader in use has its own lane with processes
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
     async def close(self) -> None:
         """End the processes."""
         await self._pool.close()
 
     async def graded(
-        self, grader: Grader, item: Mapping[str, Any], outputs: Sequence[str], asked: Asked
+        self, owner: str, grader: Grader, item: Mapping[str, Any], outputs: Sequence[str], asked: Asked
     ) -> list[Graded]:
-        """Score the answers to one row, in order. Failures are in the results."""
+        """Score the answers to one row, in order. Failures are in the results.
+
+        Each `owner`, a tenant or a job, has its own processes and at most a part of the lanes.
+        """
         graded = [Graded() for _ in outputs]
         if isinstance(grader, Rank):
             await self._ranked(grader, item, outputs, graded, asked)
             return graded
         parts: Mapping[str, Single] = grader.graders if isinstance(grader, Multi) else {grader.name: grader}
-        await asyncio.gather(*(self._part(name, part, item, outputs, graded, asked) for name, part in parts.items()))
+        await asyncio.gather(
+            *(self._part(owner, name, part, item, outputs, graded, asked) for name, part in parts.items())
+        )
         for one in graded:
             if any(fault != "sample" for fault in one.faults):
                 continue
@@ -115,6 +124,7 @@ class Graders:
 
     async def _part(
         self,
+        owner: str,
         name: str,
         part: Single,
         item: Mapping[str, Any],
@@ -135,17 +145,19 @@ class Graders:
         if isinstance(part, Judge):
             await asyncio.gather(*(self._judged(name, part, item, *pair, asked) for pair in fillable))
         elif fillable:
-            scored = await self._computed(part, item, [output for output, _ in fillable])
+            scored = await self._computed(owner, part, item, [output for output, _ in fillable])
             for (_, one), value in zip(fillable, scored, strict=True):
                 if isinstance(value, str):
                     one.faults["other"] = value
                 else:
                     one.parts[name] = value
 
-    async def _computed(self, part: Single, item: Mapping[str, Any], outputs: Sequence[str]) -> list[float | str]:
+    async def _computed(
+        self, owner: str, part: Single, item: Mapping[str, Any], outputs: Sequence[str]
+    ) -> list[float | str]:
         """Scores of a grader that asks no model, or reasons for missing ones."""
-        spec = json.dumps(part.model_dump(mode="json"), sort_keys=True)
-        async with self._free:
+        spec = json.dumps([owner, part.model_dump(mode="json")], sort_keys=True)
+        async with self._turns.setdefault(owner, asyncio.Semaphore(_OF_ONE_OWNER)), self._free:
             try:
                 async with self._opening:
                     await self._open(spec, part)

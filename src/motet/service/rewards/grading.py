@@ -44,7 +44,7 @@ class Grading(Graders):
                 raise EngineError(answerer)
             return await ask_judge(self._hosts, who.tenant_id, answerer, judge, messages)
 
-        return await self.graded(grader, item, outputs, asked)
+        return await self.graded(who.tenant_id, grader, item, outputs, asked)
 
     async def scores(
         self, job: StoredJob, spec: Mapping[str, Any], problem: Mapping[str, Any], outputs: Sequence[str]
