@@ -7,9 +7,11 @@ import contextlib
 import json
 import resource
 import ssl
+import threading
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -285,6 +287,35 @@ class Several:
     async def __call__(self, host: str, port: int) -> list[str]:
         """All of them."""
         return self.addresses
+
+
+def test_a_job_whose_names_do_not_resolve_keeps_few_threads(server: Scorer) -> None:
+    answers, looked = threading.Event(), 0
+
+    async def resolve(host: str, port: int) -> list[str]:
+        nonlocal looked
+        looked += 1
+        await asyncio.get_running_loop().run_in_executor(threads, answers.wait)
+        return ["127.0.0.1"]
+
+    async def work() -> None:
+        rewards = HttpRewards(Addresses(("scores.example",)), resolve)
+        args = {"url": server.url("good", "scores.example")}
+        given: tuple[Any, ...] = (problem_as_given(PROBLEM), TEXTS, [])
+        short, long = (RewardConfig(name="http", args=args, wall_seconds=seconds) for seconds in (0.1, 600))
+        for _ in range(6):
+            assert isinstance((await rewards("job", short, *given))[0], Chance)
+        assert looked == 2
+        await rewards("other", short, *given)
+        assert looked == 3
+        answers.set()
+        assert await rewards("job", long, *given) == [3 / 7, 5 / 7, 0.0]
+
+    with ThreadPoolExecutor(9) as threads:
+        try:
+            asyncio.run(work())
+        finally:
+            answers.set()
 
 
 def test_the_connection_goes_to_the_address_that_was_looked_at(server: Scorer) -> None:

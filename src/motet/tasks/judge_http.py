@@ -237,14 +237,14 @@ class Judges:
                 assert self._base is not None, "a pool that scores has a base"
                 said = await self._base(job, body)
             else:
-                said = await self._answer(address, address.url, body, seconds)
+                said = await self._answer(job, address, address.url, body, seconds)
             cost = (said.read * address.prices.read + said.written * address.prices.written) / _PER
             paid = await asyncio.to_thread(kept.keep, key, said, cost)
             if paid.questions > self._spent.get(job, _NOTHING).questions:  # a later total may be there already
                 self._spent[job] = paid
         return said.text
 
-    async def _answer(self, address: JudgeAddress, url: str, body: Mapping[str, Any], seconds: float) -> Said:
+    async def _answer(self, job: str, address: JudgeAddress, url: str, body: Mapping[str, Any], seconds: float) -> Said:
         """One answer; temporary failures are retried until the time is over.
 
         Raises:
@@ -258,7 +258,7 @@ class Judges:
             with anyio.fail_after(seconds):
                 for attempt in range(1, 10**6):
                     try:
-                        return _read(await self._http.post_once(args, json.dumps(body).encode(), attempt))
+                        return _read(await self._http.post_once(job, args, json.dumps(body).encode(), attempt))
                     except AddressFailed as error:
                         reason = f" ({host} {error})"
                     await asyncio.sleep(pause)

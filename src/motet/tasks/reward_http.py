@@ -31,6 +31,8 @@ ATTEMPTS = 3
 """Attempts in total for an address that fails."""
 AT_ONCE = 16
 """Concurrent calls per job."""
+_LOOKUPS = 2
+"""Concurrent lookups of names per job: few of the threads, also if a tenant runs many jobs."""
 _PAUSE_SECONDS = 0.5
 _CONNECT_SECONDS = 10.0
 _ANSWER_BYTES = 2**20
@@ -136,6 +138,7 @@ class HttpRewards:
         """
         self._addresses, self._resolve, self._trust = addresses, resolve or _resolve, trust
         self._gates: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
+        self._lookups: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
     async def __call__(
         self,
@@ -155,7 +158,7 @@ class HttpRewards:
         async with gate:
             try:
                 with anyio.fail_after(reward.wall_seconds):
-                    return _scores(await self._posted(args, body), len(completions))
+                    return _scores(await self._posted(job, args, body), len(completions))
             except TimeoutError:
                 reason = Chance(
                     f"{host} gave no complete answer in {reward.wall_seconds:g} s (reward field wall_seconds)"
@@ -166,18 +169,18 @@ class HttpRewards:
                 reason = f"{host} {error}"
         return [reason] * len(completions)
 
-    async def _posted(self, args: HttpArgs, body: bytes) -> bytes:
+    async def _posted(self, job: str, args: HttpArgs, body: bytes) -> bytes:
         """The answer; temporary failures are retried."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return await self.post_once(args, body, attempt)
+                return await self.post_once(job, args, body, attempt)
             except AddressFailed:
                 if attempt == ATTEMPTS:
                     raise
             await asyncio.sleep(_PAUSE_SECONDS * attempt)
         raise AssertionError
 
-    async def post_once(self, args: HttpArgs, body: bytes, attempt: int) -> bytes:
+    async def post_once(self, job: str, args: HttpArgs, body: bytes, attempt: int) -> bytes:
         """One request; if a name has several addresses, each attempt takes the next.
 
         Raises:
@@ -187,7 +190,7 @@ class HttpRewards:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **args.headers}
         extensions: dict[str, Any] = {}
         if not self._addresses.anywhere:
-            addresses = await self._checked(args.url)
+            addresses = await self._checked(job, args.url)
             headers["Host"] = url.netloc.decode("ascii")
             extensions["sni_hostname"] = url.raw_host.decode("ascii")
             url = url.copy_with(host=addresses[(attempt - 1) % len(addresses)])
@@ -213,7 +216,7 @@ class HttpRewards:
         except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL) as error:
             raise AddressRefused(f"cannot be asked ({error or type(error).__name__})") from error
 
-    async def _checked(self, url: str) -> list[str]:
+    async def _checked(self, job: str, url: str) -> list[str]:
         """The addresses that may be connected to.
 
         Raises:
@@ -227,7 +230,7 @@ class HttpRewards:
                 f"is not among the hosts that this service asks: {_listed(self._addresses.hosts or ())}"
             )
         try:
-            addresses = [ipaddress.ip_address(one) for one in await self._resolve(host, port)]
+            addresses = [ipaddress.ip_address(one) for one in await self._looked_up(job, host, port)]
         except (OSError, UnicodeError) as error:
             raise AddressFailed(f"has no address ({error})") from error
         if not listed and not all(map(is_public, addresses)):
@@ -235,6 +238,14 @@ class HttpRewards:
         if not addresses:
             raise AddressFailed("has no address")
         return [str(address) for address in addresses]
+
+    async def _looked_up(self, job: str, host: str, port: int) -> list[str]:
+        """The addresses of a name. A lookup counts until its thread ends, even if its caller was cancelled."""
+        permits = self._lookups.setdefault(job, asyncio.Semaphore(_LOOKUPS))
+        await permits.acquire()
+        lookup = asyncio.ensure_future(self._resolve(host, port))
+        lookup.add_done_callback(lambda _: permits.release())
+        return await asyncio.shield(lookup)
 
 
 async def _read(response: httpx2.Response) -> bytes:
