@@ -25,6 +25,7 @@ from motet.training.head import HEAD_ROWS
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
 from tests.support.segments import make_samples
+from tests.support.waiting import until
 
 WIDE = 300
 """Targets of a token: 9 tokens of so many are eleven chunks of the head."""
@@ -67,11 +68,31 @@ def gradient(trainer: TorchTrainer, name: str) -> torch.Tensor:
     return trainer._arena(name).gradient.clone()
 
 
+class Parked(Watched):
+    """Bringing in the adapter `small` takes until it may end."""
+
+    def __init__(self, base: LoraModel) -> None:
+        super().__init__(base)
+        self.comes, self.may = threading.Event(), threading.Event()
+
+    @property
+    def parks(self) -> bool:
+        return True
+
+    def bring_in(self, names: Sequence[str], beside: Sequence[str] = ()) -> None:
+        if list(names) == ["small"] and not beside:
+            self.comes.set()
+            self.may.wait(20)
+
+
 def company(
-    base: LoraModel, script: Callable[[Learner, FairScheduler], Coroutine[Any, Any, None]], *names: str
+    base: LoraModel,
+    script: Callable[[Learner, FairScheduler], Coroutine[Any, Any, None]],
+    *names: str,
+    kind: type[Watched] = Watched,
 ) -> Watched:
     """Jobs of as many tenants on one device; a turn is one chunk of the head."""
-    trainer, device = Watched(base), Device()
+    trainer, device = kind(base), Device()
     scheduler = FairScheduler(8)
     for name in names:
         trainer.add_adapter(name, AdapterConfig(rank=4), seed=1)
@@ -158,6 +179,32 @@ def test_what_is_given_up_ends_with_the_piece_under_way_and_is_charged_so_far() 
     trainer = company(base, script, "big", "small")
     assert len(trainer.pieces) <= 4, "of the three passes of eleven pieces"
     assert sum(charged) <= 2 * HEAD_ROWS
+
+
+def test_a_job_that_leaves_while_another_is_brought_in_harms_nobody() -> None:
+    """Its pass is paused, and a third job waits behind it, so the pass after the one of `small` is chosen."""
+    base = tiny.base("llama")
+
+    async def script(learner: Learner, scheduler: FairScheduler) -> None:
+        trainer, loop, begun = learner._trainer, asyncio.get_running_loop(), asyncio.Event()
+        assert isinstance(trainer, Parked)
+
+        def heard(_: int) -> None:
+            loop.call_soon_threadsafe(begun.set)
+
+        big = asyncio.create_task(learner.train("big", segments("big", wide(base, 3) * 3), heard))
+        await begun.wait()
+        samples = make_samples(((3, 5),), seed=5)
+        work = {"small": samples, "third": wide(base, 4)}
+        others = [asyncio.create_task(learner.train(name, segments(name, some))) for name, some in work.items()]
+        await until(trainer.comes.is_set)
+        big.cancel()
+        await asyncio.gather(big, return_exceptions=True)
+        scheduler.leave("big")
+        trainer.may.set()
+        await asyncio.gather(*others)
+
+    company(base, script, "big", "small", "third", kind=Parked)
 
 
 def test_what_is_cancelled_before_its_turn_is_not_trained_and_harms_nobody() -> None:

@@ -178,8 +178,8 @@ class Learner:
     async def _bring_in_next(self, chosen: list[_Entry]) -> None:
         """Load the adapters of the pass after `chosen` if there is room. An error is raised again in their own turn."""
         if self._parking is not None and self._waiting:
-            following = _adapters(self._choose().entries)
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # such as a paused pass whose job has just left
+                following = _adapters(self._choose().entries)
                 await asyncio.to_thread(self._parking.bring_in, following, _adapters(chosen))
 
     def _fail(self, chosen: list[_Entry], error: Exception) -> None:
