@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet.core.errors import EngineError
@@ -274,6 +275,26 @@ def test_an_engine_starts_its_server_again(tmp_path: Path) -> None:
     process = ServerProcess([sys.executable, "-c", code], dict(os.environ), tmp_path / "log")
     with ProtocolServer() as server:
         drive(engine_on([server], tmp_path, processes={server.url: process}), test)
+    assert not process.alive
+
+
+def test_an_engine_starts_a_server_again_that_hangs(tmp_path: Path) -> None:
+    async def test(engine: ServerEngine) -> None:
+        await engine.ready()
+        first = process.pid
+        server.stop()
+        engine.fleet.doubt(engine.fleet.replicas[0])
+        await until(lambda: process.starts == 2)
+        assert not psutil.pid_exists(first)
+        server.start()
+        assert await collect(engine, request()) == await in_process(request())
+        assert process.starts == 2
+
+    code = "import time; time.sleep(600)"
+    process = ServerProcess([sys.executable, "-c", code], dict(os.environ), tmp_path / "log")
+    with ProtocolServer() as server:
+        clocks = replace(CLOCKS, health=0.2, hangs=0.5)
+        drive(engine_on([server], tmp_path, processes={server.url: process}, clocks=clocks), test)
     assert not process.alive
 
 

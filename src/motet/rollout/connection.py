@@ -35,6 +35,10 @@ class Clocks:
     """Wait before the first retry; doubles each time."""
     look: float = 0.5
     """Interval of checks on a server that is away, and on its process."""
+    hangs: float = 120.0
+    """A started server that has answered before and is silent for this long is started again."""
+    loads: float = 1800.0
+    """Limit for the first answer after a start."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from motet.core.errors import EngineError, ServerGone, ServerUnfit
@@ -125,11 +126,13 @@ class Fleet:
         return 0
 
     async def _take_back(self, replica: Replica, process: ServerProcess | None) -> bool:
-        """Wait until the replica answers; False if it never will."""
+        """Wait until the replica answers; False if it never will. A process that stays silent is started again."""
+        silent_since = time.monotonic()
         while True:
             try:
                 if process is not None and not process.alive:
                     process.start()
+                    silent_since = time.monotonic()
                 await replica.greet()
                 if process is not None:
                     process.answered()
@@ -141,7 +144,10 @@ class Fleet:
                 if isinstance(error, ServerUnfit) or (process is not None and process.hopeless):
                     await self._give_up(replica)
                     return False
-                await asyncio.sleep(replica.clocks.look)
+                clocks, silent = replica.clocks, time.monotonic() - silent_since
+                if process is not None and silent > (clocks.hangs if process.has_answered else clocks.loads):
+                    await asyncio.to_thread(process.close)
+                await asyncio.sleep(clocks.look)
             except Exception as error:  # no request can be made: the URL is invalid, or the key has invalid characters
                 _log.exception("no request can be sent to %s", replica.url)
                 reason = f"{type(error).__name__}: {error}"

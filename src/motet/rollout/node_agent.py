@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from motet.config.dialects import Dialect, HttpRequest
 from motet.core.errors import EngineError
+from motet.rollout.connection import Clocks
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.shipping import AWAY, DIGEST, unpack
 from motet.rollout.version_files import VersionFiles
@@ -34,10 +35,6 @@ LOOK_SECONDS = 5.0
 """Interval between health checks."""
 _EARLY_SECONDS = 0.5
 """Interval between health checks until the server first answers."""
-HANGS_SECONDS = 120.0
-"""A server that has answered before and is silent for this long is restarted."""
-LOADS_SECONDS = 1800.0
-"""Limit for the first answer after a start."""
 
 
 class NodeServer:
@@ -49,8 +46,8 @@ class NodeServer:
         log: Path,
         *,
         look_seconds: float = LOOK_SECONDS,
-        hangs_seconds: float = HANGS_SECONDS,
-        loads_seconds: float = LOADS_SECONDS,
+        hangs_seconds: float = Clocks.hangs,
+        loads_seconds: float = Clocks.loads,
     ) -> None:
         """The server's output goes to `log`."""
         self._process = ServerProcess(command, dict(os.environ), log)

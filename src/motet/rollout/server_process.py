@@ -58,6 +58,11 @@ class ServerProcess:
         """Whether it ended repeatedly without ever answering."""
         return self._in_vain >= _STARTS_IN_VAIN
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether it has answered since its last start."""
+        return self._answered
+
     def answered(self) -> None:
         """Record that it has answered since its last start."""
         self._answered = True
