@@ -6,7 +6,6 @@ import asyncio
 import functools
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -189,7 +188,7 @@ class ShareAnswers:
     """Converts shares to responses."""
 
     def __init__(self, service: ServiceDep) -> None:
-        self._adapters, self._versions = service.adapters, cache(service.storage.version_names)
+        self._adapters, self._versions = service.adapters, functools.cache(service.storage.version_names)
 
     def __call__(self, one: Shared) -> Share:
         """The response for one share."""
