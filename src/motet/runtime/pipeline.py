@@ -9,22 +9,15 @@ import asyncio
 import itertools
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from motet.algorithms.client import ClientDriven
-from motet.algorithms.rows import RowAlgorithm
 from motet.core.checksums import disk_error
 from motet.core.errors import DeviceError, MotetError, RankGone, RunError
 from motet.core.types import JobState, Wanted
-from motet.runtime.client_loop import ClientLoop
 from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
-from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
-from motet.runtime.progress import STOPPED_EARLY
 from motet.runtime.race import Race, let_decide, refused
-from motet.runtime.rollout_loop import RolloutLoop
-from motet.runtime.row_loop import RowLoop
 from motet.runtime.rundir import read_commands
+from motet.runtime.running_job import Running, cut_off, driver_of, outcome
 from motet.runtime.scheduler import weight_of
 from motet.runtime.slot_turns import MAX_IDLE, IdleSlotTimeouts, SlotTurns
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
@@ -33,31 +26,6 @@ from motet.runtime.uninterrupted import in_thread
 _POLL_SECONDS = 0.3
 MAX_RESTARTS = 3
 """Restarts of a job after device errors."""
-
-
-@dataclass
-class Running:
-    """A job that has a slot."""
-
-    job: Job
-    task: asyncio.Task[None]
-    loop: Driver | None = None
-    """None until the task has begun."""
-    pause: str | None = None
-    """Why it stops after the current step, empty if a person asked; None while it continues."""
-    preempted: bool = False
-    """Whether it returns to the queue because another job gets its slot."""
-
-    def stop_after_step(self, reason: str = "") -> None:
-        """Stop after the current step, even if the loop does not exist yet."""
-        self.pause = reason
-        if self.loop is not None:
-            self.loop.pause()
-
-    def preempt(self) -> None:
-        """Give the slot to another job after the current step."""
-        self.preempted = True
-        self.stop_after_step()
 
 
 class Pipeline:
@@ -253,18 +221,17 @@ class Pipeline:
             state = await loop.run()
             if job.progress.spent:
                 job.held = False
-            _move(job, *_outcome(job, state, running.pause, preempted=running.preempted))
+            _move(job, *outcome(job, state, running.pause, preempted=running.preempted))
         except asyncio.CancelledError:
             if not (self._closing and self._stays):  # a service that shuts down leaves the state of its jobs
-                _move(job, *_cut_off(self._closing, f"after step {job.progress.step}"))
+                _move(job, *cut_off(self._closing, f"after step {job.progress.step}"))
         except DeviceError as error:
-            self._restart(job, error)
-            _keep_pause(running)
+            _restart(job, error)
         except Exception as error:  # one tenant's error must not affect others
             full = self._stays and is_full(error)
             _fail(job, error, self._disk_gate.block(job, error, self._services.room) if full else "")
-            _keep_pause(running)
         finally:
+            _keep_pause(running)
             self._running.pop(job.name, None)
             self._changed.set()
 
@@ -273,16 +240,9 @@ class Pipeline:
         running = self._running.get(job.name)
         if running is not None and running.task is task:
             if not (self._closing and self._stays):
-                _move(job, *_cut_off(self._closing, "before it began"))
+                _move(job, *cut_off(self._closing, "before it began"))
             self._running.pop(job.name, None)
             self._changed.set()
-
-    def _restart(self, job: Job, error: DeviceError) -> None:
-        """Requeue a job after a device error that another job may have caused. It ends with the same bytes."""
-        job.restarts += 1
-        again = (JobState.QUEUED, f"taken up again from the last commit: {error}")
-        failed = (JobState.FAILED, f"{error} (after {MAX_RESTARTS} new starts from the last commit)")
-        _move(job, *(failed if job.restarts > MAX_RESTARTS else again))
 
     async def _poll(self) -> None:
         """Check waiting jobs at intervals, and execute commands of other processes."""
@@ -321,11 +281,6 @@ def _move(job: Job, state: JobState, message: str = "") -> None:
         job.progress.message = f"{message} ({error})" if message else str(error)
 
 
-def _cut_off(closing: bool, when: str) -> tuple[JobState, str]:
-    """State and message of a job that ended early; if the run closes, it can be resumed."""
-    return (JobState.PAUSED, f"stopped {when}") if closing else (JobState.CANCELLED, f"cancelled {when}")
-
-
 def _may_begin(job: Job) -> bool:
     """Whether the adapter that it starts from exists (a job with commits no longer needs it), and no race holds it."""
     begins = job.before is None or job.before.state is JobState.SUCCEEDED or bool(job.directory.steps())
@@ -344,37 +299,12 @@ def _fail_chained(jobs: Iterable[Job]) -> None:
             _move(job, JobState.FAILED, f"starts from job {before.name}, which {state}; resume both")
 
 
-def driver_of(job: Job) -> type[Driver]:
-    """The loop of a job: `RowLoop` for rows of data, `ClientLoop` for a client's commands, else `RolloutLoop`."""
-    match job.config.algorithm:
-        case ClientDriven():
-            return ClientLoop
-        case RowAlgorithm():
-            return RowLoop
-    return RolloutLoop
-
-
-def _outcome(job: Job, state: JobState, reason: str | None, *, preempted: bool) -> tuple[JobState, str]:
-    """State and message of a job whose loop returned `state`; `reason` is why it was paused, None if nobody asked."""
-    done = f"after step {job.progress.step}"
-    if state is JobState.QUEUED:
-        waited = "it waited for scores, for an agent or for its client"
-        return state, f"released its slot {done} because {waited}; continues when a slot is free"
-    if state is not JobState.PAUSED:
-        early = job.progress.message.startswith(STOPPED_EARLY)
-        return state, job.progress.message if early else ""
-    if job.progress.spent:
-        return state, (
-            f"paused {done}: its budget of {job.config.budget} tokens is spent; to continue, raise it "
-            "(`motet resume JOB --budget TOKENS`, or `budget` in the job file and the same command)"
-        )
-    if job.arrived and (reason is None or preempted):
-        return JobState.QUEUED, f"waits {done} for the other candidates of its race"
-    if preempted:
-        return JobState.QUEUED, f"gave its slot to another tenant's job {done}; continues when a slot is free"
-    if reason is None:  # it was resumed while it stopped
-        return JobState.QUEUED, ""
-    return state, f"paused {done}: {reason}" if reason else f"paused {done}"
+def _restart(job: Job, error: DeviceError) -> None:
+    """Requeue a job after a device error that another job may have caused. It ends with the same bytes."""
+    job.restarts += 1
+    again = (JobState.QUEUED, f"taken up again from the last commit: {error}")
+    failed = (JobState.FAILED, f"{error} (after {MAX_RESTARTS} new starts from the last commit)")
+    _move(job, *(failed if job.restarts > MAX_RESTARTS else again))
 
 
 def _keep_pause(running: Running) -> None:
