@@ -460,11 +460,11 @@ def test_submit_takes_the_option_of_run(
     plain = {name: value for name, value in racing("typed", steps=40).items() if name != "race"}
     code, out, _ = says("submit", job_file(tmp_path, plain), "--race")
     assert code == 0
-    assert out.count("typed-c=") == 16
+    assert out.count("typed-c=") == 8
     assert "typed-c=00" in says("ls", "--limit", "0")[1]
     code, out, _ = says("show", "typed")
     assert code == 0
-    assert "0 of 3 decisions are made" in out
+    assert "0 of 2 decisions are made" in out
     says("cancel", "typed")
     jobs = house.ask("GET", "/v1/races/typed").json()["jobs"].values()
     assert {house.ask("GET", f"/v1/jobs/{job}").json()["state"] for job in jobs} == {"cancelled"}
