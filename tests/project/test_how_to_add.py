@@ -49,7 +49,7 @@ class Noted(RolloutLoop):
         (self.job.directory.path / "noted").write_text(str(step))
 """
         },
-        "runtime/pipeline.py",
+        "runtime/running_job.py",
         "    match job.config.algorithm:\n",
         '    if job.config.algorithm.type == "halved":\n'
         '        return __import__("motet.runtime.twice", fromlist=["Noted"]).Noted\n'
