@@ -276,8 +276,12 @@ def compare(directory: Path) -> None:
     print(f"{len(known)} grids of 16 candidates, {len(tasks)} tasks: {', '.join(sorted(tasks))}")
     print(f"{'rule':30} {'reward':7} {'minus the grid':17} {'tokens':7} at least the grid, of grids and of tasks")
 
+    values = dict[str, dict[str, float]]()
+    """By rule and grid."""
+
     def row(title: str, found: Mapping[str, tuple[float, float]]) -> None:
         """Of each grid: the value and the tokens."""
+        values[title] = {name: reward for name, (reward, _) in found.items()}
         gaps = {name: reward - value(known[name]) for name, (reward, _) in found.items()}
         shares = [tokens / grid(known[name])[1] for name, (_, tokens) in found.items()]
         of_tasks = defaultdict[str, list[float]](list)
@@ -310,6 +314,12 @@ def compare(directory: Path) -> None:
             real.setdefault(label, {})[name] = (one["value"], one["tokens"])
     for label, found in sorted(real.items()):
         row(f"race: {label}", found)
+    for title in (f"race: {label}" for label in sorted(real)):
+        for other in ("the job as written, no race", "TPE + Hyperband (Optuna)", "race: default"):
+            both = sorted(values[title].keys() & values.get(other, {}).keys())
+            if both and title != other:
+                gap = Mean.of([values[title][name] - values[other][name] for name in both])
+                print(f"{title} minus {other}: {gap.mean:+.3f} ± {gap.half:.3f} of {len(both)}")
     for kind in ("linear", "cosine"):
         falling = {name: read(path) for name in known if (path := directory / f"{kind}-{name}.json").exists()}
         for title in ("full grid", "the job as written, no race", "race over all 16") if falling else ():

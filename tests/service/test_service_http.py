@@ -424,11 +424,22 @@ def test_a_file_cannot_choose_where_it_lies(house: House) -> None:
     house.refused(404, "DELETE", "/v1/files/..%2Fmotet.db")
 
 
+async def cut_off_while_written(house: House, sending: asyncio.Task[Any]) -> None:
+    """Cancel a request while its row waits for the database, in a thread that cannot be called back."""
+    with contextlib.closing(sqlite3.connect(house.storage.directory / "motet.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        await asyncio.sleep(1)
+        sending.cancel()
+        await asyncio.sleep(0.2)
+        other.execute("ROLLBACK")
+    await asyncio.wait([sending])
+    assert sending.cancelled()
+
+
 def test_an_upload_that_is_cut_off_leaves_a_file_and_its_row(house: House) -> None:
-    """It is cut off while the row is written, in a thread that cannot be called back."""
     who = house.store.tenants.who(house.keys["ours"])
     assert who is not None
-    folder, database = house.storage.directory / "files", house.storage.directory / "motet.db"
+    folder = house.storage.directory / "files"
 
     async def form() -> dict[str, Any]:
         return {}
@@ -437,14 +448,7 @@ def test_an_upload_that_is_cut_off_leaves_a_file_and_its_row(house: House) -> No
         request = cast(Request, SimpleNamespace(form=form, receive=asyncio.Event().wait))
         file = UploadFile(io.BytesIO(ROWS), filename="cut.jsonl")
         sending = asyncio.create_task(upload(request, who, house.service, file))
-        with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            await asyncio.sleep(1)
-            sending.cancel()
-            await asyncio.sleep(0.2)
-            other.execute("ROLLBACK")
-        await asyncio.wait([sending])
-        assert sending.cancelled()
+        await cut_off_while_written(house, sending)
 
     before = {path.stem for path in folder.iterdir()}
     asyncio.run(cut_off())
@@ -455,7 +459,6 @@ def test_an_upload_that_is_cut_off_leaves_a_file_and_its_row(house: House) -> No
 
 
 def test_an_adapter_that_is_cut_off_leaves_its_files_and_its_row(tmp_path: Path) -> None:
-    """It is cut off as the upload above."""
     members = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
 
     async def cut_off(house: House) -> None:
@@ -469,14 +472,7 @@ def test_an_adapter_that_is_cut_off_leaves_its_files_and_its_row(tmp_path: Path)
         (key,) = host._open
         for answer in (AdapterExamined(key, 8, 16.0, ["q_proj"]), Answered(key)):
             host._open[key].put_nowait(answer)
-        with contextlib.closing(sqlite3.connect(house.storage.directory / "motet.db", isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            await asyncio.sleep(1)
-            sending.cancel()
-            await asyncio.sleep(0.2)
-            other.execute("ROLLBACK")
-        await asyncio.wait([sending])
-        assert sending.cancelled()
+        await cut_off_while_written(house, sending)
 
     with open_house(tmp_path) as house:
         asyncio.run(cut_off(house))

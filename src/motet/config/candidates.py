@@ -20,7 +20,7 @@ from motet.core.section import Config
 
 _RATE = "optimizer.lr_multiplier"
 _BY_HAND, _AUTO = ValueRange(low=0.1, high=10), ValueRange(low=0.333, high=3)
-"""Factors on a learning rate that was chosen by hand, and on `auto`, which is seldom off by more."""
+"""Factors on a learning rate that was chosen by hand, and on `auto`."""
 _RANK = {"adapter.rank": ValueList(values=[8, 16, 32, 64])}
 _GROUP = {"algorithm.group_size": ValueList(values=[4, 8, 16])}
 _CLIP = {"algorithm.clip_high": ValueList(values=[0.2, 0.28, 0.4])}
@@ -247,9 +247,8 @@ def _candidate(job: JobConfig, number: int, given: Mapping[str, Any], every: int
             why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
             raise ConfigError(f"job {job.name}: race.over.{path}: {value!r} cannot be used: {why}") from error
         one = one.model_copy(update={section: changed})
-    if "algorithm.group_size" in given and "algorithm.groups_per_step" not in given:
+    if "algorithm.group_size" in given and "algorithm.groups_per_step" not in given:  # keep the rollouts of a step
         groups = max(1, round(job.rl.group_size * job.rl.groups_per_step / one.rl.group_size))
-        # keeps the number of rollouts of a step
         one = one.model_copy(update={"algorithm": _with(one.algorithm, ["groups_per_step"], groups)})
     return one
 

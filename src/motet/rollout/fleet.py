@@ -144,10 +144,11 @@ class Fleet:
                 if isinstance(error, ServerUnfit) or (process is not None and process.hopeless):
                     await self._give_up(replica)
                     return False
-                clocks, silent = replica.clocks, time.monotonic() - silent_since
-                if process is not None and silent > (clocks.hangs if process.has_answered else clocks.loads):
-                    await asyncio.to_thread(process.close)
-                await asyncio.sleep(clocks.look)
+                if process is not None and starting:
+                    most = replica.clocks.hangs if process.has_answered else replica.clocks.loads
+                    if time.monotonic() - silent_since > most:
+                        await asyncio.to_thread(process.close)
+                await asyncio.sleep(replica.clocks.look)
             except Exception as error:  # no request can be made: the URL is invalid, or the key has invalid characters
                 _log.exception("no request can be sent to %s", replica.url)
                 reason = f"{type(error).__name__}: {error}"

@@ -52,8 +52,6 @@ class NodeServer:
         """The server's output goes to `log`."""
         self._process = ServerProcess(command, dict(os.environ), log)
         self._look, self._hangs, self._loads = look_seconds, hangs_seconds, loads_seconds
-        self._answered = False
-        """Whether the server has answered since its last start."""
         self._since = 0.0
         """Time of the server's last answer or start."""
         self.failure = "it is starting"
@@ -83,15 +81,15 @@ class NodeServer:
                     await self._start()
                 elif await healthy():
                     self._process.answered()
-                    self.failure, self._answered, self._since = "", True, time.monotonic()
-                elif time.monotonic() - self._since > (self._hangs if self._answered else self._loads):
+                    self.failure, self._since = "", time.monotonic()
+                elif time.monotonic() - self._since > (self._hangs if self._process.has_answered else self._loads):
                     await asyncio.to_thread(self._process.close)
-                elif self._answered:
+                elif self._process.has_answered:
                     self.failure = "it does not answer"
             except EngineError as error:
                 self.failure = f"it is given up: {error}"
                 return
-            await asyncio.sleep(self._look if self._answered else min(self._look, _EARLY_SECONDS))
+            await asyncio.sleep(self._look if self._process.has_answered else min(self._look, _EARLY_SECONDS))
 
     async def _start(self) -> None:
         starting = asyncio.create_task(asyncio.to_thread(self._process.start))
@@ -99,7 +97,7 @@ class NodeServer:
             await asyncio.shield(starting)
         finally:
             await asyncio.wait([starting])  # start nothing after `close`
-        self._answered, self._since = False, time.monotonic()
+        self._since = time.monotonic()
 
 
 class NodeAgent:

@@ -109,7 +109,7 @@ def continue_start(run: Path, original: str, copy: str) -> None:
     """Link the initial adapter of a job into the directory of a copy of it, which has begun and resolves none.
 
     Raises:
-        AdapterError: it is damaged.
+        ConfigError: it has just been deleted.
     """
     if _start(run, original).is_dir() and not _start(run, copy).exists():
         _link(_start(run, original), _start(run, copy))

@@ -215,14 +215,12 @@ class Submissions:
         # before any change, because something that it names may be missing
         again = state is JobState.FAILED and not job.waits and self._handover.message(job) is not None
         self._store.change_job(job.id, wanted=job.wanted)
-        if self._queue.steer(job, wanted):
+        if self._queue.steer(job, wanted) or (not again and self._handover.settle(job)):
             self._check_steered(job, wanted)
         elif again:
             self._store.change_job(job.id, state=JobState.QUEUED.value, message="", ended=None)
             self._hosts.send(ForgetJob(job.id))  # the host on which it failed may still know it
             self._handover.hand_over(job)
-        elif self._handover.settle(job):
-            self._check_steered(job, wanted)
         else:
             self._hosts.send(SteerJob(job.id, wanted))
 

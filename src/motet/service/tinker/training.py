@@ -111,7 +111,7 @@ async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, r
         tinker.models.admit(job, asked.seq_id, asked.command)
         return _promise(tinker.models.order(job, asked.seq_id, asked.command))
 
-    return await service.write_threads.run(who.tenant_id, order)
+    return await tinker.write_threads.run(who.tenant_id, order)
 
 
 @router.post("/optim_step")
