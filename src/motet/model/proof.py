@@ -88,19 +88,20 @@ def prove(
         _limit_to_window(base, {call.layer: call.window for call in calls})
         if not leaves(base):
             stay_with_torch(base, pack=pack)
-    with _refused(f"{name} can be sampled from, but an adapter on it cannot be trained"):
-        _check_training(base, sequences[0].to(base.device))
     return base
 
 
 @torch.no_grad()
 def stay_with_torch(base: LoraModel, *, pack: bool) -> None:
-    """Prepare a base for torch's products: reorder weights, run MLPs in tiles, and check exactness."""
+    """Prepare a base for torch's products: reorder weights, run MLPs in tiles, check exactness and a training step."""
     if pack and base.shards is None:
         base.reorder_weights()
     cut_mlps(base)
+    sequences = _sequences(base.model)
     with base.routed(NoAdapters()):
-        check_exactness(base, _sequences(base.model))
+        check_exactness(base, sequences)
+    with _refused(f"{base.info.name} can be sampled from, but an adapter on it cannot be trained"):
+        _check_training(base, sequences[0].to(base.device))
 
 
 def _sequences(model: Any) -> list[Tensor]:
