@@ -191,6 +191,7 @@ async def replays(base_url, api_key, seed, record):
 """
 
 
+@pytest.mark.soak
 def test_what_an_erratic_agent_did_can_be_played_again_to_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(ERRATIC)
     results = {}

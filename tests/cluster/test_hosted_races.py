@@ -143,6 +143,7 @@ def test_a_race_decides_the_same_whichever_host_has_which_candidate(tmp_path: Pa
     assert any(0 < len(waiting) < 4 for waiting in seen), "some waited for others"
 
 
+@pytest.mark.soak
 def test_a_race_on_hosts_that_was_killed_goes_on_with_the_same_decisions(
     tmp_path: Path, alone: dict[str, bytes]
 ) -> None:

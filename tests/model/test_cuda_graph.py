@@ -98,6 +98,7 @@ def test_recorded_decoding_has_the_bits_of_decoding(recorded: LoraModel, plain: 
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.soak
 def test_more_adapters_than_a_table_has_room_for(recorded: LoraModel, plain: LoraModel) -> None:
     found = []
     for base in (recorded, plain):

@@ -206,7 +206,7 @@ def test_one_process_samples_and_trains_with_all_threads() -> None:
         workshop.close()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", few([False, True], False))
 def test_the_estimate_of_memory_is_near_what_a_pass_takes(recompute: bool) -> None:
     """In a process of its own, whose memory nothing else has used."""
     found = subprocess.run(

@@ -199,25 +199,24 @@ def test_every_scorer_that_evaluates_anything_is_in_the_table():
 
 
 @pytest.mark.parametrize(
-    ("task", "answer_of", "score"),
+    ("task", "answers"),
     [
-        ("spiral_matrix", lambda answer: str([int(n) for n in answer.split()]), 0.1),
-        ("string_insertion", lambda answer: str(list(answer)), 0.1),
-        ("binary_matrix", lambda answer: str([[int(n) for n in row.split()] for row in answer.splitlines()]), 0.1),
-        ("n_queens", lambda answer: str([row.split() for row in answer.splitlines()]), 0.5),
-        ("countdown", lambda answer: f"({answer}) + 0", 0.05),
-        ("countdown", lambda answer: answer, 1.0),
-        ("puzzle24", lambda answer: answer, 1.0),
-        ("spiral_matrix", lambda answer: f"[print(1)] or {answer.split()}", 0.0),
-        ("countdown", lambda answer: f"__import__('os').getpid() * 0 + {answer}", 0.01),
-        ("puzzle24", lambda answer: "9**9**9**9", 0.01),
+        ("spiral_matrix", [(lambda answer: str([int(n) for n in answer.split()]), 0.1),
+                           (lambda answer: f"[print(1)] or {answer.split()}", 0.0)]),
+        ("string_insertion", [(lambda answer: str(list(answer)), 0.1)]),
+        ("binary_matrix", [(lambda answer: str([[int(n) for n in row.split()] for row in answer.splitlines()]), 0.1)]),
+        ("n_queens", [(lambda answer: str([row.split() for row in answer.splitlines()]), 0.5)]),
+        ("countdown", [(lambda answer: f"({answer}) + 0", 0.05), (lambda answer: answer, 1.0),
+                       (lambda answer: f"__import__('os').getpid() * 0 + {answer}", 0.01)]),
+        ("puzzle24", [(lambda answer: answer, 1.0), (lambda answer: "9**9**9**9", 0.01)]),
     ],
 )  # fmt: skip
-def test_answers_are_read_and_not_evaluated(task, answer_of, score):
+def test_answers_are_read_and_not_evaluated(task, answers):
     data, scorer = _data(task)
     problem = data.train[0]
-    (one,) = scored([answer_of(problem.answer)], RewardConfig(name="scorer"), scorer=scorer, problem=problem)
-    assert one.reward == score, one
+    texts = [answer_of(problem.answer) for answer_of, _ in answers]
+    found = scored(texts, RewardConfig(name="scorer"), scorer=scorer, problem=problem)
+    assert [one.reward for one in found] == [score for _, score in answers], found
 
 
 def _data(task):

@@ -594,7 +594,7 @@ def alone(base: Any, jobs: Any, tmp_path_factory: pytest.TempPathFactory) -> dic
     return found
 
 
-@pytest.mark.parametrize("kill", [False, True], ids=["to the end", "killed on the way"])
+@pytest.mark.parametrize("kill", few([False, True], True))
 def test_a_run_gives_the_same_bytes(base: Any, tmp_path: Path, jobs: Any, alone: Any, kill: bool) -> None:
     result, (link,) = run(base, tmp_path, jobs, 1, kill)
     assert result.ok, result

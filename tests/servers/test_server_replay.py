@@ -25,6 +25,7 @@ from motet.running import run_config
 from motet.runtime.checkpoint import dump_line
 from motet.runtime.recorded import RecordedRollout
 from tests.support.base_servers import base_servers
+from tests.support.cases import few
 
 STEPS = 3
 ENGINE = {"micro_batch_tokens": 128, "block_size": 16, "threads": 1}
@@ -91,7 +92,10 @@ def write(project: Path, step: int, rows: list[Row]) -> None:
     (project / f"run/plain/rollouts/{step}.jsonl").write_text("".join(lines))
 
 
-@pytest.mark.parametrize("steps", ["plain@0..3", "plain@3", "late@0..3", "late@3", "turns@0..3", "turns@3"])
+@pytest.mark.parametrize(
+    "steps",
+    few((f"{job}@{steps}" for job in ("plain", "late", "turns") for steps in ("0..3", "3")), "late@0..3", "turns@3"),
+)
 def test_the_trainers_half_is_trained_again_with_the_same_bytes(steps: str, trained: Path) -> None:
     code, output = motet("replay", trained / "jobs.yaml", steps)
     assert code == 0, output

@@ -107,6 +107,7 @@ def test_a_cancelled_race_ends_and_a_paused_one_goes_on(tmp_path: Path, alone: P
         assert_as_alone(service, alone)
 
 
+@pytest.mark.soak
 def test_copies_of_a_service_are_those_of_a_run(tmp_path: Path) -> None:
     copied = racing(race={**RACE, "finalists": 2, "exploit": [0.3]})
     motet.run([tiny("first", steps=1)], base="small", directory=tmp_path / "first", engine=ENGINE, quiet=True)
