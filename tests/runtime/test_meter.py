@@ -90,6 +90,19 @@ def test_seconds_without_tokens_belong_to_the_next_ones() -> None:
     assert meter.window() == {"a": 2_000_000}
 
 
+def test_a_job_leaves_when_its_time_is_told() -> None:
+    busy, clock = BusyTime(), Clock()
+    meter = Meter(busy, clock)
+    for number in range(3):
+        busy.decoded(0.2, 0.0, {f"job-{number}": 7})
+        busy.called(0.1, {f"job-{number}": 1})
+        clock.now += 0.25  # its last 50 ms go into the next window
+        assert f"job-{number}" in meter.window()
+    clock.now += 1.0
+    meter.window()
+    assert "job-" not in f"{vars(meter)} {vars(busy)}"
+
+
 STEPS = st.lists(
     st.tuples(
         st.floats(0.0, 3.0),
@@ -115,13 +128,13 @@ def test_windows_always_sum_to_the_time_that_passed(
         window = meter.window()
         assert all(units > 0 for units in window.values())
         total += sum(window.values())
-    assert total == int(clock.now * 1e6) - 100_000_000
+    assert total == round(clock.now * 1e6) - 100_000_000
 
 
 def test_training_is_told_by_job(tmp_path: Path) -> None:
     """Each job's calls, and its part of packed batches."""
     run = run_jobs(tmp_path, [job("a"), job("b", algorithm={"group_size": 8})])
-    _, _, spent = run.services.device.busy.read()
+    _, _, spent = run.services.device.busy.take()
     assert set(spent) == {"a", "b"}
     assert sum(spent.values()) >= run.services.device.busy.train > 0
 

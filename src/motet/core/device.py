@@ -76,10 +76,12 @@ class BusyTime:
             for name, part in owners.items():
                 self._spent[name] = self._spent.get(name, 0.0) + seconds * (part / whole if whole else 1 / len(owners))
 
-    def read(self) -> tuple[float, dict[str, int], dict[str, float]]:
-        """Totals so far: seconds of decoding, microseconds of decoding by job, and seconds of calls by job."""
+    def take(self) -> tuple[float, dict[str, int], dict[str, float]]:
+        """Seconds of decoding so far; since the last `take`, microseconds of decoding and seconds of calls, by job."""
         with self._lock:
-            return self.decode, dict(self._decoded), dict(self._spent)
+            decoded, self._decoded = self._decoded, Counter()
+            spent, self._spent = self._spent, {}
+            return self.decode, dict(decoded), spent
 
 
 _payer: ContextVar[Payer] = ContextVar("payer of calls of a device", default=Payer())  # noqa: B039  # it is frozen

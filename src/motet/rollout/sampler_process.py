@@ -51,9 +51,9 @@ class SamplerProcess:
         self.device = Device()
         self.engine = EmbeddedEngine(self.base, self.device, **load.limits, speculates=load.speculate)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sent: tuple[float, float, dict[str, int]] = (0.0, 0.0, {})
+        self._sent = (0.0, 0.0)
         self._sent_drafts = (0, 0)
-        """Reported drafted and accepted tokens; `_sent`: decoding seconds, those with a full batch, µs by job."""
+        """Reported drafted and accepted tokens; `_sent`: decoding seconds, and those with a full batch."""
 
     async def serve(self) -> None:
         """Handle messages until the input ends."""
@@ -102,14 +102,13 @@ class SamplerProcess:
 
     def _send_busy(self) -> None:
         """Report the work since the last report, if there was any."""
-        (decode, full, before), (drafted, accepted) = self._sent, self._sent_drafts
+        (decode, full), (drafted, accepted) = self._sent, self._sent_drafts
         busy = self.device.busy
-        seconds, sampled, _ = busy.read()
+        seconds, parts, _ = busy.take()
         if seconds > decode:
-            self._sent, self._sent_drafts = (seconds, busy.full, sampled), (busy.drafted, busy.accepted)
-            new = {name: n - before.get(name, 0) for name, n in sampled.items() if n > before.get(name, 0)}
+            self._sent, self._sent_drafts = (seconds, busy.full), (busy.drafted, busy.accepted)
             drafts = self._sent_drafts[0] - drafted, self._sent_drafts[1] - accepted
-            self._parent.send(m.Busy(seconds - decode, self._sent[1] - full, new, *drafts))
+            self._parent.send(m.Busy(seconds - decode, self._sent[1] - full, parts, *drafts))
 
     def _install(self, message: m.Install) -> None:
         path = Path(message.file)

@@ -42,30 +42,27 @@ class Meter:
     def __init__(self, busy: BusyTime, clock: Callable[[], float] = time.monotonic) -> None:
         self._busy, self._clock = busy, clock
         self._until = self._microseconds(clock())
-        decode, self._decoded, self._spent = busy.read()
-        self._decode = self._microseconds(decode)
+        self._decode = self._microseconds(busy.take()[0])
         self._owed: Counter[str] = Counter()
         """Microseconds used but not yet in any window."""
 
     @staticmethod
     def _microseconds(seconds: float) -> int:
-        return int(seconds * _MICRO)
+        return round(seconds * _MICRO)
 
     def window(self) -> dict[str, int]:
         """Microseconds by name since the last window, including `IDLE`; they sum to its length."""
         until = self._microseconds(self._clock())
         length, self._until = until - self._until, until
-        decode, decoded, spent = self._busy.read()
-        parts = {name: n - self._decoded.get(name, 0) for name, n in decoded.items() if n > self._decoded.get(name, 0)}
-        if parts:  # otherwise the decoding belongs to tokens that are reported later
+        decode, decoded, spent = self._busy.take()
+        if any(decoded.values()):  # otherwise the decoding belongs to tokens that are reported later
             used = self._microseconds(decode) - self._decode
-            self._owed.update(apportion(used, parts))
+            self._owed.update(apportion(used, decoded))
             self._decode += used
         for name, seconds in spent.items():
-            self._owed[name] += self._microseconds(seconds) - self._microseconds(self._spent.get(name, 0.0))
-        self._decoded, self._spent = decoded, spent
-        owed = {name: units for name, units in self._owed.items() if units > 0}
-        given = owed if sum(owed.values()) <= length else apportion(length, owed)
-        self._owed.subtract(given)
+            self._owed[name] += self._microseconds(seconds)
+        owed = +self._owed
+        given = owed if owed.total() <= length else apportion(length, owed)
+        self._owed = owed - Counter(given)
         idle = length - sum(given.values())
         return {name: units for name, units in {**given, IDLE: idle}.items() if units}
