@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import threading
 import time
@@ -11,6 +12,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from motet.core.device import DECODES, Device, used_by
+from motet.core.errors import DeviceLost
 from motet.core.tenant_turns import Payer
 
 
@@ -159,10 +161,42 @@ def test_a_tick_that_breaks_ends_nobody_elses_calls(device: Device) -> None:
     waiting = device.submit(lambda: 1)
     device.add_tick(tick)
     gate.set()
-    with pytest.raises(RuntimeError, match=r"the device broke down: RuntimeError.*the decoder broke"):
+    with pytest.raises(DeviceLost, match=r"the device broke down: RuntimeError.*the decoder broke"):
         waiting.result(timeout=5)
-    with pytest.raises(RuntimeError, match="the device broke down"):
+    with pytest.raises(DeviceLost, match="the device broke down"):
         device.submit(lambda: 1)
+
+
+def test_a_device_that_can_do_no_more_work_ends_whoever_watches_it() -> None:
+    """After any failure it is checked; an error that leaves it whole is its caller's alone."""
+    whole = [True]
+
+    def check() -> None:
+        if not whole[0]:
+            raise OSError("an illegal memory access was encountered")
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    async def main() -> None:
+        with device.watched():
+            with pytest.raises(MemoryError):
+                await device.run(fail)
+            assert await device.run(lambda: 1) == 1
+            whole[0] = False
+            with pytest.raises(DeviceLost, match="an illegal memory access") as caught:
+                await device.run(fail)
+            assert isinstance(caught.value.__cause__, MemoryError)
+            await asyncio.Event().wait()
+
+    device = Device(check=check)
+    with contextlib.closing(device):
+        with pytest.raises(DeviceLost, match="resumes from its last commit"):
+            asyncio.run(asyncio.wait_for(main(), 20))
+        with pytest.raises(DeviceLost):
+            device.submit(lambda: 1)
+        with pytest.raises(DeviceLost):
+            asyncio.run(main())
 
 
 def test_closing_cancels_what_waits_and_refuses_what_comes() -> None:
@@ -274,6 +308,6 @@ def test_a_turn_that_fails_is_told_to_who_waits() -> None:
     device = Device(turn)
     device.add_tick(lambda: False)
     waiting = device.submit(lambda: None)
-    with pytest.raises(RuntimeError, match="the device broke down"):
+    with pytest.raises(DeviceLost, match="the device broke down"):
         waiting.result(timeout=5)
     device.close()

@@ -20,15 +20,17 @@ from msgspec.structs import replace
 
 from motet.cluster import messages as m
 from motet.cluster.local_hosts import LocalHosts, code_of
-from motet.config import RewardConfig
+from motet.config import EngineConfig, HostConfig, RewardConfig
 from motet.config.service import ANY_SIZE
-from motet.core.errors import ScorerAway
+from motet.core.errors import DeviceLost, ScorerAway
 from motet.core.types import JobState
 from motet.hosting import line as lines
 from motet.hosting.line import Gone, ServiceLine
+from motet.hosting.process import HostProcess
 from motet.hosting.scores import AskedOfService
 from motet.native.choice import Choice
 from motet.process.channel import ChannelMessage, decode, encode
+from motet.runtime.rundir import RunDirectory
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.service_run import Service, tiny
 from tests.support.waiting import until, wait_until
@@ -215,6 +217,29 @@ def test_a_process_that_was_started_in_vain_ends(short_path: Path) -> None:
     with contextlib.closing(Line(short_path)) as made:
         OneService(made.address).welcomed().dies()
         assert made.ended.wait(20)
+
+
+def test_a_host_whose_device_breaks_down_ends(short_path: Path) -> None:
+    """Its owner starts it again; it would fail every job."""
+
+    def tick() -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    async def work() -> None:
+        config = HostConfig(base="small", engine=EngineConfig(threads=1))
+        async with begun(short_path) as (made, first, _):
+            host = HostProcess(config, RunDirectory(short_path / "run"), START, made.line)
+            with contextlib.closing(host):
+                serving = asyncio.create_task(host.serve())
+                (ready,) = await asyncio.to_thread(first.hears, 1)
+                assert isinstance(ready, m.HostReady)
+                host.workshop.device.add_tick(tick)
+                host.workshop.device.wake()
+                with pytest.raises(DeviceLost, match="illegal memory access"):
+                    await asyncio.wait_for(serving, 20)
+            first.dies()
+
+    asyncio.run(work())
 
 
 def test_scores_are_asked_again_and_at_the_end_nobody_waits_for_them() -> None:

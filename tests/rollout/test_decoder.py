@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.core.device import DECODES, Device
-from motet.core.errors import DeviceError, EngineError
+from motet.core.errors import DeviceError, DeviceLost, EngineError
 from motet.core.tenant_turns import Payer, TenantTurns
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 from motet.model.kv_cache import KVCache
@@ -419,6 +420,26 @@ def test_a_completion_that_comes_back_is_told_too(device):
     """The fault comes while a preempted completion, the only one of its request, is brought in again."""
     requests = [as_request(f"r{i}", Ask(19, 30), stop=STOP) for i in range(2)]
     assert_all_are_told(device, requests, lambda _, decoder: decoder.prefills > len(requests))
+
+
+def test_at_a_lost_device_nobody_waits() -> None:
+    def check() -> None:
+        raise OSError("an illegal memory access was encountered")
+
+    base = tiny.base("llama")
+    tokenizer: Any = FailingTokenizer(base.info.tokenizer, lambda calls: calls == 4)
+    with contextlib.closing(Device(check=check)) as device:
+        engine = make_engine(device, replace(base, info=replace(base.info, tokenizer=tokenizer)))
+        requests = [as_request(f"r{i}", Ask(19, 30, seeds=(1, 2)), stop=STOP) for i in range(3)]
+
+        async def run() -> None:
+            jobs = [asyncio.wait_for(collect(engine, request), 20) for request in requests]
+            results = await asyncio.gather(*jobs, return_exceptions=True)
+            assert {type(result) for result in results} == {DeviceLost}, results
+            with pytest.raises(DeviceLost, match="an illegal memory access"):
+                await asyncio.wait_for(collect(engine, requests[0]), 20)
+
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize("host", [0, ROOMY])

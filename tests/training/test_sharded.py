@@ -267,7 +267,7 @@ def test_a_rank_that_dies_ends_the_group(pair: tuple[TorchTrainer, ShardedTraine
     group = trainer._group
     add_all(trainer)
     told: list[RankGone] = []
-    group.on_death = told.append
+    group.watch(told.append)
     os.kill(group.pids[1], signal.SIGKILL)
     with pytest.raises(RankGone, match=r"rank 1 of 2.*killed by signal 9.*ranks\.log.*resumes from its last commit"):
         train(trainer, 3)
@@ -363,7 +363,7 @@ def test_a_rank_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Path) 
         def kill() -> None:
             while jobs[0].progress.step < 2:
                 pause.wait(0.01)
-            os.kill(host.workshop.ranks.pids[1], signal.SIGKILL)
+            os.kill(host.base.group.pids[1], signal.SIGKILL)
 
         pause = threading.Event()
         threading.Thread(target=kill).start()

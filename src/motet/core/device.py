@@ -18,9 +18,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from motet.core.errors import DeviceLost
 from motet.core.tenant_turns import SLACK, Payer, TenantTurns
 
 Result = TypeVar("Result")
+Fault = TypeVar("Fault", bound=BaseException)
 
 
 _NEXT_CALL_SECONDS = 0.005
@@ -109,14 +111,14 @@ class _QueuedCall:
     light: bool
     payer: Payer
 
-    def settle(self) -> None:
-        """Run it, unless it was cancelled."""
+    def settle(self, examine: Callable[[BaseException], BaseException]) -> None:
+        """Run it, unless it was cancelled; the caller gets the error that `examine` returns."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
             result = self.call()
         except BaseException as error:  # the caller gets the error, the device continues
-            self.future.set_exception(error)
+            self.future.set_exception(examine(error))
         else:
             self.future.set_result(result)
 
@@ -125,10 +127,19 @@ class Device:
     """One thread that runs training calls and decode ticks in turn."""
 
     def __init__(
-        self, turn: Callable[[bool], None] | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        turn: Callable[[bool], None] | None = None,
+        check: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`turn` is called in the device's thread: with True before calls, with False before ticks and light calls."""
-        self._clock = clock
+        """Start the thread, which calls `turn` and `check`.
+
+        Args:
+            turn: called with True before calls, with False before ticks and light calls.
+            check: called after work has failed; raises if the device can do no more work.
+            clock: seconds.
+        """
+        self._clock, self._check = clock, check
         self.busy = BusyTime()
         self.turns = TenantTurns()
         """Used in the device's thread only, also by the decoder."""
@@ -140,7 +151,8 @@ class Device:
         self._ticks: list[Callable[[], bool]] = []
         self._wake = threading.Condition()
         self._closed = False
-        self._broken: BaseException | None = None
+        self._lost: DeviceLost | None = None
+        self._on_loss: Callable[[], object] = lambda: None
         self._woken = False
         self._thread = threading.Thread(target=self._loop, name="motet-device", daemon=True)
         self._thread.start()
@@ -148,8 +160,7 @@ class Device:
     def add_tick(self, tick: Callable[[], bool]) -> None:
         """Register incremental work; a tick returns whether there is more.
 
-        A tick must not raise, because no caller could receive the error. If it does, the device is broken and every
-        later call fails.
+        A tick must not raise, because no caller could receive the error. If it does, the device is lost.
         """
         with self._wake:
             self._ticks.append(tick)
@@ -178,9 +189,7 @@ class Device:
         """
         future: Future[Result] = Future()
         with self._wake:
-            if self._closed:
-                state = "is closed" if self._broken is None else f"broke down: {self._broken!r}"
-                raise RuntimeError(f"the device {state}") from self._broken
+            self.require()
             self._calls.append(_QueuedCall(call, future, light, _payer.get()))
             self._wake.notify()
         return future
@@ -188,6 +197,77 @@ class Device:
     async def run(self, call: Callable[[], Result], *, light: bool = False) -> Result:
         """Run a call on the device and wait for it without blocking the event loop; see `submit`."""
         return await asyncio.wrap_future(self.submit(call, light=light))
+
+    def require(self) -> None:
+        """Raise if nothing runs here any more.
+
+        Raises:
+            DeviceLost: the device is lost.
+            RuntimeError: it is closed.
+        """
+        if self._lost is not None:
+            raise self._lost
+        if self._closed:
+            raise RuntimeError("the device is closed")
+
+    def examine(self, error: Fault) -> Fault | DeviceLost:
+        """The error for those who wait for failed work; call it in the device's thread, before they get it."""
+        lost: DeviceLost | None = None
+        if isinstance(error, DeviceLost):
+            lost = error
+        try:
+            self._check()
+        except Exception as fault:  # of any library
+            lost = DeviceLost(f"the device can do no more work ({fault})")
+            lost.__cause__ = error
+        if lost is not None:
+            self.lose(lost)
+        return lost or error
+
+    def lose(self, error: DeviceLost) -> None:
+        """Fail every waiting and later call, and end what is `watched`. Thread-safe."""
+        with self._wake:
+            if self._closed:
+                return
+            self._lost, self._closed = error, True
+            calls = list(self._calls)
+            self._calls.clear()
+            self._wake.notify()
+            self._on_loss()
+        for waiting in calls:
+            if waiting.future.set_running_or_notify_cancel():
+                waiting.future.set_exception(error)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Cancel the block, run by the current task, as soon as the device is lost.
+
+        Raises:
+            DeviceLost: it is lost.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        inside = True
+
+        def cancel() -> None:
+            if inside:
+                task.cancel()
+
+        with self._wake:
+            self._on_loss = lambda: loop.call_soon_threadsafe(cancel)
+        try:
+            if self._lost is None:
+                yield
+        except asyncio.CancelledError:
+            if self._lost is None:
+                raise
+            task.uncancel()
+        finally:
+            inside = False
+            with self._wake:
+                self._on_loss = lambda: None
+        if self._lost is not None:
+            raise self._lost
 
     def charge(self, owners: Mapping[Payer, float]) -> None:
         """Charge the current call to payers in proportion; call it from within that call."""
@@ -221,7 +301,7 @@ class Device:
                     self._turn_to(calling=not call.light)
                     self._owners = {call.payer: 1.0} if call.payer.job else {}
                     begun = self._clock()
-                    call.settle()
+                    call.settle(self.examine)
                     spent = self._clock() - begun
                     owed += spent
                     self.busy.turns += spent
@@ -237,7 +317,9 @@ class Device:
                 self.busy.turns += spent
                 owed = max(owed - spent, -spent) if working else 0.0
             except BaseException as error:  # see add_tick
-                self._break_down(error, call)
+                if call is not None and not call.future.done():
+                    self._calls.append(call)
+                self.lose(DeviceLost(f"the device broke down: {error!r}"))
                 return
 
     def _next_call(self, owed: float, *, working: bool) -> _QueuedCall | None:
@@ -258,15 +340,6 @@ class Device:
         if self._turn is not None and calling != self._calling:
             self._turn(calling)
         self._calling = calling
-
-    def _break_down(self, error: BaseException, call: _QueuedCall | None) -> None:
-        with self._wake:
-            self._broken, self._closed = error, True
-            calls = [*([] if call is None or call.future.done() else [call]), *self._calls]
-            self._calls.clear()
-        for waiting in calls:
-            if waiting.future.set_running_or_notify_cancel():
-                waiting.future.set_exception(RuntimeError(f"the device broke down: {error!r}"))
 
 
 def _any_left(ticks: list[Callable[[], bool]]) -> bool:

@@ -14,7 +14,8 @@ MotetError
 │   └── ServerUnfit    a server has no room for the jobs
 ├── ScorerAway         a job's scorer is absent, and the job must pause
 ├── DeviceError        the device failed under several jobs at once: they resume from their last commits
-├── RankGone           a process with a part of the base ended: the run ends, commits are kept
+├── DeviceLost         the device can do no more work: the run ends, commits are kept
+│   └── RankGone       a process with a part of the base ended
 ├── JobFailed          a job fails; the others continue
 ├── ProbeError         the adapter that answers is not the adapter that was trained
 ├── StoreError         the service's database refuses something
@@ -120,7 +121,15 @@ class HostGone(EngineError):
         super().__init__(reason or "the engine is starting; try again in a moment")
 
 
-class RankGone(MotetError):
+class DeviceLost(MotetError):
+    """The device can do no more work in this process; the run ends, and its jobs resume from their last commits."""
+
+    def __init__(self, how: str) -> None:
+        """`how` it was lost."""
+        super().__init__(f"{how}. Nothing committed is lost: start again, and every job resumes from its last commit")
+
+
+class RankGone(DeviceLost):
     """A process that holds a part of the base ended."""
 
 

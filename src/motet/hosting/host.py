@@ -105,7 +105,7 @@ class Host:
         """Context in which jobs can sample, train and be rewarded.
 
         Raises:
-            MotetError: no server can be used, or a rank of the base ended.
+            MotetError: no server can be used, or the device is lost.
         """
         try:
             async with self.workshop.open():

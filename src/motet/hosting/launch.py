@@ -160,7 +160,9 @@ def assemble(
         whole = base if isinstance(base, LoraModel) else base.here
         assert whole is not None, "the embedded engine samples from a base of its own"
         workshop = build(whole, config.engine, needs, directory.path / "samplers.log", trainer)
-    workshop.notes, workshop.ranks = list(base.info.notes), group
+    if group is not None:
+        group.watch(workshop.device.lose)
+    workshop.notes = list(base.info.notes)
     workshop.notes += budgets.idle_gpus(config, base.info.device, budgets.gpus())
     if alone and isinstance(base, LoraModel) and workshop.memory is not None:
         try:
@@ -184,7 +186,7 @@ def _build_on_servers(
     import torch
 
     from motet.hosting import servers
-    from motet.model.accelerator import free_memory
+    from motet.model.accelerator import free_memory, wait_for
     from motet.model.lora_model import LoraModel
     from motet.rollout.server import FileSync
     from motet.rollout.unasked import UnaskedEngine
@@ -192,6 +194,10 @@ def _build_on_servers(
     def turn(training: bool) -> None:
         if base.info.device == "cpu":
             torch.set_num_threads(budgets.threads_of(config.engine))
+
+    def check() -> None:
+        if isinstance(base, LoraModel):  # ranks check their own devices
+            wait_for(base.device)
 
     demand, asked, unasked = servers.demand(wanted, config.engine.slots), None, UnaskedEngine()
     if not recorded:
@@ -208,7 +214,7 @@ def _build_on_servers(
         trainer = make_trainer(base, config.engine)
     caveat = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
-        Device(turn),
+        Device(turn, check),
         asked or unasked,
         trainer,
         unasked if asked is None else FileSync(asked, trainer),
@@ -255,7 +261,7 @@ def build(
     """An embedded engine and a trainer, or `elsewhere`, on one device; sampling processes write errors to `log`."""
     import torch
 
-    from motet.model.accelerator import free_memory
+    from motet.model.accelerator import free_memory, wait_for
     from motet.rollout.embedded import EmbeddedEngine, SameTensors, SavedFiles
     from motet.rollout.spread import SpreadEngine
     from motet.training.torch_trainer import TorchTrainer
@@ -284,7 +290,7 @@ def build(
         if spread is not None:
             spread.turn(training)
 
-    device = Device(turn)
+    device = Device(turn, lambda: wait_for(base.device))
     here = EmbeddedEngine(base, device, **limits, speculates=config.speculate, share=1 / (1 + n_samplers))
     if n_samplers:
         spread = SpreadEngine(here, _start_samplers(n_samplers, base, config, limits, device, log))
@@ -350,12 +356,13 @@ def sampling(base: LoraModel, config: EngineConfig, rows: int, tokens: int) -> I
     """An engine without a trainer, on its own device, for `rows` completions at a time of `tokens` tokens in total."""
     import torch
 
+    from motet.model.accelerator import wait_for
     from motet.rollout.embedded import EmbeddedEngine
 
     threads = budgets.cores()
     if base.kernels is None:
         threads = budgets.tick_threads(threads, 0, base.info.n_parameters)
-    device = Device(lambda _: torch.set_num_threads(threads))
+    device = Device(lambda _: torch.set_num_threads(threads), lambda: wait_for(base.device))
     room = int(budgets.available_memory() * config.kv_memory_fraction) // base.info.kv_bytes_per_token
     kv_tokens = min(tokens + config.block_size, max(room, config.block_size))
     try:

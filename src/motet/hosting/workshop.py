@@ -15,7 +15,6 @@ from motet.protocols import RolloutEngine, Trainer, WeightSync
 if TYPE_CHECKING:
     from motet.rollout.server import ServerEngine
     from motet.rollout.spread import SpreadEngine
-    from motet.training.sharded.group import RankGroup
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,15 @@ class Workshop:
     """None if servers sample and ranks train."""
     inexact: tuple[str, ...] = ()
     """Why the bytes of every job may depend on more than the job."""
-    ranks: RankGroup | None = None
-    """The ranks of a base on several processes."""
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Context in which requests can be sent. Waits for servers, and disconnects or ends them afterwards.
 
         Raises:
-            MotetError: no server can be used, or a rank of the base ended.
+            MotetError: no server can be used, or the device is lost.
         """
-        with contextlib.nullcontext() if self.ranks is None else self.ranks.watched():
+        with self.device.watched():
             if self.servers is None:
                 yield
                 return

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from motet.core.device import DECODES, Device
-from motet.core.errors import DeviceError, EngineError
+from motet.core.errors import DeviceError, DeviceLost, EngineError
 from motet.core.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 from motet.model.distribution import Distribution
 from motet.model.kv_cache import KVCache
@@ -145,6 +145,7 @@ class EmbeddedEngine:
                 return
             for sequence in prompt.waiting:
                 sequence.grammar = grammar.begun()
+        self._device.require()
         self._arrivals.append(prompt)
         self._device.wake()
         left = len(request.seeds)
@@ -153,6 +154,8 @@ class EmbeddedEngine:
                 chunk = await chunks.get()
                 if isinstance(chunk, Exception):
                     left = 0
+                    if isinstance(chunk, DeviceLost):
+                        raise chunk
                     raise DeviceError(f"the device failed while sampling: {chunk!r}") from chunk
                 left -= chunk.finish_reason is not None
                 yield chunk
@@ -254,6 +257,7 @@ class EmbeddedEngine:
             full = self.decoder.n_running >= self.decoder.rows.most
             self.decoder.tick()
         except Exception as error:  # callers wait in other threads and must all be informed
+            error = self._device.examine(error)
             for prompt in self.decoder.fail_all():
                 prompt.emit(error)
         spent = (time.perf_counter() - started) * self._share

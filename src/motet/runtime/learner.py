@@ -18,7 +18,7 @@ from typing import Any
 from motet.algorithms.packing import Waiting, merge
 from motet.core.batch import Batch, Segment, Trained
 from motet.core.device import Device, used_by
-from motet.core.errors import DeviceError
+from motet.core.errors import DeviceError, DeviceLost
 from motet.core.tenant_turns import Cost, Payer
 from motet.core.types import FloatArray
 from motet.protocols import Parking, Pausing, Pieces, Trainer
@@ -187,7 +187,7 @@ class Learner:
 
         With one job, the job gets the error; with several, the cause is unknown, so each job trains alone from now on.
         """
-        if len({entry.job for entry in chosen}) > 1:
+        if len({entry.job for entry in chosen}) > 1 and not isinstance(error, DeviceLost):
             self._apart = True
             cause, error = error, DeviceError(f"the device failed while training several jobs: {error!r}")
             error.__cause__ = cause

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 
 from motet.core.checksums import disk_error
-from motet.core.errors import DeviceError, MotetError, RankGone, RunError
+from motet.core.errors import DeviceError, DeviceLost, MotetError, RunError
 from motet.core.types import JobState, Wanted
 from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.job import Job, Services
@@ -319,7 +319,7 @@ def _claim(job: Job) -> Claim:
 
 def _fail(job: Job, error: BaseException, waits: str) -> None:
     """Set the state of a job whose loop failed; `waits` is the message if it resumes automatically."""
-    if isinstance(innermost(error), RankGone):
+    if isinstance(innermost(error), DeviceLost):
         return  # the run ends and leaves its jobs unchanged
     _move(job, JobState.QUEUED if waits else JobState.FAILED, waits or _reason(job, error))
 

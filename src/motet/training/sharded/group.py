@@ -5,12 +5,11 @@ A rank that dies ends the group, because the others would wait for it forever; l
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -90,8 +89,7 @@ class RankGroup:
             RankGone: a rank ended.
         """
         self.n_ranks = join.config.n_ranks
-        self.on_death: Callable[[RankGone], object] = _nobody
-        """Called once, in another thread, before waiting callers are informed."""
+        self._on_death: Callable[[RankGone], object] = lambda error: None
         self.death: RankGone | None = None
         self._closing = False
         self._lock = threading.Lock()
@@ -143,27 +141,11 @@ class RankGroup:
         """`ask` with one message for all ranks."""
         return self.ask(dict.fromkeys(range(self.n_ranks), message))
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Cancel the block, run by the current task, as soon as a rank ends.
-
-        Raises:
-            RankGone: a rank ended.
-        """
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        self.on_death = lambda error: loop.call_soon_threadsafe(task.cancel)
-        try:
-            if self.death is not None:
-                raise self.death
-            yield
-        except asyncio.CancelledError:
-            if self.death is None:
-                raise
-            task.uncancel()
-            raise self.death from None
-        finally:
-            self.on_death = _nobody
+    def watch(self, on_death: Callable[[RankGone], object]) -> None:
+        """Call `on_death` as soon as a rank has ended; in another thread, before waiting callers are informed."""
+        self._on_death = on_death
+        if self.death is not None:
+            on_death(self.death)
 
     def close(self) -> None:
         """End all processes."""
@@ -176,20 +158,13 @@ class RankGroup:
         """End the whole group after one rank ended."""
         with contextlib.suppress(AttributeError):  # the first may end before the last has begun
             if not self._closing and self.death is None:
-                self.death = RankGone(
-                    f"rank {rank} of {self.n_ranks} ended ({how}). "
-                    "Nothing committed is lost: start again, and every job resumes from its last commit"
-                )
-                self.on_death(self.death)
+                self.death = RankGone(f"rank {rank} of {self.n_ranks} ended ({how})")
+                self._on_death(self.death)
                 for other in self._ranks:
                     other.fail(self.death)
                     other.link.kill()
         if self.death is not None:
             self._ranks[rank].fail(self.death)
-
-
-def _nobody(error: RankGone) -> None:
-    """Default of `on_death`."""
 
 
 def _error(refused: m.RankRefused) -> Exception:

@@ -21,7 +21,7 @@ from motet.algorithms.registry import Choice
 from motet.config import AdapterConfig
 from motet.core.batch import Batch, Loss, Segment
 from motet.core.errors import MotetError
-from motet.model.accelerator import place_of, take
+from motet.model.accelerator import place_of, take, wait_for
 from motet.model.experts import NEED_OWN_SAMPLING
 from motet.model.peft_io import examine
 from motet.model.shards import Shards, own_bytes
@@ -91,6 +91,7 @@ def answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
     try:
         return _answer(trainer, message)
     except InStep as error:
+        wait_for(trainer.base.device)  # raises if the device can do no more work
         return _refused(error.__cause__)
 
 
