@@ -20,6 +20,7 @@ from motet.cluster.messages import (
     EventKept,
     FromHost,
     Held,
+    HostFailed,
     HostReady,
     JobChanged,
     JobStepped,
@@ -30,6 +31,7 @@ from motet.cluster.messages import (
     Stop,
     Stopped,
     ToHost,
+    UsageWindow,
 )
 from motet.config.service import ANY_SIZE
 from motet.core.types import JobState, Wanted
@@ -187,6 +189,26 @@ def test_a_host_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
         client, (quick, _) = _two(tmp_path, gather=0.2)
         quick.says.put_nowait(HostReady([]))
         await until(lambda: any(isinstance(one, AddJob) for one in quick.sent))
+        await client.kill()
+
+    asyncio.run(go())
+
+
+def test_a_host_with_another_configuration_tells_everything_before_the_next_one_is_started(tmp_path: Path) -> None:
+    async def go() -> None:
+        hosts, used = [Played(), Played()], list[UsageWindow]()
+
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            return cast(HostChild, hosts[client.hosts[0].starts - 1])
+
+        client = Hosts([replace(START, takeover_seconds=60.0)], tmp_path, launch)
+        client.start(dataclasses.replace(handlers(list), usage=used.append))
+        told = [UsageWindow("a", number, {"job": 7}, "small") for number in range(2)]
+        for message in (told[0], HostFailed("the engine differs"), told[1], Stopped()):
+            hosts[0].says.put_nowait(message)
+        await until(lambda: len(hosts[1].sent) > 0)
+        assert used == told
+        assert hosts[0].sent[1:] == [EventKept(), EventKept()]
         await client.kill()
 
     asyncio.run(go())

@@ -167,13 +167,36 @@ def test_an_engine_of_another_configuration_saves_and_ends(short_path: Path) -> 
         async with begun(short_path) as (made, first, messages):
             first.dies()
             assert await messages.get() == Gone()
+            made.line.send(used := m.UsageWindow("a", 1, {"job": 7}, "small"))
             second = OneService(made.address).send(replace(START, engine={"slots": 2})).welcomed()
             assert await messages.get() == m.Stop()
-            (failed,) = await asyncio.to_thread(second.hears, 1)
+            heard, failed = await asyncio.to_thread(second.hears, 2)
+            assert heard == used
             assert "differs in engine: it saves its jobs" in failed.reason
+            second.send(m.EventKept())
+            made.line.send(m.Progress({}, {}))
+            made.line.send(m.HostReady([]))  # it would be given jobs
+            made.line.send(last := replace(used, window=2))
             made.line.send(m.Stopped())
-            assert await messages.get() is None
+            assert await asyncio.to_thread(second.hears, 2) == [last, m.Stopped()]
             second.dies()
+            assert await messages.get() is None
+
+    asyncio.run(work())
+
+
+def test_a_host_that_is_not_needed_any_more_tells_what_it_used(short_path: Path) -> None:
+    async def work() -> None:
+        async with begun(short_path) as (made, first, messages):
+            first.dies()
+            assert await messages.get() == Gone()
+            made.line.send(used := m.UsageWindow("a", 1, {"job": 7}, "small"))
+            second = OneService(made.address).send(m.Stop()).welcomed()
+            assert await messages.get() == m.Stop()
+            made.line.send(m.Stopped())
+            assert await asyncio.to_thread(second.hears, 2) == [used, m.Stopped()]
+            second.dies()
+            assert await messages.get() is None
 
     asyncio.run(work())
 

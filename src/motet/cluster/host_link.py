@@ -270,6 +270,8 @@ class HostLink:
                 self._heard(self, message)
             case m.Stopped():
                 self._stopped.set()
+                if self._child is not None:  # one with another configuration ends though nobody has stopped it
+                    self._child.close_input()
             case m.Progress():
                 self.progress, self.device, self.used = message.jobs, message.device, message.used
                 before, self.away = self.away, message.away

@@ -13,7 +13,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 
 from motet.cluster import messages as m
@@ -54,15 +54,18 @@ class LocalHosts:
         """Find a host's process from an earlier service, or start one that prints to `log`."""
         return await self._left(number) or await self._started(number, log)
 
-    async def end_from(self, number: int) -> None:
-        """End surplus hosts, from this number on, after they save their jobs."""
+    async def end_from(self, number: int, usage: Callable[[m.UsageWindow], object]) -> None:
+        """End surplus hosts, from this number on, after they save their jobs; `usage` stores what they used."""
         for path in sorted(self._directory.glob("*.sock")):
             if path.stem.isdigit() and int(path.stem) >= number and (child := await self._left(int(path.stem))):
                 child.send(m.Stop())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_STOP_SECONDS):
-                        async for _ in child.messages():
-                            pass
+                        async for message in child.messages():
+                            if isinstance(message, m.UsageWindow):
+                                await asyncio.to_thread(usage, message)
+                            elif isinstance(message, m.Stopped):
+                                child.close_input()
                 await child.kill()
 
     async def _left(self, number: int) -> HostChild | None:

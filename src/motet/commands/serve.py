@@ -180,10 +180,10 @@ async def _run(
         if child is not None:
             child.close_input()
         return
-    client = app.state.service.hosts
+    client, usage = app.state.service.hosts, app.state.service.recorder.record_usage
     if child is not None:
         client.adopt(child)
-    await LocalHosts(directory / "engine").end_from(0 if hosts is None else len(client.hosts))
+    await LocalHosts(directory / "engine").end_from(0 if hosts is None else len(client.hosts), usage)
 
     lifecycle = app.state.lifecycle
 

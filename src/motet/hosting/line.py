@@ -61,6 +61,8 @@ class ServiceLine:
         self._early: list[m.ToHost | Gone | None] = []
         self._deliver: Callable[[m.ToHost | Gone | None], object] | None = None
         self._ending = False
+        self._replaced = False
+        """Whether the service does not take this host over: it hears only what it must store."""
         threading.Thread(target=self._serve, name="motet-service", daemon=True).start()
 
     # --- for the host -------------------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ class ServiceLine:
             if isinstance(message, KEPT):
                 self._kept.append(line)
                 self._waiting += len(line)
-            if self._peer is not None:
+            if self._peer is not None and (not self._replaced or isinstance(message, (*KEPT, m.Stopped))):
                 self._write(line)
             alone = self._peer is None
         if alone and isinstance(message, m.Stopped):
@@ -180,6 +182,8 @@ class ServiceLine:
                     case m.StartHost():
                         self._begin(connection, message)
                     case m.Stop():
+                        if self._peer is self._next is None:  # a service that has no use for this host
+                            self._hand_over(connection)
                         self._stop()
                     case _:
                         self._pass_on(message)
@@ -201,8 +205,13 @@ class ServiceLine:
                 "another is started"
             )
             self._say(reason)
-            connection.sendall(encode(m.HostFailed(reason)))
+            self._hand_over(connection, m.HostFailed(reason))
             self._stop()
+
+    def _hand_over(self, connection: socket.socket, *messages: ChannelMessage) -> None:
+        with self._lock:
+            self._peer, self._replaced = connection, True
+            self._write(b"".join((*self._kept, *map(encode, messages))))
 
     def _stop(self) -> None:
         self._ending = True
