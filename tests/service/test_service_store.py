@@ -28,6 +28,27 @@ from motet.service.workers.rewards import MOST_LEASED, ScoringUnits, key_of
 from tests.support.database import person, queued
 from tests.support.together import at_once
 
+# --- records of keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_sign_in_and_no_end_of_a_key_is_without_its_record(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/db")
+    with contextlib.closing(store):
+        who, tenants = person(store, "us"), store.tenants
+        key, _ = tenants.sign_in("us", "ann", "member", now() + 60, "ann")
+        assert tenants.revoke_key(key.id, who)
+        records = [(entry.action, entry.object, name) for entry, _, name in store.audit_entries()]
+        assert records == [("revoke key", key.id, who.name), ("sign in", key.id, "ann")]
+        with store.transaction() as session:
+            session.execute(text("DROP TABLE audit"))
+        before = [one.id for one, _ in tenants.all_keys()]
+        with pytest.raises(OperationalError):
+            tenants.sign_in("us", "ann", "member", now() + 60, "ann")
+        with pytest.raises(OperationalError):
+            tenants.revoke_key(who.key_id, who)
+        assert [one.id for one, _ in tenants.all_keys()] == before == [who.key_id]
+
+
 # --- a hundred thousand jobs ------------------------------------------------------------------------------------------------
 
 

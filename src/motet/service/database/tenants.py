@@ -160,7 +160,7 @@ class Tenants:
     ) -> tuple[Key, str]:
         """Create a key, and its tenant if needed; returns the key and its text, which is shown once.
 
-        The new key ends with the key that has the id `made_by`. With `asker`, the audit log gets an entry.
+        The new key ends with the key that has the id `made_by`. With `asker` or `person`, the audit log gets an entry.
 
         Raises:
             StoreError: that key was revoked, the tenant was erased, or it has too many keys.
@@ -182,6 +182,8 @@ class Tenants:
             session.add(key)
             if asker is not None:  # in this transaction: a failure after it would lose the text
                 session.add(audit_entry(asker, "create key", key.id))
+            if person is not None:
+                session.add(AuditEntry(tenant_id=owner.id, key_id=key.id, action="sign in", object=key.id))
         return key, text
 
     def sign_in(self, tenant: str, name: str, role: Role, expires: float, person: str) -> tuple[Key, str]:
@@ -227,8 +229,8 @@ class Tenants:
             row = session.execute(_WITH_TENANT.where(Key.id == key_id, *_seen_by(who))).first()
         return None if row is None else (row[0], row[1])
 
-    def revoke_key(self, key_id: str) -> bool:
-        """Revoke a key and those created with it; False if there is none."""
+    def revoke_key(self, key_id: str, asker: Principal | None = None, action: str = "revoke key") -> bool:
+        """Revoke a key and those created with it; False if there is none. With `asker`, the audit log gets an entry."""
         with self._transaction() as session:  # its own first: from then on nothing is created with it
             own = update(Key).where(Key.id == key_id).values(revoked=func.coalesce(Key.revoked, now()))
             if session.scalar(own.returning(Key.id)) is None:
@@ -238,6 +240,8 @@ class Tenants:
             while found := set(session.scalars(left.where(Key.made_by.in_(ended)))):
                 session.execute(update(Key).where(Key.id.in_(found), Key.revoked.is_(None)).values(revoked=now()))
                 ended |= found  # and again: what was rotated meanwhile has a successor
+            if asker is not None:
+                session.add(audit_entry(asker, action, key_id))
             return True
 
     def rotate_key(

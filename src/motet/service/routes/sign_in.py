@@ -129,8 +129,7 @@ def sign_out(who: KeyEnder, service: ServiceDep, response: Response) -> None:
     """End the sign-in of the request's key, and the keys created with it."""
     if not who.signed_in:
         raise Refusal(409, "this key was not made by a sign-in; `motet keys revoke` ends it")
-    service.store.tenants.revoke_key(who.key_id)
-    service.store.audit(who, "sign out", who.key_id)
+    service.store.tenants.revoke_key(who.key_id, who, "sign out")
     service.sign_ins.set_cookie(response, service.sign_ins.cookie, "", 0, "strict")
 
 

@@ -69,8 +69,7 @@ def rotate(who: KeyEnder, service: ServiceDep, key: str) -> NewKey:
 def revoke(who: KeyEnder, service: ServiceDep, key: str) -> None:
     """Revoke a key and those created with it."""
     _visible(service.store, who, key, ends=True)
-    service.store.tenants.revoke_key(key)
-    service.store.audit(who, "revoke key", key)
+    service.store.tenants.revoke_key(key, who)
 
 
 @router.get("/audit", tags=["keys"])
