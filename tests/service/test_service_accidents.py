@@ -70,7 +70,7 @@ from tests.support.places import Place
 from tests.support.service_run import ROWS, Json, tiny
 from tests.support.small_disk import small_disk
 from tests.support.together import at_once
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 
 def uploaded(house: House) -> str:
@@ -106,7 +106,7 @@ def test_a_start_that_cannot_be_linked_fails_its_job_alone(store: Store, tmp_pat
     place.end(elder)
     place.initial.path(younger.id).parent.write_text("no directory")  # as when the disk is full: no file can be made
     place.queue.release()
-    assert (place.now(younger).state, place.handed) == ("failed", ["other"])
+    wait_until(lambda: (place.now(younger).state, place.handed) == ("failed", ["other"]))
     assert place.now(younger).message
 
 

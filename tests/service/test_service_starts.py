@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from motet.config import JobConfig
 from motet.config.jobfile import normal_job
+from motet.core.checksums import SUMS
 from motet.core.errors import ConfigError, StoreError
 from motet.core.types import JobState, Wanted
 from motet.service.database.store import Store
@@ -23,6 +26,7 @@ from tests.support.database import person
 from tests.support.house import House, open_house
 from tests.support.places import Place
 from tests.support.service_run import Json, tiny
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -179,8 +183,29 @@ def test_the_best_of_a_job_that_is_waited_for_is_the_best_at_its_end(place: Plac
     place.save(elder, 2)
     place.end(elder)
     place.queue.release()
-    assert place.handed == ["younger"]
+    wait_until(lambda: place.handed == ["younger"])
     assert place.start_of(job) == "elder 2"
+
+
+def test_a_start_that_takes_long_holds_up_no_other_job(place: Place, us: Principal) -> None:
+    after, elder, them = StartCondition(after=["elder"]), place.submit(us, "elder"), person(place.store, "them")
+    place.save(elder, 1)
+    slow = place.submit(us, "slow", after, adapter={"init": "elder@1"})
+    place.submit(us, "quick", after)
+    theirs = place.submit(them, "elder")
+    place.save(theirs, 1)
+    place.submit(them, "other", after, adapter={"init": "elder@1"})
+    sums = place.run / elder.id / "versions" / "v1" / SUMS
+    os.mkfifo(sums)  # read as soon as somebody writes into it
+    for one in (elder, theirs):
+        place.end(one)
+    threading.Thread(target=place.queue.release, daemon=True).start()
+    wait_until(lambda: place.handed == ["quick", "other"])
+    place.queue.release()
+    assert place.now(slow).waits
+    sums.write_bytes(b"no sums")
+    wait_until(lambda: place.now(slow).state == "failed")
+    assert place.handed == ["quick", "other"]
 
 
 def test_a_start_that_never_came_fails_the_job(place: Place, us: Principal) -> None:
@@ -190,7 +215,7 @@ def test_a_start_that_never_came_fails_the_job(place: Place, us: Principal) -> N
     job = place.submit(us, "younger", StartCondition(after=["elder"]), adapter={"init": "elder@7"})
     place.end(elder)
     place.queue.release()
-    assert place.now(job).state == "failed"
+    wait_until(lambda: place.now(job).state == "failed")
     assert "'elder@7'" in place.now(job).message
     assert place.handed == []
 

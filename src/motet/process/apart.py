@@ -84,6 +84,10 @@ class ThreadTurns:
         result: Result = await self._run(key, lambda _: work())
         return result
 
+    def begin(self, key: str, work: Callable[[], object]) -> None:
+        """`run` for work whose end nobody waits for; it must not raise."""
+        self._put(_Work(key, lambda _: work()))
+
     async def _run(self, key: str, work: Callable[[_Work], Any]) -> Any:
         one = _Work(key, work)
         self._put(one)

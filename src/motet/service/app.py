@@ -96,6 +96,7 @@ class Lifecycle:
         await service.grading.close()
         await asyncio.to_thread(service.ledger.flush)
         await asyncio.to_thread(service.followers.close, _OBSERVERS_SECONDS)
+        service.queue.close()
         service.check_threads.close()
         service.read_threads.close()
         service.write_threads.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from motet.config import JobConfig
 from motet.config.chain import ChainStart, check_chains
 from motet.core.errors import ConfigError, StoreError
 from motet.core.types import JobState, Wanted
+from motet.process.apart import ThreadTurns
 from motet.service.adapters.adapters import Adapters, Resolved
 from motet.service.database.store import Store, name_taken
 from motet.service.database.tables import StoredJob, StoredRace
@@ -35,6 +37,8 @@ FURTHEST = 366 * 24 * 3600.0
 """Latest allowed start, in seconds from now."""
 _LOOK_SECONDS = 30.0
 _RETRY_SECONDS = 5.0
+_READING, _WAITING = 4, 10**6
+"""Threads that read what jobs start from, at most one for each tenant, and most jobs of a tenant that may wait for them."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,13 @@ class JobQueue:
         """`record_state` stores a job's new state; `hand_over` gives a job to the engine, or records its failure."""
         self._store, self._bus, self._adapters, self._initial = store, bus, adapters, initial
         self._record_state, self._hand_over = record_state, hand_over
-        self._lock = threading.Lock()
+        self._lock, self._turns = threading.Lock(), ThreadTurns(_READING, _WAITING)
+        self._reading = set[str]()
+        """Jobs whose start is being read, which may take minutes."""
+
+    def close(self) -> None:
+        """Begin to read nothing more."""
+        self._turns.close()
 
     def plan(
         self,
@@ -205,23 +215,40 @@ class JobQueue:
             await within(changed, seconds)
 
     def release(self) -> float:
-        """Hand over jobs that may start now; returns the seconds until the next check."""
+        """Hand over jobs that may start now, those with an initial adapter later; returns the seconds until the next check."""
         at = [_LOOK_SECONDS]
         for job in self._waiting():
+            if job.id in self._reading:
+                continue
             try:
                 message = self._held_back(job.after or (), job.start_at)
-                if not message:
-                    self._initial.keep(job)
             except UNFIT as error:
                 self._end_wait(job, JobState.FAILED, str(error))
                 continue
-            if not message:
+            if not message and job.spec["adapter"]["init"] is None:
                 self._end_wait(job, JobState.QUEUED, "")
+            elif not message:
+                self._reading.add(job.id)
+                self._turns.begin(job.tenant_id, functools.partial(self._read, job))
             elif message != job.message:
                 self._store.change_job(job.id, message=message)
             if message and job.start_at is not None:
                 at.append(max(0.01, job.start_at - time.time()))
         return min(at)
+
+    def _read(self, job: StoredJob) -> None:
+        """Link the initial adapter of a job, and hand the job over."""
+        try:
+            state, message = JobState.QUEUED, ""
+            try:
+                self._initial.keep(job)
+            except UNFIT as error:
+                state, message = JobState.FAILED, str(error)
+            self._end_wait(job, state, message)
+        except Exception:  # the next check may succeed
+            _log.exception("job %s, which waits, could not be started", job.id)
+        finally:
+            self._reading.discard(job.id)
 
     def _end_wait(self, job: StoredJob, state: JobState, message: str) -> None:
         """End a job's wait: it may start, or it never can."""
