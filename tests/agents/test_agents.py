@@ -267,6 +267,15 @@ def test_the_tokens_that_were_read_and_sampled_are_given_where_they_are_asked_fo
     assert branch.token_ids[branch.loss_mask].tolist() == sampled
 
 
+def test_a_letter_of_several_tokens_is_the_bytes_of_its_tokens():
+    async def client(stock: openai.AsyncOpenAI) -> Any:
+        asked: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        return (await stock.chat.completions.create(**asked, logprobs=True)).choices[0].logprobs.content
+
+    tokens, _ = served(lambda *_: "Zoë", client)
+    assert [(one.token, one.bytes) for one in tokens[2:]] == [("\\xc3", [0xC3]), ("\\xab", [0xAB]), ("", [])]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses_as_the_stock_client_reads_them(stream):
     tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.types import Message, Problem
-from motet.tasks.chat import Chat, stop_token_ids
+from motet.tasks.chat import Chat, stop_token_ids, token_bytes
 from tests.support.scripted_model import CHATML, byte_tokenizer
 
 # Llama 2 writes a space before the end of the turn and trims the text.
@@ -17,6 +20,7 @@ LLAMA = (
     "{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]{% else %} {{ m.content | trim }} <|im_end|>"
     "{% endif %}{% endfor %}"
 )
+LETTERS = "Zoë 日本 🙂"
 PROBLEM = Problem(0, (Message("user", "What is 1 + 2?"),), "3")
 
 
@@ -116,3 +120,22 @@ def test_the_longest_of_many_prompts_is_the_first_with_the_most_tokens(tokenizer
     problems = [Problem(index, (Message("user", "ä" * int(n)),), "") for index, n in enumerate(lengths)]
     sizes = [len(chat.prompt_ids(one)) for one in problems]
     assert chat.longest(problems) == (max(sizes), problems[sizes.index(max(sizes))])
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer) -> None:
+    ids = tokenizer.encode(LETTERS, add_special_tokens=False)
+    assert b"".join(token_bytes(tokenizer, token) for token in ids) == LETTERS.encode()
+    assert token_bytes(tokenizer, tokenizer.convert_tokens_to_ids("<|im_end|>")) == b""
+
+
+def test_the_bytes_of_tokens_where_a_vocabulary_of_letters_falls_back_to_bytes() -> None:
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"Zo"]
+    model = BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    letters = Tokenizer(model)
+    letters.pre_tokenizer = pre_tokenizers.Metaspace()
+    steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    letters.decoder = decoders.Sequence(list(steps))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
+    ids = tokenizer.encode(LETTERS)
+    assert len(ids) > len(LETTERS)
+    assert b"".join(token_bytes(tokenizer, token) for token in ids) == f" {LETTERS}".encode()

@@ -121,6 +121,25 @@ def test_several_chat_answers_come_with_their_tokens(stock: openai.OpenAI, model
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_letters_of_several_tokens_are_the_bytes_of_their_tokens(
+    stock: openai.OpenAI, model: Says, stream: bool
+) -> None:
+    text = "Zoë 日本 🙂"
+    model.texts = [text, text]
+    answered: Any = stock.chat.completions.create(model="small", messages=[HI], logprobs=True, stream=stream)
+    choices = [one for piece in (answered if stream else [answered]) for one in piece.choices]
+    tokens = [token for one in choices if one.logprobs for token in one.logprobs.content]
+    assert b"".join(bytes(one.bytes) for one in tokens).decode() == text
+    assert [one.token for one in tokens][:4] == ["Z", "o", "\\xc3", "\\xab"]
+    answered = stock.completions.create(model="small", prompt="hi", logprobs=0, stream=stream)
+    given = [one.logprobs for piece in (answered if stream else [answered]) for one in piece.choices]
+    assert [token for one in given for token in one.tokens] == [one.token for one in tokens]
+    offsets = [offset for one in given for offset in one.text_offset]
+    assert offsets[:5] == [0, 1, 2, 3, 3]
+    assert offsets[-1] == len(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_responses_call_tools_and_read_what_they_answer(stock: openai.OpenAI, model: Says, stream: bool) -> None:
     def create(given: Any) -> Any:
         asked: Any = {"model": "small", "instructions": "Be brief.", "input": given, "tools": [FLAT]}

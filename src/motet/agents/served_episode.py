@@ -19,6 +19,7 @@ from motet.chat.structure import check_grammar
 from motet.core.errors import ChatRefusal, EngineError, LimitError
 from motet.core.types import FinishReason
 from motet.process import apart
+from motet.tasks.chat import token_bytes
 
 _FORMATS: Mapping[str, type[ChatFormat]] = {
     "chat/completions": ChatRequest,
@@ -76,7 +77,7 @@ class EpisodeCompleter:
                 "length" if call.chunk.finish_reason is FinishReason.LENGTH else "stop",
                 ids := call.chunk.token_ids.tolist(),
                 call.chunk.logprobs.tolist(),
-                episode.context.chat.token_texts(ids) if asked.logprobs else [],
+                [token_bytes(episode.context.chat.tokenizer, token) for token in ids] if asked.logprobs else [],
             )
             for index, call in enumerate(calls)
         ]

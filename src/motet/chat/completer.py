@@ -49,7 +49,7 @@ class Conversation:
     """The number of answers."""
     stream: bool = False
     logprobs: bool = False
-    """Whether to return each token's text and logprob."""
+    """Whether to return each token's bytes and logprob."""
     token_ids: bool = False
     """Whether to return the ids of the prompt."""
 
@@ -79,8 +79,13 @@ class AnswerPiece:
     """Set on the last piece."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tokens: list[str] = field(default_factory=list)
-    """The text of each token, if requested."""
+    tokens: list[bytes] = field(default_factory=list)
+    """The bytes of each token, if requested."""
+
+    @property
+    def escaped_tokens(self) -> list[str]:
+        r"""The text of each token; bytes of parts of letters are written as `\xf0`."""
+        return [token.decode(errors="backslashreplace") for token in self.tokens]
 
     def add(self, other: AnswerPiece) -> None:
         """Append the next piece of the same answer."""

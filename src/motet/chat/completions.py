@@ -157,7 +157,7 @@ def _said(piece: AnswerPiece) -> dict[str, Any]:
 
 def _logprobs(piece: AnswerPiece) -> dict[str, Any]:
     content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(piece.tokens, piece.logprobs, strict=True)
+        {"token": text, "logprob": logprob, "bytes": list(token), "top_logprobs": []}
+        for text, token, logprob in zip(piece.escaped_tokens, piece.tokens, piece.logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}

@@ -350,8 +350,8 @@ class Tokens(ChannelMessage, frozen=True):
 
     key: int
     chunk: Chunk
-    texts: list[str]
-    """The text of each token, if requested."""
+    token_bytes: list[bytes]
+    """The bytes of each token, if requested."""
 
 
 class AdapterExamined(ChannelMessage, frozen=True):

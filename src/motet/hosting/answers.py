@@ -21,7 +21,7 @@ from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, EngineEr
 from motet.core.types import AdapterRef, GenerateRequest, IntArray, Message, Problem
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
-from motet.tasks.chat import Chat, stop_token_ids
+from motet.tasks.chat import Chat, stop_token_ids, token_bytes
 from motet.tasks.tool_calls import written
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Answers:
             async for chunk in self._engine.generate(request):
                 self._scheduler.spend(request.job, len(chunk.token_ids))
                 ids = chunk.token_ids.tolist() if question.logprobs else ()
-                self._send(m.Tokens(key, chunk, [self._chat.completion_text([token]) for token in ids]))
+                self._send(m.Tokens(key, chunk, [token_bytes(self._chat.tokenizer, token) for token in ids]))
 
     async def _scored(self, question: m.Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> m.PromptScored:
         logprobs = await self._engine.score(prompt_ids, ref)

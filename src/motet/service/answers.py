@@ -40,7 +40,8 @@ async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str)
         if question.sampling.grammar and reason is FinishReason.ERROR:
             raise ConfigError(chunk.error)
         piece = AnswerPiece(chunk.index, f"{name}_{chunk.index}", chunk.text)
-        piece.token_ids, piece.logprobs, piece.tokens = chunk.token_ids.tolist(), chunk.logprobs.tolist(), answer.texts
+        piece.token_ids, piece.logprobs = chunk.token_ids.tolist(), chunk.logprobs.tolist()
+        piece.tokens = answer.token_bytes
         if reason is not None:
             piece.finish = "length" if reason is FinishReason.LENGTH else "stop"
         if question.tools:

@@ -302,16 +302,21 @@ async def _texts(
     offsets, sampled = Counter[int](), 0
     async for piece in pieces:
         yield event({**head, "choices": [wanted.choice(piece, piece.index, offsets[piece.index])]})
-        offsets[piece.index] += sum(map(len, piece.tokens))
+        offsets[piece.index] += sum(map(_letters, piece.tokens))
         sampled += len(piece.token_ids)
     if wanted.stream_options is not None and wanted.stream_options.include_usage:
         yield event({**head, "choices": [], "usage": usage(read, sampled)})
     yield "data: [DONE]\n\n"
 
 
+def _letters(token: bytes) -> int:
+    """The letters that begin in a token."""
+    return sum(byte & 0xC0 != 0x80 for byte in token)
+
+
 def _logprobs(piece: AnswerPiece, offset: int) -> dict[str, Any]:
     """`text_offset` counts characters from the start of the completion."""
-    offsets = list(itertools.accumulate(map(len, piece.tokens), initial=offset))[:-1]
+    offsets = list(itertools.accumulate(map(_letters, piece.tokens), initial=offset))[:-1]
     return {
-        "tokens": piece.tokens, "token_logprobs": piece.logprobs, "top_logprobs": None, "text_offset": offsets,
+        "tokens": piece.escaped_tokens, "token_logprobs": piece.logprobs, "top_logprobs": None, "text_offset": offsets,
     }  # fmt: skip
