@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.config import AdapterConfig
-from motet.core.errors import EngineError
+from motet.core.errors import AdapterError, EngineError
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.model.fake import END, FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
@@ -59,6 +59,33 @@ def test_a_held_version_stays_until_the_last_hold_ends() -> None:
 
     play(scene)
     assert engine.loads == engine.unloads
+
+
+@pytest.mark.parametrize("fault", ["publish", "restore", "cancelled"])
+def test_a_version_of_a_team_of_which_one_adapter_fails_leaves_none(fault: str, tmp_path: Path) -> None:
+    trainer, engine = FakeTrainer(), FakeEngine()
+    trainer.add_adapter("a#one", AdapterConfig(), 1)
+    (tmp_path / "one").mkdir()
+    trainer.save_adapter("a#one", tmp_path / "one", optimizer=False)
+    versions = Versions("a", "a.run.0", engine, FakeSync(engine, trainer.weights), roles=("one", "two"))
+
+    async def scene() -> None:
+        if fault == "cancelled":
+            trainer.add_adapter("a#two", AdapterConfig(), 1)
+            publishing = asyncio.create_task(versions.publish(0))
+            while not engine.loaded:
+                await asyncio.sleep(0)
+            publishing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await publishing
+        else:
+            with pytest.raises(AdapterError):
+                await (versions.publish(0) if fault == "publish" else versions.restore(0, tmp_path))
+        assert engine.loads
+        await versions.drop_all()
+        assert not engine.loaded
+
+    play(scene)
 
 
 def test_versions_of_a_job_that_is_cancelled_while_they_are_unloaded_go_all() -> None:

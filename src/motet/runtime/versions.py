@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from motet.core.types import AdapterRef
@@ -54,14 +54,22 @@ class Versions:
 
     async def restore(self, version: int, directory: Path) -> None:
         """Load an older version that admissions may still ask for after a restart."""
-        for role in self.roles:
-            await self._engine.load_adapter(self.ref(version, role), directory / role)
-        self._holds[version] = 0
+        await self._load(version, lambda role, ref: self._engine.load_adapter(ref, directory / role))
 
     async def publish(self, version: int) -> None:
         """Load the trainer's weights as this version. It is not sampled from before `announce`."""
-        for role in self.roles:
-            await self._sync.publish(adapter_name(self._job, role), self.ref(version, role))
+        await self._load(version, lambda role, ref: self._sync.publish(adapter_name(self._job, role), ref))
+
+    async def _load(self, version: int, load: Callable[[str, AdapterRef], Awaitable[None]]) -> None:
+        """Load the adapters of all roles, or of none if one fails."""
+        loaded: list[AdapterRef] = []
+        try:
+            for role in self.roles:
+                await load(role, ref := self.ref(version, role))
+                loaded.append(ref)
+        except BaseException:
+            await uninterrupted(self._unload_all(loaded))
+            raise
         self._holds[version] = 0
 
     async def announce(self, version: int, oldest_needed: int) -> None:
