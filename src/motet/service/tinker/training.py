@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse
@@ -13,12 +13,13 @@ from fastapi.responses import JSONResponse
 from motet.core.errors import LimitError
 from motet.runtime.journal import Load, Nothing, OptimStep, Save
 from motet.service.database.tables import StoredJob
+from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal
 from motet.service.http.rights import check
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
 from motet.service.tinker.models import Models
-from motet.service.tinker.parts import TinkerDep, new_router, numbered
+from motet.service.tinker.parts import Tinker, TinkerDep, new_router, numbered
 from motet.service.tinker.requests import (
     CreateModel,
     LoadWeights,
@@ -38,15 +39,14 @@ Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 
 
-def _in_turn(route: Callable[Given, Answer]) -> Callable[Given, Coroutine[Any, Any, Answer]]:
+def _in_turn(
+    route: Callable[Concatenate[Principal, Tinker, Given], Answer],
+) -> Callable[..., Coroutine[Any, Any, Answer]]:
     """Run a route in the turn of its tenant, because it may wait for other writes of the tenant."""
 
     @functools.wraps(route)
-    async def run(*args: Given.args, **given: Given.kwargs) -> Answer:
-        who: Any = given["who"]
-        tinker: Any = given["tinker"]
-        answer: Answer = await tinker.write_threads.run(who.tenant_id, lambda: route(*args, **given))
-        return answer
+    async def run(who: Principal, tinker: Tinker, *args: Given.args, **given: Given.kwargs) -> Answer:
+        return await tinker.write_threads.run(who.tenant_id, lambda: route(who, tinker, *args, **given))
 
     return run
 
