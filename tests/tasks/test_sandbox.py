@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from motet.config import RewardConfig
 from motet.core.errors import RewardError
 from motet.core.types import Message, Problem
+from motet.process import wall
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from motet.tasks.reward_walls import Walls
 from motet.tasks.sandbox import Sandbox
@@ -111,6 +113,49 @@ def test_what_a_command_starts_ends_with_it_and_nothing_is_left():
         return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "77"]]
 
     wait_until(lambda: not alive())  # they are killed, and go when the machine has a moment for them
+
+
+KILLED = """
+import asyncio, sys
+from motet.config import RewardConfig
+from motet.core.types import Message, Problem
+from motet.tasks.reward_pool import RewardPool
+from motet.tasks.sandbox import Sandbox
+
+def sleeps(problem, completion):
+    return len(Sandbox(seconds=100).shell("(sleep 4321.5 &); touch begun; sleep 4321.5; echo").output)
+
+async def main():
+    pool = RewardPool(1)
+    await pool.register("job", [RewardConfig(name="own", function=sleeps, wall_seconds=float(sys.argv[1]))])
+    await pool.score("job", Problem(0, (Message("user", ""),), ""), ["x"])
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("killed", ["worker", "parent"])
+def test_what_a_command_started_ends_with_a_worker_or_its_parent_that_is_killed(tmp_path: Path, killed: str) -> None:
+    def alive() -> list[psutil.Process]:
+        return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "4321.5"]]
+
+    (script := tmp_path / "killed.py").write_text(KILLED)
+    (files := tmp_path / "files").mkdir()
+    command = [sys.executable, str(script), "8" if killed == "worker" else "1000"]
+    environment = {**os.environ, "PYTHONPATH": str(wall.PACKAGE_ROOT), "TMPDIR": str(files)}
+    with subprocess.Popen(command, env=environment) as parent:
+        try:
+            wait_until(lambda: len(alive()) == 2, process=parent)
+            assert list(files.glob("motet-worker-*/*/begun"))
+            if killed == "worker":  # its time is up
+                wait_until(lambda: not alive(), process=parent)
+            parent.kill()
+            wait_until(lambda: not alive() and not list(files.glob("motet-worker-*")))
+        finally:
+            parent.kill()
+            for one in alive():
+                one.kill()
 
 
 def test_limits_of_memory_and_of_what_is_written_hold():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import subprocess
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,8 +53,8 @@ class RewardLink(WorkerLink):
     module = "motet.tasks.reward_process"
     kind = "reward"
 
-    def __init__(self, process: asyncio.subprocess.Process, sandboxes: Path) -> None:
-        super().__init__(process, sandboxes)
+    def __init__(self, process: asyncio.subprocess.Process, remains: subprocess.Popen[bytes]) -> None:
+        super().__init__(process, remains)
         self.calls = 0
         """Number of answered calls."""
         self.loaded = m.RewardsLoaded((), ())

@@ -103,7 +103,8 @@ class Sandbox:
             process = subprocess.Popen(
                 wall.command(MODULE, str(os.getpid())),
                 stdin=subprocess.PIPE, stdout=printed, stderr=errors,
-                cwd=self.directory, env=wall.environment(HOME=str(self.directory), PYTHONHASHSEED="0"), start_new_session=True,
+                cwd=self.directory, env=wall.environment(HOME=str(self.directory), PYTHONHASHSEED="0"),
+                process_group=0,  # in the session of its worker (`worker_remains`)
             )  # fmt: skip
             status: int | None = None
             sent = json.dumps(head).encode() + b"\n" + text + given.encode("utf-8", "replace")

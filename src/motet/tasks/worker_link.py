@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-import time
-import weakref
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +19,7 @@ from motet.tasks.sandbox import PLACE
 
 LOAD_SECONDS = 120.0
 """Wall-clock time for loading a user's code."""
-_REMOVAL_SECONDS = 2.0
+_REMAINS = str(Path(__file__).with_name("worker_remains.py"))
 NO_REPLY = "wrote something that is not a reply (your code must not use the process's pipes)"
 
 
@@ -41,10 +39,9 @@ class WorkerLink:
     kind: str
     """`reward` or `environment`: the section of a job whose fields limit it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, sandboxes: Path) -> None:
-        """`sandboxes` is the directory of its sandboxes."""
-        self._process = process
-        self._remove_sandboxes = weakref.finalize(self, _remove, sandboxes)
+    def __init__(self, process: asyncio.subprocess.Process, remains: subprocess.Popen[bytes]) -> None:
+        """`remains` ends and removes what the process leaves (`worker_remains`)."""
+        self._process, self._remains = process, remains
 
     @classmethod
     async def spawn(cls, log: Path | None, *, walled: bool = False) -> Self:
@@ -54,28 +51,32 @@ class WorkerLink:
         if not walled:
             own = {name: value for name, value in environment.items() if name not in (*wall.HOMES, "PATH")}
             environment = {**os.environ, **own}
-        sandboxes = Path(tempfile.mkdtemp(prefix="motet-worker-"))
+        sandboxes = tempfile.mkdtemp(prefix="motet-worker-")
+        remains = _keep(sandboxes)
         try:
             with contextlib.ExitStack() as stack:
                 stderr = None if log is None else stack.enter_context(log.open("ab"))
                 process = await asyncio.create_subprocess_exec(
                     *wall.command(cls.module, str(os.getpid())),
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr,
-                    env={**environment, PLACE: str(sandboxes)}, limit=LONGEST_LINE, start_new_session=True,
+                    env={**environment, PLACE: sandboxes}, limit=LONGEST_LINE, start_new_session=True,
                 )  # fmt: skip
+            assert remains.stdin is not None
+            remains.stdin.write(b"%d" % process.pid)
+            remains.stdin.flush()
         except BaseException:
-            _remove(sandboxes)
+            remains.communicate()
             raise
-        return cls(process, sandboxes)
+        return cls(process, remains)
 
     async def kill(self) -> None:
-        """Kill the process and all that it started, wait for its end, and remove its sandboxes."""
+        """Kill the process and all that it started, wait for the end, and remove its sandboxes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # its own session, so its pid names its group
         assert self._process.stdin is not None
         self._process.stdin.close()
         await self._process.wait()
-        await asyncio.to_thread(self._remove_sandboxes)
+        await asyncio.to_thread(self._remains.communicate)
 
     async def exchange(self, message: ChannelMessage, kinds: Any, wall_seconds: float, cpu_seconds: float = 0) -> Any:
         """Send one message and wait for the reply. After any exception the process must be killed or is dead already.
@@ -139,13 +140,10 @@ class WorkerLink:
         return f"killed its process with {name}{f' ({hint})' if hint else ''}"
 
 
-def _remove(directory: Path) -> None:
-    """Remove a directory; programs in it end with their process, but may take a moment."""
-    until = time.monotonic() + _REMOVAL_SECONDS
-    shutil.rmtree(directory, ignore_errors=True)
-    while directory.exists() and time.monotonic() < until:
-        time.sleep(0.02)
-        shutil.rmtree(directory, ignore_errors=True)
+def _keep(sandboxes: str) -> subprocess.Popen[bytes]:
+    """Start what removes a worker's sandboxes when its input ends."""
+    command = [sys.executable, "-IS", _REMAINS, sandboxes]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", start_new_session=True)
 
 
 def import_path() -> list[str]:
