@@ -246,6 +246,22 @@ def test_an_agent_that_starts_again_keeps_what_its_server_may_read(tmp_path: Pat
         drive(engine_of([server], agents, tmp_path), test)
 
 
+def test_an_agent_that_starts_before_its_server_deletes_later_what_killed_runs_left(tmp_path: Path) -> None:
+    async def test(engine: ServerEngine) -> None:
+        server.start()
+        await engine.ready()
+        version = await publish(engine, trainer, 0)
+        assert {path.name for path in node.iterdir()} == {version.served_name}
+
+    for name in ("gone.other.1.1-v7", ".staged-gone"):
+        (node := tmp_path / "node-0").joinpath(name).mkdir(parents=True)
+    trainer = trainer_of("job")
+    with ProtocolServer("vllm", Setup(api_key=KEY)) as server:
+        server.stop()
+        with node_agent(server.url, node, KEY) as agent:
+            drive(engine_of([server], [agent], tmp_path), test)
+
+
 def test_a_path_that_a_server_does_not_see_yet_is_asked_for_again(tmp_path: Path) -> None:
     """A file system of the network: what is written becomes visible on the server's host later."""
 

@@ -11,8 +11,9 @@ import contextlib
 import hmac
 import os
 import re
+import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence, Set
 from pathlib import Path
 
 import httpx2
@@ -138,7 +139,10 @@ class NodeAgent:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._files = VersionFiles(self._directory, keep=await self._served())
+        self._files = VersionFiles(self._directory, clear=False)
+        self._earlier = {path.name for path in self._directory.iterdir()}
+        """What an earlier start has left, until the server has said what it serves."""
+        await self._tidy()
         async with contextlib.nullcontext() if self._kept is None else self._kept.running(self._healthy):
             yield
         await self._server.aclose()
@@ -151,17 +155,24 @@ class NodeAgent:
             return False
         return answer.status_code == 200
 
-    async def _served(self) -> Callable[[str], bool]:
-        """A test of which versions of an earlier start to keep: those the server may read again, or all if unknown."""
+    async def _tidy(self) -> None:
+        """Delete versions of an earlier start that the server cannot read again, once it answers."""
+        if self._earlier and (served := await self._served()) is not None:
+            gone, self._earlier = self._earlier - served, set()
+            for name in gone:
+                await asyncio.to_thread(shutil.rmtree, self._files.path(name), ignore_errors=True)
+
+    async def _served(self) -> Set[str] | None:
+        """The versions that the server has loaded; None if it does not say."""
         answers = {}
         try:
             for path in self._dialect.about:
                 answer = await self._server.get(path)
                 if answer.status_code == 200:
                     answers[path] = answer.json()
-            return self._dialect.facts(answers).adapters.__contains__
+            return self._dialect.facts(answers).adapters
         except (httpx2.HTTPError, ValueError, KeyError, TypeError):
-            return lambda name: True
+            return None
 
     def _guarded(
         self, answer: Callable[[str, Request], Awaitable[Response]]
@@ -191,6 +202,7 @@ class NodeAgent:
         """Write a version unless it exists, and tell the server to load it."""
         content, digest = await request.body(), request.headers.get(DIGEST, "")
         async with self._writing:
+            await self._tidy()
             try:
                 if not self._files.path(name).exists():
                     await asyncio.to_thread(self._write, name, content, digest)

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from motet.core.errors import EngineError
@@ -22,16 +22,15 @@ _GRACE = 2
 class VersionFiles:
     """The versions of one run, in a directory that servers see under the same path."""
 
-    def __init__(self, directory: Path, keep: Callable[[str], bool] = lambda name: False) -> None:
-        """Delete what a killed attempt has left in the directory, except names that `keep` accepts."""
+    def __init__(self, directory: Path, *, clear: bool = True) -> None:
+        """`clear`: delete what a killed attempt has left in the directory."""
         self.directory = directory
         self._retired: deque[Path] = deque()
         self._owned: list[Path] = []
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for path in directory.iterdir():
-                if not keep(path.name):
-                    shutil.rmtree(path, ignore_errors=True)
+            for path in directory.iterdir() if clear else ():
+                shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             raise EngineError(f"{directory} (rollout.directory) cannot be created: {error.strerror}") from error
 
