@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from rich.text import Text
 
 import motet
+from motet.cluster import messages as m
 from motet.commands.control import send
 from motet.commands.replay import fork_job
 from motet.commands.verify import verify
@@ -27,14 +29,18 @@ from motet.config.jobfile import load_jobs, merge
 from motet.config.race import RaceConfig
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import AdapterRef, JobState, Problem
+from motet.hosting.reports import EveryStep, JobReports
+from motet.report.read import read_job
 from motet.rollout.fake import FakeSync
 from motet.running import run_config
 from motet.runtime.bracket import bracket_rows, verdict
-from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.checkpoint import Committed, JobDirectory, best_version
 from motet.runtime.identity import of_config
 from motet.runtime.race_record import RaceOutcome, RaceRecord, interval, known_jobs, why_out
 from motet.runtime.race_rule import confirming, decide, deciding
+from motet.service.database.tables import newer_evaluation
 from motet.tasks.reward_pool import ScoreOutcome, Transcript
+from motet.view.tables import summary_table
 from tests.support.fake_run import (
     FakeRun,
     InlineRewards,
@@ -308,6 +314,42 @@ def test_rows_that_confirm_do_not_choose_the_version(tmp_path: Path) -> None:
         rated(tmp_path / "kept", otherwise, checkpoint={"keep": 100}),
     ]
     assert [(one.finalist, one.version) for one in ends] == [("say-c=00", 2)] * 3
+
+
+def test_the_best_version_is_the_same_one_wherever_it_is_shown(tmp_path: Path) -> None:
+    """The rows that confirm rate version 6 much higher, so it has the best mean of all rows."""
+
+    def rate(candidate: str, place: int, evaluation: int) -> float:
+        return (0.0, 0.5, 0.3, 0.2, 0.4)[evaluation] + (evaluation == 3 and place % 3 == 2)
+
+    told: list[m.JobStepped] = []
+
+    def tell(message: m.FromHost) -> None:
+        if isinstance(message, m.JobStepped) and message.job == "say-c=00":
+            told.append(message)
+
+    async def listen(run: FakeRun) -> None:
+        for one in run.jobs.values():
+            one.observer = functools.partial(JobReports(tell, "host").event, one, leaves=False)
+
+    setting = Setting(holdout=15, rewards=functools.partial(Rated, rate))
+    run = run_jobs(tmp_path, [racing()], setting, listen)
+    job, stored = run.jobs["say-c=00"], None
+    EveryStep(job.directory, 0, functools.partial(JobReports(tell, "next").event, job, leaves=False))
+    assert [(one.line["step"], one.best) for one in told if "eval" in one.line] == [
+        *((0, True), (2, True), (4, False), (6, False), (8, False)),
+        *((0, False), (2, True), (4, False), (6, False), (8, False)),
+    ]
+    for one in told:
+        if "eval" in one.line:
+            stored = newer_evaluation(stored, one.line["step"], one.line["eval"]["reward"], best=one.best)
+    record = read_job(job.directory.path)
+    figures = dict(zip(record.evaluations.xs, record.evaluations.ys, strict=True))
+    assert max(figures, key=lambda version: figures[version]) == 6
+    assert best_version(job.directory) == 2
+    assert stored == {"version": 8, "value": figures[8], "best_version": 2, "best": figures[2]}
+    assert record.best == (2, figures[2])
+    assert list(summary_table([job.progress], tmp_path).columns[-1].cells) == [Text("v2 (newest v8)")]
 
 
 def test_the_leader_of_the_last_decision_is_told_where_another_one_wins(tmp_path: Path) -> None:

@@ -264,6 +264,7 @@ class JobStepped(ChannelMessage, frozen=True):
     job: str
     line: dict[str, Any]
     """The line of metrics.jsonl, with the step's tokens and, if measured, its seconds."""
+    best: bool = False  # whether it evaluates what is the best version so far
 
 
 class JobWorked(ChannelMessage, frozen=True):

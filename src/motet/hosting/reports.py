@@ -41,8 +41,8 @@ class JobReports:
                 self._send(m.Obeyed(job.name))
             case Executed(step, tokens):
                 self._send(m.JobWorked(job.name, step, tokens))
-            case StepDone(line):
-                self._send(m.JobStepped(job.name, as_json(line)))
+            case StepDone(line, best):
+                self._send(m.JobStepped(job.name, as_json(line), best))
             case StateChanged(state, message, inexact):
                 if state is JobState.SUCCEEDED:
                     message = message or "; ".join(job.progress.signs.warnings.values())
@@ -123,4 +123,4 @@ class EveryStep:
         for record in self._directory.read_metrics(committed):
             if self._next <= (step := int(record["step"])) < before:
                 self._next = step + 1
-                self._observe(StepDone({**record, **tokens.get(step, {})}))
+                self._observe(StepDone({**record, **tokens.get(step, {})}, best=step == committed.best_version))

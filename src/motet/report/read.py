@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from motet.config import RewardConfig
 from motet.core.errors import RunError
+from motet.runtime.checkpoint import JobDirectory, best_version
 from motet.runtime.race_record import RaceRecord, records
 from motet.runtime.settings import Setting, setting_of, settings
 from motet.runtime.signs import Signs
@@ -88,6 +89,8 @@ class JobRecord:
     """The versions that the pairs compare."""
     versions: tuple[int, ...]
     """Versions on disk."""
+    best_version: int | None = None
+    """By the newest commit."""
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
@@ -124,10 +127,11 @@ class JobRecord:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The best version on disk (the earliest among equals), and its figure; any version if none is on disk."""
+        """The best version, and its figure; unless it is on disk, the version with the best figure of those that are."""
         points = [(y, -int(x)) for x, y in zip(self.evaluations.xs, self.evaluations.ys, strict=True)]
         kept = [one for one in points if -one[1] in self.versions]
-        value, version = max(kept or points, default=(0.0, 0))
+        best = [one for one in kept if -one[1] == self.best_version]
+        value, version = max(best or kept or points, default=(0.0, 0))
         return (-version, value) if points else None
 
     def used(self, start: float) -> Series:
@@ -230,6 +234,7 @@ def read_job(path: Path) -> JobRecord:
         pairs=pairs,
         pair_versions=pair_versions,
         versions=tuple(sorted(_numbers(path / "versions", r"v(\d+)"))),
+        best_version=best_version(JobDirectory(path)),
     )
 
 

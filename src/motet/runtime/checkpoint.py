@@ -337,6 +337,13 @@ class JobDirectory:
         return status
 
 
+def best_version(job: JobDirectory) -> int | None:
+    """The best version by evaluation; None without a commit that names one."""
+    with contextlib.suppress(RunError):
+        return (job.newest() or Committed()).best_version
+    return None
+
+
 def _write_receipt(job: JobDirectory, draft: Path, done: Committed, sums: Mapping[str, str]) -> str:
     """Write the receipt of an unfinished commit and return its sum."""
     before = job.newest() or Committed()

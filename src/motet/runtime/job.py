@@ -47,6 +47,8 @@ class StepDone:
 
     line: Mapping[str, Any]
     """Line of metrics.jsonl, with the step's tokens and, if this process trained it, its seconds."""
+    best: bool = False
+    """Whether the line evaluates what is the best version so far."""
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ class Session:
         beside = {"errors": dict(step.errors) or None, "adapter_norm": norm}
         line = {**record, **{name: value for name, value in beside.items() if value is not None}}
         job.progress.stepped(line)
-        job.observer(StepDone({**line, **tokens, "seconds": seconds}))
+        job.observer(StepDone({**line, **tokens, "seconds": seconds}, best=self.done.best_version == record["step"]))
 
     async def end(self, evaluated: Evaluated | None, seconds: Mapping[str, float]) -> None:
         """Record the evaluation of the last version in a final metrics line, and commit."""
@@ -279,9 +279,9 @@ class Session:
             record = {"step": evaluated.version, "version": evaluated.version, "eval": evaluated.record}
             tokens = {"tokens_sampled": evaluated.tokens, "tokens_trained": 0}
             await asyncio.to_thread(self._write, record, {**seconds, "publish": self._publish_seconds}, tokens)
-            self.job.observer(StepDone({**record, **tokens}))
             done = replace(self.done, tokens_sampled=self.done.tokens_sampled + evaluated.tokens)
             self.done = _with_evaluation(done, evaluated)
+            self.job.observer(StepDone({**record, **tokens}, best=self.done.best_version == evaluated.version))
         await self.commit(closed=True)
 
     async def commit(self, *, closed: bool = False) -> None:

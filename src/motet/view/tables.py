@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from motet.core.types import JobState
-from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.checkpoint import JobDirectory, best_version
 from motet.runtime.progress import JobProgress
 from motet.runtime.settings import OVER_SEEDS, Setting, settings
 from motet.view.names import ranks, short_value, take_apart
@@ -282,11 +282,14 @@ def _gain(values: Sequence[float]) -> Text:
 
 
 def _version(job: JobProgress, run: Path) -> str:
-    """The best version on disk by evaluation; also the newest, and a better one that was not kept, if they differ."""
-    saved = JobDirectory(run / job.name).versions()
+    """The best version on disk; also the newest, and a better one that was not kept, if they differ."""
+    directory = JobDirectory(run / job.name)
+    saved, chosen = directory.versions(), best_version(directory)
     if not saved:
         return ""
     known = [(value, -version) for version, value in job.evaluations if finite([value])]
+    if chosen is not None and chosen in saved:
+        known = [(0.0, -chosen)]
     best = -max(known)[1] if known else max(saved)
     kept = -max([one for one in known if -one[1] in saved], default=(0.0, -max(saved)))[1]
     newest = f"newest v{max(saved)}" if kept != max(saved) else ""

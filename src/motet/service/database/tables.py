@@ -22,11 +22,10 @@ def new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(8)}"
 
 
-def newer_evaluation(before: dict[str, Any] | None, version: int, value: float) -> dict[str, Any]:
-    """A job's `held_out` after one more evaluation; among equal versions, the earlier is the best."""
-    best = (before["best_version"], before["best"]) if before is not None else (version, value)
-    best = (version, value) if value > best[1] else best
-    return {"version": version, "value": value, "best_version": best[0], "best": best[1]}
+def newer_evaluation(before: dict[str, Any] | None, version: int, value: float, *, best: bool) -> dict[str, Any]:
+    """A job's `held_out` after one more evaluation; `best`: its commits say that this version is the best so far."""
+    known = (version, value) if before is None or best else (before["best_version"], before["best"])
+    return {"version": version, "value": value, "best_version": known[0], "best": known[1]}
 
 
 class Table(DeclarativeBase):

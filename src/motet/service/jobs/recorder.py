@@ -58,8 +58,8 @@ class EventRecorder:
             )
         )  # fmt: skip
 
-    def record_step(self, job_id: str, line: Mapping[str, Any]) -> None:
-        """Store a line of a job's metrics."""
+    def record_step(self, job_id: str, line: Mapping[str, Any], *, best: bool = False) -> None:
+        """Store a line of a job's metrics; `best` as in `newer_evaluation`."""
         row: dict[str, Any] = {"step": int(line["step"]) + ("loss" in line)}
         row |= {"reward": line.get("reward")} if "loss" in line else {}
         if errors := line.get("errors"):  # an error from a reward may contain its file's path
@@ -70,7 +70,7 @@ class EventRecorder:
         def also(session: Session) -> None:
             counts(session)
             if math.isfinite(held_out):
-                _keep_evaluation(session, job_id, int(line["step"]), held_out)
+                _keep_evaluation(session, job_id, int(line["step"]), held_out, best=best)
 
         def keep() -> None:
             if self._store.add_event(job_id, "step", f"{line['step']}", line, also, **row) is not None:
@@ -125,7 +125,7 @@ class EventRecorder:
         Runs in a worker thread, one event at a time.
         """
         if isinstance(event, JobStepped):
-            self.record_step(event.job, event.line)
+            self.record_step(event.job, event.line, best=event.best)
             self._observe(event.job, JobState.RUNNING)
         elif isinstance(event, JobWorked):
             self._write(lambda: self._ledger.worked(event.job, event.step, event.tokens))
@@ -183,9 +183,9 @@ class EventRecorder:
             time.sleep(_RETRY_SECONDS)
 
 
-def _keep_evaluation(session: Session, job_id: str, version: int, value: float) -> None:
+def _keep_evaluation(session: Session, job_id: str, version: int, value: float, *, best: bool) -> None:
     before = session.scalar(select(StoredJob.held_out).where(StoredJob.id == job_id))
-    held_out = newer_evaluation(before, version, value)
+    held_out = newer_evaluation(before, version, value, best=best)
     session.execute(update(StoredJob).where(StoredJob.id == job_id).values(held_out=held_out))
 
 

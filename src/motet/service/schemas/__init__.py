@@ -29,8 +29,9 @@ class HeldOut(Answer):
     """The last evaluated version."""
     value: float
     best_version: int
-    """The version with the highest figure."""
+    """The best version, which `JOB@best` names."""
     best: float
+    """Its figure."""
 
 
 class Job(Answer):
