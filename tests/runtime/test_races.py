@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import random
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -585,7 +586,7 @@ def test_rows_with_long_prompts_are_left_out_before_a_race_is_refused(tmp_path: 
     evaluation = tmp_path / "evaluation.jsonl"
     rows = [{"prompt": f"Add {i}" + " and one more" * 20 * (i == 5), "answer": "1"} for i in range(12)]
     evaluation.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = {"source": ROWS, "eval_source": str(evaluation), "max_prompt_tokens": 30}
+    data = {"source": "toy:add", "size": 24, "eval_source": str(evaluation), "max_prompt_tokens": 30}
     wanted = {"name": "say", "data": data, "reward": "exact", "race": 4, "sampling": {"max_tokens": 2}}
     why = "11 held-out rows are too few.*; raise data.holdout or data.max_prompt_tokens"
     with pytest.raises(ConfigError, match=why):
@@ -593,6 +594,9 @@ def test_rows_with_long_prompts_are_left_out_before_a_race_is_refused(tmp_path: 
     assert not list(tmp_path.glob("run/say*"))
     with pytest.raises(ConfigError, match=why):
         motet.check([wanted], engine={"samplers": 0})
+    ended = motet.run([wanted], engine={"samplers": 0, "hosts": 2}, directory=tmp_path / "hosts", quiet=True)
+    assert all(re.fullmatch(f"race: {why}", job.message) for job in ended.jobs.values()), ended
+    assert not list(tmp_path.glob("hosts/say*/metrics.jsonl"))
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,7 +17,7 @@ from motet.agents import episode_messages as e
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.cluster import messages as m
 from motet.config import HostConfig, JobConfig, RolloutConfig, budgets
-from motet.core.errors import EngineError
+from motet.core.errors import ConfigError, EngineError
 from motet.core.types import JobState, Wanted
 from motet.hosting.answers import Answers, reason
 from motet.hosting.host import Host
@@ -34,6 +34,7 @@ from motet.runtime.job import Job
 from motet.runtime.meter import Meter
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
+from motet.runtime.race import too_few
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
 from motet.tasks.reward_elsewhere import ELSEWHERE
@@ -230,7 +231,7 @@ class HostProcess:
             async with self._shared.starts.preparing(message.tenant, free=message.resumes):
                 if name not in self._wanted:  # cancelled
                     return
-                job = await asyncio.to_thread(self._prepared, message.job, message.first_step)
+                job = await asyncio.to_thread(self._prepared, message)
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._changes.pop(name, None)
             if self._wanted.pop(name, None) is not None:
@@ -243,17 +244,19 @@ class HostProcess:
                 self._change(change)
             self._steer(name, self._wanted.pop(name))
 
-    def _prepared(self, tree: Mapping[str, Any], first_step: int) -> Job:
+    def _prepared(self, message: m.AddJob) -> Job:
         start, info = self._start, self.base.info
         sources = Sources(None if start.own_jobs else OF_A_JOB)
-        job, _ = prepare(JobConfig.model_validate(tree), info, self.directory, sources, self._read)
+        job, _ = prepare(JobConfig.model_validate(message.job), info, self.directory, sources, self._read)
+        if message.until is not None and (why := too_few(job.config.data, len(job.data.holdout))):
+            raise ConfigError(why)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         installed = {name: str(one["target"]) for name, one in start.rewards.items()}
         self.host.take(job, of_config(job.config, installed), **accepts)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
         report = lambda event: self._reports.event(job, event, leaves=job.name in self._leaving)  # noqa: E731
-        job.observer = EveryStep(job.directory, first_step, report)
+        job.observer = EveryStep(job.directory, message.first_step, report)
         return job
 
     def _release(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Generic, Protocol, TypeVar
 
-from motet.config import JobConfig
+from motet.config import DataConfig, JobConfig
 from motet.config.candidates import RaceCopy, RacePlan, copied
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import JobState
@@ -289,12 +289,19 @@ def check_rows(plan: RacePlan, held_out: int) -> None:
     Raises:
         ConfigError: how many there are.
     """
-    if held_out < LEAST_ROWS:
-        longer = "" if plan.candidates[0].data.max_prompt_tokens is None else " or data.max_prompt_tokens"
-        raise ConfigError(
-            f"job {plan.name}: race: {held_out} held-out rows are too few to compare candidates, at least {LEAST_ROWS} are "
-            f"needed, and one in {CONFIRMS} of them only confirms the winner; raise data.holdout{longer}"
-        )
+    if why := too_few(plan.candidates[0].data, held_out):
+        raise ConfigError(f"job {plan.name}: {why}")
+
+
+def too_few(data: DataConfig, held_out: int) -> str:
+    """Why so few held-out rows cannot be compared; empty if they can."""
+    if held_out >= LEAST_ROWS:
+        return ""
+    longer = "" if data.max_prompt_tokens is None else " or data.max_prompt_tokens"
+    return (
+        f"race: {held_out} held-out rows are too few to compare candidates, at least {LEAST_ROWS} are needed, and one in "
+        f"{CONFIRMS} of them only confirms the winner; raise data.holdout{longer}"
+    )
 
 
 def check_prepared(plans: Iterable[RacePlan], jobs: Iterable[Job]) -> None:
