@@ -154,6 +154,40 @@ def test_commits_that_are_cleared_away_meanwhile_do_not_spoil_a_copy(tmp_path):
         thread.join()
 
 
+def test_a_log_that_is_deleted_meanwhile_is_that_of_an_older_commit(tmp_path):
+    served = tmp_path / "served"
+    served.mkdir()
+    Store(f"sqlite:///{served / 'motet.db'}").close()
+    job = JobDirectory(served / "run" / "job-1")
+    open_job(job, {"name": "job-1"})
+
+    def save(draft: Path) -> None:
+        for name in ADAPTER_FILES:
+            (draft / name).touch()
+
+    def train(step: int) -> None:
+        job.write_rollouts(str(step), [{"reward": 1.0}])
+        job.commit(Committed(step=step + 1), save)
+        job.prune(2, 0)
+
+    train(0)
+    job.receipts.mkdir()
+    for number in range(2000):
+        (job.path / "receipts" / f"other-{number}").touch()
+    listed = [tmp_path / name / "run" / "job-1" / "manifest.jsonl" for name in (".part-copy", "copy")]
+
+    def train_on() -> None:
+        wait_until(lambda: any(file.exists() for file in listed))
+        train(1)
+
+    thread = threading.Thread(target=train_on)
+    thread.start()
+    back_up(served, tmp_path / "copy", "", silent)
+    thread.join()
+    assert job.steps() == [1, 2]
+    assert damages(JobDirectory(tmp_path / "copy" / "run" / "job-1")) == []
+
+
 def test_a_number_that_a_deleted_file_gave_to_another_links_nothing(tmp_path):
     places = [tmp_path / name for name in ("draft", "first", "second", "twin")]
     places[0].mkdir()

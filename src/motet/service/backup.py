@@ -148,7 +148,8 @@ def _copy_job(job: Path, draft: Path, copied: Copied) -> None:
             for unit in sorted((job / part).glob("*")):
                 if not _left_out(unit) and not _copy(unit, place / part / unit.name, draft, copied):
                     _drop(place / part / unit.name, draft, copied)
-        for other in sorted(job.iterdir()) if job.exists() else ():
+        # the list of commits last: if it has no newer one than the copy, none has deleted logs that the copy needs
+        for other in sorted(job.iterdir(), key=lambda one: one.name == "manifest.jsonl") if job.exists() else ():
             if other.name not in ("state", "versions") and not _left_out(other):
                 _copy(other, place / other.name, draft, copied)
         with contextlib.suppress(RunError):
