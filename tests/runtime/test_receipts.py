@@ -7,7 +7,9 @@ import json
 import random
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from motet.commands.cli import app
-from motet.commands.replay import Range
+from motet.commands.replay import Range, fork_job
 from motet.commands.verify import verify
 from motet.config import JobConfig
 from motet.config.jobfile import load_jobs
@@ -386,6 +388,18 @@ def test_forks_into_one_run_share_its_job_file(project: Path) -> None:
         assert code == 0, output
     jobs = load_jobs(project / "new/jobs.yaml").jobs
     assert {job.name: job.optimizer.lr for job in jobs} == {"first": 0.04, "second": 0.02}
+
+
+def test_forks_into_one_run_at_the_same_moment_are_all_in_its_job_file(project: Path) -> None:
+    names, start = {f"fork-{number}" for number in range(4)}, threading.Barrier(4)
+
+    def fork(name: str) -> None:
+        start.wait()
+        fork_job(project / "jobs.yaml", "words@2", project / "new", name, ())
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(fork, names))
+    assert {job.name for job in load_jobs(project / "new/jobs.yaml").jobs} == names
 
 
 def test_a_fork_replaces_no_job_file_of_something_else(project: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import tempfile
@@ -303,11 +304,13 @@ def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequ
     new = jobs_of(tree, str(path), overrides)
     (job,) = new.jobs
     file = run / "jobs.yaml"
-    content = _job_file(_with_others(new, file))
     run.mkdir(parents=True, exist_ok=True)
-    fork(original, wanted.last, run / job.name, job.algorithm.lag)
-    replace_file(file, content)
-    file.chmod(0o600)  # a reward's arguments may be secret
+    with (run / ".lock.forks").open("a") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # another fork would replace the file that this one reads
+        content = _job_file(_with_others(new, file))
+        fork(original, wanted.last, run / job.name, job.algorithm.lag)
+        replace_file(file, content)
+        file.chmod(0o600)  # a reward's arguments may be secret
     say(f"{job.name} begins at step {wanted.last} of {original.path}; train it: motet run {file}")
 
 
