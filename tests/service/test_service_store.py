@@ -21,9 +21,13 @@ from sqlalchemy.orm import Session
 from sqlalchemy.schema import CreateTable
 
 from motet.core.errors import StoreError
+from motet.service.adapters.adapters import ALL, MOST_SHARES, Adapters
+from motet.service.bases import Bases
 from motet.service.database.opening import EVENTS, MIGRATING
 from motet.service.database.store import Store
-from motet.service.database.tables import Table, now
+from motet.service.database.tables import Key, Share, Table, new_id, now
+from motet.service.database.tenants import MOST_KEYS
+from motet.service.storage import Storage
 from motet.service.workers.rewards import MOST_LEASED, ScoringUnits, key_of
 from tests.support.database import person, queued
 from tests.support.together import at_once
@@ -353,6 +357,33 @@ def test_a_key_that_is_made_while_its_maker_is_revoked_ends_too(store: Store, wa
 def test_a_tenant_is_made_once_by_many_at_once(store: Store) -> None:
     found = at_once(lambda _: store.tenants.made("us").id, 8)
     assert found == [found[0]] * 8
+
+
+def test_many_at_once_take_a_tenant_to_its_bounds_and_no_further(store: Store, tmp_path: Path) -> None:
+    adapters, owner = Adapters(store, Storage(tmp_path), Bases({"small": "small"})), store.tenants.made("us").id
+    keys = [
+        Key(id=new_id("key"), tenant_id=owner, digest=new_id("key"), name="one", role="member")
+        for _ in range(MOST_KEYS - 1)
+    ]
+    shares = [
+        Share(id=new_id("share"), tenant_id=owner, object=new_id("job"), with_tenant=ALL)
+        for _ in range(MOST_SHARES - 1)
+    ]
+    with store.transaction() as session:
+        session.add_all([*keys, *shares])
+
+    def refused(make: Callable[[], object]) -> bool:
+        try:
+            make()
+        except StoreError:
+            return True
+        return False
+
+    def share() -> object:
+        return adapters.share(Share(id=new_id("share"), tenant_id=owner, object=new_id("job"), with_tenant=ALL))
+
+    for make in (lambda: store.tenants.create_key("us", "one", "member"), share):
+        assert sorted(at_once(lambda _, make=make: refused(make), 8)) == [False] + [True] * 7  # type: ignore[misc]
 
 
 # --- jobs and files ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ adapter that another tenant shares. Other tenants' unshared adapters are not fou
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from motet.core.errors import StoreError
 from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
 from motet.service.database.tables import Share, StoredJob, Tenant, UploadedAdapter
-from motet.service.database.tenants import Principal
+from motet.service.database.tenants import Principal, hold_tenant
 from motet.service.storage import Storage
 
 ALL = "*"
@@ -197,7 +196,8 @@ class Adapters:
         """
         same = (Share.object == share.object) & (Share.with_tenant == share.with_tenant)
         given = select(func.count()).where(Share.tenant_id == share.tenant_id)
-        with contextlib.suppress(IntegrityError), self._store.transaction() as session:
+        with self._store.transaction() as session:
+            hold_tenant(session, share.tenant_id)
             if session.scalar(select(Share.id).where(same)) is None:
                 if (session.scalar(given) or 0) >= MOST_SHARES:
                     raise StoreError(

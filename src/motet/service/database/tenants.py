@@ -94,6 +94,20 @@ def _hold_maker(session: Session, key_id: str) -> None:
         raise StoreError("the key that asks was revoked meanwhile")
 
 
+def hold_tenant(session: Session, tenant_id: str) -> None:
+    """Let others that hold this tenant wait until the transaction ends; what they count then has what it adds."""
+    session.execute(update(Tenant).where(Tenant.id == tenant_id).values(created=Tenant.created))
+
+
+def _check_number(session: Session, tenant: Tenant) -> None:
+    held = select(func.count()).where(Key.tenant_id == tenant.id, Key.person.is_(None), _good())
+    if (session.scalar(held) or 0) >= MOST_KEYS:
+        raise StoreError(
+            f"the tenant {tenant.name!r} has {MOST_KEYS} keys that have not ended, the most of a tenant: end those that "
+            "nobody uses with `motet keys revoke`, and give new ones `--expires-days`"
+        )
+
+
 class Tenants:
     """Tenants and keys of one database; part of its `Store`."""
 
@@ -166,8 +180,6 @@ class Tenants:
             StoreError: that key was revoked, the tenant was erased, or it has too many keys.
         """
         owner, text = self.made(tenant), PREFIX + secrets.token_urlsafe(32)
-        if person is None:
-            self._check_number(owner)
         with self._transaction() as session:
             if made_by is not None:
                 _hold_maker(session, made_by)
@@ -175,6 +187,9 @@ class Tenants:
                 self._check_open(session, tenant)
             else:
                 session.execute(delete(ClosedTenant).where(ClosedTenant.digest == digest(tenant)))
+            if person is None:
+                hold_tenant(session, owner.id)
+                _check_number(session, owner)
             key = Key(
                 id=new_id("key"), tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires,
                 scope=None if scope is None else sorted(scope), made_by=made_by, person=person,
@@ -201,15 +216,6 @@ class Tenants:
         for key_id in oldest:
             self.revoke_key(key_id)
         return made
-
-    def _check_number(self, tenant: Tenant) -> None:
-        held = select(func.count()).where(Key.tenant_id == tenant.id, Key.person.is_(None), _good())
-        with self._transaction() as session:  # before the one that makes others wait
-            if (session.scalar(held) or 0) >= MOST_KEYS:
-                raise StoreError(
-                    f"the tenant {tenant.name!r} has {MOST_KEYS} keys that have not ended, the most of a tenant: end those "
-                    "that nobody uses with `motet keys revoke`, and give new ones `--expires-days`"
-                )
 
     def all_keys(self, *which: ColumnElement[bool]) -> list[tuple[Key, str]]:
         """Keys with their tenants' names, oldest first: the good ones, and the newest ended ones without sign-ins."""
