@@ -242,6 +242,36 @@ def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: Hou
     store.close()
 
 
+def test_a_tenant_whose_names_do_not_resolve_keeps_few_threads(house: House) -> None:
+    reward = {"name": "http", "args": {"url": "https://scores.example"}, "wall_seconds": 600}
+    config = JobConfig.model_validate(normal_job({**tiny("scored"), "reward": reward})).model_dump(mode="json")
+    looked, answers = 0, asyncio.Event()
+
+    async def resolve(host: str, port: int) -> list[str]:
+        nonlocal looked
+        looked += 1
+        await answers.wait()
+        return []
+
+    async def work() -> None:
+        http = HttpRewards(Addresses(("scores.example",)), resolve)
+        scoring = Scoring(house.store, http, house.part(RewardWorkers), house.part(Grading))
+        asking = list[asyncio.Task[ScoresAnswered]]()
+        for tenant, number, most in (("many", 6, 8), ("few", 1, 10)):
+            who = person(house.store, tenant)
+            for job in [queued(house.store, who, f"names-{n}", config, 3, None).id for n in range(number)]:
+                asked = [ScoreRequest(key, job, reward, {"id": 1}, ["a"], []) for key in range(3)]
+                asking += [asyncio.create_task(scoring.answer(one)) for one in asked]
+            await until(lambda most=most: looked >= most)  # type: ignore[misc]
+            await asyncio.sleep(0.5)
+            assert looked == most
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    asyncio.run(work())
+
+
 def test_a_service_that_stops_waits_for_no_score_whose_database_is_away(house: House, tmp_path: Path) -> None:
     """Else the jobs that want it would keep the service for two minutes."""
     store = Interrupted(f"sqlite:///{tmp_path / 'motet.db'}")

@@ -8,6 +8,7 @@ cannot resolve to another machine later.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import json
@@ -31,8 +32,8 @@ ATTEMPTS = 3
 """Attempts in total for an address that fails."""
 AT_ONCE = 16
 """Concurrent calls per job."""
-_LOOKUPS = 2
-"""Concurrent lookups of names per job: few of the threads, also if a tenant runs many jobs."""
+_LOOKUPS, _OF_A_TENANT = 2, 8
+"""Concurrent lookups of names per job, and of all jobs of a tenant: few of the threads."""
 _PAUSE_SECONDS = 0.5
 _CONNECT_SECONDS = 10.0
 _ANSWER_BYTES = 2**20
@@ -148,7 +149,7 @@ class HttpRewards:
         completions: list[str],
         transcripts: Transcripts,
     ) -> list[ScoreOrReason]:
-        """Scores of completions, or reasons for missing ones."""
+        """Scores of completions, or reasons for missing ones. In a service, `job` is `TENANT/JOB`, both by id."""
         args = HttpArgs.model_validate(reward.args)
         asked = {"problem": problem, "completions": completions, "args": args.args}
         body = json.dumps({**asked, "transcripts": transcripts} if transcripts else asked).encode()
@@ -241,10 +242,13 @@ class HttpRewards:
 
     async def _looked_up(self, job: str, host: str, port: int) -> list[str]:
         """The addresses of a name. A lookup counts until its thread ends, even if its caller was cancelled."""
-        permits = self._lookups.setdefault(job, asyncio.Semaphore(_LOOKUPS))
-        await permits.acquire()
-        lookup = asyncio.ensure_future(self._resolve(host, port))
-        lookup.add_done_callback(lambda _: permits.release())
+        with contextlib.ExitStack() as held:
+            for who, most in ((job, _LOOKUPS), (f"{job.partition('/')[0]}/", _OF_A_TENANT)):
+                permits = self._lookups.setdefault(who, asyncio.Semaphore(most))
+                await permits.acquire()
+                held.callback(permits.release)
+            lookup, done = asyncio.ensure_future(self._resolve(host, port)), held.pop_all()
+        lookup.add_done_callback(lambda _: done.close())
         return await asyncio.shield(lookup)
 
 

@@ -36,7 +36,7 @@ class Scoring:
         self._store = store
         self._closing = asyncio.Event()
         self._scorers: dict[str, Scorer] = {
-            "http": lambda job, reward, *asked: addresses(job.id, reward, *asked),
+            "http": lambda job, reward, *asked: addresses(f"{job.tenant_id}/{job.id}", reward, *asked),
             "worker": workers.ask,
             "judge": lambda job, reward, problem, texts, _: grading.scores(job, reward.args, problem, texts),
         }
