@@ -74,6 +74,12 @@ async def hangs(problem, base_url, api_key):
         await asyncio.sleep(3600)
     return float(len(said.choices[0].message.content))
 
+async def speaks(problem, base_url, api_key):
+    client = stock.with_options(base_url=base_url, api_key=api_key)
+    messages = [{"role": one.role, "content": one.content} for one in problem.messages]
+    said = await client.chat.completions.create(model="any", messages=messages)
+    return float(len(said.choices[0].message.content))
+
 async def boasts(problem, base_url, api_key):
     client = stock.with_options(base_url=base_url, api_key=api_key)
     await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "2+2?"}])
@@ -170,6 +176,25 @@ def test_a_worker_that_is_killed_loses_its_episodes_to_another_and_the_bytes_are
     said = [json.loads(line) for line in (marks / "said").read_text().splitlines()]
     trained, told = (Counter(json.dumps(turns) for turns in all_) for all_ in ([one[:2] for one in kept], said))
     assert trained <= told
+
+
+def test_an_agent_of_a_race_also_works_for_its_copies(service: Service, tmp_path: Path) -> None:
+    race = {"candidates": 3, "first": 1, "finalists": 2, "over": {"optimizer.lr": [1e-3, 4e-3]}, "exploit": [0.3]}
+    data, small = {"source": "toy:add", "size": 64, "holdout": 12}, {"group_size": 2, "groups_per_step": 1}
+    wanted = job("races", f"{service.directory}/agent.py:speaks", steps=4, race=race, data=data, algorithm=small)
+    file = tmp_path / "jobs.yaml"
+    file.write_text(json.dumps({"base": "small", "jobs": [wanted]}))
+    with worker(service, file) as running:
+        try:
+            service.until(lambda: any(one["ended"] for one in service.ask("GET", "/v1/races")["data"]), 120)
+            code, out = ended(running)
+        finally:
+            running.kill()
+    assert code == 0, out
+    told = service.ask("GET", "/v1/races/races")
+    (copy,) = told["record"]["rungs"][0]["copies"]
+    states = Counter(service.job(name)["state"] for name in told["jobs"])
+    assert (states, service.job(copy["name"])["state"]) == ({"succeeded": 2, "cancelled": 2}, "succeeded")
 
 
 def test_an_agent_that_hangs_costs_its_rollout(service: Service, tmp_path: Path) -> None:
