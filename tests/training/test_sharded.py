@@ -224,6 +224,20 @@ def test_a_segment_that_fails_on_one_rank_leaves_all_ranks_in_step(
                 trainer.remove_adapter(name)
 
 
+def test_a_score_that_fails_on_one_rank_leaves_all_ranks_in_step(pair: tuple[TorchTrainer, ShardedTrainer]) -> None:
+    trainer = pair[1]
+    add_all(trainer)
+    try:
+        good = segment("a", 0).samples[0]
+        strange = dataclasses.replace(good, targets=np.full_like(good.token_ids, 10**6))
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            trainer.forward(Batch((segment("a", 0, samples=(strange,)), segment("b", 4))))
+        assert len(trainer.forward(Batch((segment("a", 0), segment("b", 4))))) == 2
+    finally:
+        for name in SHAPES:
+            trainer.remove_adapter(name)
+
+
 def test_a_loss_that_has_no_name_is_refused(pair: tuple[TorchTrainer, ShardedTrainer]) -> None:
     class Mine(Reinforce):
         pass

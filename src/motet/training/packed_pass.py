@@ -58,7 +58,7 @@ class PackedPass:
         self._base, self._batch = base, batch
         self._inputs = LayerInputs(inputs)
         self.in_step = False
-        """Whether `train` has run every gather that other ranks wait for."""
+        """Whether `train` or `score` has run every gather that other ranks wait for."""
         self._plan = _Plan.of(batch, base, share=share)
         self._rows = [
             _TrainableRows.of(segment, places, base.device)
@@ -117,6 +117,7 @@ class PackedPass:
         routing = TrainerRouting(segments, base.device, base.products, backward=False)
         with base.routed(routing), torch.no_grad():
             hidden_TD = self._hidden()
+            self.in_step = True
             for place, (segment, (start, stop), rows) in enumerate(
                 zip(self._batch.segments, spans, self._rows, strict=True)
             ):

@@ -137,7 +137,12 @@ class RankTrainer:
             weights = None if base else [self._weights(segment.adapter) for segment in segments]
             flats = [] if base else [self._head(segment.adapter) for segment in segments]
             heads = [None if flat is None else ValueHead(flat, flat) for flat in flats]  # no gradient is computed
-            logprobs = whole(packed.score(weights, heads))
+            try:
+                logprobs = whole(packed.score(weights, heads))
+            except Exception as error:
+                if self.base.shards is not None and not packed.in_step:
+                    raise
+                fault = error
         self._agree(fault)
         return logprobs
 
