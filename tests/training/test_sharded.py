@@ -26,8 +26,10 @@ from motet.config import AdapterConfig, RunConfig
 from motet.core.batch import Batch, Segment
 from motet.core.errors import AdapterError, BaseModelError, RankGone
 from motet.model.peft_io import examine
+from motet.process.channel import LONGEST_LINE
 from motet.protocols import Trainer
 from motet.running import config_of, run_config
+from motet.training.sharded import messages as m
 from motet.training.sharded.base import ShardedBase
 from motet.training.sharded.group import RankGroup
 from motet.training.sharded.trainer import ShardedTrainer, owner, scatter
@@ -236,6 +238,15 @@ def test_a_score_that_fails_on_one_rank_leaves_all_ranks_in_step(pair: tuple[Tor
     finally:
         for name in SHAPES:
             trainer.remove_adapter(name)
+
+
+def test_ranks_take_and_give_messages_of_any_length(two: RankGroup) -> None:
+    """Many targets make a long message; one that only some ranks got would leave them out of step."""
+    with pytest.raises(OSError, match="name too long") as refused:
+        two.ask_all(m.ExamineOnRank("/" + "x" * LONGEST_LINE))
+    assert len(str(refused.value.filename)) > LONGEST_LINE
+    with pytest.raises(AdapterError, match="/nowhere"):
+        two.ask_all(m.ExamineOnRank("/nowhere"))
 
 
 def test_a_loss_that_has_no_name_is_refused(pair: tuple[TorchTrainer, ShardedTrainer]) -> None:

@@ -28,7 +28,7 @@ from motet.core.errors import EngineError
 from motet.process import wall
 
 LONGEST_LINE = 2**26
-"""Longest line in bytes; a reader fails on a longer one."""
+"""Longest line in bytes that a reader in an event loop takes; readers in threads take any."""
 END_SECONDS = 5.0
 """Time that a process gets to exit before it is killed."""
 
@@ -40,15 +40,15 @@ class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
 Received = TypeVar("Received")
 
 
-def encode(message: ChannelMessage) -> bytes:
-    """Encode a message as one line.
+def encode(message: ChannelMessage, longest: int | None = LONGEST_LINE) -> bytes:
+    """Encode a message as one line, of at most `longest` bytes.
 
     Raises:
         EngineError: it is too long for the reader.
     """
     line = json.dumps(msgspec.to_builtins(message, enc_hook=_plain), separators=(",", ":")).encode() + b"\n"
-    if len(line) > LONGEST_LINE:
-        raise EngineError(f"{-(-len(line) // 2**20)} MB; the limit is {LONGEST_LINE >> 20} MB")
+    if longest is not None and len(line) > longest:
+        raise EngineError(f"{-(-len(line) // 2**20)} MB; the limit is {longest >> 20} MB")
     return line
 
 
@@ -147,7 +147,7 @@ class ProcessStreams:
     def send(self, message: ChannelMessage) -> None:
         """Send one message. No error if the process is gone: the reader notices that."""
         with contextlib.suppress(OSError, ValueError):
-            self.out.write(encode(message))
+            self.out.write(encode(message, longest=None))
             self.out.flush()
 
     def messages(self, kinds: Any) -> Iterator[Any]:
@@ -207,6 +207,8 @@ class Parent(Generic[Received]):
         self._out: BinaryIO = out or os.fdopen(os.dup(sys.stdout.fileno()), "wb")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._lock = threading.Lock()
+        self.longest: int | None = LONGEST_LINE
+        """Longest line in bytes that the parent reads; None if it reads in a thread."""
 
     @classmethod
     def at(cls, address: str, token: str, kinds: Any) -> Parent[Received]:
@@ -223,7 +225,7 @@ class Parent(Generic[Received]):
         Raises:
             EngineError: it is too long; nothing was sent.
         """
-        line = encode(message)
+        line = encode(message, self.longest)
         with self._lock:
             self._out.write(line)
             self._out.flush()

@@ -164,6 +164,7 @@ def _refused(error: BaseException | None) -> m.RankRefused:
 def serve(parent: Parent[m.ToRank]) -> None:
     """Serve as a rank until the parent is gone; the process ends with it."""
     give_back_freed_memory()
+    parent.longest = None
     parent.on_hang_up(lambda: os._exit(1))  # at once: another process may already write to the same files
     first = parent.first()
     if not isinstance(first, m.Join):
