@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +33,7 @@ from motet.running import config_of, run_config
 from motet.training.sharded import messages as m
 from motet.training.sharded.base import ShardedBase
 from motet.training.sharded.group import RankGroup
+from motet.training.sharded.links import Connected
 from motet.training.sharded.trainer import ShardedTrainer, owner, scatter
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
@@ -322,6 +324,26 @@ def test_a_rank_ends_at_once_with_its_parent(tmp_path: Path) -> None:
     for one in alive:
         one.kill()
     assert alive == []
+
+
+def test_ranks_that_end_before_all_are_known_end_the_group() -> None:
+    def connected(n_ranks: int) -> list[Connected]:
+        pairs = [socket.socketpair() for _ in range(n_ranks - 1)]
+        for _, theirs in pairs:
+            theirs.close()
+        return [Connected(ours) for ours, _ in pairs]
+
+    said: list[str] = []
+
+    def begin() -> None:
+        with pytest.raises(RankGone) as ended:
+            RankGroup(joining("", "float32", ranks=32), None, connected)
+        said.append(str(ended.value))
+
+    beginning = threading.Thread(target=begin, daemon=True)
+    beginning.start()
+    beginning.join(60)
+    assert "it disconnected" in str(said)
 
 
 def test_a_base_that_no_rank_can_load_says_why(tmp_path: Path) -> None:

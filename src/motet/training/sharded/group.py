@@ -34,6 +34,9 @@ class _Rank:
         self._lock = threading.Lock()
         self._gone: MotetError | None = None
         self._reader = threading.Thread(target=self._read, name=f"motet-rank-{rank}", daemon=True)
+
+    def start(self) -> None:
+        """Read its answers from now on."""
         self._reader.start()
 
     def send(self, message: m.ToRank) -> Future[m.FromRank]:
@@ -97,6 +100,8 @@ class RankGroup:
         links: list[Link] = [] if others is None else list(others(self.n_ranks))
         links = [*(ChildProcess(_MODULE, log) for _ in range(self.n_ranks - len(links))), *links]
         self._ranks = [_Rank(rank, link, self._ended) for rank, link in enumerate(links)]
+        for rank in self._ranks:  # all are known before one can end
+            rank.start()
         meeting = join.meeting or str(Path(self._files.name) / "meeting")
         try:
             answers = self.ask({rank: replace(join, rank=rank, meeting=meeting) for rank in range(self.n_ranks)})
@@ -156,13 +161,12 @@ class RankGroup:
 
     def _ended(self, rank: int, how: str) -> None:
         """End the whole group after one rank ended."""
-        with contextlib.suppress(AttributeError):  # the first may end before the last has begun
-            if not self._closing and self.death is None:
-                self.death = RankGone(f"rank {rank} of {self.n_ranks} ended ({how})")
-                self._on_death(self.death)
-                for other in self._ranks:
-                    other.fail(self.death)
-                    other.link.kill()
+        if not self._closing and self.death is None:
+            self.death = RankGone(f"rank {rank} of {self.n_ranks} ended ({how})")
+            self._on_death(self.death)
+            for other in self._ranks:
+                other.fail(self.death)
+                other.link.kill()
         if self.death is not None:
             self._ranks[rank].fail(self.death)
 
