@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
@@ -207,6 +209,22 @@ def test_nothing_but_a_version_is_handed_out_and_nothing_else_is_taken_for_it(tm
         server.close()
     with pytest.raises(RuntimeError, match=r"cannot be fetched: .*refused"):
         fetch(location, KEY)
+
+
+def test_a_worker_that_reads_slowly_gets_the_whole_version(tmp_path: Path) -> None:
+    adapter_directory(tmp_path, "a-v0")
+    (tmp_path / "a-v0" / "adapter_model.safetensors").write_bytes(bytes(64 * 2**20))
+    server = VersionServer(tmp_path, ["http://localhost:8000"], [KEY], seconds=2.0)
+    try:
+        url, _, digest = server.location("a-v0", "http://localhost:8000").removeprefix(PREFIX).partition("#")
+        asked, content = urllib.request.Request(url, headers={"Authorization": f"Bearer {KEY}"}), b""
+        with urllib.request.urlopen(asked) as answer:
+            while part := answer.read(4 * 2**20):
+                content += part
+                time.sleep(0.25)
+        assert hashlib.sha256(content).hexdigest() == digest
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize(("version", "patched"), [("0.32.0", True), ("0.32.0+cpu", True), ("0.33.0", False)])

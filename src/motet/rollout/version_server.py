@@ -18,23 +18,28 @@ from motet.rollout.shipping import packed
 
 _SECONDS = 15.0
 """Socket timeout: a worker that stops reading is disconnected."""
+_PIECE = 2**20
+"""Bytes that a worker must read within the timeout."""
 
 
 class VersionServer:
     """Serves the versions in a directory, from its own port and thread; starts at the first call of `location`."""
 
-    def __init__(self, directory: Path, servers: Collection[str], keys: Collection[str]) -> None:
+    def __init__(
+        self, directory: Path, servers: Collection[str], keys: Collection[str], seconds: float = _SECONDS
+    ) -> None:
         """Create it without listening.
 
         Args:
             directory: contains the versions by name.
             servers: URLs of the servers whose workers fetch; if all are local, it listens on localhost only.
             keys: keys of those servers; a request must present one.
+            seconds: socket timeout.
 
         Raises:
             ConfigError: a server is remote and there is no key, so anyone on the network could fetch.
         """
-        self._directory, self._keys = directory, [key.encode() for key in keys]
+        self._directory, self._keys, self._seconds = directory, [key.encode() for key in keys], seconds
         self._host = "127.0.0.1" if all(map(_is_here, servers)) else ""
         if not self._host and not keys:
             raise ConfigError(
@@ -50,7 +55,7 @@ class VersionServer:
             _, digest = packed(str(self._directory / name))
         with self._starting:
             if self._http is None:
-                self._http = _Server((self._host, 0), functools.partial(_Handler, self._answer))
+                self._http = _Server((self._host, 0), functools.partial(_Handler, self._answer, self._seconds))
                 Thread(target=self._http.serve_forever, args=(0.05,), name="version server", daemon=True).start()
         host = self._host or _address_towards(server)
         return f"{PREFIX}http://{host}:{self._http.server_port}/versions/{name}#{digest}"
@@ -85,11 +90,14 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _SECONDS
-
-    def __init__(self, answer: Callable[[str, str], tuple[int, bytes]], *of_server: object) -> None:
-        self._answer = answer
+    def __init__(self, answer: Callable[[str, str], tuple[int, bytes]], seconds: float, *of_server: object) -> None:
+        self._answer, self._seconds = answer, seconds
         super().__init__(*of_server)  # type: ignore[arg-type]
+
+    def setup(self) -> None:
+        """Set the timeout."""
+        super().setup()
+        self.connection.settimeout(self._seconds)
 
     def do_GET(self) -> None:
         """Send the requested version."""
@@ -97,7 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
+        for start in range(0, len(content), _PIECE):  # the timeout is for the whole of each write
+            self.wfile.write(memoryview(content)[start : start + _PIECE])
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: servers log their own fetches."""
