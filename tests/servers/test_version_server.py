@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -30,7 +32,7 @@ from motet.rollout.in_vllm import motet_vllm
 from motet.rollout.in_vllm.motet_vllm import PREFIX, TESTED, fetch
 from motet.rollout.server import FileSync, ServerEngine
 from motet.rollout.version_files import VersionFiles
-from motet.rollout.version_server import VersionServer
+from motet.rollout.version_server import MOST_OPEN, VersionServer
 from tests.conftest import ROOT
 from tests.support.protocol_client import adapter_directory
 from tests.support.protocol_server import ProtocolServer, Setup
@@ -49,7 +51,7 @@ from tests.support.server_run import (
     request,
     trainer_of,
 )
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 KEY = "the key of the server"
 FETCHES = Setup(api_key=KEY, fetches=True, max_cpu_loras=2)
@@ -223,6 +225,28 @@ def test_a_worker_that_reads_slowly_gets_the_whole_version(tmp_path: Path) -> No
                 content += part
                 time.sleep(0.25)
         assert hashlib.sha256(content).hexdigest() == digest
+    finally:
+        server.close()
+
+
+def test_strangers_cannot_open_connections_without_end(tmp_path: Path) -> None:
+    adapter_directory(tmp_path, "a-v0")
+    server = VersionServer(tmp_path, ["http://localhost:8000"], [KEY])
+    try:
+        location = server.location("a-v0", "http://localhost:8000")
+        place = "127.0.0.1", int(location.split(":")[2].split("/")[0])
+        with contextlib.ExitStack() as opened:
+            for _ in range(MOST_OPEN):
+                opened.enter_context(socket.create_connection(place))
+            with socket.create_connection(place, 10.0) as further:
+                assert further.recv(1) == b""
+
+        def fetched() -> bool:
+            with contextlib.suppress(RuntimeError):  # the server has not noticed the end of the others
+                return bool(fetch(location, KEY))
+            return False
+
+        wait_until(fetched)
     finally:
         server.close()
 

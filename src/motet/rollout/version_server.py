@@ -9,7 +9,8 @@ import socket
 from collections.abc import Callable, Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Thread
+from threading import BoundedSemaphore, Lock, Thread
+from typing import Any
 from urllib.parse import urlsplit
 
 from motet.core.errors import ConfigError
@@ -20,6 +21,8 @@ _SECONDS = 15.0
 """Socket timeout: a worker that stops reading is disconnected."""
 _PIECE = 2**20
 """Bytes that a worker must read within the timeout."""
+MOST_OPEN = 128
+"""Open connections, each of which has a thread; further ones are closed at once."""
 
 
 class VersionServer:
@@ -84,6 +87,25 @@ class VersionServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = MOST_OPEN
+
+    def __init__(self, *settings: Any) -> None:
+        self._room = BoundedSemaphore(MOST_OPEN)
+        super().__init__(*settings)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Handle a connection in a new thread if there is room for one more."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Handle a connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore the error: the worker retries, or logs the failure itself."""
