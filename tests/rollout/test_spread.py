@@ -805,3 +805,19 @@ def test_who_waits_for_a_row_can_be_aborted_and_keeps_the_adapter(name: str) -> 
         assert engine._open[0].total() == 4
 
     asyncio.run(run())
+
+
+def test_an_adapter_is_read_while_other_requests_go_on(tmp_path: Path) -> None:
+    went_on = threading.Event()
+    engine, seen = places(1), dict[Path, bool]()
+    engine.here.read = lambda source: seen.update({source: went_on.wait(5)})  # type: ignore[assignment, method-assign, return-value]
+    engine.here.install = lambda ref, weights: None  # type: ignore[method-assign]
+
+    async def run() -> None:
+        loading = asyncio.create_task(engine.load_adapter(AdapterRef("a", 0), tmp_path))
+        await asyncio.sleep(0)
+        went_on.set()
+        await loading
+
+    asyncio.run(run())
+    assert seen == {tmp_path: True}

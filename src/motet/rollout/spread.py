@@ -180,7 +180,7 @@ class SpreadEngine:
 
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
         """Make a version available from a PEFT directory."""
-        self.install(ref, self.here.read(source))
+        self.install(ref, await asyncio.to_thread(self.here.read, source))
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Drop a version once no waiting request needs it."""
