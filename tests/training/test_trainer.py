@@ -343,6 +343,20 @@ def test_optimizer_state_that_does_not_fit(tmp_path):
         trainer.load_adapter("a", tmp_path / "a", optimizer=True)
 
 
+def test_an_adapter_that_cannot_be_loaded_whole_changes_nothing(tmp_path):
+    base, batch = tiny.base("llama"), Batch((make_segment("a"),))
+    trainer, untouched = make_trainer(base, "a"), make_trainer(base, "a")
+    trainer.save_adapter("a", tmp_path, optimizer=False)
+    for one in (trainer, untouched):
+        run_steps(one, [batch])
+        one.forward_backward(batch)
+    with pytest.raises(AdapterError, match="cannot be read"):
+        trainer.load_adapter("a", tmp_path, optimizer=True)
+    for one in (trainer, untouched):
+        one.optim_step("a", ADAMW)
+    assert torch.equal(masters(trainer, "a"), masters(untouched, "a"))
+
+
 # --- logprobs without gradients -----------------------------------------------------------------------------------------
 
 

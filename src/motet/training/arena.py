@@ -205,8 +205,8 @@ class AdapterArena:
         layout = {"places": self.layout.paths, "rank": self.layout.rank}
         return {"layout": json.dumps(layout)}
 
-    def load_optimizer(self, directory: Path) -> None:
-        """Read what `save_optimizer` wrote.
+    def read_optimizer(self, directory: Path) -> dict[str, Tensor]:
+        """Read what `save_optimizer` wrote, for `set_optimizer`.
 
         Raises:
             AdapterError: missing, damaged, or of another adapter.
@@ -220,6 +220,10 @@ class AdapterArena:
             raise AdapterError(f"{path} cannot be read: {error}") from error
         if set(tensors) - {"gradient"} != {"exp_avg", "exp_avg_sq", "step"} or layout != self._metadata():
             raise AdapterError(f"{path} belongs to an adapter of another shape")
+        return tensors
+
+    def set_optimizer(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the moments, and add a gradient that waited for its step."""
         device = self.masters.device
         self._adamw = self._new_adamw()
         if float(tensors["step"]) > 0:

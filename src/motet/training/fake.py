@@ -142,9 +142,9 @@ class FakeTrainer:
         slot, adapter = self._slot(name), read_adapter(directory)
         if (adapter.rank, adapter.alpha) != (slot.adapter.rank, slot.adapter.alpha):
             raise AdapterError(f"{directory} has rank {adapter.rank} and alpha {adapter.alpha:g}; set adapter to these")
+        state = read_tensors(directory / OPTIMIZER) if optimizer else None
         slot.adapter = adapter
-        if optimizer:
-            state = read_tensors(directory / OPTIMIZER)
+        if state is not None:
             slot.first, slot.second, slot.count = state["first"], state["second"], int(state["count"][0])
             slot.gradient = state["gradient"]
 

@@ -169,10 +169,12 @@ class TorchTrainer:
                 f"{directory} has alpha {peft.alpha:g}, the job asks for {shape.alpha:g}; set adapter.alpha to {peft.alpha:g}"
             )
         with self._using(name) as (arena,):
-            arena.set_masters(flatten(peft, self.base, arena.layout, directory).to(self.base.device))
+            masters = flatten(peft, self.base, arena.layout, directory).to(self.base.device)
+            state = arena.read_optimizer(directory) if optimizer else None
             arena.load_head(directory)
-            if optimizer:
-                arena.load_optimizer(directory)
+            arena.set_masters(masters)  # last: what cannot be read changes nothing
+            if state is not None:
+                arena.set_optimizer(state)
 
     @property
     def parks(self) -> bool:
