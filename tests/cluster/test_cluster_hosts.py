@@ -17,6 +17,7 @@ from motet.cluster.host_link import HostChild, HostHandlers, HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
     AddJob,
+    Complete,
     EventKept,
     FromHost,
     Held,
@@ -34,8 +35,9 @@ from motet.cluster.messages import (
     UsageWindow,
 )
 from motet.config.service import ANY_SIZE
-from motet.core.types import JobState, Wanted
-from motet.process.channel import ChannelMessage
+from motet.core.errors import EngineError
+from motet.core.types import JobState, SamplingParams, Wanted
+from motet.process.channel import LONGEST_LINE, ChannelMessage, encode
 from motet.runtime.slots import Rule
 from tests.support.waiting import until
 
@@ -109,6 +111,25 @@ class Played:
     async def kill(self) -> None:
         """End."""
         self.close_input()
+
+
+def test_a_question_that_is_too_long_for_a_host_leaves_nothing_open(tmp_path: Path) -> None:
+    class Strict(Played):
+        def send(self, message: ChannelMessage) -> None:
+            """Remember it if a host could read it."""
+            encode(message)
+            super().send(message)
+
+    async def go() -> int:
+        host = HostLink(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1))
+        host._child, host.ready = cast("HostChild", Strict()), True
+        question = Complete("us", None, 1, 0, False, False, SamplingParams(), prompt="x" * LONGEST_LINE)
+        with pytest.raises(EngineError, match="the limit is 64 MB"):
+            async for _ in host.ask(question):
+                pass
+        return host.asked
+
+    assert asyncio.run(go()) == 0
 
 
 def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_meanwhile(tmp_path: Path) -> None:

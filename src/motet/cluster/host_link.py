@@ -149,9 +149,9 @@ class HostLink:
             raise HostGone(self.failure)
         key, answers = next(self._keys), asyncio.Queue[m.Answer]()
         self._open[key] = answers
-        self.send(replace(question, key=key))
         done = False
         try:
+            self.send(replace(question, key=key))
             while not done:
                 answer = await answers.get()
                 done = isinstance(answer, m.Answered | m.QuestionRefused)
