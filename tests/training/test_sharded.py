@@ -155,6 +155,7 @@ def test_what_one_device_refuses_is_refused_in_the_same_words(
             lambda trainer=trainer: trainer.forward(BATCHES[0]),
             lambda trainer=trainer: trainer.load_adapter("a", tmp_path, optimizer=True),
             lambda trainer=trainer: trainer.save_adapter("z", tmp_path, optimizer=True),
+            lambda trainer=trainer: trainer.optim_step("z", ADAMW),
             lambda trainer=trainer: trainer.add_adapter("a", SHAPES["a"], 0),
             lambda trainer=trainer: trainer.add_adapter("d", SHAPES["a"], 0),
             lambda trainer=trainer: trainer.save_adapter("a", tmp_path / "absent", optimizer=False),

@@ -65,7 +65,8 @@ class ShardedTrainer:
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version can then be published."""
-        answer = self._group.ask_all(m.RankStep(name, adamw))[self._owner(name)]
+        rank = self._owner(name)  # before any rank is asked
+        answer = self._group.ask_all(m.RankStep(name, adamw))[rank]
         assert isinstance(answer, m.Stepped)
         return answer.stats
 
