@@ -327,24 +327,25 @@ def test_a_rank_ends_at_once_with_its_parent(tmp_path: Path) -> None:
     assert alive == []
 
 
-def test_ranks_that_end_before_all_are_known_end_the_group() -> None:
-    def connected(n_ranks: int) -> list[Connected]:
-        pairs = [socket.socketpair() for _ in range(n_ranks - 1)]
-        for _, theirs in pairs:
+@pytest.mark.parametrize("says", [b"", b"Welcome to a library\n"])
+def test_ranks_that_end_before_all_are_known_or_print_end_the_group(says: bytes) -> None:
+    pairs, said = [socket.socketpair() for _ in range(32)], list[str]()
+    for _, theirs in pairs:
+        theirs.sendall(says)
+        if not says:
             theirs.close()
-        return [Connected(ours) for ours, _ in pairs]
-
-    said: list[str] = []
 
     def begin() -> None:
         with pytest.raises(RankGone) as ended:
-            RankGroup(joining("", "float32", ranks=32), None, connected)
+            RankGroup(joining("", "float32", ranks=32), None, lambda _: [Connected(ours) for ours, _ in pairs])
         said.append(str(ended.value))
 
     beginning = threading.Thread(target=begin, daemon=True)
     beginning.start()
     beginning.join(60)
     assert "it disconnected" in str(said)
+    for _, theirs in pairs:
+        theirs.close()
 
 
 def test_a_base_that_no_rank_can_load_says_why(tmp_path: Path) -> None:

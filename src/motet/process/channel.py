@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
@@ -26,6 +27,8 @@ import numpy as np
 
 from motet.core.errors import EngineError
 from motet.process import wall
+
+_log = logging.getLogger(__name__)
 
 LONGEST_LINE = 2**26
 """Longest line in bytes that a reader in an event loop takes; readers in threads take any."""
@@ -150,13 +153,23 @@ class ProcessStreams:
             self.out.write(encode(message, longest=None))
             self.out.flush()
 
+    def kill(self) -> None:
+        """End the process at once."""
+        raise NotImplementedError
+
     def messages(self, kinds: Any) -> Iterator[Any]:
-        """Yield its messages until it is gone; `kinds` as in `decode`."""
+        """Yield its messages until it is gone; `kinds` as in `decode`. A process that writes anything else is killed."""
         with contextlib.suppress(OSError):
             for line in self.lines:
                 if not line.endswith(b"\n"):  # it was killed while it wrote
                     return
-                yield decode(line, kinds)
+                try:
+                    message = decode(line, kinds)
+                except ValueError:  # a library may print while it is imported
+                    _log.warning("a process printed %.200r where its messages are read, and was killed", line)
+                    self.kill()
+                    return
+                yield message
 
 
 class ChildProcess(ProcessStreams):
