@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -191,6 +192,20 @@ def test_a_command_that_fails_at_once_is_given_up_with_its_reason(tmp_path: Path
     assert process.hopeless
     assert process.starts == 3
     process.close()
+
+
+def test_the_reason_of_an_end_takes_no_memory_for_a_long_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.seek(2**26)
+        file.write(b"\nError: no memory\nbye\n")
+    process = ServerProcess(["true"], dict(os.environ), log)
+    tracemalloc.start()
+    try:
+        assert "Error: no memory" in process.ending
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_server_that_answered_before_it_died_is_not_hopeless(tmp_path: Path) -> None:

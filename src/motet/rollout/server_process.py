@@ -18,6 +18,8 @@ from pathlib import Path
 from motet.core.errors import EngineError
 
 _END_SECONDS = 15.0
+_TAIL_BYTES = 2**16
+"""Part of the log that is read for the reason of an end: servers write a line for each request."""
 _STARTS_IN_VAIN = 3
 """Starts in a row without an answer after which a server is given up."""
 
@@ -72,8 +74,9 @@ class ServerProcess:
         """Its exit status and the last lines of its output."""
         status = None if self._process is None else self._status()
         lines: list[str] = []
-        with contextlib.suppress(OSError):
-            lines = [line for line in self._log.read_text(errors="replace").splitlines()[-200:] if line.strip()]
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = [line for line in log.read().decode(errors="replace").splitlines()[-200:] if line.strip()]
         last = [line for line in lines if "rror" in line][-1:] or lines[-1:]
         return f"exit status {status}; {' '.join(last)[:300]}; full output in {self._log}"
 
