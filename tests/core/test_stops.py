@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
 from motet.core.stops import certain, few, until_stop
 
@@ -35,3 +37,15 @@ def test_stops_of_strangers_are_few_and_short() -> None:
     for odd in (["x" * 501], ["x"] * 65, [7] * 1025):
         with pytest.raises(ValueError, match="give at most"):
             few(odd)
+
+
+def test_text_of_a_tokenizer_that_falls_back_to_bytes_is_final() -> None:
+    spoken, sent = "a😀b", ""
+    pieces = ["<unk>", "a", "b", *(f"<0x{byte:02X}>" for byte in "😀".encode())]
+    tokenizer = Tokenizer(BPE({piece: place for place, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokens = tokenizer.encode(spoken).ids
+    for n_tokens in range(len(tokens) + 1):
+        sent = certain(tokenizer.decode(tokens[:n_tokens]), [], ended=False)
+        assert spoken.startswith(sent)
+    assert (len(tokens), sent) == (6, spoken)

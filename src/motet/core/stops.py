@@ -53,5 +53,6 @@ def certain(text: str, stops: Sequence[str], *, ended: bool) -> str:
     """The final part of a completion's text: it ends before a stop string, or before text that may become one."""
     if ended:
         return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
-    held = max((len(stop) for stop in stops), default=1) - 1 + text.endswith("�")
+    missing = len(text) - len(text.rstrip("�"))  # one for each byte of an unfinished character with some tokenizers
+    held = max((len(stop) for stop in stops), default=1) - 1 + missing
     return text[: max(0, len(text) - held)]
