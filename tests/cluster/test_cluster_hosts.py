@@ -113,6 +113,32 @@ class Played:
         self.close_input()
 
 
+def test_a_host_whose_process_cannot_be_ended_is_started_again(tmp_path: Path) -> None:
+    class Away(Played):
+        async def kill(self) -> None:
+            """Fail, as Ray does without its head."""
+            raise RuntimeError("the cluster is away")
+
+    async def go() -> None:
+        played: list[Played] = []
+
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            played.append(Played() if played else Away())
+            return cast("HostChild", played[-1])
+
+        client = Hosts([START], tmp_path, launch)
+        client.start(handlers(list))
+        (host,) = client.hosts
+        await until(lambda: bool(played))
+        played[0].says.put_nowait(HostReady([]))
+        await until(lambda: host.ready)
+        played[0].close_input()
+        await until(lambda: len(played) == 2 and not host.ready)
+        await client.kill()
+
+    asyncio.run(go())
+
+
 def test_a_question_that_is_too_long_for_a_host_leaves_nothing_open(tmp_path: Path) -> None:
     class Strict(Played):
         def send(self, message: ChannelMessage) -> None:

@@ -243,7 +243,10 @@ class HostLink:
     async def _clean_up(self) -> None:
         """Remove all state of an ended process, and inform waiting callers."""
         if self._child is not None:
-            await self._child.kill()
+            try:
+                await self._child.kill()
+            except Exception:  # a job that it still has notices its next owner
+                _log.exception("the process of the engine could not be ended")
             self._child = None
         self.ready, self.away = False, ""
         self._stopped.set()
