@@ -171,6 +171,20 @@ def test_a_real_base_learns_what_was_liked_better(tmp_path: Path) -> None:
     assert margins["base"] > 0.5
 
 
+def test_a_prompt_with_the_answer_to_another_fits_into_the_base(tmp_path: Path) -> None:
+    """A base with learned positions has no others."""
+    long, short = "x" * 180, "y"
+    thumbs = [
+        {"prompt": prompt, "completion": answer, "label": label}
+        for prompt, answer, label in ((long, short, True), (short, long, False))
+    ]
+    algorithm = {"type": "kto", "rows_per_step": 2}
+    job = dpo("kto", data={"source": thumbs, "chat_template": False}, algorithm=algorithm, steps=1)
+    del job["eval"]
+    run = motet.run([job], base=str(tiny.directory("opt")), quiet=True, directory=tmp_path)
+    assert run.ok, run.jobs["kto"].message
+
+
 @pytest.mark.soak
 def test_thumbs_go_on_to_the_same_bytes_after_kill_9(tmp_path: Path) -> None:
     thumbs = [{"prompt": f"Say {i}", "completion": f"Well, {i}.", "label": i % 2 == 0} for i in range(24)]

@@ -24,7 +24,7 @@ class Dpo(Preference):
     sft: float = Field(0.0, ge=0, le=1e6)
     """Weight of a supervised term: the mean cross entropy of the chosen answer's tokens (RPO, arXiv 2404.19733)."""
 
-    def batch(self, rows: Sequence[Row]) -> StepBatch:
+    def batch(self, rows: Sequence[Row], positions: int | None = None) -> StepBatch:
         """Chosen and rejected in turn."""
         return StepBatch(tuple(sample_of(example) for row in rows for example in row.examples), float(len(rows)))
 

@@ -31,12 +31,13 @@ class Kto(Preference):
     disliked_weight: float = Field(1.0, ge=0, le=1e6)
     """Factor of disliked answers. Choose the two to balance their numbers."""
 
-    def batch(self, rows: Sequence[Row]) -> StepBatch:
-        """The answers, then each prompt with the next row's answer."""
+    def batch(self, rows: Sequence[Row], positions: int | None = None) -> StepBatch:
+        """The answers, then each prompt with as much of the next row's answer as fits."""
         examples = [row.examples[0] for row in rows]
         signs = [1.0 if row.liked else -1.0 for row in rows]
         answers = (sample_of(example, sign) for example, sign in zip(examples, signs, strict=True))
-        others = (sample_of(_exchanged(*pair)) for pair in zip(examples, examples[1:] + examples[:1], strict=True))
+        pairs = zip(examples, examples[1:] + examples[:1], strict=True)
+        others = (sample_of(_exchanged(*pair, positions)) for pair in pairs)
         return StepBatch((*answers, *others), float(len(rows)))
 
     def weighed(self, batch: StepBatch, scored: RowLogprobs) -> StepBatch:
@@ -68,9 +69,9 @@ def _sign(weights: FloatArray | None) -> float:
     return float(np.sign(weights.sum()))
 
 
-def _exchanged(prompt_of: Example, answer_of: Example) -> Example:
-    """An example with the prompt of one and the answer of the other."""
+def _exchanged(prompt_of: Example, answer_of: Example, positions: int | None) -> Example:
+    """An example with the prompt of one and the answer of the other, of at most `positions` tokens."""
     prompt, start = int(np.argmax(prompt_of.loss_mask)), int(np.argmax(answer_of.loss_mask))
     ids = np.concatenate([prompt_of.token_ids[:prompt], answer_of.token_ids[start:]])
     mask = np.concatenate([np.zeros(prompt, np.bool_), answer_of.loss_mask[start:]])
-    return Example(ids, mask)
+    return Example(ids[:positions], mask[:positions])

@@ -63,8 +63,8 @@ class RowAlgorithm(Algorithm):
         return False
 
     @abstractmethod
-    def batch(self, rows: Sequence[Row]) -> StepBatch:
-        """Samples of a step."""
+    def batch(self, rows: Sequence[Row], positions: int | None = None) -> StepBatch:
+        """Samples of a step, none with more tokens than the base has `positions`; no row has."""
 
     @abstractmethod
     def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:

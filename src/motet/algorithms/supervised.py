@@ -30,7 +30,7 @@ class Supervised(RowAlgorithm):
         """The kind of rows; see `tasks.rows`."""
         return "last_answer" if self.turns == "last" else self.rows
 
-    def batch(self, rows: Sequence[Row]) -> StepBatch:
+    def batch(self, rows: Sequence[Row], positions: int | None = None) -> StepBatch:
         """Samples of a step."""
         examples = [example for row in rows for example in row.examples]
         weights_S, denominator = normalisation([one.n_learned for one in examples], self.reduction, 1)

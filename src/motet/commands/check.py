@@ -298,7 +298,8 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
     assert isinstance(algorithm, RowAlgorithm)
     n = algorithm.rows_per_step
     rows = job.data.window(0, min(PROBLEMS, n), job.seed, n)
-    batch = algorithm.batch([row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows])
+    read = [row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows]
+    batch = algorithm.batch(read, shared.positions or None)
     console.rule(job.name)
     first = batch.samples[0]
     console.print(job.chat.readable(first.token_ids, first.loss_mask), markup=False, highlight=False, soft_wrap=True)

@@ -69,7 +69,8 @@ class RowLoop(Driver):
 
     def _batch(self, rows: Sequence[Problem]) -> StepBatch:
         job, algorithm = self.job, self._algorithm
-        return algorithm.batch([row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows])
+        read = [row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows]
+        return algorithm.batch(read, self.services.positions or None)
 
     async def _scored(self, batch: StepBatch) -> RowLogprobs:
         segments = batch.segments(self.job.name, None, 1.0, self.services.micro_batch_tokens)
