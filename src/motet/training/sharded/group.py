@@ -5,7 +5,6 @@ A rank that dies ends the group, because the others would wait for it forever; l
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 import threading
 from collections import deque
