@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from motet.cluster.messages import (
     ExamineAdapter,
     FromHost,
     QuestionRefused,
+    Tokens,
 )
 from motet.config import EngineConfig
 from motet.core.device import Device
@@ -225,6 +227,44 @@ def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -
     assert sum(isinstance(message, Answered) for message in sent) == 3, sent
     greedy = f"{COMPLETIONS}greedy"
     assert order == ["neighbour", greedy, *["neighbour"] * 3, greedy, greedy]
+
+
+def test_weights_that_are_saved_again_under_a_name_are_those_that_answer(base: Any, tmp_path: Path) -> None:
+    place, loaded = tmp_path / "latest", dict[AdapterRef, str]()
+
+    class Engine:
+        """Says with which weights it answers."""
+
+        async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
+            """Read them."""
+            loaded[ref] = (source / "adapter_model.safetensors").read_text()
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            """One token."""
+            assert request.adapter is not None
+            yield Chunk(0, np.array([5]), np.array([-1.0]), np.array([-1]), loaded[request.adapter], FinishReason.STOP)
+
+    shared: Any = SimpleNamespace(engine=Engine(), scheduler=FairScheduler(1), engine_suffix="x")
+    sent: list[FromHost] = []
+    asked = Answers(base, shared, 64, sent.append)
+    question = Complete("us", str(place), 1, 0, False, False, SamplingParams(max_tokens=1), prompt=[1])
+
+    def save(weights: str) -> None:
+        """As a session does: a draft takes the place of what is there."""
+        (draft := tmp_path / ".part-latest").mkdir()
+        (draft / "adapter_model.safetensors").write_text(weights)
+        shutil.rmtree(place, ignore_errors=True)
+        draft.rename(place)
+
+    async def scenario() -> None:
+        for weights in ("first", "second"):
+            save(weights)
+            for _ in range(2):
+                await asked.answer(question)
+
+    asyncio.run(scenario())
+    said = [message.chunk.text for message in sent if isinstance(message, Tokens)]
+    assert (said, len(loaded)) == (["first", "first", "second", "second"], 2)
 
 
 @pytest.fixture(scope="module")

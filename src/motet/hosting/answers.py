@@ -18,7 +18,7 @@ from motet.cluster import messages as m
 from motet.core import seeds
 from motet.core.device import used_by
 from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
-from motet.core.types import AdapterRef, GenerateRequest, IntArray, Message, Problem
+from motet.core.types import ADAPTER_WEIGHTS, AdapterRef, GenerateRequest, IntArray, Message, Problem
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
 from motet.tasks.chat import Chat, stop_token_ids, token_bytes
@@ -47,8 +47,9 @@ class Answers:
         self._chat = Chat.plain(info.tokenizer)
         self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
         self._adapter_cache: OrderedDict[str, AdapterRef] = OrderedDict()
+        """By `_contents`."""
         self._held: Counter[str] = Counter()
-        """Answers that a version of the cache gives now, by its directory."""
+        """Answers that a version of the cache gives now, by `_contents`."""
         self._open: dict[int, asyncio.Task[None]] = {}
         self._asking: Counter[str] = Counter()
         """Answers that wait or are given, by account."""
@@ -148,25 +149,28 @@ class Answers:
         if directory is None:
             yield None
             return
-        self._held[directory] += 1
+        contents = await asyncio.to_thread(_contents, Path(directory))
+        self._held[contents] += 1
         try:
-            yield await self._cached(directory)
+            yield await self._cached(contents, Path(directory))
         finally:
-            self._held[directory] -= 1
+            self._held[contents] -= 1
+            if not self._held[contents]:
+                del self._held[contents]
 
-    async def _cached(self, directory: str) -> AdapterRef:
+    async def _cached(self, contents: str, directory: Path) -> AdapterRef:
         """Load a stored version unless it is loaded; evicts the least recently used one that is not held."""
         async with self._caching:  # concurrent requests for a version load it once
-            if directory not in self._adapter_cache:
+            if contents not in self._adapter_cache:
                 self._numbers += 1
                 ref = AdapterRef(f"stored.{self._suffix}", self._numbers)
-                await self._engine.load_adapter(ref, Path(directory))
-                self._adapter_cache[directory] = ref
+                await self._engine.load_adapter(ref, directory)
+                self._adapter_cache[contents] = ref
                 free = [name for name in self._adapter_cache if not self._held[name]]
                 for name in free[: len(self._adapter_cache) - CACHED_VERSIONS]:
                     await self._engine.unload_adapter(self._adapter_cache.pop(name))
-            self._adapter_cache.move_to_end(directory)
-            return self._adapter_cache[directory]
+            self._adapter_cache.move_to_end(contents)
+            return self._adapter_cache[contents]
 
     async def examine(self, question: m.ExamineAdapter) -> None:
         """Examine an adapter; sends its shape, or why it does not fit the base."""
@@ -184,6 +188,15 @@ class Answers:
             self._send(m.QuestionRefused(key, reason(error)))
         finally:
             self._open.pop(key, None)
+
+
+def _contents(directory: Path) -> str:
+    """A directory with the file of its weights: a client may save others under the same name."""
+    try:
+        weights = (directory / ADAPTER_WEIGHTS).stat()
+    except OSError:  # the engine finds that out too, and reports it
+        return str(directory)
+    return f"{directory} {weights.st_ino} {weights.st_mtime_ns}"
 
 
 def _examined(base: LoraModel | ShardedBase, directory: Path) -> AdapterConfig:
