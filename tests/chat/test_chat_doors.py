@@ -36,7 +36,8 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, 
 @pytest.fixture
 def model(scripted: tuple[House, Says]) -> Says:
     _, engine = scripted
-    engine.texts, engine.read, engine.requests, engine.fails = [], [], [], ""
+    engine.texts, engine.read, engine.requests = [], [], []
+    engine.fails = engine.overflows = ""
     return engine
 
 
@@ -236,6 +237,18 @@ def test_an_error_inside_a_stream_is_an_error_of_the_client_and_names_no_place(
     with pytest.raises((openai.APIError, anthropic.APIError), match="is not there") as error:
         list(made[path].create(model="small", **body, stream=True))
     assert str(house.storage.directory) not in str(error.value)
+
+
+@pytest.mark.parametrize(("path", "body"), [*ASKED, ("completions", {"prompt": "hi"})])
+def test_an_answer_that_overflows_is_an_error_and_none_that_stopped(
+    scripted: tuple[House, Says], model: Says, path: str, body: Json
+) -> None:
+    house, _ = scripted
+    asked = {"model": "small", **body}
+    model.texts, model.overflows = ["It is"] * 2, "the logits were not finite"
+    assert house.refused(400, "POST", f"/v1/{path}", json=asked)["message"] == "the logits were not finite"
+    streamed = house.ask("POST", f"/v1/{path}", json={**asked, "stream": True})
+    assert '"message": "the logits were not finite"' in streamed.text.splitlines()[-2]
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED)

@@ -33,7 +33,7 @@ class Says:
         self.texts: list[str] = []
         self.read: list[str] = []
         self.requests: list[GenerateRequest] = []
-        self.fails = ""
+        self.fails = self.overflows = ""
 
     async def load_adapter(self, ref: AdapterRef, directory: Path) -> None:
         """Any will do."""
@@ -54,7 +54,9 @@ class Says:
                 reason = FinishReason.STOP if ends else None
                 if ends and len(TOKENIZER.encode(text)) >= request.sampling.max_tokens:
                     reason = FinishReason.LENGTH
-                yield Chunk(index, ids, logprobs, versions, part, reason)
+                if ends and self.overflows:
+                    reason = FinishReason.ERROR
+                yield Chunk(index, ids, logprobs, versions, part, reason, self.overflows if ends else "")
                 if self.fails:
                     raise OSError(self.fails)
 

@@ -37,7 +37,7 @@ async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str)
             continue
         chunk = answer.chunk
         reason = chunk.finish_reason
-        if question.sampling.grammar and reason is FinishReason.ERROR:
+        if reason is FinishReason.ERROR:
             raise ConfigError(chunk.error)
         piece = AnswerPiece(chunk.index, f"{name}_{chunk.index}", chunk.text)
         piece.token_ids, piece.logprobs = chunk.token_ids.tolist(), chunk.logprobs.tolist()
