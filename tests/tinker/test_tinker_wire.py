@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import tracemalloc
@@ -16,6 +17,7 @@ from motet.algorithms.client import CLIENT_LOSSES, ClientLoss, batch_of, datum
 from motet.config import OF_CLIENT
 from motet.core.batch import LossInputs
 from motet.runtime.journal import (
+    KEPT_BYTES,
     Datum,
     Done,
     ForwardBackward,
@@ -26,6 +28,7 @@ from motet.runtime.journal import (
     OptimStep,
     Tensor,
 )
+from motet.service.errors import Refusal
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import MOST_WAITING, Models
@@ -219,6 +222,28 @@ def test_commands_are_written_once_and_forgotten_once_committed(tmp_path: Path) 
     kept.forget(2)
     assert (kept.command(1), kept.command(2)) == (None, step)
     assert [kept.outcome(number) for number in (1, 2, 3)] == [Done({"a": 1}), Done({"a": 2}), None]
+
+
+def test_an_answer_that_is_not_kept_any_more_is_not_waited_for(house: House) -> None:
+    model = made(house)
+    kept, who = journal(house, model), house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    for number in (1, 2, 3):
+        kept.write(number, Nothing())
+        kept.answer(number, Done({"text": "x" * (KEPT_BYTES // 2 + 1)}))
+    kept.write(4, Nothing())
+    kept.forget(4, 3)
+
+    async def asked(number: int) -> Any:
+        return await house.part(Futures).wait(who, f"{model}/{number}", 0.0)
+
+    def told(number: int) -> Any:
+        return asyncio.run_coroutine_threadsafe(asked(number), house.app.state.loop).result(20)
+
+    assert [told(number)["type" if number == 4 else "text"][:3] for number in (2, 3, 4)] == ["xxx", "xxx", "try"]
+    for number in (1, 5):
+        with pytest.raises(Refusal, match="too old to be kept"):
+            told(number)
 
 
 def test_gradients_that_wait_are_bounded_and_their_step_is_taken(house: House) -> None:

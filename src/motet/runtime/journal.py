@@ -213,6 +213,10 @@ class Journal:
         """Whether a command with this number was ever written."""
         return self._file(number, "sum").exists() or self._file(number, "cmd").exists()
 
+    def waits(self, number: int) -> bool:
+        """Whether a command is kept: it may have no outcome yet."""
+        return self._file(number, "cmd").exists()
+
     def cancel(self, number: int) -> None:
         """Ask the session to stop a gradient that is not done."""
         if self.known(number) and not self.done(number):

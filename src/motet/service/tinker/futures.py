@@ -219,6 +219,7 @@ class Futures:
         journal, until = self._models.journal(job), time.monotonic() + seconds
         while True:
             changed = self._bus.next(job.id)  # taken before reading, to miss nothing
+            waits = journal.waits(number)  # before its outcome, with which it may go
             outcome = await asyncio.to_thread(journal.outcome, number)
             match outcome:
                 case Gradient():
@@ -230,8 +231,8 @@ class Futures:
             now = await asyncio.to_thread(self._store.job_by_id, job.id)
             if now is None or JobState(now.state).final:
                 return {"error": _ended(now), "category": "server"}
-            if not journal.known(number):
-                raise Refusal(404, f"there is no request {request_id!r}")
+            if not waits:
+                raise Refusal(404, f"there is no request {request_id!r}, or its answer is too old to be kept")
             left = until - time.monotonic()
             if left <= 0 or self._bus.closed:
                 return _of_job(request_id, now)
