@@ -6,6 +6,8 @@ import asyncio
 import json
 import shutil
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from motet.cluster.hosts import Hosts
 from motet.core.types import JobState
 from motet.runtime.client_loop import ABOUT
 from motet.runtime.journal import Done, Failed, Journal, Nothing
@@ -34,7 +37,7 @@ from tests.support.house import House, open_house
 from tests.support.small_disk import small_disk
 from tests.support.tinker_requests import journal, made, naming, request, saved, sent
 from tests.support.tinker_run import job_of
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 OPEN = {"/healthz", "/downloads/{token}"}
 """Those that want no key: a link to a file is one itself."""
@@ -219,6 +222,25 @@ def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
     found = asyncio.run_coroutine_threadsafe(asked(), house.app.state.loop).result(20)
     assert (found["queue_state"], found["queue_state_reason"]) == ("paused_capacity", "the engine is starting")
     house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
+
+
+def test_a_sample_that_a_service_gives_up_as_it_stops_is_asked_for_again(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house, ThreadPoolExecutor(1) as threads:
+        hosts, prompt = house.part(Hosts), {"chunks": [{"tokens": [1, 2]}]}
+        (host,) = hosts.hosts
+
+        def on_loop(call: Callable[..., object], *given: object) -> None:
+            house.app.state.loop.call_soon_threadsafe(call, *given)
+
+        host.ready = True  # and never answers
+        on_loop(hosts.there[host.base].set)
+        promise = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()
+        wait_until(lambda: host.asked == 1)
+        body = {"request_id": promise["request_id"]}
+        fetching = threads.submit(house.ask, "POST", f"{PREFIX}/retrieve_future", json=body, timeout=60.0)
+        time.sleep(0.5)
+        on_loop(house.app.state.lifecycle.drain, 0.0)
+        assert fetching.result().json()["type"] == "try_again"
 
 
 def test_a_sample_that_nobody_fetches_is_forgotten_though_nobody_samples(house: House) -> None:

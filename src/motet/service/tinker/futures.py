@@ -260,6 +260,8 @@ class Futures:
         except ConfigError as error:
             return {"error": self._storage.without_places(str(error)), "category": "user"}
         except EngineError as error:
+            if self._bus.closed:  # the next process samples again
+                return _try_again(request_id, "active", str(error))
             return {"error": self._storage.without_places(str(error)), "category": "server"}
         finally:
             self._shrink(sample, 0)
