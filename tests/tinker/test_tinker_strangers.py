@@ -308,6 +308,23 @@ def test_a_client_is_told_what_it_waits_for(house: House) -> None:
     house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
 
 
+def test_a_sample_that_is_cancelled_while_its_limits_are_looked_up_was_cancelled(house: House) -> None:
+    who, futures = house.store.tenants.who(house.keys["ours"]), house.part(Futures)
+    assert who is not None
+    prompt = {"chunks": [{"tokens": [1, 2]}]}
+    name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
+
+    async def scenario() -> None:
+        futures._samples[name].task = None  # as if its tenant's limits held it until now
+        waiting = asyncio.create_task(futures.wait(who, name, 0.0))
+        await asyncio.sleep(0)
+        await futures.cancel(who, name)
+        with pytest.raises(Refusal, match="was cancelled"):
+            await waiting
+
+    asyncio.run_coroutine_threadsafe(scenario(), house.app.state.loop).result(20)
+
+
 def test_a_job_that_would_compute_gradients_again_is_resumed_while_its_tenant_has_the_tokens(tmp_path: Path) -> None:
     """Those that are done and wait for their step are charged again when it resumes: three data of four tokens each."""
     with open_house(tmp_path / "served") as house:

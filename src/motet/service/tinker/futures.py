@@ -246,12 +246,12 @@ class Futures:
             if not self._bus.closed:
                 await within(self._bus.next(_HELD), seconds)
             return _try_again(request_id, "paused_rate_limit", held)
-        assert sample.task is not None
-        await asyncio.wait([sample.task], timeout=0 if self._bus.closed else seconds)
-        if not sample.task.done():
-            reason = self._samplers.waits
-            return _try_again(request_id, "paused_capacity" if reason else "active", reason)
-        if sample.cancelled:
+        if sample.task is not None:
+            await asyncio.wait([sample.task], timeout=0 if self._bus.closed else seconds)
+            if not sample.task.done():
+                reason = self._samplers.waits
+                return _try_again(request_id, "paused_capacity" if reason else "active", reason)
+        if sample.cancelled or sample.task is None:
             raise Refusal(410, f"{request_id!r} was cancelled; sample again")
         try:
             answer = sample.task.result()
