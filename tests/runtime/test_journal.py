@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
-from motet.runtime.journal import Done, Journal, JournalError, Nothing
+from motet.config import OF_CLIENT, JobConfig
+from motet.runtime.client_loop import ABOUT
+from motet.runtime.journal import AnyOutcome, Done, Failed, Journal, JournalError, Nothing, OptimStep, Save
 from motet.runtime.start_turns import StartTurns
+from tests.support.fake_run import FakeRun, run_jobs
+from tests.support.waiting import until
 
 
 def test_a_cancel_counts_for_a_command_that_is_there_and_not_done(tmp_path: Path) -> None:
@@ -34,6 +39,29 @@ def test_the_looks_of_a_step_are_kept_for_that_step_alone(tmp_path: Path) -> Non
     journal.record_forward_only(3, 7, 120)
     assert Journal(tmp_path).forward_only(3) == (7, 120)
     assert Journal(tmp_path).forward_only(4) == (-1, 0)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_checkpoint_is_replaced_only_by_a_command_that_may(tmp_path: Path, overwrite: bool) -> None:
+    """Both commands were accepted before the first was executed."""
+    data, step = {"source": OF_CLIENT, "chat_template": False}, OptimStep(1e-3, (0.9, 0.95), 1e-8, 0.0, None)
+    tree = {"name": "client", "algorithm": "client", "data": data, "optimizer": {"lr": 0.05}, "steps": 9}
+    journal, outcomes = Journal(tmp_path / "client"), list[AnyOutcome | None]()
+    for number in (1, 3):
+        journal.write(number - 1, step)
+        journal.write(number, Save("weights/w", False, {"number": number}, {"saved": number}, overwrite))
+
+    async def script(run: FakeRun) -> None:
+        await until(lambda: journal.done(3), 30)
+        outcomes.extend(map(journal.outcome, (1, 3)))
+        journal.finish()
+        run.jobs["client"].news.set()
+
+    run_jobs(tmp_path, [JobConfig.model_validate(tree)], script=script)
+    there = json.loads((tmp_path / "client" / "checkpoints" / "weights" / "w" / ABOUT).read_bytes())
+    refused = Failed("path: there is a checkpoint 'w' already; give another name")
+    assert outcomes == [Done({"saved": 1}), Done({"saved": 3}) if overwrite else refused]
+    assert there["number"] == (3 if overwrite else 1)
 
 
 def test_jobs_of_a_tenant_begin_one_after_another_and_hold_nobody_else_up() -> None:

@@ -262,7 +262,7 @@ class ClientLoop(Driver):
         final = self.job.directory.path / "checkpoints" / command.place
 
         def write() -> None:
-            if _number(final) == number:  # this command wrote it before a crash
+            if _saved(final, number, overwrite=command.overwrite):
                 return
             draft = final.with_name(f".part-{final.name}")
             shutil.rmtree(draft, ignore_errors=True)
@@ -289,13 +289,19 @@ class ClientLoop(Driver):
         return j.Done(command.answer)
 
 
-def _number(checkpoint: Path) -> int | None:
-    """The number of the command that saved a checkpoint; None if there is no checkpoint."""
+def _saved(checkpoint: Path, number: int, *, overwrite: bool) -> bool:
+    """Whether command `number` saved a checkpoint before a crash.
+
+    Raises:
+        AdapterError: another command saved it after this one was accepted, which must not replace it.
+    """
     try:
-        number: int = msgspec.json.decode((checkpoint / ABOUT).read_bytes())["number"]
+        by = msgspec.json.decode((checkpoint / ABOUT).read_bytes())["number"]
     except FileNotFoundError:
-        return None
-    return number
+        return False
+    if by != number and not overwrite:
+        raise AdapterError(f"path: there is a checkpoint {checkpoint.name!r} already; give another name")
+    return bool(by == number)
 
 
 def _prune(directory: Path) -> None:

@@ -121,6 +121,8 @@ class Save(Command, frozen=True):
     """Stored with the checkpoint. `number` is the command's; with `ttl`, `expires` is that many seconds after saving.
     """
     answer: dict[str, Any] = {}
+    overwrite: bool = True
+    """Whether it may replace the checkpoint of another command."""
 
 
 class Load(Command, frozen=True):

@@ -137,7 +137,7 @@ def save_weights(
         service.quotas.check_storage(who.tenant_id, 0)
     about = about_of(wanted.seq_id, wanted.ttl_seconds, wanted.user_metadata)
     answer = {"type": "save_weights", "path": f"tinker://{wanted.model_id}/{WEIGHTS}/{wanted.path}"}
-    command = Save(f"{WEIGHTS}/{wanted.path}", True, about, answer)
+    command = Save(f"{WEIGHTS}/{wanted.path}", True, about, answer, wanted.overwrite)
     return _promise(tinker.models.order(job, wanted.seq_id, command))
 
 
@@ -159,7 +159,8 @@ def save_for_sampler(
         with _refusing(tinker.models, job, number):
             tinker.checkpoints.check_free(job, SAMPLER, wanted.path, number)
         answer["path"] = f"tinker://{wanted.model_id}/{SAMPLER}/{wanted.path}"
-        return _promise(tinker.models.order(job, number, Save(f"{SAMPLER}/{wanted.path}", False, about, answer)))
+        command: Save | Nothing = Save(f"{SAMPLER}/{wanted.path}", False, about, answer, overwrite=False)
+        return _promise(tinker.models.order(job, number, command))
     if wanted.sampling_session_seq_id is None:
         tinker.models.refuse(job, number)
         raise Refusal(400, "give path or sampling_session_seq_id")
@@ -225,7 +226,8 @@ def save_external(
         service.quotas.check_storage(who.tenant_id, 0)
     about = about_of(wanted.seq_id, wanted.ttl_seconds, None)
     answer = {"type": "save_weights_external", "path": f"tinker://{wanted.model_id}/{EXTERNAL}/{wanted.path}"}
-    return _promise(tinker.models.order(job, wanted.seq_id, Save(f"{EXTERNAL}/{wanted.path}", False, about, answer)))
+    command = Save(f"{EXTERNAL}/{wanted.path}", False, about, answer, overwrite=False)
+    return _promise(tinker.models.order(job, wanted.seq_id, command))
 
 
 @router.post("/retrieve_future", response_model=None)
