@@ -28,6 +28,7 @@ from motet.service.http.bodies import OpenBytes
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker import runs, sessions, training
+from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
@@ -243,6 +244,26 @@ def test_a_sample_that_a_service_gives_up_as_it_stops_is_asked_for_again(tmp_pat
         assert fetching.result().json()["type"] == "try_again"
 
 
+def leases(house: House) -> Leases:
+    return Leases(house.part(Models), house.part(Checkpoints), house.part(Futures), house.store)
+
+
+def test_a_checkpoint_that_has_expired_goes_though_nobody_asks_for_it(house: House) -> None:
+    model = made(house)
+    place = saved(house, model)
+    kept = shutil.copytree(place, place.with_name("kept"))
+    for directory, expires in ((place, time.time() - 1), (kept, time.time() + 3600)):
+        (directory / ABOUT).write_text(json.dumps({"number": 9, "expires": expires}))
+
+    async def watched() -> None:
+        watching = asyncio.create_task(leases(house).watch(0.01))
+        await until(lambda: not place.exists())
+        watching.cancel()
+
+    asyncio.run_coroutine_threadsafe(watched(), house.app.state.loop).result(30)
+    assert kept.is_dir()
+
+
 def test_a_sample_that_nobody_fetches_is_forgotten_though_nobody_samples(house: House) -> None:
     prompt = {"chunks": [{"tokens": [1, 2]}]}
     name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
@@ -251,7 +272,7 @@ def test_a_sample_that_nobody_fetches_is_forgotten_though_nobody_samples(house: 
     futures._samples[name].since = time.monotonic() - 1000.0  # as if it had ended then
 
     async def watched() -> None:
-        watching = asyncio.create_task(Leases(house.part(Models), futures, house.store).watch(0.01))
+        watching = asyncio.create_task(leases(house).watch(0.01))
         await until(lambda: name not in futures._samples)
         watching.cancel()
 

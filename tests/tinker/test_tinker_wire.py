@@ -29,6 +29,7 @@ from motet.runtime.journal import (
     Tensor,
 )
 from motet.service.errors import Refusal
+from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import MOST_WAITING, Models
@@ -183,7 +184,7 @@ def test_sparse_data_are_counted_together_before_any_of_them_is_made_dense(house
 
 def test_a_client_that_says_nothing_for_a_day_has_finished(house: House) -> None:
     now = 0.0
-    leases = Leases(house.part(Models), house.part(Futures), house.store, lambda: now)
+    leases = Leases(house.part(Models), house.part(Checkpoints), house.part(Futures), house.store, lambda: now)
     silent, alive = made(house), made(house)
     leases.end_silent()
     for _ in range(25):

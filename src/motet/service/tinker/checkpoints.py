@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import hmac
 import re
@@ -26,6 +27,7 @@ from motet.runtime.client_loop import ABOUT
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
+from motet.service.storage import Storage
 from motet.service.tinker.models import Models
 from motet.service.tinker.requests import NAME
 
@@ -85,8 +87,16 @@ def about_of(number: int, ttl: int | None, metadata: dict[str, Any] | None) -> d
 class Checkpoints:
     """Finds checkpoints of a tenant's models."""
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
+    def __init__(self, models: Models, storage: Storage) -> None:
+        self._models, self._storage = models, storage
+
+    def remove_expired(self) -> None:
+        """Delete the expired checkpoints of all models: nobody may ask for them again."""
+        for about in self._storage.run.glob(f"*/checkpoints/*/[!.]*/{ABOUT}"):
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                if _expired(about):
+                    shutil.rmtree(about.parent, ignore_errors=True)
+                    self._models.stored.changed(about.parents[3].name)
 
     def of(self, job: StoredJob) -> Iterator[Checkpoint]:
         """Named checkpoints of a model, oldest first; deletes expired ones."""
@@ -184,13 +194,17 @@ class Checkpoints:
             return None
         checkpoint = Checkpoint(job, kind, name, self._models.directory(job) / "checkpoints" / kind / name)
         try:
-            expires = checkpoint.about().get("expires")
+            if not _expired(checkpoint.directory / ABOUT):
+                return checkpoint
         except FileNotFoundError:
             return None
-        if expires is not None and expires < time.time():
-            self.remove(checkpoint)
-            return None
-        return checkpoint
+        self.remove(checkpoint)
+        return None
+
+
+def _expired(about: Path) -> bool:
+    expires = msgspec.json.decode(about.read_bytes()).get("expires")
+    return expires is not None and bool(expires < time.time())
 
 
 class Link(msgspec.Struct, frozen=True):

@@ -1,19 +1,23 @@
-"""Leases of client sessions: a client that is silent for long has finished."""
+"""Leases of client sessions: a client that is silent for long has finished. Deletes expired checkpoints too."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable
 
 from motet.service.database.store import Store
+from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.models import SESSION, Models
 
 LEASE_SECONDS = 24 * 3600.0
 """Clients send a heartbeat every ten seconds."""
 _LOOK_SECONDS = 60.0
+_LOOKS = 60
+"""Every so many looks, checkpoints are looked at too: there may be thousands."""
 _log = logging.getLogger(__name__)
 
 
@@ -21,9 +25,15 @@ class Leases:
     """Last heartbeat of each session. In memory: a restarted service counts from its start."""
 
     def __init__(
-        self, models: Models, futures: Futures, store: Store, clock: Callable[[], float] = time.monotonic
+        self,
+        models: Models,
+        checkpoints: Checkpoints,
+        futures: Futures,
+        store: Store,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._models, self._futures, self._store, self._clock = models, futures, store, clock
+        self._models, self._checkpoints, self._futures = models, checkpoints, futures
+        self._store, self._clock = store, clock
         self._seen: dict[str, float] = {}
 
     def renew(self, session_id: str) -> None:
@@ -45,10 +55,12 @@ class Leases:
 
     async def watch(self, seconds: float = _LOOK_SECONDS) -> None:
         """Check periodically until cancelled."""
-        while True:
+        for look in itertools.count():
             await asyncio.sleep(seconds)
             try:
                 self._futures.forget_old()
                 await asyncio.to_thread(self.end_silent)
+                if look % _LOOKS == 0:
+                    await asyncio.to_thread(self._checkpoints.remove_expired)
             except Exception:  # the next check may succeed
                 _log.exception("the leases of clients could not be looked at")

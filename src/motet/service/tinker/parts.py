@@ -30,13 +30,13 @@ class Tinker:
     def __init__(self, service: Service) -> None:
         store, storage, hosts, quotas = service.store, service.storage, service.hosts, service.quotas
         self.models = Models(service.bases, store, storage, service.submissions, quotas, hosts, service.secrets)
-        self.checkpoints, self.downloads = Checkpoints(self.models), Downloads()
+        self.checkpoints, self.downloads = Checkpoints(self.models, storage), Downloads()
         self.samplers = Samplers(self.models, self.checkpoints, storage, hosts)
         self.write_threads = service.write_threads
         self.futures = Futures(
             self.models, self.samplers, quotas, store, service.bus, storage, service.open_bytes, self.write_threads
         )
-        self.leases = Leases(self.models, self.futures, store)
+        self.leases = Leases(self.models, self.checkpoints, self.futures, store)
 
 
 async def _tinker(request: Request) -> Tinker:
