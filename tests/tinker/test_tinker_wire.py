@@ -166,6 +166,18 @@ def test_an_impossible_shape_is_refused_and_its_number_used_up(
     assert journal(house, model).command(1) == Nothing()
 
 
+@pytest.mark.parametrize("field", ["settings", "v2", "loss_fn_inputs"])
+def test_a_name_that_is_no_text_is_refused_and_its_number_used_up(house: House, field: str) -> None:
+    model = made(house)
+    found = request(model)
+    names = found.data[0].loss_fn_inputs if field == "loss_fn_inputs" else getattr(found, field)
+    for name in ("??", "!!"):
+        names.add(key=name)
+    answer = sent(house, found.SerializeToString().replace(b"??", b"\xff\xff"))
+    assert (answer.status_code, "is no text in UTF-8" in answer.text) == (400, True), answer.text
+    assert journal(house, model).command(1) == Nothing()
+
+
 def test_sparse_data_are_counted_together_before_any_of_them_is_made_dense(house: House) -> None:
     model = made(house)
     body = request(model)

@@ -229,12 +229,19 @@ def gradient_of(read: bytes) -> AskedGradient:
 
 
 def _settings(request: Any) -> dict[str, float]:
-    given = {one.key: float(one.value) for one in request.settings}
+    given = {_text(one.key, "loss_fn_config"): float(one.value) for one in request.settings}
     for one in request.v2:
         if one.value.HasField("text"):
             raise WireError(f"loss_fn_config.{one.key} is a text; {request.loss_fn} takes numbers")
-        given[one.key] = float(one.value.number)
+        given[_text(one.key, "loss_fn_config")] = float(one.value.number)
     return given
+
+
+def _text(key: str | bytes, where: str) -> str:
+    """A name; invalid UTF-8 comes as bytes."""
+    if isinstance(key, bytes):
+        raise WireError(f"{where}: the name {key!r:.80} is no text in UTF-8")
+    return key
 
 
 def _sparse_numbers(index: int, datum: Any) -> int:
@@ -246,7 +253,7 @@ def _sparse_numbers(index: int, datum: Any) -> int:
 def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:
     where = f"data[{index}]"
     tokens = tokens_of(datum.model_input)
-    inputs = {one.key: one.value for one in datum.loss_fn_inputs}
+    inputs = {_text(one.key, f"{where}.loss_fn_inputs"): one.value for one in datum.loss_fn_inputs}
     if odd := sorted(set(inputs) - {"target_tokens", *wanted}):
         raise WireError(f"{where}: loss_fn_inputs.{odd[0]} is unknown here; give target_tokens, {', '.join(wanted)}")
     if missing := [name for name in ("target_tokens", *wanted) if name not in inputs and name != "weights"]:
