@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +21,11 @@ from motet.cluster.hosts import Hosts
 from motet.core.types import JobState
 from motet.runtime.client_loop import ABOUT
 from motet.runtime.journal import Done, Failed, Journal, Nothing
+from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
-from motet.service.http.auth import WriteThreads
+from motet.service.http.auth import ReadThreads, WriteThreads
 from motet.service.http.bodies import OpenBytes
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import Quotas
@@ -171,6 +173,26 @@ def test_a_link_opens_what_it_was_made_for(house: House) -> None:
     link = urls["adapter_config.json"]
     assert house.http.get(link).text == "{}", "without a key"
     assert house.http.get(f"{link[:-8]}AAAAAAA=").status_code == 403
+
+
+def test_an_archive_is_not_made_of_what_is_deleted_while_it_waits_for_its_turn(house: House) -> None:
+    model, who = made(house), house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    place, adapter = saved(house, model), house.part(Adapters).path("adapter-brought")
+    may, reading = threading.Event(), house.part(ReadThreads)
+    waits = asyncio.run_coroutine_threadsafe(reading.run(who.tenant_id, may.wait), house.app.state.loop)
+    link = house.ask("GET", f"{PREFIX}/training_runs/{model}/checkpoints/weights/w/archive").headers["location"]
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(house.ask, "GET", url) for url in (link, "/v1/adapters/brought/download")]
+        wait_until(lambda: len(reading._queues.get(who.tenant_id, ())) == 2)
+        for directory in (place, adapter):
+            directory.rename(directory.with_name("gone"))
+        may.set()
+        answers = [one.result() for one in asked]
+    (adapter.with_name("gone")).rename(adapter)
+    assert [one.status_code for one in answers] == [404, 404]
+    assert all("deleted meanwhile" in one.text for one in answers)
+    assert waits.result()
 
 
 def test_a_copy_that_finds_no_room_leaves_nothing_and_can_be_asked_for_again(tmp_path: Path) -> None:

@@ -177,7 +177,9 @@ async def _archive(service: Service, key: str, directory: Path, name: str, recei
     def pack(file: IO[bytes]) -> None:
         pack_into(file, directory, name, service.storage.receipts(directory) if receipts else None)
 
-    return await service.read_threads.run(key, lambda: packed(scratch, pack, "application/gzip", f"{name}.tar.gz"))
+    return await service.read_threads.run(
+        key, lambda: packed(scratch, directory, pack, "application/gzip", f"{name}.tar.gz")
+    )
 
 
 def _size(directory: Path) -> int:

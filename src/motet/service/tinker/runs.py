@@ -180,7 +180,11 @@ async def download_checkpoint(request: Request, service: ServiceDep, tinker: Tin
         return await service.read_threads.run(
             job.tenant_id,
             lambda: packed(
-                service.storage.directory, lambda file: archive_into(file, directory), "application/x-tar", ARCHIVE
+                service.storage.directory,
+                directory,
+                lambda file: archive_into(file, directory),
+                "application/x-tar",
+                ARCHIVE,
             ),
         )
     return FileResponse(directory / link.file, filename=link.file)
