@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import threading
 import time
@@ -150,6 +151,22 @@ def test_what_is_published_is_there_for_all_until_it_is_not(house: House) -> Non
         assert info.status_code == status
         removed = house.ask("DELETE", f"{PREFIX}/training_runs/{model}/checkpoints/weights/w", "theirs")
         assert (removed.status_code, place.is_dir()) == (404, True)
+
+
+def test_a_checkpoint_is_as_old_as_before_when_its_lifetime_is_set(house: House) -> None:
+    model = made(house)
+    last, run = saved(house, model), f"{PREFIX}/training_runs/{model}"
+    first = shutil.copytree(last, last.with_name("first"))
+    os.utime(first / ABOUT, (1000, 1000))
+    for method, path, body in (
+        ("PUT", "ttl", {"ttl_seconds": 3600}),
+        ("POST", "publish", {}),
+        ("DELETE", "publish", {}),
+    ):
+        assert house.ask(method, f"{run}/checkpoints/weights/first/{path}", json=body).is_success
+    listed = house.ask("GET", f"{run}/checkpoints").json()["checkpoints"]
+    assert [(one["checkpoint_id"], one["time"][:4]) for one in listed][:1] == [("weights/first", "1970")]
+    assert house.ask("GET", run).json()["last_checkpoint"]["checkpoint_id"] == "weights/w"
 
 
 @pytest.mark.parametrize("odd", ["w" * 300, "w\0", "..", "", "w\n"])

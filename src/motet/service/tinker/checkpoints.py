@@ -10,6 +10,7 @@ import binascii
 import contextlib
 import hashlib
 import hmac
+import os
 import re
 import secrets
 import shutil
@@ -184,10 +185,11 @@ class Checkpoints:
         self._say(checkpoint, public=public)
 
     def _say(self, checkpoint: Checkpoint, **more: Any) -> None:
-        about = {**checkpoint.about(), **more}
-        draft = checkpoint.directory / f".part-{ABOUT}"
+        about, there = {**checkpoint.about(), **more}, checkpoint.directory / ABOUT
+        draft = there.with_name(f".part-{ABOUT}")
         draft.write_bytes(msgspec.json.encode(about))
-        draft.rename(checkpoint.directory / ABOUT)
+        os.utime(draft, ns=(there.stat().st_atime_ns, there.stat().st_mtime_ns))  # its time is that of the checkpoint
+        draft.rename(there)
 
     def _there(self, job: StoredJob, kind: str, name: str) -> Checkpoint | None:
         if kind not in _TYPES or not re.fullmatch(NAME, name):  # a client may ask for any text
