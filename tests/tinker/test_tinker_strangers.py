@@ -153,6 +153,18 @@ def test_what_is_published_is_there_for_all_until_it_is_not(house: House) -> Non
         assert (removed.status_code, place.is_dir()) == (404, True)
 
 
+def test_a_checkpoint_that_goes_while_it_is_listed_is_left_out(house: House) -> None:
+    model = made(house)
+    place, run = saved(house, model), f"/training_runs/{model}"
+    shutil.copytree(place, place.with_name("first"))
+    (place / "adapter_model.safetensors").symlink_to("gone")  # it was there when the directory was read
+    for path in (f"{run}/checkpoints", "/checkpoints"):
+        listed = house.ask("GET", f"{PREFIX}{path}").json()["checkpoints"]
+        ours = [one["checkpoint_id"] for one in listed if model in one["tinker_path"]]
+        assert ours == ["weights/first"], path
+    assert house.ask("GET", f"{PREFIX}{run}").is_success
+
+
 def test_a_checkpoint_is_as_old_as_before_when_its_lifetime_is_set(house: House) -> None:
     model = made(house)
     last, run = saved(house, model), f"{PREFIX}/training_runs/{model}"

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -105,8 +105,18 @@ class Checkpoints:
         for kind in _TYPES:
             for place in (self._models.directory(job) / "checkpoints" / kind).glob("[!.]*"):
                 if not _SNAPSHOT.fullmatch(place.name) and (one := self._there(job, kind, place.name)):
-                    kept.append(one)
-        yield from sorted(kept, key=lambda one: (one.directory / ABOUT).stat().st_mtime)
+                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                        kept.append(((one.directory / ABOUT).stat().st_mtime, kind, place.name, one))
+        yield from (one for *_, one in sorted(kept, key=lambda entry: entry[:3]))
+
+    @staticmethod
+    def shown(checkpoints: Iterable[Checkpoint]) -> list[dict[str, Any]]:
+        """Descriptions of those that are still there."""
+        shown = []
+        for one in checkpoints:
+            with contextlib.suppress(FileNotFoundError):  # deleted or replaced meanwhile
+                shown.append(one.shown())
+        return shown
 
     def find(self, who: Principal, path: str) -> Checkpoint:
         """The checkpoint of a path.

@@ -64,7 +64,7 @@ _CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 def _run(models: Models, checkpoints: Checkpoints, owner: str, job: StoredJob) -> dict[str, Any]:
     saved = list(checkpoints.of(job))
-    last = {kind: [one.shown() for one in saved if one.kind == kind][-1:] for kind in (WEIGHTS, SAMPLER)}
+    last = {kind: checkpoints.shown([one for one in saved if one.kind == kind][-1:]) for kind in (WEIGHTS, SAMPLER)}
     return {
         "training_run_id": job.idempotency_key,
         "base_model": job.base or models.bases.first,
@@ -96,7 +96,7 @@ def training_run(who: Asker, tinker: TinkerDep, run: str) -> dict[str, Any]:
 @router.get("/training_runs/{run}/checkpoints")
 def checkpoints_of(who: Asker, tinker: TinkerDep, run: str) -> dict[str, Any]:
     """List a model's checkpoints."""
-    return {"checkpoints": [one.shown() for one in tinker.checkpoints.of(tinker.models.find(who, run))]}
+    return {"checkpoints": tinker.checkpoints.shown(tinker.checkpoints.of(tinker.models.find(who, run)))}
 
 
 @router.get("/checkpoints")
@@ -104,7 +104,7 @@ def all_checkpoints(who: Asker, tinker: TinkerDep, limit: Limit = 100, offset: O
     """List the checkpoints of all the requester's models."""
     kept = [one for job in tinker.models.of_session(who) for one in tinker.checkpoints.of(job)]
     cursor = {"offset": offset, "limit": limit, "total_count": len(kept)}
-    return {"checkpoints": [one.shown() for one in kept[offset : offset + limit]], "cursor": cursor}
+    return {"checkpoints": tinker.checkpoints.shown(kept[offset : offset + limit]), "cursor": cursor}
 
 
 @router.post("/weights_info")
