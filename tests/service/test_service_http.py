@@ -15,6 +15,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,12 +33,13 @@ from motet.config.service import ServiceConfig
 from motet.core.errors import ConfigError
 from motet.core.section import Described, described
 from motet.core.types import JobState
+from motet.service.http.auth import ReadThreads
 from motet.service.routes.adapters import upload as upload_adapter
 from motet.service.routes.files import upload
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
 from tests.support.together import at_once
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 OPEN = {"/healthz", "/readyz"}  # routes that need no key
 SIGN_IN = {"/v1/login", "/v1/login/key", "/v1/login/device", "/v1/login/device/key"}
@@ -332,6 +334,20 @@ def test_rollouts_can_be_filtered(house: House) -> None:
     assert rewards("?max_reward=0.5") == [0.0, 0.5]
     assert rewards("?min_reward=0.1&max_reward=0.9&limit=1") == [0.5]
     assert "step 7" in house.refused(404, "GET", "/v1/jobs/ended/rollouts?step=7")["message"]
+
+
+def test_rollouts_that_are_deleted_while_they_wait_for_their_turn_are_not_there(house: House) -> None:
+    who, reading, may = house.store.tenants.who(house.keys["ours"]), house.part(ReadThreads), threading.Event()
+    assert who is not None
+    kept = house.storage.job(house.job["id"]).path / "rollouts" / "0.jsonl"
+    asyncio.run_coroutine_threadsafe(reading.run(who.tenant_id, may.wait), house.app.state.loop)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(house.refused, 404, "GET", "/v1/jobs/ended/rollouts?step=0")
+        wait_until(lambda: bool(reading._queues.get(who.tenant_id)))
+        gone = kept.rename(kept.with_suffix(".gone"))
+        may.set()
+        assert "step 0 of job 'ended' is not there" in asked.result()["message"]
+    gone.rename(kept)
 
 
 # --- events -----------------------------------------------------------------------------------------------------------------

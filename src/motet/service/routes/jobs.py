@@ -182,10 +182,11 @@ async def rollouts(
     directory, evals = service.storage.job(job.id), purpose == "eval"
     steps = await asyncio.to_thread(directory.sampled, evals=evals)
     chosen = steps[-1] if step is None and steps else step
+    what = f"the evaluation of version {chosen}" if evals else f"the rollouts of step {chosen}"
+    missing = f"{what} of job {job.name!r} is not there"
     if chosen is None or chosen not in steps:
-        what = f"the evaluation of version {step}" if evals else f"the rollouts of step {step}"
         nothing = "no evaluation is done yet" if evals else "no step is done yet"
-        raise Refusal(404, f"{what} of job {job.name!r} is not there" if steps else nothing)
+        raise Refusal(404, missing if steps else nothing)
 
     def fits(rollout: dict[str, Any]) -> bool:
         reward = rollout["reward"]
@@ -200,7 +201,10 @@ async def rollouts(
 
     def read() -> list[dict[str, Any]]:
         fitting = itertools.islice(filter(fits, directory.each_rollout(chosen, evals=evals)), limit)
-        shown = [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
+        try:
+            shown = [{name: value for name, value in one.items() if name not in hidden} for one in fitting]
+        except FileNotFoundError as error:  # deleted while this waited for its turn
+            raise Refusal(404, missing) from error
         for one in shown:
             if isinstance(one.get("error"), str):  # an error from a reward may contain its file's path
                 one["error"] = service.storage.without_places(one["error"])
