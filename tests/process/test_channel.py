@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from motet.core.errors import EngineError
+from motet.core.types import FloatArray, IntArray
 from motet.process.channel import LONGEST_LINE, ChannelMessage, Child, decode, encode
 
 ECHO = """
@@ -46,11 +48,18 @@ class Values(ChannelMessage, frozen=True):
     values: dict[str, Any]
 
 
+class Arrays(ChannelMessage, frozen=True):
+    """Many numbers."""
+
+    ids: IntArray
+    scores: FloatArray
+
+
 class Half(ChannelMessage, frozen=True):
     """Asks for half a message, and the end."""
 
 
-Kinds = Text | Values | Half
+Kinds = Text | Values | Arrays | Half
 
 
 def test_values_survive_the_way() -> None:
@@ -58,6 +67,19 @@ def test_values_survive_the_way() -> None:
     assert decode(encode(Values(values)), Kinds) == Values(values)
     nan = decode(encode(Values({"nan": math.nan})), Kinds)
     assert math.isnan(nan.values["nan"])
+
+
+def test_arrays_survive_the_way_and_take_six_bytes_a_number() -> None:
+    floats = np.random.default_rng(5).standard_normal((1000, 3)).astype(np.float32)
+    floats[0] = math.nan, -math.inf, -0.0
+    for ids, scores in ((np.arange(1000, 4000, dtype=np.int32), floats), (np.empty(0, np.int32), floats[:0])):
+        line = encode(Arrays(ids, scores))
+        found = decode(line, Kinds)
+        assert (found.ids.dtype, found.ids.tolist()) == (np.int32, ids.tolist())
+        assert (found.scores.dtype, found.scores.shape) == (np.float32, scores.shape)
+        assert found.scores.tobytes() == scores.tobytes()
+        assert found.scores.flags.writeable
+        assert len(line) <= 200 + 6 * (scores.size + ids.size)
 
 
 @pytest.mark.parametrize("line", [b"{}", b'{"type":"Other"}', b'{"type":"Text","text":7}', b"[]", b'{"type":"Te'])
