@@ -13,15 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from motet.cluster.hosts import Hosts
+from motet.config.service import HttpConfig
 from motet.core.types import JobState
 from motet.runtime.client_loop import ABOUT
-from motet.runtime.journal import Done, Failed, Journal, Nothing
+from motet.runtime.journal import Done, Failed, Gradient, Journal, Nothing, Tensor
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
@@ -343,6 +345,33 @@ def test_stops_of_a_sample_are_few(house: House) -> None:
         error = house.refused(400, "POST", f"{PREFIX}/asample", json={**sample, "sampling_params": {"stop": many}})
         assert error["param"] == "sampling_params.stop"
         assert words in error["message"]
+
+
+def test_answers_take_a_tenants_memory_until_they_are_sent_and_one_always_fits(tmp_path: Path) -> None:
+    with open_house(tmp_path, http=HttpConfig(open_mb_per_tenant=1.0)) as house:
+        model, who, room = made(house), house.store.tenants.who(house.keys["ours"]), house.part(OpenBytes)
+        assert who is not None
+        kept = journal(house, model)
+        for number, length in ((1, 50_000), (2, 500_000)):
+            kept.write(number, Nothing())
+            kept.answer(number, Gradient([Tensor.of(np.zeros(length, np.float32))], {}))
+
+        payer = f"answers of {who.tenant_id}"
+
+        def fetched(number: int) -> int:
+            body = {"request_id": f"{model}/{number}"}
+            return house.ask("POST", f"{PREFIX}/retrieve_future", json=body).status_code
+
+        def all_fetched() -> None:
+            for number in (1, 2):
+                assert fetched(number) == 200
+                wait_until(lambda: payer not in room._taken)
+
+        all_fetched()
+        room.take(payer, 2**19)  # of one that a slow client reads
+        assert [fetched(1), fetched(2)] == [429, 429]
+        room.give_back(payer, 2**19)
+        all_fetched()
 
 
 def test_a_client_is_told_what_it_waits_for(house: House) -> None:

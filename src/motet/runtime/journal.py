@@ -207,6 +207,13 @@ class Journal:
         data = self._read(number, "out")
         return None if data is None else msgspec.msgpack.decode(data, type=AnyOutcome)
 
+    def outcome_bytes(self, number: int) -> int:
+        """Size of the outcome of a command; 0 until it is done."""
+        try:
+            return self._file(number, "out").stat().st_size
+        except FileNotFoundError:
+            return 0
+
     def done(self, number: int) -> bool:
         """Whether a command has an outcome."""
         return self._file(number, "out").exists()

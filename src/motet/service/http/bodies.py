@@ -56,6 +56,8 @@ _SPREAD = 8
 _SPOOLED = 2**20
 """Memory of open requests, in total and per tenant. Thread-safe."""
 _NOBODY, _NOBODYS_PART = "", 8
+_BODY = "motet.body"
+"""Key of the `_Body` in a request's scope."""
 _SOON = {"Retry-After": "1"}
 
 
@@ -63,7 +65,8 @@ class OpenBytes:
     """Memory of open requests, in total and per tenant. Thread-safe."""
 
     def __init__(self, config: HttpConfig) -> None:
-        self._most, self._most_of_one = int(config.open_mb * 2**20), int(config.open_mb_per_tenant * 2**20)
+        self._most = int(config.open_mb * 2**20)
+        self.most_of_one = min(self._most, int(config.open_mb_per_tenant * 2**20))
         self._taken = Counter[str]()
         self._total = 0
         self._lock = threading.Lock()
@@ -74,7 +77,7 @@ class OpenBytes:
         Raises:
             HTTPException: no room now (429), or the request is too large for the limit (413).
         """
-        most = self._most_of_one if payer else self._most // _NOBODYS_PART
+        most = self.most_of_one if payer else self._most // _NOBODYS_PART
         if size > most and not always:
             raise HTTPException(413, f"this request takes {size >> 20} MB of memory; {most >> 20} MB are the most here")
         with self._lock:
@@ -98,7 +101,7 @@ class OpenBytes:
 
     def fits(self, payer: str, size: int) -> bool:
         """Whether there is room."""
-        most = self._most_of_one if payer else self._most // _NOBODYS_PART
+        most = self.most_of_one if payer else self._most // _NOBODYS_PART
         with self._lock:
             return self._taken[payer] + size <= most and self._total + size <= self._most
 
@@ -188,6 +191,7 @@ class Bodies:
         reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
         weight = (_SPREAD, limit) if reads_json else (1, _SPOOLED if uploads else limit)
         body = _Body(receive, limit, words, self._room, payer, weight, JsonSize() if reads_json else None)
+        scope[_BODY] = body
         try:
             await self._app(scope, body.receive, send)
         except asyncio.CancelledError:  # the server cancels stuck requests at shutdown
@@ -206,6 +210,18 @@ def _limit(path: str, positions: int) -> int:
     if each or path in _LONG:
         return MOST_PROMPT
     return MOST_SCORES if path.endswith(_SCORES) else MOST
+
+
+def hold(request: Request, room: OpenBytes, tenant_id: str, size: int) -> None:
+    """Count memory of the answer to a request until it is sent; answers have the room of a tenant beside its requests.
+
+    Raises:
+        HTTPException: no room now (429); one answer at a time always fits.
+    """
+    payer, size = f"answers of {tenant_id}", min(size, room.most_of_one)
+    room.take(payer, size)
+    body: _Body = request.scope[_BODY]
+    body.answer.callback(room.give_back, payer, size)
 
 
 class JsonSize:
@@ -259,6 +275,8 @@ class _Body:
         self._room, self._payer, (self._each, self._most) = room, payer, weight
         self._json = json
         self._read = self._taken = 0
+        self.answer = contextlib.ExitStack()
+        """Releases what the answer takes."""
 
     async def receive(self) -> Message:
         """The next message."""
@@ -276,6 +294,7 @@ class _Body:
 
     def close(self) -> None:
         """Release the memory after the response."""
+        self.answer.close()
         if self._taken:
             self._room.give_back(self._payer, self._taken)
             self._taken = 0

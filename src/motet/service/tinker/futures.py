@@ -47,6 +47,8 @@ _TOKEN_BYTES = 40
 """Bytes of a token id in a list."""
 _RESULT_BYTES = 8
 """Bytes of a token with its logprob in an answer."""
+_COPIES = 3
+"""Copies of an outcome while it is written as an answer."""
 
 
 _DIGITS = 10
@@ -201,8 +203,14 @@ class Futures:
         for name in [name for name, one in self._samples.items() if one.key in keys and not one.ended]:
             self._cancel(name)
 
-    async def wait(self, who: Principal, request_id: str, seconds: float = POLL_SECONDS) -> Answer:
-        """Wait for an answer; after `seconds`, return that there is none yet.
+    async def wait(
+        self,
+        who: Principal,
+        request_id: str,
+        seconds: float = POLL_SECONDS,
+        hold: Callable[[int], None] = lambda size: None,
+    ) -> Answer:
+        """Wait for an answer; after `seconds`, return that there is none yet. `hold` counts its memory before it is read.
 
         Raises:
             Refusal: there is no such future.
@@ -213,14 +221,18 @@ class Futures:
         job = await asyncio.to_thread(self._models.find, who, model_id)
         if not number.isdecimal() or len(number) > _DIGITS:
             raise Refusal(404, f"there is no request {request_id!r}")
-        return await self._command(job, int(number), request_id, seconds)
+        return await self._command(job, int(number), request_id, seconds, hold)
 
-    async def _command(self, job: StoredJob, number: int, request_id: str, seconds: float) -> Answer:
+    async def _command(
+        self, job: StoredJob, number: int, request_id: str, seconds: float, hold: Callable[[int], None]
+    ) -> Answer:
         journal, until = self._models.journal(job), time.monotonic() + seconds
         while True:
             changed = self._bus.next(job.id)  # taken before reading, to miss nothing
             waits = journal.waits(number)  # before its outcome, with which it may go
-            outcome = await asyncio.to_thread(journal.outcome, number)
+            if size := journal.outcome_bytes(number):
+                hold(_COPIES * size)
+            outcome = await asyncio.to_thread(journal.outcome, number) if size else None
             match outcome:
                 case Gradient():
                     return write_gradient(outcome)

@@ -16,6 +16,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal
+from motet.service.http.bodies import hold
 from motet.service.http.rights import check
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
 from motet.service.tinker.models import Models
@@ -231,9 +232,12 @@ def save_external(
 
 
 @router.post("/retrieve_future", response_model=None)
-async def retrieve_future(who: Asker, tinker: TinkerDep, wanted: RetrieveFuture) -> Response:
+async def retrieve_future(
+    request: Request, who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: RetrieveFuture
+) -> Response:
     """Wait for an answer for a while."""
-    answer = await tinker.futures.wait(who, wanted.request_id)
+    held = functools.partial(hold, request, service.open_bytes, who.tenant_id)
+    answer = await tinker.futures.wait(who, wanted.request_id, hold=held)
     return Response(answer, media_type=CONTENT_TYPE) if isinstance(answer, bytes) else JSONResponse(answer)
 
 
