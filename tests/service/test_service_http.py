@@ -34,6 +34,7 @@ from motet.core.errors import ConfigError
 from motet.core.section import Described, described
 from motet.core.types import JobState
 from motet.service.http.auth import ReadThreads
+from motet.service.http.bodies import OpenBytes
 from motet.service.routes.adapters import upload as upload_adapter
 from motet.service.routes.files import upload
 from tests.support.house import House, error_of, open_house
@@ -334,6 +335,18 @@ def test_rollouts_can_be_filtered(house: House) -> None:
     assert rewards("?max_reward=0.5") == [0.0, 0.5]
     assert rewards("?min_reward=0.1&max_reward=0.9&limit=1") == [0.5]
     assert "step 7" in house.refused(404, "GET", "/v1/jobs/ended/rollouts?step=7")["message"]
+
+
+def test_rollouts_take_a_tenants_memory_until_they_are_sent(house: House) -> None:
+    who, room = house.store.tenants.who(house.keys["ours"]), house.part(OpenBytes)
+    assert who is not None
+    payer = f"answers of {who.tenant_id}"
+    assert house.ask("GET", "/v1/jobs/ended/rollouts?step=0").is_success
+    wait_until(lambda: payer not in room._taken)
+    room.take(payer, room.most_of_one)  # of others that a slow client reads
+    assert "memory" in house.refused(429, "GET", "/v1/jobs/ended/rollouts?step=0")["message"]
+    room.give_back(payer, room.most_of_one)
+    assert len(house.ask("GET", "/v1/jobs/ended/rollouts?step=0").json()["data"]) == 4
 
 
 def test_rollouts_that_are_deleted_while_they_wait_for_their_turn_are_not_there(house: House) -> None:

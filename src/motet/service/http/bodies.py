@@ -215,6 +215,8 @@ def _limit(path: str, positions: int) -> int:
 def hold(request: Request, room: OpenBytes, tenant_id: str, size: int) -> None:
     """Count memory of the answer to a request until it is sent; answers have the room of a tenant beside its requests.
 
+    Call it in the event loop: in a thread, the request may have ended.
+
     Raises:
         HTTPException: no room now (429); one answer at a time always fits.
     """
