@@ -35,6 +35,7 @@ from motet.core.section import Described, described
 from motet.core.types import JobState
 from motet.service.http.auth import ReadThreads
 from motet.service.http.bodies import OpenBytes
+from motet.service.http.downloads import MOST_OPEN, Packing
 from motet.service.routes.adapters import upload as upload_adapter
 from motet.service.routes.files import upload
 from tests.support.house import House, error_of, open_house
@@ -361,6 +362,24 @@ def test_rollouts_that_are_deleted_while_they_wait_for_their_turn_are_not_there(
         may.set()
         assert "step 0 of job 'ended' is not there" in asked.result()["message"]
     gone.rename(kept)
+
+
+def test_few_downloads_of_a_tenant_are_packed_and_not_sent_yet(house: House) -> None:
+    who, reading, may = house.store.tenants.who(house.keys["ours"]), house.part(ReadThreads), threading.Event()
+    assert who is not None
+    path, packing = "/v1/adapters/brought/download", house.part(Packing)
+    asyncio.run_coroutine_threadsafe(reading.run(who.tenant_id, may.wait), house.app.state.loop)
+    with ThreadPoolExecutor(MOST_OPEN) as threads:
+        asked = [threads.submit(house.ask, "GET", path) for _ in range(MOST_OPEN)]
+        try:
+            wait_until(lambda: len(reading._queues.get(who.tenant_id, ())) == MOST_OPEN)
+            told = house.ask("GET", path, timeout=5.0)
+        finally:
+            may.set()
+        assert [one.result().status_code for one in asked] == [200] * MOST_OPEN
+    assert (told.status_code, told.headers["retry-after"]) == (429, "5")
+    wait_until(lambda: not packing._open)
+    assert house.ask("GET", path).is_success
 
 
 # --- events -----------------------------------------------------------------------------------------------------------------

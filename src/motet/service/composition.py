@@ -20,6 +20,7 @@ from motet.service.database.store import Store
 from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads, WriteThreads
 from motet.service.http.bodies import OpenBytes
+from motet.service.http.downloads import Packing
 from motet.service.http.sign_in import SignIns
 from motet.service.jobs.erasure import Erasure
 from motet.service.jobs.fine_tuning import FineTunings
@@ -95,6 +96,7 @@ class Service:
         self.check_threads = CheckThreads(_CHECKING, http.waiting_per_tenant)
         self.read_threads = ReadThreads(_READING, http.waiting_per_tenant)
         self.write_threads = WriteThreads(_WRITING, http.requests_per_key)
+        self.packing = Packing(self.storage.directory, self.read_threads)
         limits = WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds, http.work_memory_mb)
         self.apart, self.open_bytes = Apart(limits), OpenBytes(http)
         self.sign_ins = SignIns(settings, store, secrets)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -212,18 +213,24 @@ def _limit(path: str, positions: int) -> int:
     return MOST_SCORES if path.endswith(_SCORES) else MOST
 
 
+def when_sent(request: Request, call: Callable[[], object]) -> None:
+    """Call a function when the answer to a request is sent, or its client has gone.
+
+    Use it in the event loop: in a thread, the request may have ended.
+    """
+    body: _Body = request.scope[_BODY]
+    body.answer.callback(call)
+
+
 def hold(request: Request, room: OpenBytes, tenant_id: str, size: int) -> None:
     """Count memory of the answer to a request until it is sent; answers have the room of a tenant beside its requests.
-
-    Call it in the event loop: in a thread, the request may have ended.
 
     Raises:
         HTTPException: no room now (429); one answer at a time always fits.
     """
     payer, size = f"answers of {tenant_id}", min(size, room.most_of_one)
     room.take(payer, size)
-    body: _Body = request.scope[_BODY]
-    body.answer.callback(room.give_back, payer, size)
+    when_sent(request, functools.partial(room.give_back, payer, size))
 
 
 class JsonSize:
@@ -278,7 +285,7 @@ class _Body:
         self._json = json
         self._read = self._taken = 0
         self.answer = contextlib.ExitStack()
-        """Releases what the answer takes."""
+        """Called when the answer is sent."""
 
     async def receive(self) -> Message:
         """The next message."""

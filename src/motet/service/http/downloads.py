@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
 from motet.service.errors import Refusal
+from motet.service.http.auth import ReadThreads
+from motet.service.http.bodies import when_sent
 
+MOST_OPEN = 16
 _PIECE = 2**20
+
+
+class Packing:
+    """Packs downloads in the turns of their tenants. A tenant may have few, because each is on the disk until it is sent."""
+
+    def __init__(self, scratch: Path, turns: ReadThreads) -> None:
+        self._scratch, self._turns = scratch, turns
+        self._open = Counter[str]()
+        """Downloads by tenant."""
+
+    async def answer(
+        self, request: Request, tenant_id: str, source: Path, write: Callable[[IO[bytes]], None], kind: str, name: str
+    ) -> Response:
+        """A download of a directory.
+
+        Raises:
+            Refusal: too many of this tenant are open, or the directory was deleted before it was packed.
+        """
+        if self._open[tenant_id] >= MOST_OPEN:
+            words = f"{MOST_OPEN} downloads of this tenant are open, the most here; wait for some to end"
+            raise Refusal(429, words, headers={"Retry-After": "5"})
+        self._open[tenant_id] += 1
+        when_sent(request, functools.partial(self._sent, tenant_id))
+        return await self._turns.run(tenant_id, lambda: packed(self._scratch, source, write, kind, name))
+
+    def _sent(self, tenant_id: str) -> None:
+        self._open[tenant_id] -= 1
+        if not self._open[tenant_id]:
+            del self._open[tenant_id]
 
 
 def packed(scratch: Path, source: Path, write: Callable[[IO[bytes]], None], kind: str, name: str) -> Response:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Annotated
 
-from fastapi import APIRouter, Depends, Query, UploadFile
+from fastapi import APIRouter, Depends, Query, Request, UploadFile
 from fastapi import File as FormFile
 from fastapi.responses import Response
 
@@ -26,7 +26,6 @@ from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, NamedJob, ServiceDep, worked
 from motet.service.errors import Refusal, existing
-from motet.service.http.downloads import packed
 from motet.service.schemas import Version, Versions
 from motet.service.schemas.adapters import Adapter, Adapters, Share, ShareRequest, Shares
 
@@ -59,14 +58,14 @@ def list_versions(service: ServiceDep, job: NamedJob) -> Versions:
 
 @router.get("/jobs/{job}/versions/{version}/download", response_class=Response)
 async def download_version(
-    who: Asker, service: ServiceDep, job: NamedJob, version: str, receipts: WithReceipts = False
+    request: Request, who: Asker, service: ServiceDep, job: NamedJob, version: str, receipts: WithReceipts = False
 ) -> Response:
     """Download a version (a number, `best` or `latest`) as a .tar.gz of a PEFT directory."""
     saved = await asyncio.to_thread(service.storage.version, job.id, version)
     if saved is None:
         kept = ", ".join(map(str, service.storage.job(job.id).versions())) or "none yet"
         raise Refusal(404, f"version {version!r} of job {job.name!r} does not exist; kept versions: {kept}")
-    return await _archive(service, who.tenant_id, saved[1], f"{job.name}-v{saved[0]}", receipts)
+    return await _archive(request, service, who.tenant_id, saved[1], f"{job.name}-v{saved[0]}", receipts)
 
 
 @router.post("/adapters", status_code=201)
@@ -112,13 +111,15 @@ def list_adapters(who: Asker, service: ServiceDep) -> Adapters:
 
 
 @router.get("/adapters/{adapter:path}/download", response_class=Response)
-async def download(who: Asker, service: ServiceDep, adapter: str, receipts: WithReceipts = False) -> Response:
+async def download(
+    request: Request, who: Asker, service: ServiceDep, adapter: str, receipts: WithReceipts = False
+) -> Response:
     """Download an adapter as a .tar.gz: an uploaded one, `job@version`, or a shared `tenant/job@version`."""
     resolved = existing(
         await asyncio.to_thread(service.adapters.find, who, adapter), f"there is no adapter {adapter!r}"
     )
     receipts = receipts and resolved.job_of is not None and (who.admin or resolved.job_of == who.tenant_id)
-    return await _archive(service, who.tenant_id, resolved.path, resolved.name, receipts)
+    return await _archive(request, service, who.tenant_id, resolved.path, resolved.name, receipts)
 
 
 @router.get("/adapters/{adapter}")
@@ -170,16 +171,15 @@ async def _examined(hosts: Hosts, directory: Path, base: str) -> AdapterExamined
     raise Refusal(400, reason.replace(f"{directory}/", "").replace(str(directory), "the adapter"))
 
 
-async def _archive(service: Service, key: str, directory: Path, name: str, receipts: bool) -> Response:
+async def _archive(
+    request: Request, service: Service, key: str, directory: Path, name: str, receipts: bool
+) -> Response:
     """An adapter as a .tar.gz, packed in the turn of `key`."""
-    scratch = service.storage.directory
 
     def pack(file: IO[bytes]) -> None:
         pack_into(file, directory, name, service.storage.receipts(directory) if receipts else None)
 
-    return await service.read_threads.run(
-        key, lambda: packed(scratch, directory, pack, "application/gzip", f"{name}.tar.gz")
-    )
+    return await service.packing.answer(request, key, directory, pack, "application/gzip", f"{name}.tar.gz")
 
 
 def _size(directory: Path) -> int:

@@ -18,7 +18,6 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal, existing
-from motet.service.http.downloads import packed
 from motet.service.http.opened import opened_by
 from motet.service.tenants.stored import measured
 from motet.service.tinker.checkpoints import (
@@ -177,15 +176,13 @@ async def download_checkpoint(request: Request, service: ServiceDep, tinker: Tin
     job = existing(await asyncio.to_thread(service.store.job_by_id, link.job), "the model is gone")
     directory = (await asyncio.to_thread(tinker.checkpoints.named, job, link.kind, link.name)).directory
     if link.file == ARCHIVE:
-        return await service.read_threads.run(
+        return await service.packing.answer(
+            request,
             job.tenant_id,
-            lambda: packed(
-                service.storage.directory,
-                directory,
-                lambda file: archive_into(file, directory),
-                "application/x-tar",
-                ARCHIVE,
-            ),
+            directory,
+            lambda file: archive_into(file, directory),
+            "application/x-tar",
+            ARCHIVE,
         )
     return FileResponse(directory / link.file, filename=link.file)
 
