@@ -17,17 +17,25 @@ def path(session: str, name: str = "000004") -> str:
 def test_sessions_are_numbered_by_source_and_not_by_what_was_sent_again() -> None:
     sessions = SamplingSessions()
     session, other = "session-" + "0" * 32, "session-" + "1" * 32
-    assert sessions.number(session, 5, path(session)) == 0, "saves before it may have been sent twice"
-    assert sessions.number(session, 9, path(session)) == 1, "a second session of this source has other samples"
-    assert sessions.number(session, 5, path(session)) == 0, "asked again"
-    assert sessions.number(session, 7, path(session, "000008")) == 0
-    assert sessions.number(other, 3, path(session)) == 0
-    many = [sessions.number(session, given, "base") for given in range(1000)]
+    assert sessions.number("us", session, 5, path(session)) == 0, "saves before it may have been sent twice"
+    assert sessions.number("us", session, 9, path(session)) == 1, "a second session of this source has other samples"
+    assert sessions.number("us", session, 5, path(session)) == 0, "asked again"
+    assert sessions.number("us", session, 7, path(session, "000008")) == 0
+    assert sessions.number("us", other, 3, path(session)) == 0
+    many = [sessions.number("us", session, given, "base") for given in range(1000)]
     assert len(set(many)) == 1000
-    assert sessions.number(session, 3, "base") == 3
+    assert sessions.number("us", session, 3, "base") == 3
     for given in range(10_000):
-        sessions.number(session, given, f"path-{given}")
-    assert sessions.number(other, 8, path(session)) == 0, "what was forgotten is numbered anew"
+        sessions.number("us", session, given, f"path-{given}")
+    assert sessions.number("us", other, 8, path(session)) == 0, "what was forgotten is numbered anew"
+
+
+def test_sessions_of_other_tenants_change_no_number() -> None:
+    sessions, session = SamplingSessions(), "session-" + "0" * 32
+    assert sessions.number("us", session, 1, "base") == 0
+    for given in range(10_000):
+        sessions.number("them", f"session-{given}", 1, "base")
+    assert sessions.number("us", session, 2, "base") == 1
 
 
 def seed_of(name: str, number: int = 2) -> int | None:

@@ -76,16 +76,18 @@ class SamplingSessions:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[str, str], dict[int, int]] = OrderedDict()
+        self._known: dict[str, OrderedDict[tuple[str, str], dict[int, int]]] = {}
+        """By tenant: what others open must change no number."""
         self._lock = threading.Lock()
 
-    def number(self, session_id: str, given: int, what: str) -> int:
+    def number(self, tenant_id: str, session_id: str, given: int, what: str) -> int:
         """The place of the client's session `given` among those of the source `what`, from 0; the same if asked again."""
         with self._lock:
-            places = self._known.setdefault((session_id, what), {})
-            self._known.move_to_end((session_id, what))
-            if len(self._known) > _MOST_SOURCES:
-                self._known.popitem(last=False)
+            known = self._known.setdefault(tenant_id, OrderedDict())
+            places = known.setdefault((session_id, what), {})
+            known.move_to_end((session_id, what))
+            if len(known) > _MOST_SOURCES:
+                known.popitem(last=False)
             if given not in places and len(places) == _MOST_OF_A_SOURCE:
                 return _MOST_OF_A_SOURCE + given
             return places.setdefault(given, len(places))

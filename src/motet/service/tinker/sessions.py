@@ -89,7 +89,8 @@ def create_sampling_session(who: Asker, tinker: TinkerDep, wanted: CreateSamplin
     if wanted.model_path is not None:
         tinker.samplers.of_path(who, wanted.model_path)
         what = path_part(wanted.model_path)
-    number = tinker.samplers.sessions.number(wanted.session_id, wanted.sampling_session_seq_id, what)
+    given = wanted.session_id, wanted.sampling_session_seq_id
+    number = tinker.samplers.sessions.number(who.tenant_id, *given, what)
     name = sampler_id(wanted.session_id, number, what)
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
