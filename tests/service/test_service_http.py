@@ -29,7 +29,7 @@ from motet.cluster.hosts import Hosts
 from motet.cluster.messages import AdapterExamined, Answered
 from motet.commands.answers import say, table
 from motet.commands.serve import serve
-from motet.config.service import ServiceConfig
+from motet.config.service import HttpConfig, ServiceConfig
 from motet.core.errors import ConfigError
 from motet.core.section import Described, described
 from motet.core.types import JobState
@@ -362,6 +362,31 @@ def test_rollouts_that_are_deleted_while_they_wait_for_their_turn_are_not_there(
         may.set()
         assert "step 0 of job 'ended' is not there" in asked.result()["message"]
     gone.rename(kept)
+
+
+def test_few_uploads_of_a_tenant_are_received_at_a_time(tmp_path: Path) -> None:
+    may = threading.Event()
+    head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+
+    def slowly() -> Iterator[bytes]:
+        yield head
+        may.wait(60)
+        yield ROWS + b"\r\n--x--\r\n"
+
+    with open_house(tmp_path, http=HttpConfig(waiting_per_tenant=2)) as house, ThreadPoolExecutor(2) as threads:
+        kind = {"Content-Type": "multipart/form-data; boundary=x"}
+        slow = [
+            threads.submit(house.ask, "POST", "/v1/files", content=slowly(), headers=kind, timeout=60.0) for _ in "ab"
+        ]
+        try:
+            wait_until(lambda: house.bodies._uploads.total() == 2)
+            told = house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)})
+            theirs = house.ask("POST", "/v1/files", "theirs", files={"file": ("a.jsonl", ROWS)})
+        finally:
+            may.set()
+        assert (told.status_code, "2 uploads" in told.text, theirs.status_code) == (429, True, 201)
+        assert [one.result().status_code for one in slow] == [201, 201]
+        assert house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)}).is_success
 
 
 def test_few_downloads_of_a_tenant_are_packed_and_not_sent_yet(house: House) -> None:

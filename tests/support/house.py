@@ -33,6 +33,7 @@ from motet.service.composition import Service
 from motet.service.database.store import Store
 from motet.service.database.tables import Share, UploadedAdapter, now
 from motet.service.database.tenants import Principal
+from motet.service.http.bodies import Bodies
 from motet.service.http.connections import Connections, raise_open_files
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.settings import Settings
@@ -73,6 +74,14 @@ class House:
     def storage(self) -> Storage:
         """Its files."""
         return self.service.storage
+
+    @property
+    def bodies(self) -> Bodies:
+        """What limits its requests."""
+        layer: Any = self.app.middleware_stack
+        while not isinstance(layer, Bodies):
+            layer = getattr(layer, "app", None) or layer._app
+        return layer
 
     @property
     def recorder(self) -> EventRecorder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from motet.core.errors import LimitError
 from motet.service.database.store import Store
 from motet.service.events import EventBus
 from motet.service.http.auth import WriteThreads
-from motet.service.http.bodies import Bodies, OpenBytes
+from motet.service.http.bodies import OpenBytes
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.models import Models
@@ -47,14 +46,6 @@ def tenant(house: House) -> str:
     """The id of the tenant whose writes wait."""
     found: str = house.ask("GET", "/v1/limits").json()["id"]
     return found
-
-
-def open_requests(house: House) -> Counter[str]:
-    """Open requests of each key."""
-    layer: Any = house.app.middleware_stack
-    while not isinstance(layer, Bodies):
-        layer = getattr(layer, "app", None) or layer._app
-    return layer._requests
 
 
 def upload(house: House, model: str, number: int) -> httpx2.Response:
@@ -91,7 +82,7 @@ WRITES: dict[str, Callable[[House, str, int], httpx2.Response]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_that_wait_for_another_of_their_tenant_hold_up_nobody_else(house: House, name: str) -> None:
-    model, waiting = made(house), open_requests(house)
+    model, waiting = made(house), house.bodies._requests
     with ThreadPoolExecutor(MANY) as threads, house.part(Quotas).storing(tenant(house), 0):
         for number in range(MANY):
             threads.submit(WRITES[name], house, model, 1 + number)
@@ -167,7 +158,7 @@ def test_a_sample_that_is_sent_again_is_one(tmp_path: Path) -> None:
 def test_a_sample_that_is_sent_again_before_it_has_begun_is_one_or_none(house: House, room: float | None) -> None:
     body, futures, who = numbered(house), house.part(Futures), house.store.tenants.who(house.keys["ours"])
     assert who is not None
-    before, waiting = futures.open(who), open_requests(house)
+    before, waiting = futures.open(who), house.bodies._requests
     with ThreadPoolExecutor(5) as threads:
         with house.part(Quotas).storing(who.tenant_id, 0):
             house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"storage_mb": room})

@@ -97,7 +97,7 @@ class HttpConfig(Config):
     processes: int = Field(2, ge=1, le=256)
     """Processes for expensive work: answer schemas, gradients, job files."""
     waiting_per_tenant: int = Field(64, ge=1, le=10**6)
-    """Pieces of such work that may wait, for one tenant."""
+    """Pieces of such work that may wait, and uploads that may be open, for one tenant."""
     work_seconds: float = Field(5.0, gt=0, le=3600)
     """CPU time for one piece of such work."""
     work_memory_mb: int = Field(1024, ge=256, le=10**6)

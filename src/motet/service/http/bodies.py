@@ -140,6 +140,8 @@ class Bodies:
         self._positions, self._stopping = positions, stopping
         self._requests = Counter[str]()
         """Open requests by asker."""
+        self._uploads = Counter[str]()
+        """Open uploads by tenant."""
         self._limits = {path: int(limit * 2**20) + _AROUND for path, limit in uploads.items()}
         self._words = {
             path: f"this is larger than {limit:g} MB, the limit of this service" for path, limit in uploads.items()
@@ -189,10 +191,16 @@ class Bodies:
                 )
                 await _drain(receive, MOST)
                 return
+        if uploads and self._uploads[payer] >= (most := self._config.waiting_per_tenant):
+            words = f"{most} uploads of this tenant are open, the most here; wait for some to end"
+            await self._refusal(429, words, headers=_SOON)(scope, receive, send)
+            await _drain(receive, MOST)
+            return
         reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
         weight = (_SPREAD, limit) if reads_json else (1, _SPOOLED if uploads else limit)
         body = _Body(receive, limit, words, self._room, payer, weight, JsonSize() if reads_json else None)
         scope[_BODY] = body
+        self._uploads[payer] += uploads  # each is a file on the disk until it is checked
         try:
             await self._app(scope, body.receive, send)
         except asyncio.CancelledError:  # the server cancels stuck requests at shutdown
@@ -200,6 +208,7 @@ class Bodies:
                 raise
         finally:
             body.close()
+            self._uploads[payer] -= uploads
 
 
 def _limit(path: str, positions: int) -> int:
