@@ -155,6 +155,15 @@ def test_what_is_published_is_there_for_all_until_it_is_not(house: House) -> Non
         assert (removed.status_code, place.is_dir()) == (404, True)
 
 
+def test_a_run_says_when_it_was_asked_last(house: House) -> None:
+    model = made(house)
+    step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+    assert house.ask("POST", f"{PREFIX}/optim_step", json=step).is_success
+    os.utime(journal(house, model).path / "00000001.sum", (10**9, 10**9))
+    run = house.ask("GET", f"{PREFIX}/training_runs/{model}").json()
+    assert run["last_request_time"] == "2001-09-09T01:46:40Z"
+
+
 def test_a_checkpoint_that_goes_while_it_is_listed_is_left_out(house: House) -> None:
     model = made(house)
     place, run = saved(house, model), f"/training_runs/{model}"

@@ -226,6 +226,14 @@ class Journal:
         """Whether a command is kept: it may have no outcome yet."""
         return self._file(number, "cmd").exists()
 
+    def asked_at(self) -> float | None:
+        """When the last command came, in Unix seconds; None if none is kept."""
+        last = max(self.path.glob("*.sum"), default=None)
+        try:
+            return None if last is None else last.stat().st_mtime
+        except FileNotFoundError:  # the session has just ended
+            return None
+
     def cancel(self, number: int) -> None:
         """Ask the session to stop a gradient that is not done."""
         if self.known(number) and not self.done(number):

@@ -71,7 +71,7 @@ def _run(models: Models, checkpoints: Checkpoints, owner: str, job: StoredJob) -
         "is_lora": True,
         "corrupted": job.state == "failed",
         "lora_rank": job.spec["adapter"]["rank"],
-        "last_request_time": iso(job.ended or job.created),
+        "last_request_time": iso(models.journal(job).asked_at() or job.ended or job.created),
         "last_checkpoint": next(iter(last[WEIGHTS]), None),
         "last_sampler_checkpoint": next(iter(last[SAMPLER]), None),
         "user_metadata": models.journal(job).description().get("user_metadata"),
