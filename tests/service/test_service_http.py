@@ -34,7 +34,6 @@ from motet.core.errors import ConfigError
 from motet.core.section import Described, described
 from motet.core.types import JobState
 from motet.service.http.auth import ReadThreads
-from motet.service.http.bodies import OpenBytes
 from motet.service.http.downloads import MOST_OPEN, Packing
 from motet.service.routes.adapters import upload as upload_adapter
 from motet.service.routes.files import upload
@@ -339,9 +338,9 @@ def test_rollouts_can_be_filtered(house: House) -> None:
 
 
 def test_rollouts_take_a_tenants_memory_until_they_are_sent(house: House) -> None:
-    who, room = house.store.tenants.who(house.keys["ours"]), house.part(OpenBytes)
+    who, room = house.store.tenants.who(house.keys["ours"]), house.service.open_answers
     assert who is not None
-    payer = f"answers of {who.tenant_id}"
+    payer = who.tenant_id
     assert house.ask("GET", "/v1/jobs/ended/rollouts?step=0").is_success
     wait_until(lambda: payer not in room._taken)
     room.take(payer, room.most_of_one)  # of others that a slow client reads

@@ -357,15 +357,15 @@ def test_stops_of_a_sample_are_few(house: House) -> None:
 
 
 def test_answers_take_a_tenants_memory_until_they_are_sent_and_one_always_fits(tmp_path: Path) -> None:
-    with open_house(tmp_path, http=HttpConfig(open_mb_per_tenant=1.0)) as house:
-        model, who, room = made(house), house.store.tenants.who(house.keys["ours"]), house.part(OpenBytes)
+    with open_house(tmp_path, http=HttpConfig(open_mb=4.0, open_mb_per_tenant=1.0)) as house:
+        model, who, room = made(house), house.store.tenants.who(house.keys["ours"]), house.service.open_answers
         assert who is not None
         kept = journal(house, model)
         for number, length in ((1, 50_000), (2, 500_000)):
             kept.write(number, Nothing())
             kept.answer(number, Gradient([Tensor.of(np.zeros(length, np.float32))], {}))
 
-        payer = f"answers of {who.tenant_id}"
+        payer = who.tenant_id
 
         def fetched(number: int) -> int:
             body = {"request_id": f"{model}/{number}"}
@@ -380,6 +380,8 @@ def test_answers_take_a_tenants_memory_until_they_are_sent_and_one_always_fits(t
         room.take(payer, 2**19)  # of one that a slow client reads
         assert [fetched(1), fetched(2)] == [429, 429]
         room.give_back(payer, 2**19)
+        for tenant in ("a", "b", "c", "d"):  # open samples, say
+            house.part(OpenBytes).take(tenant, 2**20 * 4 // 5)
         all_fetched()
 
 

@@ -91,9 +91,9 @@ class HttpConfig(Config):
     """Open event streams of one key."""
     open_mb: float = Field(1024.0, ge=1, le=1e6, allow_inf_nan=False)
     """Memory for bodies of open requests and for open samples: their prompts and longest answers, in total. Results of
-    gradients and lists of rollouts count while they are sent."""
+    gradients and lists of rollouts have as much again while they are sent."""
     open_mb_per_tenant: float = Field(256.0, ge=1, le=1e6, allow_inf_nan=False)
-    """The same for one tenant. Results of gradients and lists of rollouts have as much again."""
+    """The same for one tenant."""
     processes: int = Field(2, ge=1, le=256)
     """Processes for expensive work: answer schemas, gradients, job files."""
     waiting_per_tenant: int = Field(64, ge=1, le=10**6)

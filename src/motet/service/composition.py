@@ -98,7 +98,7 @@ class Service:
         self.write_threads = WriteThreads(_WRITING, http.requests_per_key)
         self.packing = Packing(self.storage.directory, self.read_threads)
         limits = WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds, http.work_memory_mb)
-        self.apart, self.open_bytes = Apart(limits), OpenBytes(http)
+        self.apart, self.open_bytes, self.open_answers = Apart(limits), OpenBytes(http), OpenBytes(http)
         self.sign_ins = SignIns(settings, store, secrets)
         self.access = Access(store.tenants, RateLimit(config.rate), settings.open_to_all)
         self.request_metrics, self.request_files = RequestMetrics(), RequestFiles(settings.directory)

@@ -232,14 +232,14 @@ def when_sent(request: Request, call: Callable[[], object]) -> None:
 
 
 def hold(request: Request, room: OpenBytes, tenant_id: str, size: int) -> None:
-    """Count memory of the answer to a request until it is sent; answers have the room of a tenant beside its requests.
+    """Count memory of the answer to a request until it is sent, in a room for answers: requests must not starve them.
 
     Raises:
         HTTPException: no room now (429); one answer at a time always fits.
     """
-    payer, size = f"answers of {tenant_id}", min(size, room.most_of_one)
-    room.take(payer, size)
-    when_sent(request, functools.partial(room.give_back, payer, size))
+    size = min(size, room.most_of_one)
+    room.take(tenant_id, size)
+    when_sent(request, functools.partial(room.give_back, tenant_id, size))
 
 
 class JsonSize:

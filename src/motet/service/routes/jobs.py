@@ -218,7 +218,7 @@ async def rollouts(
         return f'{head[:-1]}, "data": [{", ".join(rows)}]}}'
 
     body = await service.read_threads.run(who.tenant_id, read)
-    hold(request, service.open_bytes, who.tenant_id, 2 * len(body))
+    hold(request, service.open_answers, who.tenant_id, 2 * len(body))
     return Response(body, media_type="application/json")
 
 

@@ -236,7 +236,7 @@ async def retrieve_future(
     request: Request, who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: RetrieveFuture
 ) -> Response:
     """Wait for an answer for a while."""
-    held = functools.partial(hold, request, service.open_bytes, who.tenant_id)
+    held = functools.partial(hold, request, service.open_answers, who.tenant_id)
     answer = await tinker.futures.wait(who, wanted.request_id, hold=held)
     return Response(answer, media_type=CONTENT_TYPE) if isinstance(answer, bytes) else JSONResponse(answer)
 
