@@ -62,6 +62,43 @@ def test_defaults_are_merged_field_by_field() -> None:
 
 
 @pytest.mark.parametrize(
+    ("defaults", "job", "found"),
+    [
+        ({"race": {"budget": 10**6}}, {"race": 16}, lambda job: (job.race.candidates, job.race.budget) == (16, 10**6)),
+        ({"race": {"budget": 10**6}}, {"race": True}, lambda job: job.race.budget == 10**6),
+        ({"race": {"budget": 10**6}}, {"race": False}, lambda job: job.race is None),
+        ({"race": 16}, {"race": {"budget": 10**6}}, lambda job: (job.race.candidates, job.race.budget) == (16, 10**6)),
+        (
+            {"stop_when": {"no_gain": {"evaluations": 4, "least": 0.1}}},
+            {"stop_when": {"no_gain": 5}, "eval": {"every": 1}},
+            lambda job: (job.stop_when.no_gain.evaluations, job.stop_when.no_gain.least) == (5, 0.1),
+        ),
+        (
+            {"environment": {"name": "x.py:Game", "args": {"data": "boards", "race": 3}}},
+            {"environment": {"args": {"size": 2}}},
+            lambda job: job.environment.args == {"data": "boards", "race": 3, "size": 2},
+        ),
+    ],
+)
+def test_short_forms_are_merged_like_the_sections_they_mean(
+    defaults: dict[str, Any], job: dict[str, Any], found: Any
+) -> None:
+    assert found(only({**JOB, **job}, defaults=defaults))
+
+
+def test_an_override_below_a_short_form_keeps_what_that_says() -> None:
+    job = only({**JOB, "race": 16}, overrides=("race.first=10",))
+    assert job.race is not None
+    assert (job.race.candidates, job.race.first) == (16, 10)
+    rules = {"stop_when": {"no_gain": 5}, "eval": {"every": 1}}
+    gain = only({**JOB, **rules}, overrides=("stop_when.no_gain.least=0.1",)).stop_when.no_gain
+    assert gain is not None
+    assert (gain.evaluations, gain.least) == (5, 0.1)
+    assert parse(cluster="ray", overrides=("cluster.address=auto",)).cluster.launcher == "ray"
+    assert parse(rollout="vllm", overrides=("rollout.urls=[http://h:8000]",)).rollout.engine == "vllm"
+
+
+@pytest.mark.parametrize(
     ("reward", "found"),
     [
         ("exact", [("exact", 1.0, {})]),

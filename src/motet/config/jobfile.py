@@ -22,6 +22,16 @@ from motet.core.near import close_matches
 
 Tree = dict[str, Any]
 Valid = TypeVar("Valid", bound=Config)
+_SHORT: Mapping[str, tuple[str, type]] = {
+    "data": ("source", str),
+    "algorithm": ("type", str),
+    "environment": ("name", str),
+    "race": ("candidates", int),
+    "no_gain": ("evaluations", int),
+    "rollout": ("engine", str),
+    "cluster": ("launcher", str),
+}
+"""The field that a section's short form means, and the type of that form."""
 _EXAMPLE = "`- {name: add, data: 'toy:add', reward: exact}`"
 
 
@@ -146,7 +156,7 @@ def jobs_of(
         raise ConfigError(f"{where}: `defaults` must hold fields of a job, such as `steps: 20`")
     if not isinstance(sweep, dict):
         raise ConfigError(f"{where}: `sweep` must map fields to lists of values, such as `optimizer.lr: [1e-4, 3e-4]`")
-    jobs = [merge(defaults, normal_job(job)) for job in map(dict, raw_jobs)]
+    jobs = [merge(defaults, job) for job in raw_jobs]
     jobs = [{**job, "sweep": {**sweep, **_own_sweep(job)}} for job in jobs]
     _apply_overrides(tree, jobs, overrides)
     jobs = [variant for job in jobs for variant in expand(job)]
@@ -163,24 +173,34 @@ def jobs_of(
 
 def normal_job(job: Tree) -> Tree:
     """Spell out shorthands, so that defaults and overrides can be merged field by field."""
-    normal = dict(job)
-    for field, key in (("data", "source"), ("algorithm", "type"), ("environment", "name")):
-        if isinstance(normal.get(field), str):
-            normal[field] = {key: normal[field]}
+    normal = {field: _spelled(field, value) for field, value in job.items()}
+    if isinstance(rules := normal.get("stop_when"), dict):
+        normal["stop_when"] = {field: _spelled(field, value) for field, value in rules.items()}
     return normal
 
 
+def _spelled(field: str, value: Any) -> Any:
+    """A section, from its short form too."""
+    if field == "race" and value is True:
+        return {}
+    key, kind = _SHORT.get(field, ("", None))
+    return {key: value} if type(value) is kind else value
+
+
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """`over` on top of `under`, tables merged field by field; `reward` and `rewards` replace each other."""
-    merged = copy.deepcopy(normal_job(dict(under)))
+    """The job `over` on top of `under`, tables merged field by field; `reward` and `rewards` replace each other."""
+    merged = normal_job(dict(under))
     if "reward" in over or "rewards" in over:
         merged.pop("reward", None)
         merged.pop("rewards", None)
+    return _merged(merged, normal_job(dict(over)))
+
+
+def _merged(under: Tree, over: Tree) -> Tree:
+    merged = copy.deepcopy(under)
     for key, value in over.items():
-        if isinstance(value, dict) and isinstance(merged.get(key), dict) and key not in ("reward", "rewards"):
-            merged[key] = merge(merged[key], value)
-        else:
-            merged[key] = copy.deepcopy(value)
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict) and key not in ("reward", "rewards")
+        merged[key] = _merged(merged[key], value) if both else copy.deepcopy(value)
     return merged
 
 
@@ -222,14 +242,11 @@ def set_path(tree: Tree, path: str, value: Any) -> None:
     whole = path
     *parents, leaf = path.split(".")
     for name in parents:
-        below = tree.get(name)
-        if isinstance(below, str):
-            tree[name] = below = normal_job({name: below})[name]
+        below = _spelled(name, tree.get(name))
         if isinstance(below, list):
             raise ConfigError(f"{whole}: {name} is a list; give it as a whole, such as {name}=[…]")
-        if not isinstance(below, dict):
-            tree[name] = below = {}
-        tree = below
+        tree[name] = below if isinstance(below, dict) else {}
+        tree = tree[name]
     if leaf in ("reward", "rewards"):
         tree.pop("reward", None)
         tree.pop("rewards", None)
