@@ -20,6 +20,7 @@ from motet.report.read import MAX_POINTS, Series, read_lines, read_run
 from motet.report.svg import COLOURS, ticks
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.metrics import STEP_FIELDS
+from tests.support.commands import Motet
 from tests.support.run_directory import step_line, write_job, write_run
 
 
@@ -179,6 +180,26 @@ def test_the_best_version_is_one_that_is_kept(tmp_path: Path) -> None:
     (directory.path / "versions" / "v15").mkdir()
     found = Page(write_report(tmp_path).read_text()).job("add")
     assert (found["best"], found["best_figure"], found["adapter"]) == (15, 0.3, "add/versions/v15")
+
+
+def test_preferences_are_measured_by_their_accuracy(tmp_path: Path, says: Motet) -> None:
+    """`dpo` and `kto` have neither a held-out reward nor a likelihood of held-out answers."""
+    for name, gain in (("first", 0.0), ("second", 0.125)):
+        directory = write_job(tmp_path, name, done=10, steps=10, top=0.5, state="succeeded", every=5)
+        values = {0: 0.5, 5: 0.75 + gain, 10: 0.625}
+        lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+        for line in lines:
+            if "eval" in line:
+                line["eval"] = {"loss": 0.6, "accuracy": values[line["step"]], "margin": 0.1, "rows": 8}
+        directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for version in (5, 10):
+            (directory.path / "versions" / f"v{version}").mkdir(exist_ok=True)
+    found = Page(write_report(tmp_path).read_text()).job("second")
+    assert (found["best"], found["best_figure"], found["adapter"]) == (5, 0.875, "second/versions/v5")
+    assert found["evaluations"] == [0.5, 0.875, 0.625]
+    code, out, _ = says("compare", tmp_path / "first", tmp_path / "second")
+    assert code == 0
+    assert "0.625" in out
 
 
 def test_page_is_deterministic(run: Path) -> None:

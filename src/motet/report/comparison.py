@@ -32,7 +32,7 @@ class EvaluatedJob:
     record: JobRecord
     version: int
     figure: float
-    """Held-out reward, or log-likelihood."""
+    """Held-out reward, accuracy or log-likelihood."""
     problems: Mapping[str, float]
     """Mean reward of each held-out problem, by its prompt and reference answer; empty where none was sampled."""
 

@@ -121,9 +121,10 @@ class JobRecord:
 
     @property
     def evaluations(self) -> Series:
-        """Held-out reward, or log-likelihood, over versions: a step's line evaluates the version it starts from."""
+        """Held-out reward, accuracy or log-likelihood over versions: a step's line evaluates the version it starts from."""
         nll = self.columns.get("eval/nll", Series())
-        return self.columns.get("eval/reward", Series(nll.xs, tuple(-value for value in nll.ys))).known
+        measured = self.columns.get("eval/reward") or self.columns.get("eval/accuracy")
+        return (measured or Series(nll.xs, tuple(-value for value in nll.ys))).known
 
     @property
     def best(self) -> tuple[int, float] | None:

@@ -14,6 +14,8 @@ const SMALL = [ // field of metrics.jsonl, title, note, options
   ["logprob_gap", "Logprob gap", "largest |trainer − sampler|", {plain: true}],
   ["grad_norm", "Gradient norm", "before clipping"],
   ["staleness", "Staleness", "steps that sampling ran ahead", {plain: true}],
+  ["accuracy", "Accuracy", "share of pairs, or answers, that the policy gets right", {share: true}],
+  ["eval/accuracy", "Held-out accuracy", "the same pairs, or answers, at every evaluation", {share: true, joined: true}],
   ["eval/nll", "Held-out NLL", "nats per token of the answers", {joined: true}],
   ["loss", "Loss", "before the update"],
   ["clip_fraction", "Clipped", "share of tokens whose gradient the clip removed", {share: true}],
