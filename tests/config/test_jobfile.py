@@ -206,6 +206,10 @@ def test_an_unknown_field_comes_with_the_fields_there_are() -> None:
     )
 
 
+def test_a_stop_that_would_end_every_answer_is_refused() -> None:
+    assert "job add: sampling.stop.1: String should have at least 1 character" in wrong(sampling={"stop": ["x", ""]})
+
+
 MEANT: dict[str, tuple[dict[str, Any], str]] = {
     "a typo": ({"stepps": 3}, "job add: stepps: there is no such field; did you mean steps?"),
     "a typo below": ({"optimizer": {"lrr": 1}}, "optimizer.lrr: there is no such field; did you mean lr?"),

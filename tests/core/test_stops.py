@@ -49,3 +49,10 @@ def test_text_of_a_tokenizer_that_falls_back_to_bytes_is_final() -> None:
         sent = certain(tokenizer.decode(tokens[:n_tokens]), [], ended=False)
         assert spoken.startswith(sent)
     assert (len(tokens), sent) == (6, spoken)
+
+
+def test_an_empty_stop_would_end_every_answer() -> None:
+    assert until_stop([97, 98], [""], decode) == 1
+    for empty in ("", ["x", ""]):
+        with pytest.raises(ValueError, match="a text is empty"):
+            few(empty)

@@ -133,7 +133,7 @@ class SamplingConfig(Config):
     """Sampling temperature. The trainer uses it too."""
     max_tokens: int = Field(256, ge=1, le=10**7)
     """Largest number of tokens of one turn."""
-    stop: Annotated[list[str], Field(fail_fast=True)] = []
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] = []
     """Stop strings, in addition to the end-of-turn token."""
     top_p: float = 1.0
     """Must be 1 in training: truncated sampling would bias the ratios."""

@@ -16,7 +16,7 @@ def few(stops: Any) -> Any:
     """Check and return stop strings or token ids from a client: every token is compared with all of them.
 
     Raises:
-        ValueError: there are too many, or one is too long.
+        ValueError: there are too many, or one is too long or empty.
     """
     given = stops if isinstance(stops, list) else [stops]
     texts = [one for one in given if isinstance(one, str)]
@@ -24,6 +24,8 @@ def few(stops: Any) -> Any:
         raise ValueError(f"{len(given)} are too many; give at most {MOST_TEXTS} texts or {MOST_IDS} token ids")
     if (longest := max(map(len, texts), default=0)) > LONGEST_TEXT:
         raise ValueError(f"a text has {longest} characters; give at most {LONGEST_TEXT}")
+    if "" in texts:
+        raise ValueError("a text is empty, and every answer would end before its first token; leave it out")
     return stops
 
 

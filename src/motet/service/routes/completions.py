@@ -42,7 +42,7 @@ from motet.service.storage import Storage
 
 router = APIRouter(prefix="/v1", tags=["completions"])
 Text = Annotated[str, Field(max_length=200_000)]
-Stop = Annotated[str, Field(max_length=500)]
+Stop = Annotated[str, Field(min_length=1, max_length=500)]
 """Each is compared at every token."""
 Stops = Annotated[list[Stop], Field(max_length=8)]
 MOST_SEQUENCES = 64
