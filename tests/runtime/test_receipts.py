@@ -402,6 +402,20 @@ def test_forks_into_one_run_at_the_same_moment_are_all_in_its_job_file(project: 
     assert {job.name for job in load_jobs(project / "new/jobs.yaml").jobs} == names
 
 
+def test_a_fork_of_a_job_with_rows_in_its_file_takes_them_along(project: Path) -> None:
+    rows = [{"prompt": f"Write the word number {number}.", "answer": "a"} for number in range(20)]
+    write_jobs(project, job() | {"data": rows, "steps": 1})
+    text = (project / "jobs.yaml").read_text().replace(str(project / "run"), str(project / "run2"))
+    (project / "jobs.yaml").write_text(text)
+    run_config(load_jobs(project / "jobs.yaml"))
+    for name in ("first", "second"):
+        code, output = motet("fork", project / "jobs.yaml", "words@1", project / "new", "--name", name)
+        assert code == 0, output
+    jobs = load_jobs(project / "new/jobs.yaml").jobs
+    assert [one.data.rows for one in jobs] == [rows, rows]
+    assert run_config(load_jobs(project / "new/jobs.yaml", ["steps=2"])).jobs["first"].state == "succeeded"
+
+
 def test_a_fork_replaces_no_job_file_of_something_else(project: Path) -> None:
     own, new = project / "jobs.yaml", project / "new"
     before = own.read_bytes()

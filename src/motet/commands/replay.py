@@ -298,7 +298,7 @@ def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequ
         raise ConfigError(f"{text!r} must name one step, such as {wanted.job}@8")
     own = _job_of(config, wanted.job)
     original = JobDirectory(Path(config.run) / own.name)
-    tree = config.model_copy(update={"run": str(run), "jobs": [own]}).model_dump(mode="json", exclude_unset=True)
+    tree = _tree(config.model_copy(update={"run": str(run), "jobs": [own]}))
     (fields,) = tree["jobs"]
     fields |= {"name": name or own.name, "seed": own.effective_seed}
     new = jobs_of(tree, str(path), overrides)
@@ -336,5 +336,13 @@ def _with_others(new: RunConfig, file: Path) -> RunConfig:
 
 
 def _job_file(config: RunConfig) -> bytes:
+    return _OF_FORK + yaml.safe_dump(_tree(config), sort_keys=False, allow_unicode=True).encode()
+
+
+def _tree(config: RunConfig) -> dict[str, Any]:
+    """A job file's values, with the rows that stand in it."""
     tree = config.model_dump(mode="json", exclude_unset=True)
-    return _OF_FORK + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode()
+    for fields, job in zip(tree["jobs"], config.jobs, strict=True):
+        if job.data.rows is not None:
+            fields["data"]["source"] = job.data.rows
+    return tree
