@@ -235,6 +235,15 @@ def test_a_card_says_how_an_adapter_was_made_and_how_good_it_is(version: Path, t
         assert part in body, part
 
 
+def test_an_adapter_in_the_present_directory_is_not_taken_for_its_base(
+    ours, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(adapter)
+    _, here = asyncio.run(logprobs_here(str(SMALL_BASE), [Path()], lambda _: TEXTS, "float32", 32))
+    assert list(here) == ["", adapter.name]
+    assert all((here[name] == ours[1][name]).all() for name in here)
+
+
 def test_peft_finds_the_base_of_an_export(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by a name of Motet's own, nor by a path that only the directory of the export knows."""
     snapshot = shutil.copytree(SMALL_BASE, tmp_path / "hub/models--team--tiny-base/snapshots/0123")

@@ -175,6 +175,15 @@ def test_what_a_server_samples_is_told(
     assert (found, told in output.replace("\n", " ")) == (code, True), output
 
 
+def test_an_adapter_may_be_in_the_present_directory(
+    scores: Scores, versions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(versions / "right/versions/v4")
+    with serving(scores, "before") as url:
+        found, output = motet_probe(url, versions, "--adapter", ".")
+    assert (found, "answers with v2, not with v4" in output.replace("\n", " ")) == (1, True), output
+
+
 def test_a_server_that_knows_only_the_openai_protocol(scores: Scores, versions: Path) -> None:
     with serving(scores, "right", as_openai) as url:
         code, output = motet_probe(url, versions)

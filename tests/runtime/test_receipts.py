@@ -231,6 +231,14 @@ def test_nothing_is_told_of_a_run_and_a_project_that_were_not_edited(project: Pa
     assert "5 receipts, all as they were saved" in capsys.readouterr().out
 
 
+def test_a_job_is_verified_from_its_own_directory(
+    project: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project / "run/words")
+    assert verify(Path(), project / "jobs.yaml") == 0
+    assert capsys.readouterr().out.startswith("words: ")
+
+
 def test_a_version_may_come_with_the_newest_receipts_alone(trained: Path, tmp_path: Path, capsys: Capsys) -> None:
     version = tmp_path / "words-v4"
     shutil.copytree(trained / f"run/words/versions/v{STEPS}", version)

@@ -165,7 +165,9 @@ def probe(
     with asyncio.Runner() as runner:
         names = runner.run(server.names())  # before the base is loaded, because the address may be wrong
         of_base = server_base or (names[0] if names else None)
-        token_ids, here = runner.run(logprobs_here(base_name, [adapter, *_beside(adapter)], lambda _: texts or TEXTS))
+        token_ids, here = runner.run(
+            logprobs_here(base_name, [adapter, *_beside(adapter.absolute())], lambda _: texts or TEXTS)
+        )
 
         async def ask(name: str | None) -> FloatArray:
             return np.concatenate([await server.score(ids, name, of_base) for ids in token_ids.values()])
@@ -218,7 +220,7 @@ async def logprobs_here(
         for number, path in enumerate(adapters):
             ref = AdapterRef("probe", number)
             await engine.load_adapter(ref, path)
-            found[path.name] = await _scored(engine, token_ids.values(), ref)
+            found[path.absolute().name] = await _scored(engine, token_ids.values(), ref)
             await engine.unload_adapter(ref)
         return token_ids, found
 

@@ -43,7 +43,7 @@ def verify(directory: Path, jobs_file: Path | None = None) -> int:
     Raises:
         RunError: there is no run in the directory.
     """
-    console = Console(emoji=False)
+    console, directory = Console(emoji=False), directory.absolute()  # `.` has no name
     if (directory / ADAPTER_CONFIG).is_file():
         return _verify_version(console, directory, jobs_file)
     jobs = [directory] if _is_job(directory) else sorted(path for path in directory.glob("[!.]*") if _is_job(path))
