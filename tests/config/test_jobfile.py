@@ -210,6 +210,12 @@ def test_a_stop_that_would_end_every_answer_is_refused() -> None:
     assert "job add: sampling.stop.1: String should have at least 1 character" in wrong(sampling={"stop": ["x", ""]})
 
 
+def test_decay_rates_that_divide_by_zero_are_refused() -> None:
+    told = wrong(optimizer={"betas": [1, -0.1]})
+    assert "job add: optimizer.betas.0: Input should be less than 1 (got 1)" in told
+    assert "job add: optimizer.betas.1: Input should be greater than or equal to 0 (got -0.1)" in told
+
+
 MEANT: dict[str, tuple[dict[str, Any], str]] = {
     "a typo": ({"stepps": 3}, "job add: stepps: there is no such field; did you mean steps?"),
     "a typo below": ({"optimizer": {"lrr": 1}}, "optimizer.lrr: there is no such field; did you mean lr?"),

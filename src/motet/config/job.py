@@ -162,7 +162,7 @@ class OptimizerConfig(Config):
     ([The learning rate](learning.md#the-learning-rate)), and prints it."""
     lr_multiplier: float = Field(1.0, gt=0, le=1000)
     """Factor on the learning rate, to adjust `auto`."""
-    betas: tuple[float, float] = AdamW.betas
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = AdamW.betas
     """AdamW's decay rates."""
     eps: float = Field(AdamW.eps, gt=0)
     """AdamW's epsilon."""
