@@ -152,6 +152,7 @@ def test_a_sweep_over_text_still_gives_names_of_directories() -> None:
         ("engine.max_rows=8", lambda config: config.engine.max_rows == 8),
         ("base=other/model", lambda config: config.base == "other/model"),
         ("run=runs/other", lambda config: config.run == "runs/other"),
+        ("prices.hour=3", lambda config: config.prices.hour == 3),
         ("data.source=toy:sort_numbers", lambda config: config.jobs[0].data.source == "toy:sort_numbers"),
         ("data=toy:sort_numbers", lambda config: config.jobs[0].data.source == "toy:sort_numbers"),
         ("algorithm.group_size=4", lambda config: config.jobs[0].algorithm.type == "ppo"),
@@ -410,6 +411,10 @@ FILES = {
         "sweep.optimizer.lr must be a list of values, such as [1e-4, 3e-4]",
     ),
     "sweep of nothing": ("base: small\njobs: [{name: a, sweep: {steps: []}}]", "sweep.steps must be a list of values"),
+    "sweep of a number": (
+        "base: small\nsweep: {3: [4]}\njobs: [{name: a, data: x, reward: exact}]",
+        "job a-3=4: 3: there is no such field",
+    ),
     "sweep as a list": ("base: small\nsweep: [1]\njobs: [{name: a}]", "`sweep` must map fields to lists of values"),
     "sweep of a job as text": (
         "base: small\njobs: [{name: a, sweep: lr}]",
@@ -436,6 +441,7 @@ OVERRIDES = {
     "engine.rows=3": "engine.rows: there is no such field; it belongs in rollout.rows. There are ",
     "rewards.0.weight=2": "rewards.0.weight: rewards is a list; give it as a whole, such as rewards=[…]",
     "data={source: x, source: y}": "line 1: 'source' is given twice",
+    "sweep=4": "`sweep` of job 'add' must map fields to lists of values",
     "sweep.steps=3": "sweep.steps must be a list of values, such as [1e-4, 3e-4]",
 }
 
@@ -523,3 +529,5 @@ def test_an_override_ends_a_sweep_of_the_same_field() -> None:
     assert [(job.seed, job.optimizer.lr) for job in jobs] == [(1, 1e-3), (2, 1e-3)]
     jobs = parse_jobs(text, overrides=["jobs.a.seed=7"]).jobs
     assert [(job.seed, job.optimizer.lr) for job in jobs] == [(7, 1e-4), (7, 3e-4)]
+    (one,) = parse(JOB, sweep={"reward": ["exact", "math"]}, overrides=("rewards=numeric",)).jobs
+    assert [reward.name for reward in one.rewards] == ["numeric"]

@@ -208,7 +208,7 @@ def _own_sweep(job: Tree) -> Tree:
     own = job.get("sweep") or {}
     if not isinstance(own, dict):
         raise ConfigError(f"`sweep` of job {job.get('name')!r} must map fields to lists of values")
-    return own
+    return {str(field): values for field, values in own.items()}
 
 
 def expand(job: Tree) -> Iterator[Tree]:
@@ -217,8 +217,7 @@ def expand(job: Tree) -> Iterator[Tree]:
     Raises:
         ConfigError: a swept field does not have a list of values.
     """
-    job = dict(job)
-    sweep = job.pop("sweep", None) or {}
+    sweep, job = _own_sweep(job), {name: value for name, value in job.items() if name != "sweep"}
     for field, values in sweep.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"sweep.{field} must be a list of values, such as [1e-4, 3e-4]")
@@ -263,7 +262,7 @@ def _apply_overrides(tree: Tree, jobs: list[Tree], overrides: Sequence[str]) -> 
         except ConfigError as error:
             raise ConfigError(f"--set {override!r}: quote the value if it is meant as text: {error}") from error
         top, _, rest = path.partition(".")
-        if top in ("base", "run", "engine", "rollout", "cluster", "observers"):
+        if top != "jobs" and top in RunConfig.model_fields:
             set_path(tree, path, value)
         elif top == "jobs":
             chosen = [job for job in jobs if rest.startswith(f"{job.get('name')}.")]  # names may have dots
@@ -286,7 +285,8 @@ def _override(job: Tree, path: str, value: Any) -> None:
     if path.startswith("sweep."):
         job["sweep"][path.removeprefix("sweep.")] = value
         return
-    job["sweep"].pop(path, None)
+    for field in ("reward", "rewards") if path in ("reward", "rewards") else (path,):
+        job["sweep"].pop(field, None)
     set_path(job, path, value)
 
 
