@@ -413,6 +413,40 @@ def test_base_best_and_latest_answer_side_by_side(service: Keyed, page: Page) ->
         expect(talk.locator(".assistant")).to_have_text(answer or "(nothing)")
 
 
+def test_an_answer_that_breaks_off_says_why(service: Keyed, page: Page) -> None:
+    pieces = [{"choices": [{"index": 0, "delta": {"content": "It is"}}]}, {"error": {"message": "the engine is away"}}]
+    body = "".join(f"data: {json.dumps(one)}\n\n" for one in pieces)
+    page.route("**/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    open_job(page, "ended", "Chat")
+    page.get_by_label("Message").fill("2 + 2 =")
+    page.get_by_role("button", name="Send").click()
+    for name in ("base", "best", "latest"):
+        talk = page.get_by_role("log", name=re.compile(f"^{name}"))
+        expect(talk.locator(".assistant")).to_have_text("the engine is away")
+
+
+def test_older_jobs_come_once_however_often_they_are_asked_for(service: Keyed, page: Page) -> None:
+    def list_first(route: Route) -> None:
+        found = route.fetch()
+        route.fulfill(response=found, json={**found.json(), "next": "1"})
+
+    def list_older(route: Route) -> None:
+        job = service.ask("GET", "/v1/jobs/ended")
+        time.sleep(0.5)
+        route.fulfill(
+            json={"data": [{**job, "id": "job-older", "name": "older", "step": 0, "created": 1.0}], "next": None}
+        )
+
+    page.route("**/v1/jobs?limit=100", list_first)
+    page.route("**/v1/jobs?limit=100&after=1", list_older)
+    page.reload()
+    before = len(service.ask("GET", "/v1/jobs")["data"])
+    page.get_by_role("button", name="Show older jobs").dblclick()
+    expect(page.get_by_role("link", name="older", exact=True)).to_be_visible()
+    page.wait_for_timeout(1500)
+    expect(page.get_by_role("button", name=re.compile("^all"))).to_have_text(f"all{before + 1}")
+
+
 def test_rollouts_stand_side_by_side_with_the_logprob_of_each_token(service: Keyed, page: Page) -> None:
     open_job(page, "ended", "Rollouts")
     left, right = page.get_by_role("region", name="Left"), page.get_by_role("region", name="Right")

@@ -33,7 +33,9 @@ class Talk {
       const response = await request("POST", "v1/chat/completions", {body: {model, messages, stream: true, ...settings}, signal});
       for await (const event of streamed(response)) {
         if (!event.data || event.data === "[DONE]") continue;
-        written += JSON.parse(event.data).choices[0]?.delta.content || "";
+        const {choices, error} = JSON.parse(event.data);
+        if (error) throw new Error(error.message);
+        written += choices[0]?.delta.content || "";
         say(answer, written);
         this.list.scrollTop = this.list.scrollHeight;
       }

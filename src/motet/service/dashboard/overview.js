@@ -187,7 +187,10 @@ export function overview({board, base, may}) {
   const stats = makeStats(), device = makeDevice(board);
   const states = choice("Show jobs that are", [["all", "All", 0]], filter, value => { filter = value; update(); });
   const body = el("tbody"), headRow = el("thead"), none = el("p", {class: "soft", hidden: true}, "No job is in this state.");
-  const older = el("button", {type: "button", hidden: true, onclick: () => board.more().catch(() => {})}, "Show older jobs");
+  const older = el("button", {type: "button", hidden: true, onclick: () => {
+    older.disabled = true;
+    board.more().catch(() => {}).finally(() => { older.disabled = false; });
+  }}, "Show older jobs");
   const full = el("div", {class: "stack"}, el("h1", {class: "unseen"}, "Jobs"), el("div", {}, stats.node, chart.node), device.node,
     el("section", {class: "card"}, el("div", {class: "head"}, el("h2", {}, "Jobs"), states), el("table", {class: "jobs"}, headRow, body), none, older));
   const nothing = empty(base, may("jobs")), node = el("div");
