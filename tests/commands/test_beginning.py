@@ -42,6 +42,13 @@ def test_each_kind_of_task_becomes_a_job_file_that_is_right(here: Path, task: st
     check_before_loading(load_jobs(here / "jobs.yaml"))
 
 
+@pytest.mark.parametrize(("file", "name"), [("données.jsonl", "donn-es"), ("数据.jsonl", "job")])
+def test_a_file_of_any_name_becomes_a_job(here: Path, file: str, name: str) -> None:
+    (here / "rows.jsonl").rename(here / file)
+    write_job_file(here / "jobs.yaml", "exact", file, "small", ask=False)
+    assert [job.name for job in load_jobs(here / "jobs.yaml").jobs] == [name]
+
+
 def test_what_init_wrote_passes_check(here: Path, says: Motet) -> None:
     assert says("init", "--yes", "--task", "own")[0] == 0
     code, out, err = says("check", "jobs.yaml", "--rollouts", "2", "--set", "sampling.max_tokens=8")

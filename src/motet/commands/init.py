@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,7 +90,7 @@ def _from_file(data: str, file: Path) -> str:
 
 def _job(task: str, data: str, longest: int) -> dict[str, Any]:
     """`longest` is in characters. A token has at least one, so an answer with that many tokens is not cut."""
-    name = "".join(letter if letter.isalnum() else "-" for letter in Path(data.partition(":")[2] or data).stem)
+    name = re.sub("[^A-Za-z0-9]", "-", Path(data.partition(":")[2] or data).stem)
     tree = {"name": name.strip("-")[:40] or "job", "data": data, **TASKS[task][1]}
     if task == "imitate":
         return tree
