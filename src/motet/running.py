@@ -79,7 +79,7 @@ def run_config(
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(rundir.opened(Path(config.run)))
         seen = stack.enter_context(_followed(config, directory.path, observe, notify))
-        checked = _check(config, plans, accept_changes=accept_changes, loaded=base is not None)
+        checked = _check(config, plans, base, original, accept_changes=accept_changes)
         loading()
         own, slots = auto_kernels(config), 1 if sequential else config.engine.slots
         opened = base or open_base(config, directory, stack, own, of_torchrun=ranked)
@@ -111,8 +111,16 @@ def _raced(config: RunConfig) -> tuple[RunConfig, list[RacePlan]]:
     return config.model_copy(update={"jobs": jobs}) if plans else config, plans
 
 
-def _check(config: RunConfig, plans: Sequence[RacePlan], *, accept_changes: bool, loaded: bool) -> Checked:
-    checked = check_before_loading(config, accept_changes=accept_changes, loaded=loaded)
+def _check(
+    config: RunConfig,
+    plans: Sequence[RacePlan],
+    base: LoraModel | None = None,
+    original: JobDirectory | None = None,
+    *,
+    accept_changes: bool,
+) -> Checked:
+    loaded, recorded = base is not None, original is not None
+    checked = check_before_loading(config, accept_changes=accept_changes, loaded=loaded, recorded=recorded)
     for plan in plans:
         check_rows(plan, len(checked.sources.split(plan.candidates[0].data).holdout))
     return checked
@@ -140,7 +148,7 @@ def _run_on_hosts(
             rundir.opened(Path(config.run), "run") as directory,
             _followed(config, directory.path, observe, notify) as seen,
         ):
-            checked = _check(config, plans, accept_changes=accept_changes, loaded=False)
+            checked = _check(config, plans, accept_changes=accept_changes)
             loading()
             jobs = list[HostedJob]()
 

@@ -119,6 +119,25 @@ def test_a_base_or_a_card_that_is_not_there(here: Path, fields: dict[str, Any], 
         check_before_loading(config)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"api_key_env": "NOBODY_SET_THIS"}, "rollout.api_key_env names NOBODY_SET_THIS, which is not set"),
+        ({"ca_file": "nowhere.pem"}, "rollout.ca_file nowhere.pem cannot be read"),
+        (
+            {"urls": [], "launch": {"python": "nowhere/python"}},
+            "rollout.launch.python is 'nowhere/python', which is no program",
+        ),
+    ],
+)
+def test_servers_that_cannot_be_asked_or_started(here: Path, settings: dict[str, Any], said: str) -> None:
+    rollout = {"engine": "vllm", "urls": ["http://127.0.0.1:9"], **settings}
+    config = validate({"base": "small", "rollout": rollout, "jobs": [{**TINY, "name": "a"}]}, "test")
+    with pytest.raises(ConfigError, match=said):
+        check_before_loading(config)
+    check_before_loading(config, recorded=True)
+
+
 def test_mistakes_of_all_jobs_come_together_and_those_that_are_alike_once(here: Path) -> None:
     jobs = [
         {**TINY, "name": "a", "reward": "exct"},

@@ -117,13 +117,16 @@ def auto_kernels(config: RunConfig) -> Choice | None:
     return choice
 
 
-def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loaded: bool = False) -> Checked:
+def check_before_loading(
+    config: RunConfig, *, accept_changes: bool = False, loaded: bool = False, recorded: bool = False
+) -> Checked:
     """Check everything that does not need the base; returns the data that was read.
 
     Args:
         config: the jobs.
         accept_changes: whether a run directory may have been made with other jobs.
         loaded: whether the base is loaded already.
+        recorded: whether what servers sampled is read instead, so that none is asked.
 
     Raises:
         ConfigError, RunError: every mistake, one per line; nothing was written.
@@ -138,6 +141,11 @@ def check_before_loading(config: RunConfig, *, accept_changes: bool = False, loa
     if here:
         with refusals.of():
             check_directories(config.engine)
+    if here and config.rollout.engine != "embedded" and not recorded:
+        from motet.hosting.servers import check_settings
+
+        with refusals.of():
+            check_settings(config.rollout)
     pool = RewardPool(elsewhere=of_a_run(Path(config.run)))
     made_by_others, names = chains(config.jobs), [job.name for job in config.jobs]
     code: dict[str, tuple[Load, list[str]]] = {}

@@ -89,6 +89,7 @@ def build_servers(
     Raises:
         ConfigError: the settings cannot work for these jobs.
     """
+    check_settings(config)
     clocks = Clocks(health=config.health_seconds, load=config.publish_seconds, request=config.request_seconds)
     dialect, headers, verify = DIALECTS[config.engine], _headers(config), trust(config)
     directory = (
@@ -157,6 +158,21 @@ def launched(
     return servers
 
 
+def check_settings(config: RolloutConfig) -> None:
+    """Check what servers are reached and started with; needs no base.
+
+    Raises:
+        ConfigError: the key, the certificates or the interpreter is not there.
+    """
+    _headers(config)
+    trust(config)
+    if config.launch is not None and shutil.which(os.path.expanduser(config.launch.python)) is None:
+        raise ConfigError(
+            f"rollout.launch.python is {config.launch.python!r}, which is no program; give the interpreter of the environment "
+            f"that has {DIALECTS[config.engine].name}"
+        )
+
+
 def _headers(config: RolloutConfig) -> Mapping[str, str]:
     if config.api_key_env is None:
         return {}
@@ -189,11 +205,6 @@ def trust(config: RolloutConfig) -> bool | ssl.SSLContext:
 
 
 def _server(info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchConfig, wanted: Demand) -> _Server:
-    if shutil.which(os.path.expanduser(launch.python)) is None:
-        raise ConfigError(
-            f"rollout.launch.python is {launch.python!r}, which is no program; give the interpreter of the environment that "
-            f"has {DIALECTS[config.engine].name}"
-        )
     rank = launch.max_rank or next(rank for rank in VLLM_RANKS if rank >= wanted.rank)
     return _Server(
         model=model,
