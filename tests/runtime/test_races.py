@@ -711,3 +711,12 @@ def test_what_cannot_race_is_refused_with_the_reason(fields: dict[str, Any], mes
     name = fields.pop("name", "say")
     with pytest.raises(ConfigError, match=message):
         raced([racing(**fields).model_copy(update={"name": name})])
+
+
+def test_candidates_keep_the_shape_of_the_adapter_that_they_start_from() -> None:
+    """Otherwise the first that does not would fail after the whole job that it waits for."""
+    first = racing(race=None).model_copy(update={"name": "first"})
+    over = {"adapter.rank": [first.adapter.rank, first.adapter.rank // 2]}
+    job = racing(race={"over": over}, adapter={**first.adapter.model_dump(), "init": "first"})
+    with pytest.raises(ConfigError, match=r"job say-c=.* an adapter keeps its shape"):
+        raced([first, job])

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from motet.algorithms.policy_gradient import PolicyGradient
+from motet.config.chain import check_chains
 from motet.config.job import NAME_PATTERN, JobConfig
 from motet.config.race import RaceConfig, ValueList, ValueRange
 from motet.core import seeds
@@ -108,9 +109,12 @@ def raced(jobs: Sequence[JobConfig]) -> tuple[list[JobConfig], list[RacePlan]]:
             raise ConfigError(
                 f"job {job.name}: adapter.init names {init!r}, which races; train it from the winner in another run"
             )
-    return [one for job in jobs for one in (plans[job.name].candidates if job.name in plans else (job,))], [
-        *plans.values()
-    ]
+    found = [one for job in jobs for one in (plans[job.name].candidates if job.name in plans else (job,))]
+    try:
+        check_chains(found)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return found, [*plans.values()]
 
 
 def candidates_of(jobs: Sequence[JobConfig]) -> list[JobConfig]:

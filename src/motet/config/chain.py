@@ -19,9 +19,11 @@ class ChainStart:
     @classmethod
     def of(cls, init: str | None, jobs: Sequence[JobConfig]) -> ChainStart | None:
         """The version of one of these jobs that `adapter.init` names: `job`, `job@best`, `job@latest`, `job@12`."""
+        if init is None:
+            return None
         names = {job.name for job in jobs}
-        if init is None or init in names:
-            return None if init is None else cls(init, "best")
+        if init in names:
+            return cls(init, "best")
         name, _, version = init.rpartition("@")
         known = name in names and (version in ("best", "latest") or version.isdecimal())
         return cls(name, version) if known else None
