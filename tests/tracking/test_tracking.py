@@ -26,6 +26,7 @@ from motet.service.jobs.recorder import EventRecorder
 from motet.tracking.follow import Followers, job_of_run, send
 from motet.tracking.loading import load
 from motet.tracking.observing import ObservedJob, ObservedStep, numbers
+from motet.tracking.trackers import write_parquet
 from tests.support.house import open_house
 from tests.support.run_directory import step_line, timing_line, write_job, write_run
 from tests.support.service_run import tiny
@@ -410,3 +411,11 @@ def test_settings_that_observers_receive_hold_no_keys(tmp_path: Path) -> None:
         "steps": 3,
     }
     assert "secret" not in str(job.config)
+
+
+def test_half_a_letter_does_not_end_a_table(tmp_path: Path) -> None:
+    """Such as an emoji that was cut in two; a file of rows may hold it, and parquet may not."""
+    write_parquet(tmp_path / "rows.parquet", [{"answer": "a \ud83d", "turns": ["\ud83d"], "tokens": 3}])
+    assert pyarrow.parquet.read_table(tmp_path / "rows.parquet").to_pylist() == [
+        {"answer": "a ?", "turns": '["?"]', "tokens": 3}
+    ]

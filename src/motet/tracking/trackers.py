@@ -254,7 +254,7 @@ def _flat(value: Any, before: str = "") -> list[tuple[str, str]]:
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table with a row for each mapping; lists and tables in it are JSON."""
+    """A table with a row for each mapping; lists and tables in it are JSON, and letters that UTF-8 lacks are `?`."""
     import pyarrow
     from pyarrow import parquet
 
@@ -263,4 +263,5 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+    return text.encode(errors="replace").decode() if isinstance(text, str) else text
