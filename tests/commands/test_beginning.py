@@ -104,6 +104,18 @@ def test_rows_are_filtered_deduplicated_and_split(here: Path, says: Motet) -> No
     assert read(here / "again-held-out.jsonl") == first != read(here / "other-held-out.jsonl")
 
 
+def test_rows_with_half_a_character_are_shown_and_checked(here: Path, says: Motet) -> None:
+    """Such as an emoji that was cut in two; only prompts have to be read by a tokenizer."""
+    rows = [{"note": "\ud83d", "prompt": f"{n} + 1", "answer": f"{n + 1} \ud83d"} for n in range(16)]
+    (here / "cut.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    code, out, err = says("data", "cut.jsonl", "--to", "again.jsonl")
+    assert (code, err, "wrote 16 rows" in out) == (0, "", True)
+    assert read(here / "again.jsonl") == rows
+    write_job_file(here / "jobs.yaml", "exact", "cut.jsonl", "small", ask=False)
+    code, out, err = says("check", "jobs.yaml", "--rollouts", "2")
+    assert (code, err) == (0, ""), out
+
+
 def test_prompts_that_are_nearly_the_same_are_left_out(here: Path, says: Motet) -> None:
     long = "Ann has three red apples and gives two of them to her brother; how many red apples are left with Ann"
     said = [f"{long}?", f"So: {long.upper()} ...", "What is 2 + 3?", "What is 2 + 4?", "Hi", "hi!", "Ho"]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from motet.commands.answers import say, table
+from motet.commands.forecast import answer_tokens
 from motet.config import DataConfig
 from motet.core import seeds
 from motet.core.checksums import replace_file
@@ -198,11 +199,7 @@ def _show(rows: Sequence[Row], problems: Problems, base: str) -> None:
     say(table(_columns(rows), "column,kind,rows,first value", empty=""))
     some = range(0, len(problems), max(1, len(problems) // _MOST_COUNTED))
     prompts = sorted(len(chat.prompt_ids(problems[place])) for place in some)
-    answers = sorted(
-        len(chat.tokenizer.encode(problems[place].answer, add_special_tokens=False))
-        for place in some
-        if problems[place].answer
-    )
+    answers = sorted(answer_tokens(chat, problems[place].answer) for place in some if problems[place].answer)
     lengths = [(name, *_quantiles(counts)) for name, counts in (("prompt", prompts), ("answer", answers)) if counts]
     say(table(lengths, "tokens,smallest,median,95 %,largest", empty=""))
     say("the first prompt as the model reads it:")
@@ -239,5 +236,5 @@ def _write(rows: Sequence[Row], wanted: Selection, to: Path) -> None:
             lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in some)
         except TypeError as error:
             raise DataError(f"--to {path}: a column holds a value that JSON has not: {error}") from error
-        replace_file(path, lines.encode("utf-8", "surrogatepass"))
+        replace_file(path, lines.encode(errors="backslashreplace"))
         say(f"wrote {len(some)} rows to {path}")

@@ -78,9 +78,7 @@ def _lost(chat: Chat, problem: Problem) -> tuple[str, str] | None:
 
 def _too_short(chat: Chat, problems: Sequence[Problem], most: int) -> str:
     """A warning about reference answers that do not fit into an answer."""
-    lengths = [
-        len(chat.tokenizer.encode(problem.answer, add_special_tokens=False)) for problem in problems if problem.answer
-    ]
+    lengths = [answer_tokens(chat, problem.answer) for problem in problems if problem.answer]
     longer = sum(length >= most for length in lengths)
     if not lengths or longer <= _TOO_MANY * len(lengths):
         return ""
@@ -88,6 +86,11 @@ def _too_short(chat: Chat, problems: Sequence[Problem], most: int) -> str:
         f"{longer} of {len(lengths)} reference answers have {most} tokens or more (the longest {max(lengths)}), and answers "
         "are cut at sampling.max_tokens: raise it"
     )
+
+
+def answer_tokens(chat: Chat, answer: str) -> int:
+    """Tokens of a reference answer; half a character, which no tokenizer reads, counts as `?`."""
+    return len(chat.tokenizer.encode(answer.encode(errors="replace").decode(), add_special_tokens=False))
 
 
 @dataclass(frozen=True)

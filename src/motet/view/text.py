@@ -32,9 +32,9 @@ STATE_STYLES: dict[JobState, str] = {
 
 
 def safe(text: str) -> str:
-    """A text without escape sequences and control characters, except line ends, so that it cannot steer the terminal."""
+    """A text without escape sequences, control characters except line ends, and half characters, which cannot be printed."""
     text = _ESCAPES.sub("", text)
-    return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf"))
+    return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Cs"))
 
 
 @dataclass(frozen=True)
