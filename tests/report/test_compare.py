@@ -56,6 +56,22 @@ def test_two_jobs_are_compared_problem_by_problem(tmp_path: Path, says: Motet) -
     assert "one job a side: another seed may come out differently" in out
 
 
+@pytest.mark.parametrize("words", [("compare", "--svg"), ("diff", "--json"), ("data", "--to")])
+def test_a_file_that_cannot_be_written_is_refused_first(words: tuple[str, str], tmp_path: Path, says: Motet) -> None:
+    command, option = words
+    places = [write(tmp_path / name, good(0.5)) for name in ("first", "second")]
+    (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "x.jsonl").mkdir()
+    for file, why in (
+        ("nowhere/x.jsonl", "make the directory"),
+        ("x.jsonl", "is a directory: give the name of a file"),
+    ):
+        code, out, err = says(command, *([rows] if command == "data" else places), option, tmp_path / file)
+        assert (code, out) == (2, "")
+        assert f"{option} {tmp_path / file}" in err
+        assert why in err
+
+
 def test_it_says_when_it_cannot_tell(tmp_path: Path, says: Motet) -> None:
     first, second = (write(tmp_path / f"seed{seed}", good(0.5, seed)) for seed in (1, 2))
     assert "cannot tell" in says("compare", first, second)[1]

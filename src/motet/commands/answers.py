@@ -12,7 +12,10 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from motet.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -36,6 +39,18 @@ def command_for(url: str | None, *words: str) -> str:
     """A command for the same service, to type next."""
     known = url is None or url == os.environ.get("MOTET_URL")
     return shlex.join(["motet", *words, *([] if known else ["--url", str(url)])])
+
+
+def check_place(option: str, file: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work for it.
+
+    Raises:
+        ConfigError: its directory is not there, or it is one itself.
+    """
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ConfigError(f"{option} {file}: make the directory {file.parent} first")
+    if file is not None and file.is_dir():
+        raise ConfigError(f"{option} {file} is a directory: give the name of a file")
 
 
 def say(text: str | Text | Table, *, aside: bool = False) -> None:

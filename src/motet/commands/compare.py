@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 import motet
-from motet.commands.answers import say, table
+from motet.commands.answers import check_place, say, table
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError
 from motet.report.comparison import (
@@ -42,6 +42,7 @@ def compare_places(places: Sequence[str], svg: Path | None, url: str | None, key
     Raises:
         RunError: they cannot be compared.
     """
+    check_place("--svg", svg)
     alone = len(places) == 1
     if alone and not Path(places[0]).is_dir():
         raise ConfigError(f"{places[0]} is one job: name a second one, or the directory of a run")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from motet.commands.answers import say, table
+from motet.commands.answers import check_place, say, table
 from motet.commands.forecast import answer_tokens
 from motet.config import DataConfig
 from motet.core import seeds
@@ -111,6 +111,7 @@ def look_at(source: str, base: str, prompt: str | None, answer: str | None, want
         raise ConfigError("--split writes two files: name the first with --to FILE.jsonl")
     if to is not None and to.suffix != ".jsonl":
         raise ConfigError(f"--to {to}: rows are written as JSON lines, to a file whose name ends with .jsonl")
+    check_place("--to", to)
     rows, _ = read_rows(DataConfig(source=source))
     kept = selected(list(rows), wanted)
     problems = read_source(DataConfig.model_validate({"source": kept, "prompt": prompt, "answer": answer})).problems

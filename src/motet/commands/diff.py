@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.commands.answers import say, table
+from motet.commands.answers import check_place, say, table
 from motet.commands.compare import short_names, signed
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError
@@ -88,6 +88,7 @@ def diff(places: tuple[str, str], *, rollouts: bool, step: int | None, limit: in
     Raises:
         MotetError: one of them cannot be read, or they have no recorded answers in common.
     """
+    check_place("--json", report)
     first, second = (Compared.of(*pair) for pair in zip(places, short_names(places), strict=True))
     settings, materials = list(_settings(first, second)), list(_materials(first, second))
     headings = f"{first.name.replace(',', ';')},{second.name.replace(',', ';')}"

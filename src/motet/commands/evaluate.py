@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from motet.algorithms.rows import RowAlgorithm
-from motet.commands.answers import INTERRUPTED, say, table
+from motet.commands.answers import INTERRUPTED, check_place, say, table
 from motet.commands.compare import print_differences
 from motet.config import JobConfig, RunConfig
 from motet.config.jobfile import load_jobs, validate_as
@@ -138,9 +138,8 @@ def evaluate(
         raise ConfigError(f"--out {out}: give a new file that ends with {' or '.join(_FORMATS)}")
     if out is not None and out.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise ConfigError("--out: .parquet needs pyarrow, which is not installed: pip install pyarrow, or write .jsonl")
-    for option, file in (("--out", out), ("--json", report)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{option} {file}: make the directory {file.parent} first")
+    check_place("--out", out)
+    check_place("--json", report)
     if asked.greedy and asked.samples > 1:
         raise ConfigError("--greedy gives the same answer each time: leave out --samples")
     config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)
