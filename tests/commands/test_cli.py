@@ -269,6 +269,11 @@ def test_a_full_disk_that_names_no_file_is_a_message(says: Motet, monkeypatch: p
     assert (code, err) == (2, said)
 
 
+def test_a_file_where_a_directory_has_to_be_is_a_message(here: Path, says: Motet) -> None:
+    (here / "taken").write_text("")
+    assert says("init", "taken/jobs.yaml", "--yes") == (2, "", "motet: taken: File exists\n")
+
+
 @pytest.mark.parametrize(
     "field", ["data.source=~nobody-x/x.jsonl", "adapter.init=~nobody-x/a", "reward=~nobody-x/r.py:f"]
 )

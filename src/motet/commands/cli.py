@@ -52,7 +52,8 @@ Your own reward in rewards.py is `rewards.py:reward`:
 """
 
 _NOT_OURS = (
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.ENAMETOOLONG,
 )  # fmt: skip
 """Message about a file that cannot be read or written."""
 
