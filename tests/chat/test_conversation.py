@@ -1,4 +1,4 @@
-"""`motet chat` in a terminal: Ctrl-C at the prompt ends it at once, though nobody presses Enter."""
+"""`motet chat` in a terminal: Ctrl-C ends it at the prompt, and an answer that cannot be given does not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import select
 import subprocess
 import sys
 import time
+
+from typer.testing import CliRunner
+
+from motet.commands.cli import app
 
 SCRIPT = """
 import asyncio, fcntl, termios
@@ -57,3 +61,11 @@ def test_ctrl_c_ends_a_conversation() -> None:
         process.kill()
         process.wait()
         os.close(leader)
+
+
+def test_a_message_that_has_no_room_does_not_end_a_conversation() -> None:
+    told = CliRunner().invoke(app, ["chat", "small", "--max-tokens", "4"], input=f"{'x ' * 5000}\nhi\n\n")
+    assert told.exit_code == 0, told.output
+    too_long, after, _ = told.output.split("> ")[1:]
+    assert "a prompt of 10007 tokens and 4 new ones exceed 1024" in too_long
+    assert "exceed" not in after

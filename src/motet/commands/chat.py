@@ -161,8 +161,13 @@ def converse(runner: asyncio.Runner, answer: Answer, adapter: str, system: str |
         if line.startswith("/"):
             console.print("[dim]there are /base, /adapter and /new[/dim]", highlight=False)
             continue
-        messages.append(Message("user", line))
-        messages.append(Message("assistant", runner.run(_shown(console, answer(messages, plain)))))
+        asked = [*messages, Message("user", line)]
+        try:
+            text = runner.run(_shown(console, answer(asked, plain)))
+        except MotetError as error:
+            console.print(f"{error}; /new starts over", style="red", markup=False, highlight=False, soft_wrap=True)
+        else:
+            messages = [*asked, Message("assistant", text)]
 
 
 async def _shown(console: Console, pieces: AsyncIterator[str]) -> str:
