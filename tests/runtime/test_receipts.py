@@ -231,6 +231,13 @@ def test_nothing_is_told_of_a_run_and_a_project_that_were_not_edited(project: Pa
     assert "5 receipts, all as they were saved" in capsys.readouterr().out
 
 
+def test_a_difference_is_told_as_it_is_written(project: Path, capsys: Capsys) -> None:
+    """`[/INST]` is no markup of the terminal's."""
+    write_jobs(project, job() | {"data": {"source": "rows.jsonl", "system": "Be brief. [/INST]"}})
+    assert verify(project / "run", project / "jobs.yaml") == 1
+    assert "data.system: was None, is 'Be brief. [/INST]'" in capsys.readouterr().out
+
+
 def test_a_job_is_verified_from_its_own_directory(
     project: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

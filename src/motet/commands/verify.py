@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from motet.commands.answers import say
 from motet.config import JobConfig
 from motet.config.jobfile import load_jobs
 from motet.core.checksums import SUMS, Damage, compare, hash_of
@@ -43,9 +42,9 @@ def verify(directory: Path, jobs_file: Path | None = None) -> int:
     Raises:
         RunError: there is no run in the directory.
     """
-    console, directory = Console(emoji=False), directory.absolute()  # `.` has no name
+    directory = directory.absolute()  # `.` has no name
     if (directory / ADAPTER_CONFIG).is_file():
-        return _verify_version(console, directory, jobs_file)
+        return _verify_version(directory, jobs_file)
     jobs = [directory] if _is_job(directory) else sorted(path for path in directory.glob("[!.]*") if _is_job(path))
     removed = removed_jobs(directory)
     if not jobs and not removed:
@@ -66,15 +65,15 @@ def verify(directory: Path, jobs_file: Path | None = None) -> int:
         counted = (
             f"{len(steps)} commits, {len(job.versions())} versions{f', {n_receipts} receipts' if n_receipts else ''}"
         )
-        console.print(f"{path.name}: {counted}, all as they were saved{early}", soft_wrap=True)
+        say(f"{path.name}: {counted}, all as they were saved{early}")
     if jobs_file is not None:
         lines += _not_the_same(jobs_file, jobs)
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
+        say(line)
     return 1 if lines else 0
 
 
-def _verify_version(console: Console, directory: Path, jobs_file: Path | None) -> int:
+def _verify_version(directory: Path, jobs_file: Path | None) -> int:
     if not (directory / RECEIPT).is_file():
         raise RunError(
             f"{directory} has no {RECEIPT}, so nothing can be checked: pull a version of your own job again, or give the "
@@ -115,10 +114,9 @@ def _verify_version(console: Console, directory: Path, jobs_file: Path | None) -
         if name not in known and _init_of(settings) is not None:
             unknown.append("the adapter that it began with (the service has it)")
     if not lines:
-        said = f"{directory.name}: version {number} is as it was saved; {n_receipts} in its chain of receipts"
-        console.print(said, soft_wrap=True)
+        say(f"{directory.name}: version {number} is as it was saved; {n_receipts} in its chain of receipts")
     for line in [*lines, *(f"not checked: {one}" for one in unknown)]:
-        console.print(line, soft_wrap=True, highlight=False)
+        say(line)
     return 1 if lines else 0
 
 
