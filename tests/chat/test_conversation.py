@@ -69,3 +69,16 @@ def test_a_message_that_has_no_room_does_not_end_a_conversation() -> None:
     too_long, after, _ = told.output.split("> ")[1:]
     assert "a prompt of 10007 tokens and 4 new ones exceed 1024" in too_long
     assert "exceed" not in after
+
+
+def test_an_answer_cannot_steer_the_terminal() -> None:
+    hostile = SCRIPT.split("\n", 3)[3].replace("yield (", 'yield "\\x1b]0;owned\\x07\\x1b"; yield "[2J" + (')
+    told = subprocess.run(
+        [sys.executable, "-c", f"import asyncio\n{hostile}"],
+        input="Hello\n\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "adapter 1" in told.stdout
+    assert "\x1b" not in told.stdout

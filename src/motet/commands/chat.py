@@ -18,6 +18,7 @@ from motet.core.model_info import ModelInfo
 from motet.core.near import close_matches
 from motet.core.types import AdapterRef, Message
 from motet.protocols import RolloutEngine
+from motet.view.text import safe
 
 if TYPE_CHECKING:
     from motet.client import AsyncClient
@@ -165,7 +166,9 @@ def converse(runner: asyncio.Runner, answer: Answer, adapter: str, system: str |
         try:
             text = runner.run(_shown(console, answer(asked, plain)))
         except MotetError as error:
-            console.print(f"{error}; /new starts over", style="red", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"{safe(str(error))}; /new starts over", style="red", markup=False, highlight=False, soft_wrap=True
+            )
         else:
             messages = [*asked, Message("assistant", text)]
 
@@ -174,7 +177,7 @@ async def _shown(console: Console, pieces: AsyncIterator[str]) -> str:
     """Print an answer while it arrives."""
     text = ""
     async for piece in pieces:
-        console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+        console.print(safe(piece), end="", markup=False, highlight=False, soft_wrap=True)
         text += piece
     console.print()
     return text
