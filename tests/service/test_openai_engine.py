@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from motet.tasks.graders.shapes import Judge, parse
+from motet.tasks.graders.template import Fields
 from motet.tasks.judging import prompt
 from tests.support.openai_requests import GRADER, JUDGE, PYTHON, SHORT, WORDS, client_of, method, rows, uploaded
 from tests.support.pages import fences
@@ -148,7 +149,7 @@ def test_a_model_of_the_service_is_the_judge(service: Service, stock: openai.Ope
     ran = run(grader=JUDGE, model_sample="x")
     judge = parse(JUDGE)
     assert isinstance(judge, Judge)
-    messages: Any = prompt(judge, {}, "x")
+    messages: Any = prompt(judge, Fields("item", {}), "x")
     chat = stock.chat.completions.create(model="small", messages=messages, temperature=0)
     assert chat.choices[0].message.content == "It is 0, I think."  # what the small base says to that
     assert chat.usage is not None

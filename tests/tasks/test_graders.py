@@ -16,7 +16,7 @@ from motet.core.types import Message, Problem
 from motet.tasks import graders
 from motet.tasks.graders import template
 from motet.tasks.graders.shapes import Judge, columns, parse
-from motet.tasks.graders.template import UnfilledError
+from motet.tasks.graders.template import Fields, UnfilledError
 from motet.tasks.judging import Graded, Graders, VerdictError, prompt, verdict
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from motet.tasks.reward_walls import Walls
@@ -163,22 +163,35 @@ def test_filling_takes_time_by_the_length_and_not_more() -> None:
     started = time.process_time()
     assert template.variables("{" * 100_000) == []
     assert template.variables("{{item.a}}" * 10_000) == [("item", ("a",))] * 10_000
-    assert template.fill("{{item.a}}{{{" + "{" * 90_000, {"a": "x"}, "") == "x{{{" + "{" * 90_000
+    assert template.fill("{{item.a}}{{{" + "{" * 90_000, Fields("item", {"a": "x"}), "") == "x{{{" + "{" * 90_000
     assert time.process_time() - started < 2
 
 
 def test_what_is_filled_in_is_bounded() -> None:
     half = "x" * (template.MOST_FILLED // 2)
-    assert len(template.fill("{{item.a}}{{item.a}}", {"a": half}, "")) == template.MOST_FILLED
+    row = Fields("item", {"a": half})
+    assert len(template.fill("{{item.a}}{{item.a}}", row, "")) == template.MOST_FILLED
     for text, of_item in (("{{item.a}}-{{item.a}}", True), ("{{item.a}}-{{sample.output_text}}", False)):
         with pytest.raises(UnfilledError, match="characters") as refused:
-            template.fill(text, {"a": half}, half)
+            template.fill(text, row, half)
         assert refused.value.of_item is of_item
     several = judge(input=[{"role": "user", "content": "{{item.a}}"}] * 3)
     asked = parse(several)
     assert isinstance(asked, Judge)
     with pytest.raises(UnfilledError, match="messages to the judge"):
-        prompt(asked, {"a": half}, "")
+        prompt(asked, row, "")
+
+
+def test_a_field_of_a_row_is_made_into_text_once_for_all_answers() -> None:
+    asked = parse(judge(input=[{"role": "user", "content": "{{item.a}}"}] * 100))
+
+    async def nobody(*_: Any) -> tuple[str, int]:
+        raise AssertionError
+
+    started = time.process_time()
+    found = asyncio.run(Graders(Walls()).graded("me", asked, {"a": ["x" * 10] * 60_000}, ["x"] * 4, nobody))
+    assert all("messages to the judge" in one.faults["variable"] for one in found)
+    assert time.process_time() - started < 2
 
 
 def test_a_row_without_what_is_named_is_an_error() -> None:
@@ -198,6 +211,7 @@ def test_a_row_without_what_is_named_is_an_error() -> None:
         ({"type": "python", "name": "p", "source": "1"}, "grader.type", "sandbox"),
         ({**check("eq"), "operation": "has"}, "grader.operation", "ilike"),
         ({**check("eq"), "case": True}, "grader.case", "not supported"),
+        (check("eq", "{{item.a}}" * 1000), "grader.reference", "1000 variables"),
         ({"type": "string_check", "input": "x", "operation": "eq"}, "grader.reference", "required"),
         (near("cosine"), "grader.evaluation_metric", "embeddings"),
         (near("meteor"), "grader.evaluation_metric", "WordNet"),
@@ -336,7 +350,7 @@ def test_a_judge_is_told_what_to_end_with() -> None:
     asked = [{"role": "developer", "content": "Be strict."}, {"role": "user", "content": parts}]
     found = parse(judge(input=asked, range=[0, 5]))
     assert isinstance(found, Judge)
-    system, user = prompt(found, {}, "this")
+    system, user = prompt(found, Fields("item", {}), "this")
     assert system == {"role": "system", "content": "Be strict."}
     assert user["content"].startswith("Rate this\n\n")
     assert "from 0 to 5" in user["content"]

@@ -28,7 +28,7 @@ from motet.core.types import Message, Problem
 from motet.tasks.chat import Chat
 from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, Rank, judges, parse
-from motet.tasks.graders.template import UnfilledError
+from motet.tasks.graders.template import Fields, UnfilledError
 from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, Spend, key_of
 from motet.tasks.judging import Graders, most_tokens, prompt, score_or_reason
 from motet.tasks.reward_elsewhere import Elsewhere, HttpArgs, ScoreOrReason, Transcripts
@@ -282,13 +282,14 @@ def tokens_of(reward: RewardConfig, chat: Chat, problem: Problem, n: int, new: i
         n: answers that a ranking shows.
         new: most tokens of an answer.
     """
+    row = Fields("item", item_of(problem))
     found, own = [0], {name: value for name, value in reward.args.items() if name not in JudgeAddress.model_fields}
     for judge in judges(parse(own, "reward judge: args")) if reward.args.get("url") is None else ():
         if judge.model != BASE:  # a service resolves names of judges itself
             continue
         shown = [""] * n if isinstance(judge, Rank) else []
         with contextlib.suppress(UnfilledError):
-            messages = tuple(Message(one["role"], one["content"]) for one in prompt(judge, item_of(problem), "", shown))
+            messages = tuple(Message(one["role"], one["content"]) for one in prompt(judge, row, "", shown))
             asked = len(chat.prompt_ids(Problem(0, messages, "")))
             found.append(asked + max(1, len(shown)) * new + most_tokens(judge))
     return max(found)

@@ -23,7 +23,7 @@ from motet.core.errors import ConfigError, EngineError, RewardError
 from motet.core.types import Problem
 from motet.tasks.graders import combined
 from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, Rank, Rubric, ScoreModel, Single
-from motet.tasks.graders.template import MOST_FILLED, UnfilledError, fill
+from motet.tasks.graders.template import MOST_FILLED, Fields, UnfilledError, pieces_of
 from motet.tasks.reward_elsewhere import Chance, ScoreOrReason
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
@@ -83,13 +83,13 @@ class Graders:
 
         Each `owner`, a tenant or a job, has its own processes and at most a part of the lanes.
         """
-        graded = [Graded() for _ in outputs]
+        graded, row = [Graded() for _ in outputs], Fields("item", item)
         if isinstance(grader, Rank):
-            await self._ranked(grader, item, outputs, graded, asked)
+            await self._ranked(grader, row, outputs, graded, asked)
             return graded
         parts: Mapping[str, Single] = grader.graders if isinstance(grader, Multi) else {grader.name: grader}
         await asyncio.gather(
-            *(self._part(owner, name, part, item, outputs, graded, asked) for name, part in parts.items())
+            *(self._part(owner, name, part, row, outputs, graded, asked) for name, part in parts.items())
         )
         for one in graded:
             if any(fault != "sample" for fault in one.faults):
@@ -101,7 +101,7 @@ class Graders:
         return graded
 
     async def _ranked(
-        self, grader: Rank, item: Mapping[str, Any], outputs: Sequence[str], graded: Sequence[Graded], asked: Asked
+        self, grader: Rank, item: Fields, outputs: Sequence[str], graded: Sequence[Graded], asked: Asked
     ) -> None:
         """Let a judge order the answers. Equal answers are shown once and get the same score."""
         texts = sorted(set(outputs))
@@ -127,7 +127,7 @@ class Graders:
         owner: str,
         name: str,
         part: Single,
-        item: Mapping[str, Any],
+        item: Fields,
         outputs: Sequence[str],
         graded: Sequence[Graded],
         asked: Asked,
@@ -135,9 +135,11 @@ class Graders:
         """Record one grader's scores or failures in `graded`."""
         fillable = []
         for output, one in zip(outputs, graded, strict=True):
+            await asyncio.sleep(0)  # there may be a thousand, and others wait
+            sample = Fields("sample", output)
             try:
                 for _, text in part.templates():
-                    fill(text, item, output)
+                    pieces_of(text, item, sample)
                 fillable.append((output, one))
             except UnfilledError as error:
                 one.faults["variable" if error.of_item else "sample"] = str(error)
@@ -152,9 +154,7 @@ class Graders:
                 else:
                     one.parts[name] = value
 
-    async def _computed(
-        self, owner: str, part: Single, item: Mapping[str, Any], outputs: Sequence[str]
-    ) -> list[float | str]:
+    async def _computed(self, owner: str, part: Single, item: Fields, outputs: Sequence[str]) -> list[float | str]:
         """Scores of a grader that asks no model, or reasons for missing ones."""
         spec = json.dumps([owner, part.model_dump(mode="json")], sort_keys=True)
         async with self._turns.setdefault(owner, asyncio.Semaphore(_OF_ONE_OWNER)), self._free:
@@ -164,7 +164,7 @@ class Graders:
             except RewardError as error:
                 return [str(error)] * len(outputs)
             try:
-                scored = await self._pool.score(spec, Problem(0, (), "", item), outputs)
+                scored = await self._pool.score(spec, Problem(0, (), "", item.value), outputs)
             finally:
                 self._lanes[spec] -= 1
         return [one.error or one.reward for one in scored]
@@ -184,9 +184,7 @@ class Graders:
         self._lanes[spec] += 1
         self._lanes.move_to_end(spec)
 
-    async def _judged(
-        self, name: str, judge: Judge, item: Mapping[str, Any], output: str, graded: Graded, asked: Asked
-    ) -> None:
+    async def _judged(self, name: str, judge: Judge, item: Fields, output: str, graded: Graded, asked: Asked) -> None:
         said = await self._said(judge, item, output, graded, asked)
         try:
             if said is not None:
@@ -196,7 +194,7 @@ class Graders:
 
     @staticmethod
     async def _said(
-        judge: Judge, item: Mapping[str, Any], output: str, graded: Graded, asked: Asked, ranked: Sequence[str] = ()
+        judge: Judge, item: Fields, output: str, graded: Graded, asked: Asked, ranked: Sequence[str] = ()
     ) -> str | None:
         """A judge's answer; None if it failed, with the reason in `graded`."""
         try:
@@ -227,24 +225,22 @@ class VerdictError(ValueError):
     """A judge's answer holds no score."""
 
 
-def prompt(judge: Judge, item: Mapping[str, Any], output: str, ranked: Sequence[str] = ()) -> list[dict[str, str]]:
+def prompt(judge: Judge, item: Fields, output: str, ranked: Sequence[str] = ()) -> list[dict[str, str]]:
     """The messages to a judge, with the required end of its answer; `ranked` are the answers to order.
 
     Raises:
         UnfilledError: a variable has no value, or the messages are too long together.
     """
-    messages = [
-        {"role": "system" if one.role == "developer" else one.role, "content": fill(one.content, item, output)}
-        for one in judge.input
-    ]
-    for number, text in enumerate(ranked, 1):
-        messages[-1]["content"] += f"\n\n[Answer {number}]\n{text}"
-    if (size := sum(len(one["content"]) for one in messages)) > MOST_FILLED:
+    sample = Fields("sample", output)
+    filled = [pieces_of(one.content, item, sample) for one in judge.input]
+    filled[-1] += [f"\n\n[Answer {number}]\n{text}" for number, text in enumerate(ranked, 1)]
+    if (size := sum(len(piece) for pieces in filled for piece in pieces)) > MOST_FILLED:
         raise UnfilledError(
             "item", f"the messages to the judge have {size} characters; the limit is {MOST_FILLED}", of_item=True
         )
-    messages[-1]["content"] += f"\n\n{_form(judge, len(ranked))}"
-    return messages
+    filled[-1].append(f"\n\n{_form(judge, len(ranked))}")
+    roles = ("system" if one.role == "developer" else one.role for one in judge.input)
+    return [{"role": role, "content": "".join(pieces)} for role, pieces in zip(roles, filled, strict=True)]
 
 
 def _form(judge: Judge, n: int) -> str:

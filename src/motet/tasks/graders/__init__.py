@@ -15,7 +15,7 @@ from motet.core.types import Problem
 from motet.tasks.graders import formula
 from motet.tasks.graders.shapes import Grader, Multi, StringCheck, TextSimilarity, judges, parse
 from motet.tasks.graders.similarity import similarity
-from motet.tasks.graders.template import UnfilledError, fill
+from motet.tasks.graders.template import Fields, UnfilledError, fill
 
 
 def item_of(problem: Problem) -> dict[str, Any]:
@@ -61,7 +61,8 @@ def grade(grader: Grader, item: Mapping[str, Any], output: str) -> float:
     if not isinstance(grader, StringCheck | TextSimilarity):
         raise ValueError(f"a {grader.type} grader asks a model, and none is available here")
     try:
-        text, reference = fill(grader.input, item, output), fill(grader.reference, item, output)
+        row = Fields("item", item)
+        text, reference = fill(grader.input, row, output), fill(grader.reference, row, output)
     except UnfilledError as error:
         if error.of_item:
             raise ValueError(str(error)) from error

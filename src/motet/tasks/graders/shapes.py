@@ -263,7 +263,7 @@ def _below(graders: Any, where: str) -> Any:
 
 def _check(grader: Grader, where: str) -> None:
     """Checks beyond pydantic's: metrics, formulas and variables."""
-    field_path = where
+    field_path, n_variables = where, 0
     try:
         if isinstance(grader, TextSimilarity):
             field_path = f"{where}.evaluation_metric"
@@ -273,7 +273,9 @@ def _check(grader: Grader, where: str) -> None:
             formula.parse(grader.calculate_output, grader.graders)
         for field, text in grader.templates():
             field_path = f"{where}.{field}"
-            template.variables(text)
+            n_variables += len(template.variables(text))
+            if n_variables > template.MOST_VARIABLES:
+                raise ValueError(f"the grader has more than {template.MOST_VARIABLES} variables; leave some out")
     except ValueError as error:
         raise GraderError(field_path, str(error)) from error
 

@@ -18,6 +18,8 @@ SAMPLE = ("output_text", "output_json")
 """Variables of `sample`."""
 MOST_FILLED = 2**20
 """Characters of a template with its variables filled in."""
+MOST_VARIABLES = 1000
+"""Variables of a grader: each is filled in for every answer."""
 
 
 class UnfilledError(Exception):
@@ -28,7 +30,10 @@ class UnfilledError(Exception):
         self.of_item = of_item
 
 
-def variables(text: str) -> list[tuple[str, tuple[str | int, ...]]]:
+Path = tuple[str | int, ...]
+
+
+def variables(text: str) -> list[tuple[str, Path]]:
     """The (namespace, path) of each variable of a template, in order.
 
     Raises:
@@ -51,23 +56,46 @@ def variables(text: str) -> list[tuple[str, tuple[str | int, ...]]]:
     return names
 
 
-def fill(text: str, item: Mapping[str, Any], output: str) -> str:
+class Fields:
+    """Texts of the fields of a row (`item`) or of an answer (`sample`); each is made once, however often it is filled in."""
+
+    def __init__(self, namespace: str, value: Any) -> None:
+        self.value = value
+        self._namespace, self._texts = namespace, dict[Path, str]()
+
+    def text(self, path: Path) -> str:
+        """The text of a field: unchanged if it is one, otherwise JSON.
+
+        Raises:
+            UnfilledError: there is no such field.
+        """
+        if path not in self._texts:
+            self._texts[path] = _text(self._namespace, path, self.value)
+        return self._texts[path]
+
+
+def fill(text: str, item: Fields, output: str) -> str:
     """Fill in a template's variables. Texts are inserted unchanged, other values as JSON.
 
     Raises:
         UnfilledError: a variable has no value, or the text exceeds `MOST_FILLED` characters.
     """
+    return "".join(pieces_of(text, item, Fields("sample", output)))
+
+
+def pieces_of(text: str, item: Fields, sample: Fields) -> list[str]:
+    """What `fill` joins; raises as it does."""
     pieces = _split(text)
     size = sum(map(len, pieces[::2]))
     for index, (namespace, path) in enumerate(variables(text)):
-        pieces[2 * index + 1] = filled = _value(namespace, path, item, output)
+        pieces[2 * index + 1] = filled = (item if namespace == "item" else sample).text(path)
         size += len(filled)
         if size > MOST_FILLED:
             name = ".".join(map(str, (namespace, *path)))
             raise UnfilledError(
                 name, f"with it the text has more than {MOST_FILLED} characters", of_item=namespace == "item"
             )
-    return "".join(pieces)
+    return pieces
 
 
 def _split(text: str) -> list[str]:
@@ -79,13 +107,12 @@ def _split(text: str) -> list[str]:
     return [*pieces, text[done:]]
 
 
-def _value(namespace: str, path: tuple[str | int, ...], item: Mapping[str, Any], output: str) -> str:
+def _text(namespace: str, path: Path, value: Any) -> str:
     of_item, name = namespace == "item", ".".join(map(str, (namespace, *path)))
-    value: Any = item
     if not of_item:
         if path[0] == "output_text":
-            return output
-        value, path = _parsed(output), path[1:]
+            return str(value)
+        value, path = _parsed(value), path[1:]
         if value is _NOT_JSON:
             raise UnfilledError(name, "the answer is not JSON", of_item=False)
     for part in path:
