@@ -74,6 +74,12 @@ class Half(Pair):
         return {"asker": 1.0}
 
 
+class Halved(Pair):
+    def step(self, text):
+        super().step(text)
+        return "\\ud83d" if text == "x1" else "more", {}
+
+
 class Silent:
     def step(self, text):
         return None
@@ -127,6 +133,12 @@ def played(
             await workers.close()
 
     return asyncio.run(main()), scripts
+
+
+def test_text_that_no_tokenizer_reads_costs_its_own_rollout(file: Path) -> None:
+    bad, good = played(file, "Halved", lambda index, turn, read: "x" * (index + 1) + str(turn))[0]
+    assert good.error == ""
+    assert "half of a character" in bad.error
 
 
 def test_each_role_has_its_own_conversation_and_reward(file: Path) -> None:

@@ -273,6 +273,33 @@ def test_a_fault_costs_its_own_rollout(file: Path, text: str, told: str) -> None
         assert alone[index].transcript == rollouts[index].transcript
 
 
+HALVES = '''
+import json
+
+begun = []
+
+
+class Halves:
+    """Answers with what a model's JSON says, which may be half of a character."""
+
+    def reset(self, **row):
+        begun.append(self)
+        return "\\ud83d" if len(begun) == 4 else "Go."  # the first instance is asked for tools
+
+    def step(self, text):
+        return json.loads(text), 1.0
+'''
+
+
+def test_text_that_no_tokenizer_reads_costs_its_own_rollout(file: Path) -> None:
+    file.write_text(HALVES)
+    said = ['"more"', '"\\ud83d"', '"more"', '"more"']
+    rollouts, _, _ = played(file, "Halves", lambda index, turn, read: said[index], 4, n_workers=1, max_turns=2)
+    assert [rollout.reward for rollout in (rollouts[0], rollouts[2])] == [2.0, 2.0]
+    for index in (1, 3):
+        assert "half of a character" in rollouts[index].error
+
+
 def test_the_clock_is_told(file: Path) -> None:
     file.write_text(OWN.replace("raise RuntimeError", "time.sleep(60); raise RuntimeError"))
     rollouts, _, workers = played(

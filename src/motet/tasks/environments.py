@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from motet.config import EnvironmentConfig
-from motet.core.errors import EngineError, EnvironmentFault
+from motet.core.errors import BaseModelError, EngineError, EnvironmentFault
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
@@ -178,15 +178,25 @@ async def _open(
 
 
 async def _first_turns(
-    workers: EnvironmentWorkers, context: GroupContext, opened: Sequence[Rollout]
+    workers: EnvironmentWorkers, context: GroupContext, opened: list[Rollout]
 ) -> dict[int, tuple[IntArray, Chunk]]:
-    """The prompt and the first turn of each rollout. Rollouts with the same prompt are one request, with one prefill."""
+    """The prompt and the first turn of each rollout; those in `opened` whose opening cannot be read fail.
+
+    Rollouts with the same prompt are one request, with one prefill.
+    """
     together: dict[tuple[str, tuple[Message, ...]], list[int]] = {}
     for rollout in opened:
         if not rollout.error:
             role = next(iter(rollout.roles), "")
             together.setdefault((role, rollout.opening), []).append(rollout.index)
-    prompts = [context.chat.prompt_of(messages, workers.info.tools) for _, messages in together]
+    prompts = []
+    for (role, messages), indices in list(together.items()):
+        try:
+            prompts.append(context.chat.prompt_of(messages, workers.info.tools))
+        except BaseModelError as error:
+            del together[role, messages]
+            for index in indices:
+                opened[index] = replace(opened[index], error=str(error))
     speakers = [context.team[role] if role else context.generate for role, _ in together]
     chunks_of_groups = await asyncio.gather(
         *(
@@ -226,15 +236,15 @@ async def _run_episode(
         if done or error or cut_off or not replies or turn == workers.config.max_turns:
             break
         branch = rollout.branches[-1]
-        if chat.extends(branch.token_ids, rollout.transcript, tools):
-            anew, read = False, chat.follow_up_ids(before, chunk.token_ids, replies, tools)
-            prompt = np.concatenate([branch.token_ids, read])
-        else:
-            anew, read = True, chat.prompt_of(rollout.transcript, tools)
-            prompt = read
         try:
+            if chat.extends(branch.token_ids, rollout.transcript, tools):
+                anew, read = False, chat.follow_up_ids(before, chunk.token_ids, replies, tools)
+                prompt = np.concatenate([branch.token_ids, read])
+            else:
+                anew, read = True, chat.prompt_of(rollout.transcript, tools)
+                prompt = read
             (chunk,) = await whole(context.generate(prompt, (rollout.index,), turn), 1)
-        except EngineError as error:  # this rollout may have too many turns for the context
+        except (EngineError, BaseModelError) as error:  # too many turns for the context, or a reply that cannot be read
             return replace(rollout, error=str(error))
     info = workers.info
     return await _with_own_rewards(rollout, episode, info.judges or not (info.steps or context.judged))

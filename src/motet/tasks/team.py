@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from motet.core.errors import EngineError
+from motet.core.errors import BaseModelError, EngineError
 from motet.core.types import Chunk, FinishReason, Group, IntArray, Message, Rollout, Turn
 from motet.tasks import worker_messages as m
 from motet.tasks.episode import GroupContext, answered, extended, whole
@@ -79,11 +79,11 @@ class TeamEpisode:
             if error := _unknown(reply.role, self._context):
                 self._error = error
                 break
-            read, prompt, anew = self._addressed(reply.role, Message("user", reply.text))
             try:
+                read, prompt, anew = self._addressed(reply.role, Message("user", reply.text))
                 generate = self._context.team[self._role]
                 (chunk,) = await whole(generate(prompt, (self._opened.index,), turn), 1)
-            except EngineError as error:  # this conversation may be too long for the context
+            except (EngineError, BaseModelError) as error:  # too long for the context, or text that cannot be read
                 self._error = str(error)
                 break
         if judged and not self._error:
