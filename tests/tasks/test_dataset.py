@@ -233,11 +233,18 @@ def test_size_is_the_most_that_is_read(tmp_path, rows):
     assert len(load_dataset(DataConfig(source=write(tmp_path / "d.jsonl", rows), holdout=0, size=7)).train) == 7
 
 
+TURNS = [{"role": "user", "content": "x"}]
 BAD_ROWS = [
     ([{"text": "x"}], {}, r"row 1 has no column named prompt.*Its columns: text.*data\.prompt"),
     ([{"prompt": "x"}], {"prompt": "frage"}, r"row 1 has no column 'frage' \(data\.prompt\)\. Its columns: prompt"),
     ([{"prompt": "x"}], {"answer": "gold"}, r"no column 'gold' \(data\.answer\)"),
     ([{"prompt": "x"}, {"prompt": " "}], {}, r"row 2: the prompt \(prompt\) is empty"),
+    ([{"prompt": "x"}, {"prompt": "cut \ud83d"}], {}, r"row 2 has '\\ud83d', half of a character"),
+    (
+        [{"messages": [*TURNS, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "\ud83d"}}]}]}],
+        {},
+        r"row 1 has '\\ud83d', half of a character",
+    ),
     ([{"prompt": 3}], {}, r"row 1: the prompt \(prompt\) must be text or a list of messages, got 3"),
     ([{"prompt": [{"role": "user"}]}], {}, "needs `role` and `content`"),
     ([{"prompt": [{"role": "critic", "content": "x"}]}], {}, "role 'critic'.*system, user, assistant, tool"),

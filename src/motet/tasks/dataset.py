@@ -18,7 +18,7 @@ from motet.config import DataConfig
 from motet.core import seeds
 from motet.core.errors import DataError
 from motet.core.types import Message, Problem
-from motet.tasks.messages import messages_of, plain_preference, without_prompt
+from motet.tasks.messages import check_characters, messages_of, plain_preference, without_prompt
 from motet.tasks.pools import Pools, order_of, passes
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
@@ -253,6 +253,7 @@ def _problem(config: DataConfig, row: Row, index: int) -> Problem:
         raise DataError(f"{where}: messages must end with a user turn, or with the assistant's answer to one")
     if config.system is not None:
         messages = (Message("system", config.system), *(message for message in messages if message.role != "system"))
+    check_characters((*messages, *continuation), where)
     if not config.source.startswith("reasoning-gym:"):  # whose scorer finds a row by its question
         row = {name: value for name, value in row.items() if name != prompt_column}
     return Problem(index, messages, answer, row, conversational, continuation)

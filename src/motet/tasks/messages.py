@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from motet.core.errors import DataError
@@ -31,6 +31,23 @@ def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: the prompt ({column}) must be text or a list of messages, got {value!r:.80}")
     return tuple(_message(item, where, column) for item in value)
+
+
+def check_characters(messages: Iterable[Message], where: str) -> None:
+    """Check that a tokenizer can read the texts of a row.
+
+    Raises:
+        DataError: one has half of a surrogate pair.
+    """
+    for one in messages:
+        calls = [[call.name, call.arguments] for call in one.tool_calls]
+        try:
+            (one.content + (json.dumps(calls, ensure_ascii=False) if calls else "")).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise DataError(
+                f"{where} has {half!r}, half of a character, which no tokenizer reads; take it out"
+            ) from error
 
 
 def plain_preference(row: dict[str, Any]) -> dict[str, Any]:
