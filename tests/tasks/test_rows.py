@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,10 @@ def test_thumbs_and_a_teachers_probabilities() -> None:
     np.testing.assert_allclose(example.shares[-2:], [[0.7310586, 0.2689414], [0.5, 0.5]], rtol=1e-6)
 
 
+def teacher(ids: list[list[int]], logprobs: list[list[float]]) -> dict[str, Any]:
+    return {"prompt": "Sky?", "token_ids": [1], "top_ids": ids, "top_logprobs": logprobs}
+
+
 WRONG = (
     ("answer", {"prompt": "Sky?"}, "row 1 has no answer to learn"),
     ("answer", {"messages": [*CONVERSATION[:2], {**CONVERSATION[2], "weight": 0}]}, "row 1 has nothing to learn"),
@@ -187,6 +192,11 @@ WRONG = (
         {"prompt": "?", "token_ids": [1], "top_ids": [[10**6]], "top_logprobs": [[0]]},
         "that the base does not know",
     ),
+    ("soft", teacher([[10**12]], [[0]]), "must be lists of numbers"),
+    ("soft", teacher([[]], [[]]), "row 1: top_logprobs must be finite"),
+    ("soft", teacher([[1, 2]], [[0, -math.inf]]), "row 1: top_logprobs must be finite"),
+    ("soft", teacher([[1, 2]], [[0, 1000]]), "row 1: top_logprobs must be finite"),
+    ("soft", teacher([[1, 2]], [[-1000, -1000]]), "row 1: top_logprobs must be finite"),
 )
 
 
