@@ -170,6 +170,12 @@ WRONG = (
     ("answer", {"prompt": "Sky?"}, "row 1 has no answer to learn"),
     ("answer", {"messages": [*CONVERSATION[:2], {**CONVERSATION[2], "weight": 0}]}, "row 1 has nothing to learn"),
     ("answer", {"messages": CONVERSATION, "tools": "{"}, "row 1: tools is no JSON"),
+    ("answer", {"messages": CONVERSATION, "tools": "[" * 10_000}, "row 1: tools is no JSON"),
+    (
+        "answer",
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 10_000}]}]},
+        "a tool call needs a function with `name`",
+    ),
     ("answer", {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "only an assistant calls tools"),
     ("answer", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a tool call needs a function with `name`"),
     (

@@ -108,7 +108,7 @@ def _tool_call(value: Any, where: str) -> ToolCall:
         arguments = call.get("arguments") or {}
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return ToolCall(str(call["name"]), dict(arguments))
-    except (AssertionError, ValueError, TypeError, KeyError) as error:
+    except (AssertionError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(
             f"{where}: a tool call needs a function with `name` and `arguments`, got {value!r:.80}"
         ) from error

@@ -192,7 +192,7 @@ def _tools(problem: Problem, where: str) -> Tools:
     tools = problem.metadata.get("tools") or ()
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: tools is no JSON: {error}") from error
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: tools must be a list of JSON schemas, got {tools!r:.80}")
