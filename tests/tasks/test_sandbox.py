@@ -65,6 +65,8 @@ PAIRS = [{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10\n"}]
         ("import os; os._exit(0)", TEXTS, {}, 0.0),
         ("raise SystemExit", TEXTS, {}, 0.0),
         ("print([True, True])", TEXTS, {}, 0.0),
+        (ADDS.replace("def", "import atexit\natexit.register(print, 'bye')\ndef"), TEXTS, {}, 1.0),
+        ("print('x' * (2**24 - 40))", TEXTS, {}, 0.0),
         ("while True: pass", TEXTS, {"seconds": 0.5}, 0.0),
     ],
 )

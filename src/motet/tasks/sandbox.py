@@ -93,7 +93,11 @@ class Sandbox:
         nonce = os.urandom(16).hex()
         ran = self._run("tests", code, json.dumps({"nonce": nonce, "tests": list(tests)}))
         _, known, said = ran.output.rpartition(nonce)
-        return [bool(one) for one in json.loads(said)] if known else [False] * len(tests)
+        try:
+            passed = json.loads(said.partition("\n")[0]) if known else []  # it may print more as it ends
+        except ValueError:  # cut off, because it has printed as much as it may
+            passed = []
+        return [bool(one) for one in passed] or [False] * len(tests)
 
     def _run(self, kind: Literal["python", "shell", "tests"], code: str, given: str) -> ProgramResult:
         text = code.encode("utf-8", "replace")
