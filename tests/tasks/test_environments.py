@@ -273,6 +273,23 @@ def test_a_fault_costs_its_own_rollout(file: Path, text: str, told: str) -> None
         assert alone[index].transcript == rollouts[index].transcript
 
 
+LARGE = """
+class Large:
+    def reset(self, **row):
+        self.held = bytearray(160 << 20)
+
+    def step(self, text):
+        return None, 1.0
+"""
+
+
+def test_the_memory_of_other_instances_costs_no_rollout(file: Path) -> None:
+    """How many instances a process has at a time depends on the clock."""
+    file.write_text(LARGE)
+    rollouts, _, _ = played(file, "Large", lambda index, turn, read: "go on", 2, n_workers=1, memory_mb=256)
+    assert [(rollout.reward, rollout.error) for rollout in rollouts] == [(1.0, "")] * 2
+
+
 HALVES = '''
 import json
 

@@ -43,6 +43,8 @@ class _WorkerSlot:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     worker: _Worker | None = None
     episodes: int = 0
+    seen: set[str] = field(default_factory=set)
+    """Episodes that the process had."""
 
 
 class EnvironmentWorkers(OwnEnvironment):
@@ -105,31 +107,40 @@ class EnvironmentWorkers(OwnEnvironment):
         except BaseException:
             await worker.kill()
             raise
-        self.info, slot.worker = reply, worker
+        self.info, slot.worker, slot.seen = reply, worker, set()
         return worker
 
     async def ask(
         self, slot: _WorkerSlot, done: list[m.EpisodeCall], call: m.EpisodeCall, served: _Worker | None
     ) -> tuple[m.EpisodeReply, _Worker]:
-        """Call an instance; if its process died, repeat its earlier calls in a new one first."""
+        """Call an instance; if its process died, repeat its earlier calls in a new one first.
+
+        A call that runs out of memory or ends its process, which other instances use too, is tried again in a fresh one.
+        """
         async with slot.turn:
-            worker = slot.worker or await self._start(slot)
-            reply = m.EpisodeReply()
-            try:
-                for one in [call] if worker is served else [*done, call]:
-                    reply = await worker.exchange(one, m.EpisodeReply, self.config.wall_seconds, one.cpu_seconds)
-                    if not all(map(math.isfinite, (reply.reward or 0.0, *reply.rewards.values()))):
-                        raise ProcessDiedError(NO_REPLY)
-                    if reply.exceeded:
-                        break
-            except BaseException:  # the clock, or a cancelled caller: a late reply must not meet the next call
-                await worker.kill()
-                slot.worker = None
-                raise
-            if reply.exceeded:
-                await worker.kill()
-                slot.worker = None
-            return reply, worker
+            while True:
+                worker = slot.worker or await self._start(slot)
+                slot.seen.add(call.episode)
+                alone, reply = len(slot.seen) == 1, m.EpisodeReply()
+                try:
+                    for one in [call] if worker is served else [*done, call]:
+                        reply = await worker.exchange(one, m.EpisodeReply, self.config.wall_seconds, one.cpu_seconds)
+                        if not all(map(math.isfinite, (reply.reward or 0.0, *reply.rewards.values()))):
+                            raise ProcessDiedError(NO_REPLY)
+                        if reply.exceeded:
+                            break
+                except BaseException as error:
+                    # The clock, or a cancelled caller: a late reply must not meet the next call.
+                    await worker.kill()
+                    slot.worker = None
+                    if alone or not isinstance(error, ProcessDiedError):
+                        raise
+                    continue
+                if reply.exceeded:
+                    await worker.kill()
+                    slot.worker = None
+                if alone or reply.exceeded != "memory":
+                    return reply, worker
 
 
 class EnvironmentInstance:
