@@ -15,7 +15,7 @@ import motet
 from motet.algorithms import Grpo
 from motet.config import EnvironmentConfig
 from motet.core.errors import ConfigError, EnvironmentFault
-from motet.core.types import Message, Problem, Rollout
+from motet.core.types import Chunk, IntArray, Message, Problem, Rollout
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.chat import Chat
 from motet.tasks.environments import EnvironmentWorkers
@@ -271,6 +271,30 @@ def test_a_fault_costs_its_own_rollout(file: Path, text: str, told: str) -> None
     alone, _, _ = played(file, "Trouble", lambda index, turn, read: "end" if turn == 4 else "go on", 3, **fields)
     for index in (0, 2):  # also what it draws by chance is the same
         assert alone[index].transcript == rollouts[index].transcript
+
+
+def test_a_group_that_fails_leaves_no_episode_at_work(file: Path) -> None:
+    """Such an episode could sample into what the group continues with when it is taken up again."""
+
+    async def generate(prompt: IntArray, indices: tuple[int, ...], turn: int, *_: Any) -> list[Chunk]:
+        if indices == (0,):
+            raise RuntimeError("put aside")
+        if indices == (1,):
+            await asyncio.sleep(60)
+        return await script(prompt, indices, turn)
+
+    async def main() -> set[asyncio.Task[Any]]:
+        workers = EnvironmentWorkers(EnvironmentConfig(name=f"{file}:Trouble"), file.parent / "log", 1)
+        try:
+            await workers.open()
+            with pytest.raises(RuntimeError, match="put aside"):
+                await workers.run_group(GroupContext(PROBLEM, CHAT, 2, generate, no_score, judged=False))
+            return asyncio.all_tasks() - {asyncio.current_task()}
+        finally:
+            await workers.close()
+
+    script = Script(lambda index, turn, read: "go on")
+    assert asyncio.run(main()) == set()
 
 
 LARGE = """

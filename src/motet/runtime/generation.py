@@ -127,6 +127,15 @@ class Generation:
         finally:
             await ended((working, stopped))
 
+    async def result_of(self, call: asyncio.Task[Result]) -> Result:
+        """Wait for a call of `complete`. It is cancelled with its caller, unless the group is stopped: it keeps its drafts."""
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if not self.stop.is_set():
+                call.cancel()
+            raise
+
     async def complete(
         self,
         prompt_ids: IntArray,

@@ -96,7 +96,7 @@ class _Requests:
         ) -> list[Chunk]:
             call = asyncio.create_task(self._complete(role, prompt_ids, indices, turn, sampling))
             self.open.add(call)
-            return await call
+            return await self.task.generation.result_of(call)
 
         return generate
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from motet.tasks.team import TeamEpisode, begun
 from motet.tasks.tool_calls import tool_calls
 from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ClockLimitError, ProcessDiedError, WorkerLink, import_path
 
+Result = TypeVar("Result")
 _NAMES = itertools.count()
 _NO_TEAM = "the environment rewards roles, and the job has no team: return a number, or name the roles in `team`"
 
@@ -83,7 +85,7 @@ class EnvironmentWorkers(OwnEnvironment):
         """The rollouts of one group, one instance each."""
         episodes = [self.episode(context.seed + index) for index in range(context.group_size)]
         try:
-            opened = await asyncio.gather(*(_open(self, context, index, one) for index, one in enumerate(episodes)))
+            opened = await _all(_open(self, context, index, one) for index, one in enumerate(episodes))
             first = await _first_turns(self, context, opened)
 
             async def played(rollout: Rollout) -> Rollout:
@@ -92,8 +94,7 @@ class EnvironmentWorkers(OwnEnvironment):
                 finally:
                     await context.release(rollout.index)
 
-            rollouts = list(await asyncio.gather(*map(played, opened)))
-            return await judged(rollouts, context)
+            return await judged(await _all(map(played, opened)), context)
         finally:
             await asyncio.gather(*(one.close() for one in episodes), return_exceptions=True)
 
@@ -173,6 +174,17 @@ class EnvironmentInstance:
         self._slot.episodes -= 1
         if self._slot.worker is not None and self._slot.worker is self._worker:
             await self.do(m.Close())
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The results, in order. If one fails, the others end too: a group that is put aside plays its episodes anew."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _open(
