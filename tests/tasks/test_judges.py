@@ -204,7 +204,6 @@ def test_a_judge_that_is_busy_is_asked_again_and_never_by_too_many(server: Judge
     [
         (b"{}", "not a chat completion"),
         (b"[" * 100_000, "not a chat completion"),
-        (b'{"choices": [{"message": {"content": null}}]}', "without text"),
         (b" " * (2**20 + 1), "more than 1 MB"),
     ],
 )
@@ -214,6 +213,19 @@ def test_what_a_judge_answers_is_not_trusted(server: JudgeServer, tmp_path: Path
     assert words in one.error
     assert one.clock_limited  # the job is marked: another run may get a score
     assert JudgeAnswers(tmp_path / "job" / "judge.sqlite").spend() == Spend()
+
+
+@pytest.mark.parametrize("text", [None, "x" * 200_001])
+def test_an_answer_without_a_usable_text_is_paid(server: JudgeServer, tmp_path: Path, text: str | None) -> None:
+    """As of a model that thought until its tokens were used up."""
+    usage = {"prompt_tokens": 100, "completion_tokens": 512}
+    server.odd = json.dumps({"choices": [{"message": {"content": text}}], "usage": usage}).encode()
+    (one,) = scored(tmp_path, judge(server, budget=600), ["1"])
+    assert "127.0.0.1 answered without text" in one.error
+    assert one.clock_limited
+    assert JudgeAnswers(tmp_path / "job" / "judge.sqlite").spend() == Spend(1, 100, 512)
+    with pytest.raises(JobFailed, match="600 tokens: raise it"):
+        scored(tmp_path, judge(server, budget=600), ["1"])
 
 
 def test_a_slow_judge_costs_its_rollout_and_a_spent_budget_stops_asking(server: JudgeServer, tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ _SPENT = "SELECT questions, read, written, cost FROM spend"
 class Said:
     """An answer of a judge."""
 
-    text: str
+    text: str | None
+    """None if there is none that can be used; it is paid all the same."""
     read: int
     """Tokens of the question, as counted by the server."""
     written: int
@@ -80,7 +81,8 @@ class JudgeAnswers:
     def keep(self, key: str, said: Said, cost: float) -> Spend:
         """Write an answer and its cost in one transaction, on disk when this returns; returns the total so far."""
         with self._open() as file:
-            file.execute("INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, said.text))
+            if said.text is not None:
+                file.execute("INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, said.text))
             file.execute(
                 "UPDATE spend SET questions = questions + 1, read = read + ?, written = written + ?, cost = cost + ?",
                 (said.read, said.written, cost),

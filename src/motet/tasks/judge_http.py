@@ -242,6 +242,9 @@ class Judges:
             paid = await asyncio.to_thread(kept.keep, key, said, cost)
             if paid.questions > self._spent.get(job, _NOTHING).questions:  # a later total may be there already
                 self._spent[job] = paid
+        if said.text is None:
+            host = httpx2.URL(address.url or "").host
+            raise EngineError(f"{host} answered without text, or with too much of it: set sampling_params.max_tokens")
         return said.text
 
     async def _answer(self, job: str, address: JudgeAddress, url: str, body: Mapping[str, Any], seconds: float) -> Said:
@@ -327,7 +330,7 @@ def _read(body: bytes) -> Said:
     if isinstance(text, str):  # a cut emoji is half a character, which cannot be stored
         text = text.encode("utf-8", "replace").decode()
     if not isinstance(text, str) or len(text) > _LONGEST_ANSWER:
-        raise AddressRefused("answered without text, or with too much of it: set sampling_params.max_tokens")
+        text = None
     counts = [n if isinstance(n, int) and 0 <= n < math.inf else 0 for n in (read, written)]
     return Said(text, min(counts[0], 10**9), min(counts[1], 10**9))
 
