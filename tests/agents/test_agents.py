@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 import motet
 from motet.agents.episode import AgentCall, AgentEpisode, rewarded
 from motet.agents.gateway import Gateway
+from motet.agents.processes import AgentProcesses
 from motet.agents.runner import AgentRunner
 from motet.agents.served_episode import ServedEpisode
 from motet.chat.completer import CallLimits, call_of
@@ -27,6 +29,7 @@ from motet.config import EnvironmentConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ChatRefusal, EngineError, EnvironmentFault
 from motet.core.types import Group, Message, Problem, Rollout, ToolCall
+from motet.process.channel import LONGEST_LINE
 from motet.running import run_config
 from motet.runtime.metrics import rollout_records
 from motet.runtime.steps import SampledStep
@@ -586,6 +589,25 @@ def test_an_agent_that_hangs_or_ends_its_process_costs_what_ran_there_and_the_ne
     first, second, _ = group(tmp_path, name, says=lambda *_: next(turns), wall_seconds=5.0 if name == "stuck" else 60.0)
     assert error in "".join(one.error for one in first)
     assert [one.error for one in second] == ["", ""]
+
+
+def test_a_problem_that_cannot_be_sent_is_not_waited_for(tmp_path):
+    """A process that is given up ends when none of its agents is waited for."""
+    (tmp_path / "agents.py").write_text(AGENTS)
+
+    async def main() -> tuple[str, int]:
+        processes = AgentProcesses(f"{tmp_path}/agents.py:silent", {}, tmp_path / "log")
+        try:
+            process = await processes.usable()
+            problem = Problem(0, (Message("user", "x" * LONGEST_LINE),), "")
+            returned = await processes.run(process, problem, "", "", time.time() + 60, 0)
+            return returned.error, len(process.returned)
+        finally:
+            await processes.close()
+
+    error, waiting = asyncio.run(main())
+    assert "was given a problem of 65 MB" in error
+    assert waiting == 0
 
 
 def test_a_process_in_which_all_agents_hang_ends_when_the_next_group_begins(tmp_path):

@@ -112,11 +112,11 @@ class AgentProcesses:
     ) -> m.AgentReturned:
         """Run an episode; errors are in the result. `deadline` is in Unix seconds."""
         number = next(self._numbers)
-        waiting = process.returned[number] = asyncio.get_running_loop().create_future()
         try:
             process.child.send(m.RunAgent(number, problem, base_url, key, deadline, seed))
         except EngineError as error:
             return m.AgentReturned(number, error=f"was given a problem of {error}")
+        waiting = process.returned[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(deadline - time.time() + GRACE_SECONDS):
                 returned: m.AgentReturned = await waiting
