@@ -41,6 +41,26 @@ def refund() -> str:
 
 server.run()
 """
+PAGES = """
+import asyncio
+
+from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
+from mcp.types import ListToolsResult, Tool
+
+TOOLS = [Tool(name=f"tool_{n}", input_schema={"type": "object"}) for n in range(3)]
+
+async def listed(context, asked):
+    n = int((asked and asked.cursor) or 0)
+    return ListToolsResult(tools=TOOLS[n : n + 1], next_cursor=str(n + 1) if n < 2 else None)
+
+async def main():
+    server = Server("pages", on_list_tools=listed)
+    async with stdio_server() as (reads, writes):
+        await server.run(reads, writes, server.create_initialization_options())
+
+asyncio.run(main())
+"""
 GYM = """
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
@@ -128,6 +148,13 @@ def test_tools_of_an_mcp_server_are_listed_and_called(tmp_path):
     said = replies(one)
     assert said[:2] == ["40 cents", "42 cents"]
     assert [text.startswith("Error: ") for text in said[2:]] == [True, True]
+
+
+def test_tools_on_all_pages_of_an_mcp_server_are_listed(tmp_path):
+    (tmp_path / "pages.py").write_text(PAGES)
+    args = {"command": sys.executable, "args": [f"{tmp_path}/pages.py"]}
+    (one,) = rollouts(lambda *_: "done", name="mcp", args=args)
+    assert all(f'"tool_{n}"' in one.opening[0].content for n in range(3))
 
 
 def test_python_and_a_shell_in_a_sandbox_share_files_and_reach_nothing_else():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,11 @@ class Server:
 
     def list_tools(self) -> list[dict[str, Any]]:
         """The tools that the server offers."""
-        tools = self._portal.call(self._client.list_tools).tools
+        page = self._portal.call(self._client.list_tools)
+        tools = page.tools
+        while page.next_cursor is not None:
+            page = self._portal.call(functools.partial(self._client.list_tools, cursor=page.next_cursor))
+            tools = [*tools, *page.tools]
         return [
             {
                 "type": "function",
