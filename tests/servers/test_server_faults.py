@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from motet.core import seeds
-from motet.core.errors import EngineError, ServerFault, ServerRefused
+from motet.core.errors import EngineError, ServerFault, ServerGone, ServerRefused
 from motet.model.fake import END, FakeTokenizer
 from motet.rollout.server import ServerEngine
 from tests.support.protocol_server import FOREVER, ProtocolServer
@@ -73,7 +73,7 @@ def test_a_server_that_never_answers_well_is_told(dialect: Any, stream: bool, tm
     async def test(engine: ServerEngine) -> None:
         for fault, told in (("errors", "answers 500: EngineCore encountered"), ("drops", "Server disconnected")):
             setattr(server.faults, fault, {"generate": FOREVER})
-            with pytest.raises(EngineError, match=rf"request r failed {ATTEMPTS} times: {server.url}.*{told}"):
+            with pytest.raises(ServerGone, match=rf"request r failed {ATTEMPTS} times: {server.url}.*{told}"):
                 await collect(engine, request(None, (1,), stream=stream))
             setattr(server.faults, fault, {})
         assert server.counts.requests[path] == 2 * ATTEMPTS

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from motet.core.errors import EngineError, ServerFault
+from motet.core.errors import EngineError, ServerFault, ServerGone
 from motet.model.fake import FakeTokenizer
 from motet.rollout.server import ServerEngine
 from motet.rollout.version_files import VersionFiles
@@ -328,7 +328,7 @@ def test_nobody_there(dialect: Any, tmp_path: Path) -> None:
             await engine.ready()
         assert 0.7 <= time.monotonic() - begun < 10
         for work in (collect(engine, request()), engine.score(PROBE, None), publish(engine, trainer, 0)):
-            with pytest.raises(EngineError, match=r"no server can be used"):
+            with pytest.raises(ServerGone, match=r"no server can be used"):
                 await work
         first.start()
         assert await collect(engine, request()) == await in_process(request())

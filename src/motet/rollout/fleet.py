@@ -59,7 +59,7 @@ class Fleet:
         """The first replica by `order`; among equals, the one with the fewest outstanding tokens. Waits if none is up.
 
         Raises:
-            EngineError: none came up in time; the message has the last note of each.
+            ServerGone: none came up in time; the message has the last note of each.
         """
         await self.wait()
         return min(self.up, key=lambda replica: (order(replica), replica.tokens))
@@ -76,7 +76,7 @@ class Fleet:
                 for replica in self.replicas
             )
             within = "" if self._hopeless else f" within rollout.patience_seconds={self._wait_seconds:g}"
-            raise EngineError(f"no server can be used{within}: {said}")
+            raise ServerGone(f"no server can be used{within}: {said}")
 
     def doubt(self, replica: Replica) -> None:
         """Check a replica's health now, after a failed request."""

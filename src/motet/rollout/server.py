@@ -234,7 +234,7 @@ class ServerEngine:
                 failure = error
             failures += 1
             if failures >= _ATTEMPTS and completion.finish is None:
-                raise EngineError(f"request {request.id} failed {failures} times: {failure}") from failure
+                raise ServerGone(f"request {request.id} failed {failures} times: {failure}") from failure
             opened.failed.add(replica.url)
             if opened.replica is replica:
                 opened.replica = None
