@@ -27,7 +27,7 @@ from motet.chat.completer import CallLimits, call_of
 from motet.chat.completions import ChatRequest
 from motet.config import EnvironmentConfig
 from motet.config.jobfile import load_jobs
-from motet.core.errors import ChatRefusal, EngineError, EnvironmentFault
+from motet.core.errors import ChatRefusal, EngineError, EnvironmentFault, ServerGone
 from motet.core.types import Group, Message, Problem, Rollout, ToolCall
 from motet.process.channel import LONGEST_LINE
 from motet.running import run_config
@@ -200,6 +200,20 @@ def test_sampling_that_fails_is_the_rollouts_and_a_prompt_that_is_too_long_the_a
     assert rewarded(one, 1.0, {}, "").error == "the agent never called the model"
     assert rewarded(one, None, {}, "it raised").error == "it raised"
     assert "return a number, or give the job a reward" in rewarded(one, None, {}, "").error
+
+
+def test_a_server_that_is_gone_fails_the_rollout_whatever_its_agent_makes_of_it():
+    one, script = episode(lambda *_: "x")
+    asyncio.run(one.complete([user("a")], (), CallLimits()))
+
+    def fails(*_: Any) -> str:
+        raise ServerGone("http://127.0.0.1:9 does not answer")
+
+    script.says = fails
+    for _ in range(2):
+        with pytest.raises(EngineError, match="does not answer"):
+            asyncio.run(one.complete([user("b")], (), CallLimits()))
+    assert rewarded(one, 0.0, {}, "").error == "http://127.0.0.1:9 does not answer"
 
 
 # --- over HTTP ------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import numpy as np
 
 from motet.chat.completer import CallLimits
 from motet.core import seeds
-from motet.core.errors import BaseModelError, ChatRefusal, EngineError
+from motet.core.errors import BaseModelError, ChatRefusal, EngineError, ServerFault, ServerGone
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.episode import TOO_LARGE, GroupContext, answered, extended, whole
@@ -127,6 +127,9 @@ class AgentEpisode:
         sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *limits.stop), grammar=limits.grammar)
         try:
             (chunk,) = await whole(self.context.generate(prompt, (self.index,), turn, sampling), 1)
+        except (ServerGone, ServerFault) as error:  # by chance: the agent must not take it for the end of its room
+            self._fault = self._fault or str(error)
+            raise EngineError(self._fault) from error
         except EngineError as error:  # most often it is too long; the agent may send less
             raise ChatRefusal(str(error)) from error
         if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
