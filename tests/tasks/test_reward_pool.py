@@ -110,6 +110,16 @@ def test_an_answer_that_is_too_long_for_a_process_fails_alone():
     run(scenario)
 
 
+def lengths(completions, **columns):
+    return [float(len(one)) for one in completions]
+
+
+def test_answers_that_are_too_long_together_are_scored_alone():
+    long = "x" * (LONGEST_LINE // 2)
+    first, second = scores([long, long], reward(lengths, cpu_seconds=20))
+    assert (first.reward, second.reward) == (len(long), len(long))
+
+
 def test_the_wall_clock_is_a_backstop_and_says_so():
     bad, good = scores(["sleep", "fine"], reward(wall_seconds=1.5))
     assert (bad.clock_limited, good.clock_limited, good.reward) == (True, False, 1.0)

@@ -305,7 +305,7 @@ class RewardPool:
         except ProcessDiedError as error:
             return [_Part(error=str(error))] * len(answers) if last else None
         except EngineError as error:
-            return [_Part(error=f"cannot be sent to its process: {error}")] * len(answers)
+            return [_Part(error=f"cannot be sent to its process: {error}")] * len(answers) if last else None
         finally:
             group.give_back(worker)
         if reply.failed and not last:
