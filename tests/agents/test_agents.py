@@ -489,7 +489,7 @@ def test_another_key_opens_nothing_and_an_episode_that_is_over_is_gone():
 # --- the process ----------------------------------------------------------------------------------------------------------
 
 AGENTS = """
-import asyncio, os, time
+import asyncio, os, sys, time
 import openai
 
 def client(base_url, api_key):
@@ -530,6 +530,16 @@ def leaves(base_url, api_key):
     if "1" in ask(base_url, api_key).choices[0].message.content:
         os._exit(3)
     time.sleep(0.3)
+    return 1.0
+
+def quits(base_url, api_key):
+    if "1" in ask(base_url, api_key).choices[0].message.content:
+        sys.exit(3)
+    time.sleep(1)
+    return 1.0
+
+async def quits_at_once(base_url, api_key):
+    await asyncio.to_thread(quits, base_url, api_key)
     return 1.0
 
 def raises(base_url, api_key):
@@ -622,6 +632,13 @@ def test_a_problem_that_cannot_be_sent_is_not_waited_for(tmp_path):
     error, waiting = asyncio.run(main())
     assert "was given a problem of 65 MB" in error
     assert waiting == 0
+
+
+@pytest.mark.parametrize("name", ["quits", "quits_at_once"])
+def test_an_agent_that_calls_exit_costs_its_own_rollout(tmp_path, name):
+    (stays, quits), _, _ = group(tmp_path, name)
+    assert (stays.reward, stays.error) == (1.0, "")
+    assert "SystemExit: 3" in quits.error
 
 
 def test_a_process_in_which_all_agents_hang_ends_when_the_next_group_begins(tmp_path):

@@ -83,7 +83,7 @@ async def _run(
             raise TimeoutError
         reward, rewards = _reward(returned)
         parent.send(m.AgentReturned(request.episode, reward, rewards))
-    except Exception as error:  # an agent's exception, or the end of its time
+    except (Exception, SystemExit) as error:  # an agent's exception, or the end of its time
         if isinstance(error, TimeoutError) and time.time() >= request.deadline:
             parent.send(m.AgentReturned(request.episode, error=m.LATE, late=True))
         else:
