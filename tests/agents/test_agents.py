@@ -542,6 +542,11 @@ async def quits_at_once(base_url, api_key):
     await asyncio.to_thread(quits, base_url, api_key)
     return 1.0
 
+async def cancels(base_url, api_key):
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    await task
+
 def raises(base_url, api_key):
     raise KeyError("no such luck")
 
@@ -596,13 +601,14 @@ def test_rewards_that_are_too_large_fail_their_rollout(tmp_path, name, worth):
     [
         ("unknown", "rewards the call 'nothing', which it never made"),
         ("raises", "KeyError: 'no such luck'"),
+        ("cancels", "CancelledError"),
         ("text", "returned 'well done': an agent returns a finite number"),
         ("silent", "the agent never called the model"),
         ("idle", "did not return in time"),
     ],
 )
 def test_a_fault_of_an_agent_is_its_rollouts_reason(tmp_path, name, error):
-    rollouts, _, limited = group(tmp_path, name, n=1, wall_seconds=0.5 if name == "idle" else 60.0)
+    rollouts, _, limited = group(tmp_path, name, n=1, wall_seconds={"idle": 0.5, "cancels": 10.0}.get(name, 60.0))
     assert error in rollouts[0].error
     assert limited is (name == "idle")
 
