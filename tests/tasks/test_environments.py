@@ -99,6 +99,8 @@ class Trouble:
             return "x" * (1 << 34)
         if text == "number":
             return 5
+        if text == "long":
+            return "x" * (1 << 26)
         if text == "large":
             return "more", 1e308
         return f"turn {self.turns} {random.random()}" if text != "end" else None
@@ -252,6 +254,7 @@ def test_a_template_that_has_a_place_for_tools_gets_them(file: Path) -> None:
         ("raise", "step: RuntimeError: the shop burns"),
         ("memory", "took more than 256 MB of memory (environment field memory_mb)"),
         ("number", "step: step returned int"),
+        ("long", "step: returned 65 MB; the limit is 64 MB"),
         ("large", "is larger than 1e+30: give smaller rewards"),
     ],
 )

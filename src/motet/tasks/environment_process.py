@@ -29,7 +29,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 
-from motet.core.errors import EnvironmentFault
+from motet.core.errors import EngineError, EnvironmentFault
 from motet.core.types import MOST_ROLES
 from motet.process.own_code import OwnCode, describe
 from motet.tasks import worker_messages as m
@@ -230,7 +230,10 @@ def serve(read: Read, write: Write) -> None:
     write(about)
     limits = WorkerLimits()
     while call := read(m.EpisodeCall):
-        write(answer_call(environments, limits, call))
+        try:
+            write(answer_call(environments, limits, call))
+        except EngineError as error:
+            write(m.EpisodeReply(error=f"{call.action.__struct_config__.tag}: returned {error}"))
 
 
 if __name__ == "__main__":
