@@ -21,7 +21,7 @@ from motet.tasks.chat import Chat
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import GroupContext
 from motet.tasks.reward_http import Addresses
-from motet.tasks.reward_pool import RewardPool, ScoreOutcome
+from motet.tasks.reward_pool import RewardPool, ScoreOutcome, as_given
 from motet.tasks.reward_walls import Walls
 from tests.support.fake_run import job, metrics, records, run_jobs, weights
 from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
@@ -236,6 +236,14 @@ def test_public_methods_are_tools(file: Path) -> None:
     assert replies[3] == ["bye"]
     assert [reply.role for reply in rollouts[0].turns[0].replies] == ["tool"]
     assert rollouts[0].turns[0].tool_calls[0].arguments == {"item": "tea", "price": 150}
+
+
+def test_rewards_can_be_given_a_call_that_is_nested_deep(file: Path) -> None:
+    deep: Any = []
+    for _ in range(600):
+        deep = [deep]
+    (one,), _, _ = played(file, "Shop", lambda *_: call("sell", item=deep, price=1), 1, max_turns=1)
+    assert as_given(one.transcript)[-1]["content"].startswith("Error: there is no tool")
 
 
 def test_a_template_that_has_a_place_for_tools_gets_them(file: Path) -> None:

@@ -176,6 +176,15 @@ WRONG = (
         {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 10_000}]}]},
         "a tool call needs a function with `name`",
     ),
+    (
+        "answer",
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a":' * 300 + "1" + "}" * 300}]}
+            ]
+        },
+        "a tool call needs a function with `name`",
+    ),
     ("answer", {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "only an assistant calls tools"),
     ("answer", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a tool call needs a function with `name`"),
     (

@@ -8,6 +8,8 @@ from typing import Any
 
 from motet.core.errors import DataError
 from motet.core.types import Message, ToolCall
+from motet.tasks.plain_json import check_plain
+from motet.tasks.tool_calls import DEEPEST_CALL
 
 ROLES = ("system", "user", "assistant", "tool")
 _OPENAI_PAIR = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
@@ -107,7 +109,7 @@ def _tool_call(value: Any, where: str) -> ToolCall:
         assert isinstance(call, dict)
         arguments = call.get("arguments") or {}
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return ToolCall(str(call["name"]), dict(arguments))
+        return ToolCall(str(call["name"]), dict(check_plain(arguments, DEEPEST_CALL)))
     except (AssertionError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(
             f"{where}: a tool call needs a function with `name` and `arguments`, got {value!r:.80}"

@@ -26,14 +26,14 @@ def as_json(value: Any) -> Any:
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
-def check_plain(value: Any) -> Any:
+def check_plain(value: Any, deepest: int = DEEPEST) -> Any:
     """Check an untrusted value before any code walks through it; returns it.
 
     Raises:
         ValueError: it holds a value that JSON does not have, or is nested too deep.
     """
     level = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(deepest + 1):
         if not level:
             return value
         below: list[Any] = []
@@ -47,4 +47,4 @@ def check_plain(value: Any) -> Any:
             elif not isinstance(one, str | int | float | None):
                 raise ValueError(f"{one!r:.80} is not a value that JSON has; quote it if it is meant as text")
         level = below
-    raise ValueError(f"this is nested more than {DEEPEST} deep, which nothing here needs; write it flatter")
+    raise ValueError(f"this is nested more than {deepest} deep, which nothing here needs; write it flatter")

@@ -7,7 +7,10 @@ import re
 from collections.abc import Sequence
 
 from motet.core.types import ToolCall
+from motet.tasks.plain_json import check_plain
 
+DEEPEST_CALL = 100
+"""Deepest nesting of a call's arguments, because logs and rewards walk through them recursively."""
 _OPENS = "<tool_call>"
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
@@ -66,6 +69,6 @@ def _tool_call(text: str) -> ToolCall:
         fields = json.loads(text)
         arguments = fields.get("arguments", {})
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return ToolCall(str(fields["name"]), dict(arguments))
+        return ToolCall(str(fields["name"]), dict(check_plain(arguments, DEEPEST_CALL)))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return ToolCall(text.strip()[:40], {})
