@@ -194,6 +194,35 @@ def test_a_field_of_a_row_is_made_into_text_once_for_all_answers() -> None:
     assert time.process_time() - started < 2
 
 
+def test_the_open_questions_about_long_rows_are_few() -> None:
+    asked = parse(judge(input=[{"role": "user", "content": "{{item.a}}"}]))
+    open_now = most = 0
+
+    async def answered(_: Any, messages: Any) -> tuple[str, int]:
+        nonlocal open_now, most
+        open_now += len(messages[0]["content"])
+        most = max(most, open_now)
+        try:
+            await asyncio.sleep(0.01)
+        finally:
+            open_now -= len(messages[0]["content"])
+        return '{"result": 1}', 1
+
+    async def graded(letters: int) -> list[Graded]:
+        graders = Graders(Walls())
+        work = graders.graded("me", asked, {"a": "x" * letters}, ["y"] * 64, answered)
+        first = asyncio.create_task(graders.graded("me", asked, {"a": "x" * letters}, ["y"] * 64, answered))
+        await asyncio.sleep(0.005)
+        first.cancel()  # what it has taken is free again
+        return await work
+
+    for letters, together in ((2**20, 18 * 2**20), (100, 2**16)):
+        most = open_now = 0
+        assert [one.reward for one in asyncio.run(graded(letters))] == [1.0] * 64
+        assert most < together
+    assert most > 64 * 100  # short ones are all asked at once
+
+
 def test_a_row_without_what_is_named_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"item\.want"):
         given(check("eq"), "x")

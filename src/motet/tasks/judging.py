@@ -7,13 +7,14 @@ a model of a service, or an address (`judge_http`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
 import weakref
 import zlib
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal
@@ -32,6 +33,8 @@ from motet.tasks.rewards import last_number
 _LANES = 8
 _OF_ONE_OWNER = 4
 """Most rows in work for one owner, so that others need not wait for all that it asks."""
+_OPEN_CHARACTERS = 2**24
+"""Most characters of one owner's open questions: a thousand answers with a long row would take gigabytes."""
 _PROCESSES = 2
 _CPU_SECONDS = 10.0
 _WALL_SECONDS = 30.0
@@ -61,6 +64,38 @@ class Graded:
     """Tokens used by judges, by model."""
 
 
+class Room:
+    """Limits the size of what is open at a time, first come, first served; something larger than that is open alone."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._taken = most, 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def take(self, size: int) -> AsyncIterator[None]:
+        """Wait until there is room."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        self._let_in()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():  # a task may be cancelled after it was let in
+                self._taken -= size
+            self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting:
+            size, turn = self._waiting[0]
+            if not turn.done():
+                if self._taken and self._taken + size > self._most:
+                    break
+                turn.set_result(None)
+                self._taken += size
+            self._waiting.popleft()
+
+
 class Graders:
     """Runs graders. Lives in one event loop."""
 
@@ -71,6 +106,7 @@ class Graders:
         self._opening = asyncio.Lock()
         self._free = asyncio.Semaphore(_LANES)  # each grader in use has its own lane with processes
         self._turns: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
+        self._rooms: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
 
     async def close(self) -> None:
         """End the processes."""
@@ -85,7 +121,7 @@ class Graders:
         """
         graded, row = [Graded() for _ in outputs], Fields("item", item)
         if isinstance(grader, Rank):
-            await self._ranked(grader, row, outputs, graded, asked)
+            await self._ranked(owner, grader, row, outputs, graded, asked)
             return graded
         parts: Mapping[str, Single] = grader.graders if isinstance(grader, Multi) else {grader.name: grader}
         await asyncio.gather(
@@ -101,7 +137,13 @@ class Graders:
         return graded
 
     async def _ranked(
-        self, grader: Rank, item: Fields, outputs: Sequence[str], graded: Sequence[Graded], asked: Asked
+        self,
+        owner: str,
+        grader: Rank,
+        item: Fields,
+        outputs: Sequence[str],
+        graded: Sequence[Graded],
+        asked: Asked,
     ) -> None:
         """Let a judge order the answers. Equal answers are shown once and get the same score."""
         texts = sorted(set(outputs))
@@ -109,7 +151,7 @@ class Graders:
         worth = dict.fromkeys(texts, _ALONE)
         if len(texts) > 1:
             whole = Graded()
-            said = await self._said(grader, item, "", whole, asked, texts)
+            said = await self._said(owner, grader, item, "", whole, asked, texts)
             try:
                 places = ranking(grader, said, len(texts)) if said is not None else []
                 worth |= {texts[n]: 1 - place / (len(texts) - 1) for place, n in enumerate(places)}
@@ -145,7 +187,7 @@ class Graders:
                 one.faults["variable" if error.of_item else "sample"] = str(error)
                 one.parts[name] = 0.0
         if isinstance(part, Judge):
-            await asyncio.gather(*(self._judged(name, part, item, *pair, asked) for pair in fillable))
+            await asyncio.gather(*(self._judged(owner, name, part, item, *pair, asked) for pair in fillable))
         elif fillable:
             scored = await self._computed(owner, part, item, [output for output, _ in fillable])
             for (_, one), value in zip(fillable, scored, strict=True):
@@ -184,21 +226,32 @@ class Graders:
         self._lanes[spec] += 1
         self._lanes.move_to_end(spec)
 
-    async def _judged(self, name: str, judge: Judge, item: Fields, output: str, graded: Graded, asked: Asked) -> None:
-        said = await self._said(judge, item, output, graded, asked)
+    async def _judged(
+        self, owner: str, name: str, judge: Judge, item: Fields, output: str, graded: Graded, asked: Asked
+    ) -> None:
+        said = await self._said(owner, judge, item, output, graded, asked)
         try:
             if said is not None:
                 graded.parts[name] = verdict(judge, said)
         except VerdictError as error:
             graded.faults["parse"] = str(error)
 
-    @staticmethod
     async def _said(
-        judge: Judge, item: Fields, output: str, graded: Graded, asked: Asked, ranked: Sequence[str] = ()
+        self,
+        owner: str,
+        judge: Judge,
+        item: Fields,
+        output: str,
+        graded: Graded,
+        asked: Asked,
+        ranked: Sequence[str] = (),
     ) -> str | None:
         """A judge's answer; None if it failed, with the reason in `graded`."""
+        room = self._rooms.setdefault(owner, Room(_OPEN_CHARACTERS))
         try:
-            said, tokens = await asked(judge, prompt(judge, item, output, ranked))
+            size = sum(len(piece) for pieces in _pieces(judge, item, output, ranked) for piece in pieces)
+            async with room.take(size):
+                said, tokens = await asked(judge, prompt(judge, item, output, ranked))
             graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
             return said
         except UnfilledError as error:  # each message could be filled, but together they are too long
@@ -231,6 +284,14 @@ def prompt(judge: Judge, item: Fields, output: str, ranked: Sequence[str] = ()) 
     Raises:
         UnfilledError: a variable has no value, or the messages are too long together.
     """
+    filled = _pieces(judge, item, output, ranked)
+    filled[-1].append(f"\n\n{_form(judge, len(ranked))}")
+    roles = ("system" if one.role == "developer" else one.role for one in judge.input)
+    return [{"role": role, "content": "".join(pieces)} for role, pieces in zip(roles, filled, strict=True)]
+
+
+def _pieces(judge: Judge, item: Fields, output: str, ranked: Sequence[str]) -> list[list[str]]:
+    """What each message to a judge is joined of, without the end; raises as `prompt` does."""
     sample = Fields("sample", output)
     filled = [pieces_of(one.content, item, sample) for one in judge.input]
     filled[-1] += [f"\n\n[Answer {number}]\n{text}" for number, text in enumerate(ranked, 1)]
@@ -238,9 +299,7 @@ def prompt(judge: Judge, item: Fields, output: str, ranked: Sequence[str] = ()) 
         raise UnfilledError(
             "item", f"the messages to the judge have {size} characters; the limit is {MOST_FILLED}", of_item=True
         )
-    filled[-1].append(f"\n\n{_form(judge, len(ranked))}")
-    roles = ("system" if one.role == "developer" else one.role for one in judge.input)
-    return [{"role": role, "content": "".join(pieces)} for role, pieces in zip(roles, filled, strict=True)]
+    return filled
 
 
 def _form(judge: Judge, n: int) -> str:
