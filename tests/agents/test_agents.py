@@ -174,6 +174,23 @@ def test_calls_at_once_come_out_the_same_in_whatever_order_they_arrive():
     assert [text.removesuffix("<|im_end|>") for text in texts[1:]] == record["turns"][3:]
 
 
+def test_calls_at_once_of_one_conversation_are_told_apart_by_their_limits():
+    limits: list[dict[str, Any]] = [{}, {"max_tokens": 3}, {"stop": ("x",)}, {"train": False}]
+
+    def ids(order: Sequence[int]) -> list[str]:
+        async def agent(ask: Ask) -> None:
+            made = await asyncio.gather(*(ask(user("a"), **limits[number]) for number in order))
+            found.update(zip(order, (call.id for call in made), strict=True))
+
+        found: dict[int, str] = {}
+        rollout, _ = played(lambda index, turn, read: f"{turn % 97}", agent)
+        return [*(found[number] for number in sorted(order)), str([branch.token_ids for branch in rollout.branches])]
+
+    first, *others = (ids(order) for order in itertools.permutations(range(4)))
+    assert len(set(first[:4])) == 4
+    assert all(other == first for other in others)
+
+
 def test_an_episode_ends_its_calls_by_number_by_time_and_when_its_agent_has_returned():
     one, _ = episode(lambda *_: "x", calls=1)
     asyncio.run(one.complete([user("a")], (), CallLimits()))

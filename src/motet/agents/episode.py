@@ -22,7 +22,7 @@ import numpy as np
 from motet.chat.completer import CallLimits
 from motet.core import seeds
 from motet.core.errors import BaseModelError, ChatRefusal, EngineError, ServerFault, ServerGone
-from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
+from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, SamplingParams, ToolCall
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.episode import TOO_LARGE, GroupContext, answered, extended, whole
 from motet.tasks.tool_calls import tool_calls, without_calls
@@ -36,7 +36,7 @@ class AgentCall:
     """One turn that the model sampled."""
 
     id: str
-    """The id for the agent; a function of the prompt and of how often it was asked."""
+    """The id for the agent; a function of the prompt, of other limits than the job's, and of how often both were asked."""
     parent: AgentCall | None
     """The call that it continues."""
     messages: tuple[Message, ...]
@@ -49,7 +49,7 @@ class AgentCall:
     chunk: Chunk
     calls: tuple[ToolCall, ...]
     number: int
-    """How often its prompt had been asked before."""
+    """How often its prompt had been asked before with the same limits."""
     trained: bool = True
     """Whether its sampled tokens are trained."""
     children: list[AgentCall] = field(default_factory=list)
@@ -60,9 +60,9 @@ class AgentCall:
         return without_calls(self.chunk.text) if self.calls else self.chunk.text
 
     @property
-    def key(self) -> tuple[int, bytes, int]:
+    def key(self) -> tuple[int, bytes, int, str]:
         """Its order among the calls of one parent: those with a longer history come later."""
-        return len(self.prompt), self.prompt.tobytes(), self.number
+        return len(self.prompt), self.prompt.tobytes(), self.number, self.id
 
 
 class AgentEpisode:
@@ -105,11 +105,15 @@ class AgentEpisode:
             raise ChatRefusal(_OVER)
         if parent is not None and len(prompt) == len(read):  # the template rewrites earlier tokens
             parent, new = None, seen
-        number = self._asked[prompt.tobytes()]
-        self._asked[prompt.tobytes()] += 1
-        digest = int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little")
+        sampling = self._limited(limits)
+        asked = prompt.tobytes()
+        if (sampling, limits.train) != (self.context.sampling, True):  # no copy of a call with the job's limits
+            asked += json.dumps([sampling.max_tokens, sampling.stop, sampling.grammar, limits.train]).encode()
+        number = self._asked[asked]
+        self._asked[asked] += 1
+        digest = int.from_bytes(hashlib.blake2b(asked, digest_size=8).digest(), "little")
         turn = seeds.key(digest, "call", number)
-        chunk = await self._sampled(prompt, turn, limits)
+        chunk = await self._sampled(prompt, turn, sampling)
         calls = tool_calls(chunk.text) if tools and chunk.finish_reason is not FinishReason.LENGTH else ()
         call = AgentCall(
             f"{turn:016x}", parent, seen, new, prompt, read, chunk, calls, number, limits.train and not limits.grammar
@@ -121,10 +125,12 @@ class AgentEpisode:
                 self._known[key] = call
         return call
 
-    async def _sampled(self, prompt: IntArray, turn: int, limits: CallLimits) -> Chunk:
+    def _limited(self, limits: CallLimits) -> SamplingParams:
         sampling = self.context.sampling
         most = min(sampling.max_tokens, limits.max_tokens or sampling.max_tokens)
-        sampling = replace(sampling, max_tokens=most, stop=(*sampling.stop, *limits.stop), grammar=limits.grammar)
+        return replace(sampling, max_tokens=most, stop=(*sampling.stop, *limits.stop), grammar=limits.grammar)
+
+    async def _sampled(self, prompt: IntArray, turn: int, sampling: SamplingParams) -> Chunk:
         try:
             (chunk,) = await whole(self.context.generate(prompt, (self.index,), turn, sampling), 1)
         except (ServerGone, ServerFault) as error:  # by chance: the agent must not take it for the end of its room
