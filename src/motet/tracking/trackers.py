@@ -63,18 +63,17 @@ class Wandb:
 
         place = job.shared("wandb") if job.tenant else job.home  # the package adds a `wandb`
         place.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            **{"mode": _mode("WANDB", "api.wandb.ai"), **args},
-            project=job.project(project),
-            group=job.run or None,
-            name=job.name,
-            id=job.id,
-            resume="allow",
-            config=dict(job.config),
-            dir=str(place),
-            reinit="create_new",
-            settings=wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
-        )
+        named = {"mode": _mode("WANDB", "api.wandb.ai"), "group": job.run or None, "name": job.name, **args}
+        fixed = {
+            "project": job.project(project),
+            "id": job.id,
+            "resume": "allow",
+            "config": dict(job.config),
+            "dir": str(place),
+            "reinit": "create_new",
+            "settings": wandb.Settings(console="off", disable_git=True, disable_code=True, silent=True),
+        }
+        self._run = wandb.init(**{**named, **fixed})
 
     def step(self, step: ObservedStep) -> None:
         """Log a step."""
@@ -139,16 +138,10 @@ class Trackio:
     def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
         import trackio
 
-        self._run = contextvars.Context().run(  # in the same context, it would end the run of another job
-            trackio.init,
-            **args,
-            project=job.project(project),
-            group=job.run or None,
-            name=job.label,
-            resume="allow",
-            embed=False,
-            config=dict(job.config),
-        )
+        named = {"group": job.run or None, "name": job.label, **args}
+        fixed = {"project": job.project(project), "resume": "allow", "embed": False, "config": dict(job.config)}
+        # In the same context, it would end the run of another job.
+        self._run = contextvars.Context().run(lambda: trackio.init(**{**named, **fixed}))
 
     def step(self, step: ObservedStep) -> None:
         """Log a step."""
@@ -186,9 +179,10 @@ class Swanlab:
             [sys.executable, "-c", _SWANLAB],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._said, text=True, start_new_session=True,
         )  # fmt: skip
-        begun = {"mode": _mode("SWANLAB", "swanlab.cn"), "log_dir": str(job.shared("swanlog")), **args}
-        named = {"project": job.project(project), "group": job.run or None, "name": job.name}
-        self._write(json.dumps({**begun, **named, "id": job.id, "resume": "allow", "config": dict(job.config)}))
+        named = {"mode": _mode("SWANLAB", "swanlab.cn"), "log_dir": str(job.shared("swanlog"))}
+        named |= {"group": job.run or None, "name": job.name, **args}
+        fixed = {"project": job.project(project), "id": job.id, "resume": "allow", "config": dict(job.config)}
+        self._write(json.dumps({**named, **fixed}))
 
     def step(self, step: ObservedStep) -> None:
         """Log a step."""
