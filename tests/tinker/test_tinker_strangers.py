@@ -127,6 +127,8 @@ def test_a_session_is_its_tenants(house: House) -> None:
             house.refused(404, "POST", f"{PREFIX}/{path}", json={**body, "session_id": odd})
         message = house.refused(404, "POST", f"{PREFIX}/{path}", "theirs", json=body)["message"]
         assert "there is no session" in message
+        for place in body.keys() & {"model_seq_id", "sampling_session_seq_id"}:
+            house.refused(400, "POST", f"{PREFIX}/{path}", json={**body, place: 10**12})  # its id would not be found
         assert house.ask("POST", f"{PREFIX}/{path}", json=body).is_success
     assert house.ask("GET", f"{PREFIX}/samplers/{base}").is_success
     house.refused(404, "GET", f"{PREFIX}/samplers/{base}", "theirs")

@@ -14,6 +14,8 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
 Id = Annotated[str, Field(max_length=600)]
 Name = Annotated[str, Field(pattern=NAME)]
 Seq = Annotated[int, Field(ge=1, lt=2**31)]
+Place = Annotated[int, Field(ge=0, lt=2**31)]
+"""Of a model or sampling session among those of its session; part of its id."""
 Ttl = Annotated[int, Field(ge=1, le=10**9)]
 
 
@@ -80,7 +82,7 @@ class CreateModel(Request):
     """A new adapter."""
 
     session_id: Id
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: Place
     base_model: str = Field(max_length=1000)
     user_metadata: Metadata | None = None
     lora_config: Lora | None = None
@@ -126,7 +128,7 @@ class SaveForSampler(OfModel):
 
     seq_id: Seq
     path: Name | None = None
-    sampling_session_seq_id: int | None = Field(None, ge=0)
+    sampling_session_seq_id: Place | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: Ttl | None = None
     user_metadata: Metadata | None = None
@@ -147,7 +149,7 @@ class LoadWeights(Request):
     model_id: Id | None = None
     seq_id: Seq | None = None
     session_id: Id | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: Place | None = None
     base_model: str | None = None
     user_metadata: Metadata | None = None
     path: Id
@@ -160,7 +162,7 @@ class CopyWeights(Request):
     """Copy a checkpoint, as a model of a session or in a new session."""
 
     session_id: Id | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: Place | None = None
     destination_project_id: str | None = None
     source_path: Id
     ttl_seconds: Ttl | None = None
@@ -171,7 +173,7 @@ class CreateSampling(Request):
     """Create a sampling session."""
 
     session_id: Id
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: Place
     base_model: str | None = None
     model_path: Id | None = None
 
