@@ -247,10 +247,12 @@ class EmbeddedEngine:
         drafts = self.decoder.drafts or Drafts()
         drafted, accepted = drafts.drafted, drafts.accepted
         try:
+            # Taken first: what is aborted from now on may not have been added.
+            aborts = {self._aborts.pop() for _ in range(len(self._aborts))}
             while self._arrivals:
                 self.decoder.add(self._arrivals.pop(0))
-            if self._aborts:
-                self.decoder.abort({self._aborts.pop() for _ in range(len(self._aborts))})
+            if aborts:
+                self.decoder.abort(aborts)
             if self.decoder.idle:
                 self._device.turns.come((), DECODES)
                 return False
