@@ -151,7 +151,7 @@ def test_every_product_is_large_enough_to_be_a_gemm_by_itself(shape, dtype, most
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("threads", range(1, 17))
+@pytest.mark.parametrize("threads", [1, 2, 4, 5, 16])
 def test_a_long_scan_of_small_ranks_finds_no_bit(threads):
     """Mostly ranks 1 to 8, where torch's thresholds are; products are counted until there were enough of them."""
     draw, counted, found = random.Random(threads), 0, []

@@ -69,11 +69,10 @@ def test_every_form_trains_the_same_bytes(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_demo_has_the_same_bytes(dtype: str) -> None:
+def test_the_demo_has_the_same_bytes() -> None:
     """Six steps of the whole demo."""
     program = "from scripts.digests import train; import json, pathlib, sys, tempfile;"
-    program += f"print(json.dumps(train({dtype!r}, 'native', pathlib.Path(tempfile.mkdtemp()) / 'run')))"
+    program += "print(json.dumps(train('bfloat16', 'native', pathlib.Path(tempfile.mkdtemp()) / 'run')))"
     first = elsewhere(["-c", program])
     for form in native_calls.forms():
         assert elsewhere(["-c", program], MOTET_KERNELS_FORM=form, **OLD) == first
