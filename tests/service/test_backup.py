@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,7 @@ def test_commits_that_are_cleared_away_meanwhile_do_not_spoil_a_copy(tmp_path):
             job.append(job.metrics, {"step": step})
             job.commit(Committed(step=step), save)
             job.prune(1, 1e9)
+            time.sleep(0.01)  # a hundred commits a second
 
     thread = threading.Thread(target=train)
     thread.start()

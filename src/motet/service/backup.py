@@ -24,6 +24,8 @@ from sqlalchemy import make_url
 from motet.core.checksums import sync
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.opening import rollout_sums
+from motet.runtime.rollout_logs import must_be_there
 
 MANIFEST = "backup.json"
 _SQLITE, _POSTGRES = "motet.db", "motet.dump"
@@ -148,8 +150,7 @@ def _copy_job(job: Path, draft: Path, copied: Copied) -> None:
             for unit in sorted((job / part).glob("*")):
                 if not _left_out(unit) and not _copy(unit, place / part / unit.name, draft, copied):
                     _drop(place / part / unit.name, draft, copied)
-        # the list of commits last: if it has no newer one than the copy, none has deleted logs that the copy needs
-        for other in sorted(job.iterdir(), key=lambda one: one.name == "manifest.jsonl") if job.exists() else ():
+        for other in sorted(job.iterdir()) if job.exists() else ():
             if other.name not in ("state", "versions") and not _left_out(other):
                 _copy(other, place / other.name, draft, copied)
         with contextlib.suppress(RunError):
@@ -177,7 +178,10 @@ def _settle(copy: JobDirectory, draft: Path, copied: Copied) -> bool:
         _drop(copy.path / "state" / str(number), draft, copied)
     for number in set(copy.versions()) - versions - set(copy.steps()) if listed else ():
         _drop(copy.version(number), draft, copied)
-    return states <= set(copy.steps()) and versions <= set(copy.versions())
+    logs = {path.name for path in (copy.path / "rollouts").glob("*.jsonl")}
+    sums = rollout_sums(copy, committed) if copy.checksums.exists() else {}
+    needed = {*must_be_there(sums, logs)}  # a later commit may have deleted them
+    return states <= set(copy.steps()) and versions <= set(copy.versions()) and needed <= logs
 
 
 def _drop(place: Path, draft: Path, copied: Copied) -> None:
