@@ -97,7 +97,7 @@ def doors(place: Path, steps: int, teacher: Path | str, groups: tuple[int, int],
         }  # fmt: skip
 
     exact: Json = {"rewards": ["exact"]}
-    agent = {"name": f"{place}/doors.py:doubts", "max_turns": 4}
+    agent = {"name": f"{place}/doors.py:doubts", "max_turns": 4, "wall_seconds": 600.0}  # a server starts meanwhile
     return {
         "single turn": job("toy:sort_letters", 8, **exact),
         "retry": job("toy:count_letters", 4, environment="retry", **exact),
