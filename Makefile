@@ -90,7 +90,7 @@ test: lint vllm tinker agents  ## lint, then every test that this machine can ru
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, three thousand requests to a service, a thousand publishes on a real vLLM (about two hours; run it again to resume)
+soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, three thousand requests to a service, a thousand publishes on a real vLLM (hours; run it again to resume)
 	@$(BIN)/python -m bench.speed.envs older locust trackers harnesses
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(PYTEST_ARGS)
 

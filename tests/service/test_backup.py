@@ -111,12 +111,18 @@ def test_postgres_is_copied_and_put_back_by_its_own_programs(postgres, tmp_path)
         store.close()
 
 
-def test_commits_that_are_cleared_away_meanwhile_do_not_spoil_a_copy(tmp_path):
+def served_job(tmp_path: Path) -> tuple[Path, JobDirectory]:
+    """A service's directory with one job that has no commit."""
     served = tmp_path / "served"
     served.mkdir()
     Store(f"sqlite:///{served / 'motet.db'}").close()
     job = JobDirectory(served / "run" / "job-1")
     open_job(job, {"name": "job-1"})
+    return served, job
+
+
+def test_commits_that_are_cleared_away_meanwhile_do_not_spoil_a_copy(tmp_path):
+    served, job = served_job(tmp_path)
     over = threading.Event()
 
     def train() -> None:
@@ -157,11 +163,7 @@ def test_commits_that_are_cleared_away_meanwhile_do_not_spoil_a_copy(tmp_path):
 
 
 def test_a_log_that_is_deleted_meanwhile_is_that_of_an_older_commit(tmp_path):
-    served = tmp_path / "served"
-    served.mkdir()
-    Store(f"sqlite:///{served / 'motet.db'}").close()
-    job = JobDirectory(served / "run" / "job-1")
-    open_job(job, {"name": "job-1"})
+    served, job = served_job(tmp_path)
 
     def save(draft: Path) -> None:
         for name in ADAPTER_FILES:

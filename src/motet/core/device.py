@@ -212,17 +212,17 @@ class Device:
 
     def examine(self, error: Fault) -> Fault | DeviceLost:
         """The error for those who wait for failed work; call it in the device's thread, before they get it."""
-        lost: DeviceLost | None = None
         if isinstance(error, DeviceLost):
-            lost = error
-        try:
-            self._check()
-        except Exception as fault:  # of any library
-            lost = DeviceLost(f"the device can do no more work ({fault})")
-            lost.__cause__ = error
-        if lost is not None:
-            self.lose(lost)
-        return lost or error
+            lost: DeviceLost = error
+        else:
+            try:
+                self._check()
+                return error
+            except Exception as fault:  # of any library
+                lost = DeviceLost(f"the device can do no more work ({fault})")
+                lost.__cause__ = error
+        self.lose(lost)
+        return lost
 
     def lose(self, error: DeviceLost) -> None:
         """Fail every waiting and later call, and end what is `watched`. Thread-safe."""

@@ -287,11 +287,12 @@ def _version(job: JobProgress, run: Path) -> str:
     saved, chosen = directory.versions(), best_version(directory)
     if not saved:
         return ""
-    known = [(value, -version) for version, value in job.evaluations if finite([value])]
     if chosen is not None and chosen in saved:
-        known = [(0.0, -chosen)]
-    best = -max(known)[1] if known else max(saved)
-    kept = -max([one for one in known if -one[1] in saved], default=(0.0, -max(saved)))[1]
+        best = kept = chosen
+    else:
+        known = [(value, -version) for version, value in job.evaluations if finite([value])]
+        best = -max(known)[1] if known else max(saved)
+        kept = -max([one for one in known if -one[1] in saved], default=(0.0, -max(saved)))[1]
     newest = f"newest v{max(saved)}" if kept != max(saved) else ""
     gone = f"v{best} was best, not kept" if kept != best else ""
     return f"v{kept} ({', '.join(filter(None, (newest, gone)))})" if newest or gone else f"v{kept}"

@@ -96,8 +96,7 @@ class Checkpoints:
         for about in self._storage.run.glob(f"*/checkpoints/*/[!.]*/{ABOUT}"):
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 if _expired(about):
-                    shutil.rmtree(about.parent, ignore_errors=True)
-                    self._models.stored.changed(about.parents[3].name)
+                    self._remove(about.parent, about.parents[3].name)
 
     def of(self, job: StoredJob) -> Iterator[Checkpoint]:
         """Named checkpoints of a model, oldest first; deletes expired ones."""
@@ -162,8 +161,11 @@ class Checkpoints:
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """Delete one."""
-        shutil.rmtree(checkpoint.directory, ignore_errors=True)
-        self._models.stored.changed(checkpoint.job.id)
+        self._remove(checkpoint.directory, checkpoint.job.id)
+
+    def _remove(self, directory: Path, job: str) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        self._models.stored.changed(job)
 
     def copy(self, source: Checkpoint, job: StoredJob, ttl: int | None) -> Checkpoint:
         """Copy a checkpoint to another model."""

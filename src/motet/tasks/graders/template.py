@@ -30,10 +30,10 @@ class UnfilledError(Exception):
         self.of_item = of_item
 
 
-Path = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
 
 
-def variables(text: str) -> list[tuple[str, Path]]:
+def variables(text: str) -> list[tuple[str, FieldPath]]:
     """The (namespace, path) of each variable of a template, in order.
 
     Raises:
@@ -61,9 +61,9 @@ class Fields:
 
     def __init__(self, namespace: str, value: Any) -> None:
         self.value = value
-        self._namespace, self._texts = namespace, dict[Path, str]()
+        self._namespace, self._texts = namespace, dict[FieldPath, str]()
 
-    def text(self, path: Path) -> str:
+    def text(self, path: FieldPath) -> str:
         """The text of a field: unchanged if it is one, otherwise JSON.
 
         Raises:
@@ -107,7 +107,7 @@ def _split(text: str) -> list[str]:
     return [*pieces, text[done:]]
 
 
-def _text(namespace: str, path: Path, value: Any) -> str:
+def _text(namespace: str, path: FieldPath, value: Any) -> str:
     of_item, name = namespace == "item", ".".join(map(str, (namespace, *path)))
     if not of_item:
         if path[0] == "output_text":
