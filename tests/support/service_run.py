@@ -94,9 +94,12 @@ class Service:
     def engines(self) -> list[Any]:
         """The processes of its hosts, in the order they were started, whoever started them."""
         sockets = str(self.directory / "engine")
-        named = [(one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+        named = [(one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline", "ppid"])]
         found = [one for one, words in named if "motet.hosting" in words and words[-1].startswith(f"{sockets}/")]
-        return sorted(found, key=psutil.Process.create_time)
+        pids = {one.pid for one in found}
+        # A process that a host is starting has the host's command line until it executes its own program.
+        hosts = [one for one in found if one.info["ppid"] not in pids]
+        return sorted(hosts, key=psutil.Process.create_time)
 
     def kill(self) -> None:
         """Kill its process; its engine goes on."""
