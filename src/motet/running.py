@@ -378,11 +378,10 @@ def _script_name() -> str:
 
 
 def _run_shown(config: RunConfig, *, sequential: bool, accept_changes: bool) -> RunResult:
-    from rich.console import Console
-
     from motet.view import make_view
+    from motet.view.text import plain_console
 
-    console = Console(emoji=False)
+    console = plain_console()
     view = make_view(console, config.base)
     view.start()
     try:

@@ -22,7 +22,7 @@ async def answer(messages, plain):
     yield ("base" if plain else "adapter") + f" {len(messages)}"
 
 with asyncio.Runner() as runner:
-    converse(runner, answer, "an adapter", None)
+    converse(runner, answer, "runs/[all]/adapter", None)
 """
 
 
@@ -43,6 +43,7 @@ def test_ctrl_c_ends_a_conversation() -> None:
                 shown += os.read(leader, 4096).decode()
 
     try:
+        until("runs/[all]/adapter; an empty line ends")
         until("> ")
         for line, said in (
             ("Hello", "adapter 1"),

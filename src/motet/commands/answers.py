@@ -55,17 +55,16 @@ def check_place(option: str, file: Path | None) -> None:
 
 def say(text: str | Text | Table, *, aside: bool = False) -> None:
     """Print text without wrapping, or a table; on standard error if `aside`."""
-    from rich.console import Console
     from rich.table import Table
 
-    from motet.view.text import safe
+    from motet.view.text import plain_console, safe
 
-    console = Console(emoji=False, stderr=aside)
+    console = plain_console(stderr=aside)
     if isinstance(text, Table):
         print_table(console, text)
     else:
         shown = safe(text) if isinstance(text, str) else text
-        console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        console.print(shown, highlight=False, soft_wrap=True)
 
 
 def width_of(console: Console) -> int:

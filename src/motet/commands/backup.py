@@ -42,8 +42,8 @@ def restore(
 
 
 def _with_progress(work: Callable[[Progress], Copied], done: str) -> None:
-    from rich.console import Console
+    from motet.view.text import plain_console
 
-    with Console(stderr=True, emoji=False).status("copying …") as status:
+    with plain_console(stderr=True).status("copying …") as status:
         copied = work(lambda place: status.update(f"copying {place} …"))
     typer.echo(f"{len(copied.files)} files, {copied.jobs} jobs, {copied.bytes / 2**20:.1f} MB {done}")

@@ -18,7 +18,7 @@ from motet.core.model_info import ModelInfo
 from motet.core.near import close_matches
 from motet.core.types import AdapterRef, Message
 from motet.protocols import RolloutEngine
-from motet.view.text import safe
+from motet.view.text import plain_console, safe
 
 if TYPE_CHECKING:
     from motet.client import AsyncClient
@@ -142,10 +142,10 @@ def converse(runner: asyncio.Runner, answer: Answer, adapter: str, system: str |
 
     Lines are read outside of the event loop, in the main thread, where Ctrl-C reaches `input`.
     """
-    console = Console(emoji=False)
+    console = plain_console()
     opening = [Message("system", system)] if system else []
     messages, plain = list(opening), not adapter
-    console.print(f"[dim]{adapter or 'base'}; an empty line ends, /new starts over[/dim]", highlight=False)
+    console.print(f"{adapter or 'base'}; an empty line ends, /new starts over", style="dim", highlight=False)
     while True:
         try:
             line = input("> ").strip()
@@ -157,18 +157,16 @@ def converse(runner: asyncio.Runner, answer: Answer, adapter: str, system: str |
         if line in ("/base", "/adapter", "/new"):
             plain = {"/base": True, "/adapter": not adapter}.get(line, plain)
             messages = list(opening)
-            console.print(f"[dim]{'base' if plain else 'adapter'} answers; a new conversation begins[/dim]")
+            console.print(f"{'base' if plain else 'adapter'} answers; a new conversation begins", style="dim")
             continue
         if line.startswith("/"):
-            console.print("[dim]there are /base, /adapter and /new[/dim]", highlight=False)
+            console.print("there are /base, /adapter and /new", style="dim", highlight=False)
             continue
         asked = [*messages, Message("user", line)]
         try:
             text = runner.run(_shown(console, answer(asked, plain)))
         except MotetError as error:
-            console.print(
-                f"{safe(str(error))}; /new starts over", style="red", markup=False, highlight=False, soft_wrap=True
-            )
+            console.print(f"{safe(str(error))}; /new starts over", style="red", highlight=False, soft_wrap=True)
         else:
             messages = [*asked, Message("assistant", text)]
 
@@ -177,7 +175,7 @@ async def _shown(console: Console, pieces: AsyncIterator[str]) -> str:
     """Print an answer while it arrives."""
     text = ""
     async for piece in pieces:
-        console.print(safe(piece), end="", markup=False, highlight=False, soft_wrap=True)
+        console.print(safe(piece), end="", highlight=False, soft_wrap=True)
         text += piece
     console.print()
     return text

@@ -45,7 +45,7 @@ from motet.runtime.signs import no_signal
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.rows import row_of
-from motet.view.text import duration_text
+from motet.view.text import duration_text, plain_console
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -84,7 +84,7 @@ def check(
 
 
 def _check(config: RunConfig, rollouts: int) -> bool:
-    console, failing = Console(emoji=False), list[str]()
+    console, failing = plain_console(), list[str]()
     candidates, plans = raced(config.jobs)
     if team := next((job.name for job in candidates if job.team), None):
         raise ConfigError(
@@ -105,7 +105,7 @@ def _check(config: RunConfig, rollouts: int) -> bool:
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
         host = Host(base, alone, directory, [need for _, need in prepared], config.jobs)
         for note in [*host.workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:
-            console.print(f"note: {note}", soft_wrap=True, markup=False)
+            console.print(f"note: {note}", soft_wrap=True)
         try:
             others = {one.name for plan in plans for one in plan.candidates[1:]}
             jobs = [job for job, _ in prepared if job.name not in others]
@@ -114,7 +114,7 @@ def _check(config: RunConfig, rollouts: int) -> bool:
             begun = {name: found for name, found in steps.items() if found is not None and name not in refused}
             Interrupt().run(lambda: _check_all(console, jobs, host, rollouts, failing, config.prices, begun))
             for plan in plans:
-                console.print(_forecast(plan), markup=False, soft_wrap=True)
+                console.print(_forecast(plan), soft_wrap=True)
             console.print(_longest(base, config.engine))
         finally:
             host.close()
@@ -149,7 +149,7 @@ def _print_changes(console: Console, config: RunConfig, checked: Checked) -> set
             check_identity(directory, checked.identities[job.name], accept_changes=False)
         except RunError as error:
             refused.add(job.name)
-            console.print(f"motet run refuses this: {error}", style="red", markup=False, soft_wrap=True)
+            console.print(f"motet run refuses this: {error}", style="red", soft_wrap=True)
     return refused
 
 
@@ -223,11 +223,11 @@ async def _check_all(
                 )
     print_table(console, table)
     for line in failures:
-        console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(line, style="red", highlight=False, soft_wrap=True)
     for name, foreseen in forecasts:
-        console.print(f"job {name}: {foreseen.text(prices)}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"job {name}: {foreseen.text(prices)}", highlight=False, soft_wrap=True)
         if name in begun:
-            console.print(f"job {name}: {foreseen.against(begun[name])}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"job {name}: {foreseen.against(begun[name])}", highlight=False, soft_wrap=True)
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
 
 
@@ -302,7 +302,7 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
     batch = algorithm.batch(read, shared.positions or None)
     console.rule(job.name)
     first = batch.samples[0]
-    console.print(job.chat.readable(first.token_ids, first.loss_mask), markup=False, highlight=False, soft_wrap=True)
+    console.print(job.chat.readable(first.token_ids, first.loss_mask), highlight=False, soft_wrap=True)
     await _add(job, shared)
     started = time.perf_counter()
     segment = Segment(job.name, batch.samples)
@@ -319,7 +319,7 @@ def _show(console: Console, job: Job, group: Group) -> None:
     """Show the first problem of the first step: what the model reads, token by token, and the answers."""
 
     def show(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
 
     console.rule(job.name)
     read = next((one.prompt_ids for one in group.rollouts if one.branches), job.chat.prompt_ids(group.problem))

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from motet import __version__
@@ -19,6 +18,7 @@ from motet.config import EngineConfig, budgets
 from motet.core.errors import ConfigError, MotetError
 from motet.hosting.launch import load
 from motet.process import wall
+from motet.view.text import plain_console
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def examine(base_name: str) -> int:
     """Print the tables; returns 0 if results are exact in every type tried, otherwise 1."""
-    console = Console()
+    console = plain_console()
     config = EngineConfig()
     print_table(console, _machine())
     print_table(console, _wall())
@@ -63,7 +63,7 @@ def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
     nodes = examine_nodes(address, directory, count)
     bare = {node.same for node in nodes if not node.project}
     large = {same: reason for same in bare if (reason := too_large(Path.cwd(), directory, same))}
-    console = Console()
+    console = plain_console()
     columns = ("node", "motet, torch, python", "its name means", "cores", "GPUs", "free memory", "directory", "project")
     table = Table(*columns, "gloo round")
     for node in nodes:
@@ -79,7 +79,7 @@ def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
     print_table(console, table)
     wrong = faults(nodes, directory, large)
     for sentence in wrong:
-        console.print(sentence, soft_wrap=True, markup=False)
+        console.print(sentence, soft_wrap=True)
     return 1 if wrong else 0
 
 
@@ -142,11 +142,11 @@ def build_kernels() -> int:
         made = building.build(directory)
     except (building.CannotBuild, OSError) as error:
         raise ConfigError(f"the kernels were not compiled: {error}") from error
-    console = Console()
+    console = plain_console()
     for form, why in made.items():
-        console.print(f"{form}: {why or directory / building.file_name(form)}", soft_wrap=True, markup=False)
+        console.print(f"{form}: {why or directory / building.file_name(form)}", soft_wrap=True)
     library.load.cache_clear()
-    console.print(f"own CPU kernels: {_kernels()}", soft_wrap=True, markup=False)
+    console.print(f"own CPU kernels: {_kernels()}", soft_wrap=True)
     return 0
 
 

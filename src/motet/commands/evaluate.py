@@ -259,8 +259,9 @@ class _Evaluation:
         interrupt.run(main)
 
     async def _sample(self, shared: Services) -> None:
-        from rich.console import Console
         from rich.progress import Progress
+
+        from motet.view.text import plain_console
 
         job, versions = self._job, _Places(self._job.name, shared, self._models)
         sampler, rows = JobSampler(job, shared, versions), len(job.data.holdout)
@@ -272,7 +273,7 @@ class _Evaluation:
                 if model.path is not None:
                     await versions.restore(place, model.path)
             await sampler.open()
-            with Progress(console=Console(stderr=True), transient=True) as progress:
+            with Progress(console=plain_console(stderr=True), transient=True) as progress:
                 bar = progress.add_task("rows", total=rows)
                 for first in range(0, rows, block):
                     if self._stopped.is_set():

@@ -21,6 +21,7 @@ from motet.runtime.bracket import bracket_rows, verdict
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.view import bracket_table, glyphs_of, make_view, settings_table, summary_table
+from motet.view.text import plain_console
 
 
 def run_file(
@@ -41,7 +42,7 @@ def run_file(
     if ray is not None:
         config = config.model_copy(update={"cluster": ClusterConfig(launcher="ray", address=ray)})
     _be_the_rank_that_torchrun_wants(config.cluster)
-    console = Console(emoji=False)
+    console = plain_console()
     view = make_view(console, config.base)
     last: list[JobProgress] = []
     printed: list[str] = []
@@ -88,7 +89,7 @@ def _print_tables(console: Console, jobs: Sequence[JobProgress], run: Path, seco
     if (seeds := settings_table(jobs, glyphs, width)) is not None:
         print_table(console, seeds)
         if seeds.row_count > 1:
-            console.print(f"compare settings: motet compare {run}", soft_wrap=True, markup=False)
+            console.print(f"compare settings: motet compare {run}", soft_wrap=True)
 
 
 def print_rates(console: Console, jobs: Sequence[Job]) -> None:
@@ -127,25 +128,24 @@ def _print_notes(console: Console, notes: Sequence[str], printed: list[str]) -> 
     for note in notes:
         if note not in printed:
             printed.append(note)
-            console.print(f"note: {note}", soft_wrap=True, markup=False)
+            console.print(f"note: {note}", soft_wrap=True)
 
 
 def _farewell(console: Console, result: RunResult) -> int:
     again = same_command()
     report = result.report or "not written, the disk is full"
-    console.print(f"report: {report}", soft_wrap=True, markup=False)
+    console.print(f"report: {report}", soft_wrap=True)
     for job in result.jobs.values():
         if job.spent:
-            console.print(f"{job.name} {job.message}", soft_wrap=True, markup=False)
+            console.print(f"{job.name} {job.message}", soft_wrap=True)
     open_jobs = [job for job in result.jobs.values() if not job.state.final and not job.spent]
     if open_jobs:
         console.print(
             f"{len(open_jobs)} job{'s' if len(open_jobs) > 1 else ''} saved; resume with: {again}",
             soft_wrap=True,
-            markup=False,
         )
         return 130
     failed = any(job.state is JobState.FAILED for job in result.jobs.values())
     if failed:
-        console.print(f"fix the cause, then run the same command to resume: {again}", soft_wrap=True, markup=False)
+        console.print(f"fix the cause, then run the same command to resume: {again}", soft_wrap=True)
     return 1 if failed else 0

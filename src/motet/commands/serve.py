@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.text import Text
 
 from motet.cluster.host_link import HostChild, start_host
 from motet.cluster.local_hosts import LocalHosts, lasting
@@ -29,7 +29,7 @@ from motet.model.find import find_base
 from motet.process import wall
 from motet.process.allocator import without_collections
 from motet.tasks.reward_installed import install
-from motet.view.text import safe
+from motet.view.text import plain_console, safe
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -233,13 +233,12 @@ def _greet(app: FastAPI, address: str) -> None:
     """Print the address and the first key, which is shown only once."""
     from motet.service.http.sign_in import CALLBACK
 
-    console = Console(emoji=False)
+    console = plain_console()
     settings, tenants = app.state.service.settings, app.state.service.store.tenants
     if not settings.open_to_all and not tenants.all_keys():
         _, key = tenants.create_key("admin", "first", "admin")
-        console.print(
-            f"the first admin key; it is shown only once: [bold]{key}[/bold]", soft_wrap=True, highlight=False
-        )
+        shown = Text.assemble("the first admin key; it is shown only once: ", (key, "bold"))
+        console.print(shown, soft_wrap=True)
     console.print(
         f"motet serves {', '.join(settings.bases.names)} at {address} (the dashboard; the API is described at /docs); "
         f"engine log: {settings.directory / 'engine.log'}",
@@ -256,7 +255,7 @@ def _greet(app: FastAPI, address: str) -> None:
 async def _look_for_wall(stopping: Callable[[], bool]) -> None:
     """Print a warning if this machine has no wall; the signal that stops the service may have ended the check."""
     if (reason := await asyncio.to_thread(wall.missing)) and not stopping():
-        Console(emoji=False).print(
+        plain_console().print(
             f"this machine has no wall ({reason}): jobs whose rewards need one are refused, unless `unwalled` or `wall: false` "
             "names them; data that tenants give is parsed under limits of memory and time alone",
             soft_wrap=True, highlight=False,

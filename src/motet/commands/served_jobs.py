@@ -27,7 +27,7 @@ from motet.service.schemas import Health, Job, JobEvent, Race, Version
 from motet.tasks.row_files import READERS
 from motet.view import LogView, glyphs_of
 from motet.view.bracket import bracket_table
-from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, reward_text
+from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, plain_console, reward_text
 
 LocalWork = Callable[[AsyncClient, Sequence[str], Console], Coroutine[Any, Any, None]]
 """Work of this machine for jobs while they are followed, until all have ended; its lines go to the console."""
@@ -211,7 +211,7 @@ class JobLines:
     """The log lines of `motet run`, made from events; without `history`, only those of later steps."""
 
     def __init__(self, jobs: Sequence[Job], *, history: bool, aside: bool = False) -> None:
-        self.console = Console(emoji=False, stderr=aside)
+        self.console = plain_console(stderr=aside)
         self._view = LogView(self.console)
         self._progress = {job.id: JobProgress(job.name, job.steps) for job in jobs}
         self._done = {job.id: 0 if history else job.step for job in jobs}
@@ -225,7 +225,7 @@ class JobLines:
 def job_cells(job: Job, *, based: bool = False) -> list[str | Text]:
     """A job's row: name, state, steps, reward, age, and its base."""
     return [
-        Text(glyphs_of(Console()).plain(job.name), style="bold"),
+        Text(glyphs_of(plain_console()).plain(job.name), style="bold"),
         Text(_state(job), style=STATE_STYLES[JobState(job.state)]),
         f"{job.step}/{job.steps}",
         "" if job.reward is None else reward_text(job.reward),
@@ -236,7 +236,7 @@ def job_cells(job: Job, *, based: bool = False) -> list[str | Text]:
 
 def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -> Text:
     """Everything about one job, one line for each fact."""
-    glyphs, progress = glyphs_of(Console()), JobProgress(job.name, job.steps)
+    glyphs, progress = glyphs_of(plain_console()), JobProgress(job.name, job.steps)
     for event in events:
         _take_in(progress, event)
     rewards = progress.rewards[:1] + progress.rewards[1:][-1:]
@@ -267,7 +267,7 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
 
 def bracket(race: Race) -> Table | Text:
     """The decisions of a race, and where it stands; only the latter if they cannot be read."""
-    one, glyphs = race.bracket, glyphs_of(Console())
+    one, glyphs = race.bracket, glyphs_of(plain_console())
     table = bracket_table(race.name, one.headings, one.rows, one.verdict, glyphs)
     return table if one.rows else Text(glyphs.plain(one.verdict))
 

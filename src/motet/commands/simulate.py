@@ -6,7 +6,6 @@ import math
 import os
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from motet.commands.answers import print_table
@@ -14,6 +13,7 @@ from motet.config.jobfile import load_simulation
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError
 from motet.simulation.outcome import SimulationOutcome, simulate
+from motet.view.text import plain_console
 
 
 def show(file: Path, hosts: int | None, plot: Path | None) -> None:
@@ -40,7 +40,7 @@ def show(file: Path, hosts: int | None, plot: Path | None) -> None:
     )
     for what, figure in _figures(outcome, priced=config.hosts.costs.price_per_hour > 0):
         table.add_row(what, figure)
-    print_table(Console(), table)
+    print_table(plain_console(), table)
     if plot is not None:
         _draw(outcome, plot)
 

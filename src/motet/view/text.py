@@ -68,6 +68,11 @@ UNICODE = Glyphs("▁▂▃▄▅▆▇█", ("↘", "→", "↗"), "→", "±",
 ASCII = Glyphs("_.-=*#", ("-", "=", "+"), "->", "+-", "~", _states(".*|+x-"))
 
 
+def plain_console(*, stderr: bool = False) -> Console:
+    """A console that prints a text as it is: names and paths may look like markup or emoji."""
+    return Console(emoji=False, markup=False, stderr=stderr)
+
+
 def glyphs_of(console: Console) -> Glyphs:
     """The characters that this console's encoding has."""
     return UNICODE if console.encoding.lower().startswith("utf") and not console.legacy_windows else ASCII
