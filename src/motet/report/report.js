@@ -58,7 +58,7 @@ function gain(values, half = null) {
 }
 
 function summary() {
-  const values = jobs.flatMap(job => job.evaluations), low = Math.min(0, ...values), top = Math.max(0, ...values), high = low === 0 && top <= 1 ? 1 : top;
+  const values = jobs.flatMap(job => [...job.evaluations.slice(0, 1), ...job.evaluations.slice(-1)]), low = Math.min(0, ...values), top = Math.max(0, ...values), high = low === 0 && top <= 1 ? 1 : top;
   const cell = (label, ...children) => el("td", {data: {label}, class: "number"}, children);
   const rows = jobs.flatMap(job => {
     const notes = [job.message && el("p", {class: WARNING[job.state]}, job.message), job.inexact && el("p", {class: "warm"}, `not exact: ${job.inexact}`),
