@@ -262,6 +262,16 @@ def test_an_agent_that_starts_before_its_server_deletes_later_what_killed_runs_l
             drive(engine_of([server], [agent], tmp_path), test)
 
 
+@pytest.mark.parametrize("models", [{"data": []}, {"data": None}, []])
+def test_an_agent_starts_beside_a_server_that_does_not_say_what_it_serves(models: Any, tmp_path: Path) -> None:
+    async def said(_: Request) -> Response:
+        return JSONResponse(models)
+
+    (tmp_path / "node" / "gone.other.1.1-v7").mkdir(parents=True)
+    with answering(Starlette(routes=[Route("/v1/models", said)])) as server, node_agent(server, tmp_path / "node") as agent:
+        assert httpx2.get(f"{agent}/versions", trust_env=False).json() == {"versions": ["gone.other.1.1-v7"]}
+
+
 def test_a_path_that_a_server_does_not_see_yet_is_asked_for_again(tmp_path: Path) -> None:
     """A file system of the network: what is written becomes visible on the server's host later."""
 

@@ -171,7 +171,7 @@ class NodeAgent:
                 if answer.status_code == 200:
                     answers[path] = answer.json()
             return self._dialect.facts(answers).adapters
-        except (httpx2.HTTPError, ValueError, KeyError, TypeError):
+        except (httpx2.HTTPError, EngineError, ValueError, LookupError, TypeError, AttributeError):
             return None
 
     def _guarded(
