@@ -262,6 +262,19 @@ def test_an_agent_that_starts_before_its_server_deletes_later_what_killed_runs_l
             drive(engine_of([server], [agent], tmp_path), test)
 
 
+def test_a_version_whose_files_are_gone_is_refused_and_the_engine_goes_on(tmp_path: Path) -> None:
+    async def test(engine: ServerEngine) -> None:
+        await engine.ready()
+        with pytest.raises(EngineError, match="cannot be sent version gone-v0"):
+            await engine.fleet.replicas[0].load("gone-v0", str(tmp_path / "gone"))
+        version = await publish(engine, trainer, 0)
+        assert await collect(engine, request(version)) == await in_process(request(version), trainer)
+
+    trainer = trainer_of("job")
+    with nodes(1, tmp_path) as (servers, agents):
+        drive(engine_of(servers, agents, tmp_path), test)
+
+
 @pytest.mark.parametrize("models", [{"data": []}, {"data": None}, []])
 def test_an_agent_starts_beside_a_server_that_does_not_say_what_it_serves(models: Any, tmp_path: Path) -> None:
     async def said(_: Request) -> Response:

@@ -57,8 +57,12 @@ async def send(agent: ServerConnection, name: str, directory: str) -> Any:
     Raises:
         ServerGone: the agent or its server does not answer.
         ServerRefused: an error of either, with its message.
+        EngineError: its files cannot be read.
     """
-    content, digest = await asyncio.to_thread(packed, directory)
+    try:
+        content, digest = await asyncio.to_thread(packed, directory)
+    except OSError as error:
+        raise EngineError(f"{agent.url} cannot be sent version {name}: {error}") from error
     request = HttpRequest(f"/versions/{name}", verb="PUT", content=content, headers={DIGEST: digest})
     return await _answer(agent, request)
 
