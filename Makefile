@@ -85,9 +85,13 @@ trackers: $(VENV)/.installed-dev  ## make .envs/trackers with W&B, MLflow, Track
 harnesses: $(VENV)/.installed-dev  ## make .envs/harnesses with lm-eval and inspect-ai, which a soak test sends to a service
 	@$(BIN)/python -m bench.speed.envs harnesses
 
+# Tests sync thousands of small files, which takes no time in memory.
+IN_MEMORY = $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 8388608 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
+
 .PHONY: test
-test: lint vllm tinker agents  ## lint, then every test that this machine can run, in parallel (WORKERS=3)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
+test: $(VENV)/.installed-dev  ## lint, then every test that this machine can run, in parallel (WORKERS=3)
+	@$(MAKE) -j3 --output-sync=target lint vllm tinker agents
+	$(IN_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, three thousand requests to a service, a thousand publishes on a real vLLM (hours; run it again to resume)
