@@ -1,5 +1,5 @@
 #!/bin/bash
-# sbatch slurm.sh jobs.yaml: a host of Motet on each node. It has not run: try it with small jobs first.
+# sbatch slurm.sh jobs.yaml: a host of Motet on each node. More arguments are passed to motet run.
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=16
@@ -21,4 +21,4 @@ fi
 srun --nodes=1 --ntasks=1 --nodelist="$first" --overlap motet doctor --ray "$address" --nodes "$SLURM_JOB_NUM_NODES" --directory "$runs"
 srun --nodes=1 --ntasks=1 --nodelist="$first" --overlap \
     motet run "$1" --run "$runs/$SLURM_JOB_NAME" --ray "$address" \
-    --set engine.hosts="$SLURM_JOB_NUM_NODES" --set engine.threads="$SLURM_CPUS_PER_TASK" --set engine.device=cuda
+    --set engine.hosts="$SLURM_JOB_NUM_NODES" --set engine.threads="$SLURM_CPUS_PER_TASK" --set engine.device=cuda "${@:2}"
