@@ -112,10 +112,8 @@ def test_hostile_episodes_of_a_service_go_on_elsewhere_when_their_worker_is_kill
             assert now["descriptors"] - now["files"] <= then["descriptors"] - then["files"], (before, after)
 
 
-KILLED = (("service", 40), *(pytest.param(who, 200, marks=pytest.mark.soak) for who in ("service", "engine")))
-
-
-@pytest.mark.parametrize(("killed", "episodes"), KILLED)
+@pytest.mark.soak
+@pytest.mark.parametrize(("killed", "episodes"), [("service", 200), ("engine", 200)])
 def test_hostile_episodes_of_a_service_begin_anew_when_what_serves_them_is_killed(
     tmp_path: Path, killed: str, episodes: int
 ) -> None:

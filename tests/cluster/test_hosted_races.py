@@ -97,6 +97,7 @@ def kill_host(run: Path, number: int) -> None:
     psutil.Process(int((run / f".lock.host-{number}").read_text())).kill()
 
 
+@pytest.mark.soak
 def test_a_race_decides_the_same_after_a_host_was_killed(tmp_path: Path, alone: dict[str, bytes]) -> None:
     ended = threading.Event()
 

@@ -424,7 +424,7 @@ def test_a_step_that_another_host_committed_late_comes_before_the_next(tmp_path:
     assert heard == [1, "StateChanged", 2, 3, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("cluster", ["ray"], indirect=True)
 def test_the_doctor_looks_at_all_nodes(tmp_path: Path, cluster: Json) -> None:
     command = [sys.executable, "-m", "motet", "doctor", "--ray", cluster["address"], "--directory", str(tmp_path)]

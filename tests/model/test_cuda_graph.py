@@ -82,6 +82,7 @@ class Texts:
         return found
 
 
+@pytest.mark.soak
 def test_recorded_decoding_has_the_bits_of_decoding(recorded: LoraModel, plain: LoraModel) -> None:
     """While adapters of two ranks and the base share the rows, one is replaced, and sequences cross blocks."""
     found = []

@@ -32,13 +32,15 @@ def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
         "-n",
         "1",
         "-p",
+        "xdist",
+        "-p",
         "tests.soak",
         "--rootdir",
         str(tmp_path),
         "test_some.py",
     ]
     kept = tmp_path / "kept" / "passed"
-    own = {"MOTET_SOAK": str(kept), "PYTHONPATH": str(ROOT)}
+    own = {"MOTET_SOAK": str(kept), "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
     def run(**more: str) -> str:
         env = {**os.environ, **own, **more}

@@ -281,7 +281,10 @@ def test_an_agent_starts_beside_a_server_that_does_not_say_what_it_serves(models
         return JSONResponse(models)
 
     (tmp_path / "node" / "gone.other.1.1-v7").mkdir(parents=True)
-    with answering(Starlette(routes=[Route("/v1/models", said)])) as server, node_agent(server, tmp_path / "node") as agent:
+    with (
+        answering(Starlette(routes=[Route("/v1/models", said)])) as server,
+        node_agent(server, tmp_path / "node") as agent,
+    ):
         assert httpx2.get(f"{agent}/versions", trust_env=False).json() == {"versions": ["gone.other.1.1-v7"]}
 
 

@@ -337,6 +337,7 @@ def test_an_adapter_is_taken_home_and_its_job_forgotten(service: Keyed, page: Pa
     assert service.get("/v1/jobs/taken").status_code == 404
 
 
+@pytest.mark.soak
 def test_the_tab_of_a_race_shows_who_was_dropped_and_opens_the_others(service: Keyed, page: Page) -> None:
     race = {"candidates": 3, "first": 1, "finalists": 1, "exploit": [0.3], "over": {"optimizer.lr": [1e-3, 4e-3]}}
     service.submit(

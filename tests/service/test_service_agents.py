@@ -178,6 +178,7 @@ def test_a_worker_that_is_killed_loses_its_episodes_to_another_and_the_bytes_are
     assert trained <= told
 
 
+@pytest.mark.soak
 def test_an_agent_of_a_race_also_works_for_its_copies(service: Service, tmp_path: Path) -> None:
     race = {"candidates": 3, "first": 1, "finalists": 2, "over": {"optimizer.lr": [1e-3, 4e-3]}, "exploit": [0.3]}
     data, small = {"source": "toy:add", "size": 64, "holdout": 12}, {"group_size": 2, "groups_per_step": 1}

@@ -66,6 +66,7 @@ def assert_as_alone(service: Service, alone: Path) -> None:
 # --- a real engine ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_a_race_of_a_service_decides_as_a_run_does_though_everything_dies(tmp_path: Path, alone: Path) -> None:
     with serving(tmp_path) as service:
         first = service.submit(racing())

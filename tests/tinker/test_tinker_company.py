@@ -13,7 +13,6 @@ import pytest
 
 from motet import AdamW, EngineConfig, Verbs
 from motet.algorithms import datum
-from tests.support.cases import few
 from tests.support.service_run import Service, serving, tiny
 from tests.support.tinker_requests import Client
 from tests.support.tinker_run import Script, job_of, run_script
@@ -85,8 +84,9 @@ def _with_kills(service: Service, who: str) -> Any:
     return client.found()
 
 
-@pytest.mark.cell("Tinker client", "hosts 2", soak=True)
-@pytest.mark.parametrize("who", few(["engine", "service", "host"], "engine"))
+@pytest.mark.cell("Tinker client", "hosts 2")
+@pytest.mark.soak
+@pytest.mark.parametrize("who", ["engine", "service", "host"])
 def test_kill_9_changes_no_bit(
     alone: tuple[Any, dict[str, bytes]], tinker_service: Service, tmp_path: Path, who: str
 ) -> None:
@@ -100,6 +100,7 @@ def test_kill_9_changes_no_bit(
         assert service.steps(job_of(found["model"])) == list(range(6))
 
 
+@pytest.mark.soak
 def test_idle_clients_make_room_and_go_on(alone: tuple[Any, dict[str, bytes]], tmp_path: Path) -> None:
     expected, adapters = alone
     config = tmp_path / "one.yaml"

@@ -84,7 +84,7 @@ def pairs(path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_arithmetic_recipe_runs_as_it_comes(service: Service, tmp_path: Path) -> None:
     words = ("group_size=4", "groups_per_batch=4", "learning_rate=1e-3", "save_every=1", "max_steps=2")
     metrics = recipe(service, tmp_path / "rl", ARITHMETIC, *words).done()
