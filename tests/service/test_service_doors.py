@@ -144,7 +144,7 @@ def test_open_samples_are_bounded_by_their_memory_and_fetched_ones_make_room(hou
     for name in names:
         house.ask("POST", f"{TINKER}/cancel_future", json={"request_id": name})
     assert house.ask("POST", f"{TINKER}/asample", json=large).status_code == 200
-    assert len(futures._samples) == 2
+    assert len(futures._samples.by_name) == 2
 
 
 def test_a_sample_takes_the_memory_of_its_longest_answer(house: House) -> None:

@@ -332,12 +332,12 @@ def test_a_sample_that_nobody_fetches_is_forgotten_though_nobody_samples(house: 
     prompt = {"chunks": [{"tokens": [1, 2]}]}
     name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
     futures = house.part(Futures)
-    futures._samples[name].task = None
-    futures._samples[name].since = time.monotonic() - 1000.0  # as if it had ended then
+    futures._samples.by_name[name].task = None
+    futures._samples.by_name[name].since = time.monotonic() - 1000.0  # as if it had ended then
 
     async def watched() -> None:
         watching = asyncio.create_task(leases(house).watch(0.01))
-        await until(lambda: name not in futures._samples)
+        await until(lambda: name not in futures._samples.by_name)
         watching.cancel()
 
     asyncio.run_coroutine_threadsafe(watched(), house.app.state.loop).result(20)
@@ -429,7 +429,7 @@ def test_a_sample_that_is_cancelled_while_its_limits_are_looked_up_was_cancelled
     name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
 
     async def scenario() -> None:
-        futures._samples[name].task = None  # as if its tenant's limits held it until now
+        futures._samples.by_name[name].task = None  # as if its tenant's limits held it until now
         waiting = asyncio.create_task(futures.wait(who, name, 0.0))
         await asyncio.sleep(0)
         await futures.cancel(who, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.requests import Sample
 from motet.service.tinker.samplers import Samplers, sampler_id
+from motet.service.tinker.samples import OpenSample
 from tests.support.house import House, open_house
 from tests.support.service_run import ROWS
 from tests.support.tinker_requests import made, request, saved, sent
@@ -127,6 +129,34 @@ def numbered(house: House) -> dict[str, Any]:
 
 def begun(house: House, body: dict[str, Any], key: str = "ours") -> str:
     return str(house.ask("POST", f"{PREFIX}/asample", key, json=body).json()["request_id"])
+
+
+def test_a_sample_costs_no_look_at_those_of_others(house: House) -> None:
+    futures, who = house.part(Futures), house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+
+    async def cost() -> float:
+        """The least CPU time of the event loop for a sample and for the keys that have some, in seconds."""
+        found = []
+        for _ in range(20):
+            before = time.thread_time()
+            name = await futures.begin(who, Sample.model_validate(SAMPLE))
+            futures.keys()
+            found.append(time.thread_time() - before)
+            await futures.cancel(who, name)
+        return min(found)
+
+    async def scenario() -> None:
+        alone = await cost()
+        for number in range(100_000):
+            one = OpenSample(f"sample-{number}", "them", "key", None, 0, task=asyncio.current_task())
+            futures._samples.add(one)
+            futures._samples.running.pop(one.name)  # its answer waits for its client
+        assert await cost() < 3 * alone + 0.002
+        for number in range(100_000):
+            futures._samples.remove(f"sample-{number}")
+
+    asyncio.run_coroutine_threadsafe(scenario(), house.app.state.loop).result(300)
 
 
 def test_a_sample_that_is_sent_again_is_one(tmp_path: Path) -> None:

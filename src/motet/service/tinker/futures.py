@@ -13,7 +13,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from motet.core.errors import ConfigError, EngineError, LimitError
@@ -32,6 +31,7 @@ from motet.service.tenants.stored import SAMPLES, blocks
 from motet.service.tinker.models import Models
 from motet.service.tinker.requests import Sample
 from motet.service.tinker.samplers import MAX_TOKENS, Samplers
+from motet.service.tinker.samples import OpenSample, OpenSamples
 from motet.service.tinker.wire import write_gradient
 
 POLL_SECONDS = 25.0
@@ -56,31 +56,6 @@ _DIGITS = 10
 _NAME = re.compile(r"sample-[0-9a-f]{24}")
 
 
-@dataclass
-class _Sample:
-    tenant_id: str
-    key: str
-    """Id of the API key that requested it."""
-    wanted: Sample | None
-    """None once it was fetched."""
-    size: int
-    """Approximate memory in bytes."""
-    stored: int = 0
-    """Bytes of its file."""
-    task: asyncio.Task[bytes] | None = None
-    """None while its tenant's limits hold it."""
-    since: float | None = field(default_factory=time.monotonic)
-    """When it ended; for a held one, when it was last requested. None while it is running."""
-    fetched: bool = False
-    cancelled: bool = False
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once it is accepted or refused."""
-
-    @property
-    def ended(self) -> bool:
-        return self.task is not None and self.task.done()
-
-
 class Futures:
     """All pending answers."""
 
@@ -98,7 +73,7 @@ class Futures:
         """`room` accounts for the memory of open samples; in `turns`, writes wait for others of their tenant."""
         self._models, self._samplers, self._store, self._bus = models, samplers, store, bus
         self._quotas, self._storage, self._room, self._turns = quotas, storage, room, turns
-        self._samples: dict[str, _Sample] = {}
+        self._samples = OpenSamples(room)
 
     async def begin(self, who: Principal, wanted: Sample) -> str:
         """Start a sample, now or once its tenant may; returns the id of its future, the same if a client sends it again.
@@ -106,16 +81,13 @@ class Futures:
         Raises:
             LimitError: too many of this tenant's are open, or its storage is full.
         """
-        self.forget_old()
         asked = wanted.model_dump_json().encode()
         name = _name(who, wanted, asked)
-        while (known := self._samples.get(name) or self._once_more(who, name)) is not None:
+        while (known := self._samples.by_name.get(name) or self._once_more(who, name)) is not None:
             await known.begun.wait()
-            if self._samples.get(name) is known:  # it was not refused
+            if self._samples.by_name.get(name) is known:  # it was not refused
                 return name
-        size, count = self._taken(who.tenant_id, wanted), self.open(who)
-        # counted at once, for concurrent requests
-        sample = self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted, size)
+        count, sample = self.open(who), self._opened(who, name, wanted)  # at once, for concurrent requests
         try:
             await asyncio.to_thread(self._quotas.check_samples, who.tenant_id, count)
             sample.stored = await self._turns.run(who.tenant_id, lambda: self._keep(who, name, asked))
@@ -127,15 +99,14 @@ class Futures:
             sample.begun.set()
         return name
 
-    def _taken(self, tenant_id: str, wanted: Sample) -> int:
-        """Reserve the memory of a sample, dropping fetched answers if needed."""
-        size = _memory(wanted)
-        if not self._room.fits(tenant_id, size):
-            fetched = [name for name, one in self._samples.items() if one.fetched and one.tenant_id == tenant_id]
-            for name in fetched:
-                self._forget(name)
-        self._room.take(tenant_id, size)
-        return size
+    def _opened(self, who: Principal, name: str, wanted: Sample, stored: int = 0) -> OpenSample:
+        """Keep a sample, dropping fetched answers if its memory needs it."""
+        sample = OpenSample(name, who.tenant_id, who.key_id, wanted, _memory(wanted), stored)
+        if not self._room.fits(who.tenant_id, sample.size):
+            for fetched in list(self._samples.fetched[who.tenant_id]):
+                self._forget(fetched)
+        self._samples.add(sample)
+        return sample
 
     def _keep(self, who: Principal, name: str, asked: bytes) -> int:
         """Store a sample's request in a file; returns its bytes."""
@@ -151,7 +122,7 @@ class Futures:
                 raise
         return size
 
-    async def _started(self, who: Principal, sample: _Sample) -> str:
+    async def _started(self, who: Principal, sample: OpenSample) -> str:
         """Start a sample if its tenant's limits allow it; returns the reason if not."""
         try:
             await asyncio.to_thread(self._quotas.check_day, who.tenant_id)
@@ -159,14 +130,12 @@ class Futures:
             sample.since = time.monotonic()
             return str(error)
         if sample.task is None and not sample.cancelled and sample.wanted is not None:
-            sample.since, sample.task = None, asyncio.create_task(self._samplers.sample(who, sample.wanted))
-            sample.task.add_done_callback(_ended_at(sample))
-            sample.task.add_done_callback(lambda task: self._hold(sample, task))
+            self._samples.started(sample, asyncio.create_task(self._samplers.sample(who, sample.wanted)))
         return ""
 
     def open(self, who: Principal) -> int:
         """Samples of a tenant that are running or not fetched yet."""
-        return sum(one.tenant_id == who.tenant_id and not one.fetched for one in self._samples.values())
+        return self._samples.waiting[who.tenant_id]
 
     async def cancel(self, who: Principal, request_id: str) -> None:
         """Cancel a sample or a gradient that is not done.
@@ -174,7 +143,7 @@ class Futures:
         Raises:
             Refusal: the requester has no such model.
         """
-        sample = self._samples.get(request_id)
+        sample = self._samples.by_name.get(request_id)
         if sample is not None and sample.tenant_id == who.tenant_id:
             self._cancel(request_id)
         if self.trains(request_id):
@@ -188,7 +157,7 @@ class Futures:
         return bool(model_id) and number.isdecimal() and len(number) <= _DIGITS
 
     def _cancel(self, name: str) -> None:
-        sample = self._samples[name]
+        sample = self._samples.by_name[name]
         sample.cancelled = True
         if sample.task is not None:
             sample.task.cancel()
@@ -196,11 +165,11 @@ class Futures:
 
     def keys(self) -> set[str]:
         """Ids of API keys with running or held samples."""
-        return {one.key for one in self._samples.values() if not one.ended}
+        return {one.key for one in self._samples.running.values()}
 
     async def end(self, keys: Collection[str]) -> None:
         """Cancel the unfinished samples of these keys."""
-        for name in [name for name, one in self._samples.items() if one.key in keys and not one.ended]:
+        for name in [name for name, one in self._samples.running.items() if one.key in keys]:
             self._cancel(name)
 
     async def wait(
@@ -251,7 +220,7 @@ class Futures:
             await within(changed, left)
 
     async def _sample(self, who: Principal, request_id: str, seconds: float) -> Answer:
-        sample = self._samples.get(request_id) or self._once_more(who, request_id)
+        sample = self._samples.by_name.get(request_id) or self._once_more(who, request_id)
         if sample is None or sample.tenant_id != who.tenant_id:
             raise Refusal(410, f"there is no request {request_id!r} any more; sample again")
         if sample.task is None and (held := await self._started(who, sample)):
@@ -267,7 +236,7 @@ class Futures:
             raise Refusal(410, f"{request_id!r} was cancelled; sample again")
         try:
             answer = sample.task.result()
-            self._shrink(sample, len(answer))
+            self._samples.shrink(sample, len(answer))
             return answer
         except ConfigError as error:
             return {"error": self._storage.without_places(str(error)), "category": "user"}
@@ -276,54 +245,37 @@ class Futures:
                 return _try_again(request_id, "active", str(error))
             return {"error": self._storage.without_places(str(error)), "category": "server"}
         finally:
-            self._shrink(sample, 0)
-
-    def _hold(self, sample: _Sample, task: asyncio.Task[bytes]) -> None:
-        """Account for a finished answer even without room; no further sample starts then."""
-        known = sample.size and not task.cancelled() and task.exception() is None
-        if known and (more := len(task.result()) - sample.size) > 0:
-            self._room.take(sample.tenant_id, more, always=True)
-            sample.size += more
-
-    def _shrink(self, sample: _Sample, size: int) -> None:
-        """Record that a sample was fetched: keep only its answer of `size` bytes."""
-        if not sample.fetched:
-            sample.fetched, sample.wanted = True, None
-            self._room.give_back(sample.tenant_id, sample.size - min(size, sample.size))
-            sample.size = min(size, sample.size)
+            self._samples.shrink(sample, 0)
 
     def forget_old(self) -> None:
         """Drop samples that no client fetched in time."""
         now = time.monotonic()
-        old = [name for name, one in self._samples.items() if one.since is not None and now - one.since > _KEPT_SECONDS]
-        for name in old:
+        every = self._samples.by_name.items()
+        for name in [name for name, one in every if one.since is not None and now - one.since > _KEPT_SECONDS]:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        if (sample := self._samples.pop(name, None)) is None:  # its key ended meanwhile
+        if (sample := self._samples.remove(name)) is None:  # its key ended meanwhile
             return
-        self._room.give_back(sample.tenant_id, sample.size)
-        sample.size = 0
         (self._storage.samples(sample.tenant_id) / name).unlink(missing_ok=True)
         self._quotas.stored.add(sample.tenant_id, SAMPLES, -sample.stored)
 
-    def _once_more(self, who: Principal, name: str) -> _Sample | None:
+    def _once_more(self, who: Principal, name: str) -> OpenSample | None:
         """Restart a sample that an earlier process received."""
         path = self._storage.samples(who.tenant_id) / name
         if not _NAME.fullmatch(name) or not path.is_file():
             return None
         asked = path.read_bytes()
         wanted = Sample.model_validate_json(asked)
-        size = self._taken(who.tenant_id, wanted)
-        self._samples[name] = _Sample(who.tenant_id, who.key_id, wanted, size, blocks(len(asked)))
-        self._samples[name].begun.set()
-        return self._samples[name]
+        sample = self._opened(who, name, wanted, blocks(len(asked)))
+        sample.begun.set()
+        return sample
 
     def clear(self) -> None:
         """Delete files of samples that no client fetched."""
         for path in self._storage.samples("").glob("*/*"):
             with contextlib.suppress(FileNotFoundError):  # fetched meanwhile, or renamed
-                if path.name not in self._samples and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
+                if path.name not in self._samples.by_name and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
                     path.unlink()
                     self._quotas.stored.add(path.parent.name, SAMPLES, 0)  # triggers a measurement
 
@@ -352,15 +304,6 @@ def _of_job(request_id: str, job: StoredJob) -> dict[str, Any]:
 def _try_again(request_id: str, state: QueueState, reason: str | None) -> dict[str, Any]:
     """The response that the package shows its user once a minute if the state is not `active`."""
     return {"type": "try_again", "request_id": request_id, "queue_state": state, "queue_state_reason": reason or None}
-
-
-def _ended_at(sample: _Sample) -> Callable[[asyncio.Task[bytes]], None]:
-    def ended(task: asyncio.Task[bytes]) -> None:
-        sample.since = time.monotonic()
-        if not task.cancelled():
-            task.exception()  # the client that fetches it gets the error
-
-    return ended
 
 
 def _memory(wanted: Sample) -> int:
