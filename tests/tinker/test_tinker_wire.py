@@ -15,6 +15,7 @@ import torch
 
 from motet.algorithms.client import CLIENT_LOSSES, ClientLoss, batch_of, datum
 from motet.config import OF_CLIENT
+from motet.config.service import HttpConfig
 from motet.core.batch import LossInputs
 from motet.runtime.journal import (
     KEPT_BYTES,
@@ -34,9 +35,9 @@ from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import MOST_WAITING, Models
 from motet.service.tinker.parts import PREFIX
-from motet.service.tinker.wire import CONTENT_TYPE, KINDS, SampleBytes, write_samples
-from tests.support.house import House
-from tests.support.tinker_requests import journal, made, request, sent
+from motet.service.tinker.wire import CONTENT_TYPE, KINDS, SMALL, SampleBytes, write_samples
+from tests.support.house import House, open_house
+from tests.support.tinker_requests import journal, made, request, sent, wide
 from tests.support.tinker_run import job_of
 
 
@@ -176,6 +177,19 @@ def test_a_name_that_is_no_text_is_refused_and_its_number_used_up(house: House, 
     answer = sent(house, found.SerializeToString().replace(b"??", b"\xff\xff"))
     assert (answer.status_code, "is no text in UTF-8" in answer.text) == (400, True), answer.text
     assert journal(house, model).command(1) == Nothing()
+
+
+def test_a_gradient_that_takes_too_much_to_read_uses_its_number_up(tmp_path: Path) -> None:
+    with open_house(
+        tmp_path, http=HttpConfig(work_seconds=0.001)
+    ) as house:  # no process begins within twelve times that
+        model = made(house)
+        answer = sent(house, wide(model, 300, [SMALL // 4]))
+        assert (answer.status_code, "takes too much" in answer.text) == (413, True), answer.text
+        assert journal(house, model).command(300) == Nothing()
+        odd = request(model).SerializeToString()[::-1] + bytes(SMALL)  # it does not begin with a model
+        assert sent(house, odd).status_code == 413
+        assert sent(house, wide("session-0:train:0", 1, [SMALL // 4])).status_code == 404
 
 
 def test_sparse_data_are_counted_together_before_any_of_them_is_made_dense(house: House) -> None:

@@ -11,6 +11,7 @@ from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from motet.core.errors import LimitError
+from motet.process.apart import TooMuchError
 from motet.runtime.journal import Load, Nothing, OptimStep, Save
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
@@ -33,7 +34,7 @@ from motet.service.tinker.requests import (
     Step,
 )
 from motet.service.tinker.samplers import sampler_id
-from motet.service.tinker.wire import CONTENT_TYPE, SMALL, WireError, gradient_of, read_gradient
+from motet.service.tinker.wire import CONTENT_TYPE, SMALL, WireError, begins_with, gradient_of, read_gradient
 
 router = new_router()
 Given = ParamSpec("Given")
@@ -95,11 +96,18 @@ async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, r
     if request.headers.get("content-type", "").partition(";")[0] != CONTENT_TYPE:
         raise Refusal(400, f"send {CONTENT_TYPE}: tinker 0.25 and newer do")
     body = await request.body()
-    read = (
-        read_gradient(body)
-        if len(body) <= SMALL
-        else await while_there(request, service.apart.call(who.tenant_id, read_gradient, body))
-    )
+    try:
+        read = (
+            read_gradient(body)
+            if len(body) <= SMALL
+            else await while_there(request, service.apart.call(who.tenant_id, read_gradient, body))
+        )
+    except TooMuchError:
+        model, number = begins_with(body)
+        if number > 0:
+            refused = functools.partial(_refuse, who, tinker, model, number)
+            await tinker.write_threads.run(who.tenant_id, refused)
+        raise
 
     def order() -> dict[str, Any]:
         asked = gradient_of(read)
@@ -113,6 +121,10 @@ async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, r
         return _promise(tinker.models.order(job, asked.seq_id, asked.command))
 
     return await tinker.write_threads.run(who.tenant_id, order)
+
+
+def _refuse(who: Principal, tinker: Tinker, model: str, number: int) -> None:
+    tinker.models.refuse(tinker.models.find(who, model), number)
 
 
 @router.post("/optim_step")

@@ -6,6 +6,7 @@ fields (the origin of a token) are omitted.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ MOST_NUMBERS = 2**24
 """Most numbers in sparse tensors of a request: a few bytes can encode any count."""
 SMALL = 2**18
 """Largest request that is parsed in the service's process, in bytes."""
+_HEAD = 1000
+"""Bytes of the longest model id and a number."""
 MOST_DATA = 4096
 """Most data of one request; the client splits larger ones."""
 MOST_TARGETS = 2**17
@@ -101,6 +104,16 @@ def read_request(body: bytes) -> Any:
         return KINDS["Request"].FromString(body)
     except (message.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"the body is not a ForwardBackwardRequest: {error}") from error
+
+
+def begins_with(body: bytes) -> tuple[str, int]:
+    """The model and the number of a request that takes too much to parse, which protobuf writes first; "" and 0 without."""
+    for end in range(min(len(body), _HEAD)):  # it can be parsed wherever a field ends
+        with contextlib.suppress(message.DecodeError, UnicodeDecodeError):
+            request = KINDS["Request"].FromString(body[:end])
+            if isinstance(request.model_id, str) and request.model_id and request.seq_id:
+                return request.model_id, request.seq_id
+    return "", 0
 
 
 def tokens_of(chunks: Sequence[Any]) -> IntArray:
