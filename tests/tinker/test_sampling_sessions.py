@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from motet.service.storage import Storage
 from motet.service.tinker.requests import Sample
-from motet.service.tinker.samplers import Samplers, SamplingSessions, path_part, sampler_id
+from motet.service.tinker.samplers import SESSIONS, Samplers, SamplingSessions, path_part, sampler_id
 
 pytestmark = pytest.mark.unit
 
@@ -14,8 +17,8 @@ def path(session: str, name: str = "000004") -> str:
     return path_part(f"tinker://{session}:train:0/sampler_weights/{name}")
 
 
-def test_sessions_are_numbered_by_source_and_not_by_what_was_sent_again() -> None:
-    sessions = SamplingSessions()
+def test_sessions_are_numbered_by_source_and_not_by_what_was_sent_again(tmp_path: Path) -> None:
+    sessions = SamplingSessions(Storage(tmp_path))
     session, other = "session-" + "0" * 32, "session-" + "1" * 32
     assert sessions.number("us", session, 5, path(session)) == 0, "saves before it may have been sent twice"
     assert sessions.number("us", session, 9, path(session)) == 1, "a second session of this source has other samples"
@@ -30,8 +33,24 @@ def test_sessions_are_numbered_by_source_and_not_by_what_was_sent_again() -> Non
     assert sessions.number("us", other, 8, path(session)) == 0, "what was forgotten is numbered anew"
 
 
-def test_sessions_of_other_tenants_change_no_number() -> None:
-    sessions, session = SamplingSessions(), "session-" + "0" * 32
+def test_a_restart_numbers_no_session_of_a_source_like_an_earlier_one(tmp_path: Path) -> None:
+    storage, session = Storage(tmp_path), "session-" + "0" * 32
+    file = storage.samples("us") / SESSIONS
+    for given in range(5):
+        sessions = SamplingSessions(storage)
+        assert sessions.number("us", session, given, "base") == given
+        assert sessions.number("us", session, 0, "base") == 0, "asked again"
+        assert sessions.number("us", session, 10 + given, path(session)) == given
+        file.write_bytes(file.read_bytes() + b"\x00torn")
+    for given in range(20_000):
+        sessions.number("us", session, given, f"path-{given}")
+    lines = file.read_bytes().count(b"\n")
+    assert lines < 13_000, "what was forgotten takes no room"
+    assert SamplingSessions(storage).number("us", session, 7, "path-19999") == 1
+
+
+def test_sessions_of_other_tenants_change_no_number(tmp_path: Path) -> None:
+    sessions, session = SamplingSessions(Storage(tmp_path)), "session-" + "0" * 32
     assert sessions.number("us", session, 1, "base") == 0
     for given in range(10_000):
         sessions.number("them", f"session-{given}", 1, "base")

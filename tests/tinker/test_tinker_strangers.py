@@ -38,7 +38,7 @@ from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
-from motet.service.tinker.samplers import Samplers, sampler_id
+from motet.service.tinker.samplers import SESSIONS, Samplers, sampler_id
 from tests.support.house import House, open_house
 from tests.support.small_disk import small_disk
 from tests.support.tinker_requests import journal, made, naming, request, saved, sent
@@ -341,6 +341,21 @@ def test_a_sample_that_nobody_fetches_is_forgotten_though_nobody_samples(house: 
         watching.cancel()
 
     asyncio.run_coroutine_threadsafe(watched(), house.app.state.loop).result(20)
+
+
+def test_old_files_of_samples_go_and_the_numbers_of_sampling_sessions_stay(house: House) -> None:
+    session = house.ask("POST", f"{PREFIX}/create_session", json={"tags": []}).json()["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
+    assert house.ask("POST", f"{PREFIX}/create_sampling_session", json=body).is_success
+    who = house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    numbers = house.storage.samples(who.tenant_id) / SESSIONS
+    old = [numbers.with_name(name) for name in (f"sample-{'0' * 24}", f".part-sample-{'0' * 24}")]
+    for path in (numbers, *old):
+        path.touch()
+        os.utime(path, (1000, 1000))
+    house.part(Futures).clear()
+    assert [path.exists() for path in (numbers, *old)] == [True, False, False]
 
 
 def test_stops_of_a_sample_are_few(house: House) -> None:

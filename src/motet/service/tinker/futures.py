@@ -273,7 +273,7 @@ class Futures:
 
     def clear(self) -> None:
         """Delete files of samples that no client fetched."""
-        for path in self._storage.samples("").glob("*/*"):
+        for path in self._storage.samples("").glob("*/*sample-*"):
             with contextlib.suppress(FileNotFoundError):  # fetched meanwhile, or renamed
                 if path.name not in self._samples.by_name and time.time() - path.stat().st_mtime > _KEPT_SECONDS:
                     path.unlink()

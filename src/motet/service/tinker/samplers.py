@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import hashlib
 import re
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,9 @@ MAX_TOKENS = 1024
 NO_LOGPROB = -99999.0
 """Logprob, with token id 0, at positions without top tokens."""
 _TRIES = 5
+SESSIONS = "sessions"
+"""The file of `SamplingSessions`."""
+_LINE = re.compile(r"([0-9a-f]{32}) (\d{1,10})")
 _MOST_SOURCES = 4096
 _MOST_OF_A_SOURCE = 64
 
@@ -69,28 +74,64 @@ class Sampler:
 
 
 class SamplingSessions:
-    """Numbers sampling sessions by source, in the order in which a client opens them.
+    """Numbers sampling sessions by source, in the order in which a client opens them, also across restarts.
 
-    The client's own number also counts a save that it sent twice, so equal programs may have other numbers. A new process
-    counts a source from 0 again.
+    The client's own number also counts a save that it sent twice, so equal programs may have other numbers. Each tenant has a
+    file: a line for each session, with a digest of its source and the client's number.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[str, OrderedDict[tuple[str, str], dict[int, int]]] = {}
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._known: dict[str, OrderedDict[str, dict[int, int]]] = {}
         """By tenant: what others open must change no number."""
+        self._room = Counter[str]()
+        """Lines that a tenant's file may still get."""
         self._lock = threading.Lock()
 
     def number(self, tenant_id: str, session_id: str, given: int, what: str) -> int:
         """The place of the client's session `given` among those of the source `what`, from 0; the same if asked again."""
+        source = hashlib.sha256(f"{session_id} {what}".encode()).hexdigest()[:32]
+        file = self._storage.samples(tenant_id) / SESSIONS
         with self._lock:
-            known = self._known.setdefault(tenant_id, OrderedDict())
-            places = known.setdefault((session_id, what), {})
-            known.move_to_end((session_id, what))
-            if len(known) > _MOST_SOURCES:
-                known.popitem(last=False)
-            if given not in places and len(places) == _MOST_OF_A_SOURCE:
-                return _MOST_OF_A_SOURCE + given
-            return places.setdefault(given, len(places))
+            if (known := self._known.get(tenant_id)) is None:
+                known = self._known[tenant_id] = _read(file)
+            if given not in (places := known.get(source, {})) and len(places) < _MOST_OF_A_SOURCE:
+                # a crash or a full disk may have left half of a line
+                room = self._room.pop(tenant_id, 0) or _MOST_SOURCES + _rewrite(file, known)
+                with file.open("a") as target:
+                    target.write(f"{source} {given}\n")
+                self._room[tenant_id] = room - 1
+            return _place(known, source, given)
+
+
+def _place(known: OrderedDict[str, dict[int, int]], source: str, given: int) -> int:
+    """Number a session; sources that were not used for long are forgotten."""
+    places = known.setdefault(source, {})
+    known.move_to_end(source)
+    if len(known) > _MOST_SOURCES:
+        known.popitem(last=False)
+    if given not in places and len(places) == _MOST_OF_A_SOURCE:
+        return _MOST_OF_A_SOURCE + given
+    return places.setdefault(given, len(places))
+
+
+def _read(file: Path) -> OrderedDict[str, dict[int, int]]:
+    known = OrderedDict[str, dict[int, int]]()
+    with contextlib.suppress(FileNotFoundError):
+        for line in file.read_text(errors="replace").splitlines():
+            if whole := _LINE.fullmatch(line):
+                _place(known, whole[1], int(whole[2]))
+    return known
+
+
+def _rewrite(file: Path, known: OrderedDict[str, dict[int, int]]) -> int:
+    """Write all lines anew, without what was forgotten; returns their number."""
+    lines = [f"{source} {given}\n" for source, places in known.items() for given in places]
+    draft = file.with_name(f".part-{SESSIONS}")
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    draft.write_text("".join(lines))
+    draft.rename(file)
+    return len(lines)
 
 
 class Samplers:
@@ -98,7 +139,7 @@ class Samplers:
 
     def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, hosts: Hosts) -> None:
         self._models, self._checkpoints, self._storage, self._hosts = models, checkpoints, storage, hosts
-        self.sessions = SamplingSessions()
+        self.sessions = SamplingSessions(storage)
 
     @property
     def waits(self) -> str:
