@@ -184,6 +184,23 @@ def test_a_sample_that_is_sent_again_is_one(tmp_path: Path) -> None:
         assert (begun(house, body), futures.open(who)) == (name, 8), "begun anew"
 
 
+@pytest.mark.parametrize("size", [0, 50])
+def test_a_sample_whose_file_was_cut_is_not_stored(house: House, size: int) -> None:
+    """A power failure cuts files that were not synced."""
+    body, who = numbered(house), house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    name = begun(house, body)
+    file = house.storage.samples(who.tenant_id) / name
+    data = file.read_bytes()
+    house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
+    file.write_bytes(data[:size])  # as the next process finds it
+    error = house.refused(410, "POST", f"{PREFIX}/retrieve_future", json={"request_id": name})
+    assert "sample again" in error["message"]
+    file.write_bytes(data[:size])
+    assert (begun(house, body), file.read_bytes()) == (name, data)
+    house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
+
+
 @pytest.mark.parametrize("room", [None, 0.0])
 def test_a_sample_that_is_sent_again_before_it_has_begun_is_one_or_none(house: House, room: float | None) -> None:
     body, futures, who = numbered(house), house.part(Futures), house.store.tenants.who(house.keys["ours"])

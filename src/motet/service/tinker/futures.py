@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from motet.core.errors import ConfigError, EngineError, LimitError
 from motet.core.types import JobState
 from motet.process.apart import ThreadTurns
@@ -266,7 +268,11 @@ class Futures:
         if not _NAME.fullmatch(name) or not path.is_file():
             return None
         asked = path.read_bytes()
-        wanted = Sample.model_validate_json(asked)
+        try:
+            wanted = Sample.model_validate_json(asked)
+        except ValidationError:  # a power failure cut it: it is not synced
+            path.unlink()
+            return None
         sample = self._opened(who, name, wanted, blocks(len(asked)))
         sample.begun.set()
         return sample
