@@ -194,6 +194,26 @@ def test_a_checkpoint_is_as_old_as_before_when_its_lifetime_is_set(house: House)
     assert house.ask("GET", run).json()["last_checkpoint"]["checkpoint_id"] == "weights/w"
 
 
+def test_a_lifetime_and_a_publication_that_come_at_once_are_both_kept(house: House) -> None:
+    model, checkpoints = made(house), house.part(Checkpoints)
+    saved(house, model)
+    who = house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    found = checkpoints.find(who, f"tinker://{model}/weights/w")
+    with ThreadPoolExecutor(2) as threads:
+        for seconds in range(100, 400):
+            before = time.time()
+            changes = [
+                threads.submit(checkpoints.expire, found, seconds),
+                threads.submit(checkpoints.publish, found, seconds % 2 == 0),
+            ]
+            for change in changes:
+                change.result()
+            about = found.about()
+            assert about["public"] == (seconds % 2 == 0)
+            assert before + seconds <= about["expires"] <= time.time() + seconds
+
+
 @pytest.mark.parametrize("odd", ["w" * 300, "w\0", "..", "", "w\n"])
 def test_no_checkpoint_has_a_name_that_none_may_have(house: House, odd: str) -> None:
     model = made(house)

@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import tarfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class Checkpoints:
 
     def __init__(self, models: Models, storage: Storage) -> None:
         self._models, self._storage = models, storage
+        self._saying = threading.Lock()
 
     def remove_expired(self) -> None:
         """Delete the expired checkpoints of all models: nobody may ask for them again."""
@@ -197,11 +199,14 @@ class Checkpoints:
         self._say(checkpoint, public=public)
 
     def _say(self, checkpoint: Checkpoint, **more: Any) -> None:
-        about, there = {**checkpoint.about(), **more}, checkpoint.directory / ABOUT
+        there = checkpoint.directory / ABOUT
         draft = there.with_name(f".part-{ABOUT}")
-        draft.write_bytes(msgspec.json.encode(about))
-        os.utime(draft, ns=(there.stat().st_atime_ns, there.stat().st_mtime_ns))  # its time is that of the checkpoint
-        draft.rename(there)
+        with self._saying:
+            draft.write_bytes(msgspec.json.encode({**checkpoint.about(), **more}))
+            os.utime(
+                draft, ns=(there.stat().st_atime_ns, there.stat().st_mtime_ns)
+            )  # its time is that of the checkpoint
+            draft.rename(there)
 
     def _there(self, job: StoredJob, kind: str, name: str) -> Checkpoint | None:
         if kind not in _TYPES or not re.fullmatch(NAME, name):  # a client may ask for any text
