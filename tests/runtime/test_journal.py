@@ -12,6 +12,7 @@ from motet.config import OF_CLIENT, JobConfig
 from motet.runtime.client_loop import ABOUT
 from motet.runtime.journal import AnyOutcome, Done, Failed, Journal, JournalError, Nothing, OptimStep, Save
 from motet.runtime.start_turns import StartTurns
+from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, run_jobs
 from tests.support.waiting import until
 
@@ -62,6 +63,21 @@ def test_a_checkpoint_is_replaced_only_by_a_command_that_may(tmp_path: Path, ove
     refused = Failed("path: there is a checkpoint 'w' already; give another name")
     assert outcomes == [Done({"saved": 1}), Done({"saved": 3}) if overwrite else refused]
     assert there["number"] == (3 if overwrite else 1)
+
+
+def test_a_saved_checkpoint_survives_a_power_failure(tmp_path: Path) -> None:
+    data = {"source": OF_CLIENT, "chat_template": False}
+    tree = {"name": "client", "algorithm": "client", "data": data, "optimizer": {"lr": 0.05}, "steps": 9}
+    synced = []
+    for command in (Nothing(), Save("weights/w", False, {"number": 0})):
+        directory = tmp_path / type(command).__name__
+        journal = Journal(directory / "client")
+        journal.write(0, command)
+        journal.finish()
+        with calls() as counted:
+            run_jobs(directory, [JobConfig.model_validate(tree)])
+        synced.append(counted["fsync"])
+    assert synced[1] - synced[0] == 5, "its three files, its directory and its name"
 
 
 def test_jobs_of_a_tenant_begin_one_after_another_and_hold_nobody_else_up() -> None:

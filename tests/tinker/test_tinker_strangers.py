@@ -39,6 +39,7 @@ from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.samplers import SESSIONS, Samplers, sampler_id
+from tests.support.counting import calls
 from tests.support.house import House, open_house
 from tests.support.small_disk import small_disk
 from tests.support.tinker_requests import journal, made, naming, request, saved, sent
@@ -192,6 +193,19 @@ def test_a_checkpoint_is_as_old_as_before_when_its_lifetime_is_set(house: House)
     listed = house.ask("GET", f"{run}/checkpoints").json()["checkpoints"]
     assert [(one["checkpoint_id"], one["time"][:4]) for one in listed][:1] == [("weights/first", "1970")]
     assert house.ask("GET", run).json()["last_checkpoint"]["checkpoint_id"] == "weights/w"
+
+
+def test_metadata_and_copies_survive_a_power_failure(house: House) -> None:
+    first, second, checkpoints = made(house), made(house), house.part(Checkpoints)
+    saved(house, first)
+    who = house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    found = checkpoints.find(who, f"tinker://{first}/weights/w")
+    with calls() as counted:
+        checkpoints.publish(found, True)
+        assert counted["fsync"] == 1
+        copy = checkpoints.copy(found, house.part(Models).find(who, second), None)
+    assert counted["fsync"] == 1 + len([*copy.directory.iterdir()]) + 2, "its files, its directory and its name"
 
 
 def test_a_lifetime_and_a_publication_that_come_at_once_are_both_kept(house: House) -> None:

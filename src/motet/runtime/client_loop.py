@@ -271,6 +271,7 @@ class ClientLoop(Driver):
             ttl = command.about.get("ttl")  # relative to the time of saving; a repeated request sends the same value
             expires = None if ttl is None else time.time() + ttl
             (draft / ABOUT).write_bytes(msgspec.json.encode({**command.about, "expires": expires}))
+            sync(draft / ABOUT)
             try:
                 self.services.room.take(self.job.tenant, draft)
             except StorageFull:

@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import msgspec
 
+from motet.core.checksums import sync
 from motet.core.types import ADAPTER_FILES
 from motet.runtime.client_loop import ABOUT
 from motet.service.database.tables import StoredJob
@@ -182,11 +183,14 @@ class Checkpoints:
             for file in source.directory.iterdir():  # an error of `copytree` would hide that the disk is full
                 shutil.copy2(file, draft)
             (draft / ABOUT).write_bytes(msgspec.json.encode(about))
+            for path in (*draft.iterdir(), draft):
+                sync(path)
         except OSError:
             shutil.rmtree(draft, ignore_errors=True)
             raise
         shutil.rmtree(copied.directory, ignore_errors=True)
         draft.rename(copied.directory)
+        sync(copied.directory.parent)
         self._models.stored.changed(job.id)
         return copied
 
@@ -203,6 +207,7 @@ class Checkpoints:
         draft = there.with_name(f".part-{ABOUT}")
         with self._saying:
             draft.write_bytes(msgspec.json.encode({**checkpoint.about(), **more}))
+            sync(draft)
             os.utime(
                 draft, ns=(there.stat().st_atime_ns, there.stat().st_mtime_ns)
             )  # its time is that of the checkpoint
