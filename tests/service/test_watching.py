@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import math
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -16,6 +18,7 @@ import motet
 from motet.core.errors import ConfigError
 from motet.core.types import JobState
 from motet.service.bases import Bases
+from motet.service.database.tables import Event
 from motet.service.events import EventBus, EventLog, within
 from motet.service.jobs.validation import read_jobs
 from motet.tasks.chat import Chat
@@ -44,6 +47,32 @@ def test_steps_are_thinned_and_evaluations_stay(house: House) -> None:
     assert thin["data"][-1]["eval"] == {"reward": 0.9}
     few = house.ask("GET", f"/v1/jobs/{job}/steps?field=reward&field=nothing&points=10").json()["data"]
     assert few[2] == {"step": 11, "reward": 0.11}
+
+
+def test_long_answers_are_not_encoded_in_the_event_loop(house: House) -> None:
+    job = told_job(house, "long", 2)
+    values = {f"field-{number}": number / 7 for number in range(200)} | {"nothing": math.nan}
+    with house.store.transaction() as session:
+        session.add_all(Event(job_id=job, kind="step", key=str(n), data={"step": n, **values}) for n in range(3, 2000))
+
+    async def clock() -> float:
+        return time.thread_time()
+
+    def spent(path: str) -> tuple[float, Any]:
+        """The loop's CPU time for an answer, and what it says."""
+        before, answer, after = (
+            asyncio.run_coroutine_threadsafe(clock(), house.app.state.loop).result(),
+            house.ask("GET", path),
+            asyncio.run_coroutine_threadsafe(clock(), house.app.state.loop).result(),
+        )
+        return after - before, answer.json()
+
+    for path, rows in ((f"/v1/jobs/{job}/steps?points=5000", 2000), (f"/v1/jobs/{job}/events?after=1", 500)):
+        seconds, found = spent(path)
+        assert len(found["data"]) == rows
+        last = found["data"][-1]
+        assert (last.get("data") or last)["nothing"] is None
+        assert seconds < 0.05, path
 
 
 def test_events_go_on_where_the_steps_end(house: House) -> None:

@@ -36,6 +36,7 @@ from motet.service.database.tables import new_id
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal, bad_field
+from motet.service.http.pages import page
 from motet.service.routes.adapters import SharesDep
 from motet.service.schemas import Asked, Model, Models
 from motet.service.storage import Storage
@@ -151,8 +152,8 @@ class ModelNames:
 ModelNamesDep = Annotated[ModelNames, Depends()]
 
 
-@router.get("/models", response_model_exclude_none=True)
-def models(who: Asker, service: ServiceDep, shares: SharesDep) -> Models:
+@router.get("/models", response_model=Models)
+def models(who: Asker, service: ServiceDep, shares: SharesDep) -> Response:
     """List the bases, the versions of the tenant's jobs, uploaded adapters, and adapters that others share."""
     bases = service.adapters.bases
 
@@ -166,7 +167,7 @@ def models(who: Asker, service: ServiceDep, shares: SharesDep) -> Models:
         )
     data.extend(model(one.name, one.base, one.created) for one in service.adapters.all(who))
     data.extend(model(name, base) for name, base in shares.received_models(who).items())
-    return Models(data=data)
+    return page(Models(data=[]), data, exclude_none=True)
 
 
 def events_of(pieces: AsyncIterator[str], storage: Storage) -> StreamingResponse:

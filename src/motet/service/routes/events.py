@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from motet.core.types import JobState
 from motet.service.database.tables import Event
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.events import ANY_JOB, as_sent, within
+from motet.service.http.pages import page
 from motet.service.schemas import Events, JobEvent, Steps
 
 router = APIRouter(prefix="/v1", tags=["jobs"])
@@ -56,27 +57,27 @@ class Streams:
             yield head
         while not (self._bus.closed or await self._request.is_disconnected()):
             published = self._bus.next(topic)  # taken before reading, to miss nothing
-            page = await asyncio.to_thread(read, after)
-            after = page.last
-            if page.text:
-                yield page.text
-            elif not page.ended and time.monotonic() - sent >= _QUIET_SECONDS:
+            found = await asyncio.to_thread(read, after)
+            after = found.last
+            if found.text:
+                yield found.text
+            elif not found.ended and time.monotonic() - sent >= _QUIET_SECONDS:
                 yield _ALIVE
-            elif not page.ended:
+            elif not found.ended:
                 await within(published, _QUIET_SECONDS)
                 continue
             sent = time.monotonic()
-            if page.ended:
+            if found.ended:
                 return
 
 
 StreamsDep = Annotated[Streams, Depends()]
 
 
-@router.get("/jobs/{job}/events")
-def events(service: ServiceDep, job: NamedJob, after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Events:
+@router.get("/jobs/{job}/events", response_model=Events)
+def events(service: ServiceDep, job: NamedJob, after: Annotated[int, Query(ge=0, le=2**53)] = 0) -> Response:
     """List events after a given one, at most 500."""
-    return Events(data=[JobEvent.model_validate(entry) for entry in service.store.events(job.id, after, _PAGE)])
+    return page(Events(data=[]), map(JobEvent.model_validate, service.store.events(job.id, after, _PAGE)))
 
 
 @router.get("/jobs/{job}/events/stream", response_class=StreamingResponse)
@@ -101,7 +102,7 @@ async def stream_job(
     return streams.answer(job.id, read, int(last_event_id) if last_event_id is not None else after)
 
 
-@router.get("/jobs/{job}/steps")
+@router.get("/jobs/{job}/steps", response_model=Steps)
 def steps(
     service: ServiceDep,
     job: NamedJob,
@@ -109,10 +110,10 @@ def steps(
         list[Annotated[str, Query(max_length=100)]] | None, Query(max_length=50, description="All without one.")
     ] = None,
     points: Annotated[int, Query(ge=2, le=5000, description="Approximate number of steps.")] = 400,
-) -> Steps:
+) -> Response:
     """The steps of a job for a chart: lines of metrics.jsonl, thinned evenly; all evaluations are included."""
     lines, last = service.log.steps(job.id, points, field or ())
-    return Steps(data=lines, after=last)
+    return page(Steps(data=[], after=last), lines)
 
 
 @router.get("/events/stream", response_class=StreamingResponse)

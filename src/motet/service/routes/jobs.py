@@ -18,6 +18,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.depends import Asker, NamedJob, ServiceDep, while_there
 from motet.service.errors import Refusal
 from motet.service.http.bodies import hold
+from motet.service.http.pages import page
 from motet.service.jobs.queue import StartCondition
 from motet.service.jobs.submissions import GivenJob
 from motet.service.jobs.validation import LONGEST_TEXT, jobs_in
@@ -121,7 +122,7 @@ async def submit_all(
     return await service.check_threads.run(who.tenant_id, take)
 
 
-@router.get("/jobs")
+@router.get("/jobs", response_model=Jobs)
 def list_jobs(
     who: Asker,
     service: ServiceDep,
@@ -129,12 +130,11 @@ def list_jobs(
     state: JobState | None = None,
     after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the previous page.")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-) -> Jobs:
+) -> Response:
     """List jobs, newest first."""
     jobs = service.store.jobs(who, state=state, before=None if after is None else int(after), limit=limit + 1)
-    page = jobs[:limit]
-    more = str(page[-1].number) if len(jobs) > limit else None
-    return Jobs(data=[shown(job) for job in page], next=more)
+    more = str(jobs[limit - 1].number) if len(jobs) > limit else None
+    return page(Jobs(data=[], next=more), map(shown, jobs[:limit]))
 
 
 @router.get("/jobs/{job}")
