@@ -77,7 +77,8 @@ class Line:
         self.listening = socket.socket(socket.AF_UNIX)
         self.listening.bind(str(self.address))
         self.listening.listen()
-        self.line = ServiceLine(self.listening, TOKEN, self.said.append, self.ended.set)
+        self.usage = directory / "0-1.usage"
+        self.line = ServiceLine(self.listening, TOKEN, self.said.append, self.ended.set, self.usage)
 
     def close(self) -> None:
         self.listening.close()
@@ -230,8 +231,16 @@ def test_an_engine_that_nobody_takes_over_saves_and_ends(short_path: Path, why: 
                 assert await messages.get() == m.Stop()
             with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as late:
                 late.connect(str(made.address))
+            made.line.send(used := m.UsageWindow("a", 2, {"job": 7}, "small"))
             made.line.send(m.Stopped())
             assert await messages.get() is None
+            found = list[m.UsageWindow]()
+            for _ in range(2):
+                await LocalHosts(short_path).end_from(0, found.append)
+            assert found == [used], "the next service stores it once"
+            made.usage.write_bytes(b"torn")
+            await LocalHosts(short_path).end_from(0, found.append)
+            assert not made.usage.exists()
 
     asyncio.run(work())
 

@@ -21,9 +21,11 @@ from motet.cluster.host_link import HostChild, start_host
 from motet.cluster.listener import TOKEN
 from motet.config.service import ServiceConfig
 from motet.process import wall
-from motet.process.channel import LONGEST_LINE, ChannelMessage, Child
+from motet.process.channel import LONGEST_LINE, ChannelMessage, Child, decode
 
 _log = logging.getLogger(__name__)
+USAGE = ".usage"
+"""Suffix of a file beside a host's socket with the device usage that no service has stored."""
 _ANSWER_SECONDS = 20.0
 _STOP_SECONDS = 120.0
 _PACKAGES = ("motet", "torch", "transformers")
@@ -55,7 +57,10 @@ class LocalHosts:
         return await self._left(number) or await self._started(number, log)
 
     async def end_from(self, number: int, usage: Callable[[m.UsageWindow], object]) -> None:
-        """End surplus hosts, from this number on, after they save their jobs; `usage` stores what they used."""
+        """End surplus hosts, from this number on, after they save their jobs.
+
+        `usage` stores what they used, and what hosts used that have ended since no service took them over.
+        """
         for path in sorted(self._directory.glob("*.sock")):
             if path.stem.isdigit() and int(path.stem) >= number and (child := await self._left(int(path.stem))):
                 child.send(m.Stop())
@@ -67,6 +72,13 @@ class LocalHosts:
                             elif isinstance(message, m.Stopped):
                                 child.close_input()
                 await child.kill()
+        for path in self._directory.glob(f"*{USAGE}"):
+            try:
+                for line in path.read_bytes().splitlines():
+                    await asyncio.to_thread(usage, decode(line, m.UsageWindow))
+            except ValueError as error:
+                _log.warning("%s cannot be read, and is deleted: %s", path, error)
+            path.unlink()
 
     async def _left(self, number: int) -> HostChild | None:
         """The listening process, if it is a host of this service."""

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from motet.cluster.listener import ADDRESS, TOKEN
+from motet.cluster.local_hosts import USAGE
 from motet.cluster.messages import HostFailed, StartHost, ToHost
 from motet.config import HostConfig
 from motet.config.jobfile import validate_as
@@ -66,7 +67,11 @@ def _line(token: str) -> ServiceLine:
     listening = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    return ServiceLine(listening, token, lambda line: print(line, file=sys.stderr, flush=True), lambda: os._exit(0))
+    address = Path(sys.argv[1])
+    usage = address.with_name(f"{address.stem}-{os.getpid()}{USAGE}")
+    return ServiceLine(
+        listening, token, lambda line: print(line, file=sys.stderr, flush=True), lambda: os._exit(0), usage
+    )
 
 
 def _run_directory(path: Path, host: int | None) -> RunDirectory:

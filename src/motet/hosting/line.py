@@ -17,10 +17,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from msgspec import structs
 
 from motet.cluster import messages as m
+from motet.core.checksums import replace_file
+from motet.core.errors import DiskFull
 from motet.process.channel import ChannelMessage, decode, encode
 
 KEPT = (m.JobChanged, m.JobStepped, m.JobWorked, m.UsageWindow)
@@ -43,10 +46,13 @@ class ServiceLine:
     """The processes of a service, one after another. Threads may share it."""
 
     def __init__(
-        self, listening: socket.socket, token: str, say: Callable[[str], object], end: Callable[[], object]
+        self, listening: socket.socket, token: str, say: Callable[[str], object], end: Callable[[], object], usage: Path
     ) -> None:
-        """`say` writes a line for an operator; `end` ends the process at once."""
-        self._listening, self._token, self._say, self._end = listening, token, say, end
+        """`say` writes a line for an operator; `end` ends the process at once.
+
+        `usage` is written at the end if no service has stored all device usage.
+        """
+        self._listening, self._token, self._say, self._end, self._usage = listening, token, say, end, usage
         listening.listen()  # again: a service finds this process's id by it
         self._lock = threading.Lock()
         self._peer: socket.socket | None = None
@@ -106,6 +112,8 @@ class ServiceLine:
             if self._peer is not None and (not self._replaced or isinstance(message, (*KEPT, m.Stopped))):
                 self._write(line)
             alone = self._peer is None
+        if alone and isinstance(message, m.Stopped | m.HostFailed):
+            self._leave_usage()
         if alone and isinstance(message, m.Stopped):
             self._pass_on(None)
 
@@ -115,6 +123,15 @@ class ServiceLine:
             self._peer.sendall(lines)
         except OSError:  # the reader sees it too
             self._peer = None
+
+    def _leave_usage(self) -> None:
+        with self._lock:
+            kept = [line for line in self._kept if isinstance(decode(line, m.FromHost), m.UsageWindow)]
+        try:
+            if kept:
+                replace_file(self._usage, b"".join(kept))
+        except (OSError, DiskFull) as error:
+            self._say(f"the device usage of {len(kept)} windows is lost: {error}")
 
     # --- in its own thread ------------------------------------------------------------------------------------------------
 
@@ -130,6 +147,7 @@ class ServiceLine:
                 self._end()
                 return
             if self._ending:
+                self._leave_usage()
                 self._pass_on(None)
                 return
             seconds = self._start.takeover_seconds
@@ -227,6 +245,7 @@ class ServiceLine:
             self._end()
         self._stop()
         time.sleep(_STOP_SECONDS)
+        self._leave_usage()
         self._end()
 
     def _pass_on(self, message: m.ToHost | Gone | None) -> None:
