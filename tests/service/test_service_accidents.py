@@ -45,6 +45,7 @@ from motet.core.types import Chunk, FinishReason, JobState, Wanted
 from motet.hosting.scores import AskedOfService
 from motet.process.channel import LONGEST_LINE, decode, encode
 from motet.service.adapters.adapters import Adapters
+from motet.service.app import create_app
 from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
@@ -468,6 +469,22 @@ def test_a_request_that_finds_no_room_on_the_disk_is_told_so_and_the_next_has_ro
         filler.unlink()
         name = house.ask("POST", f"{PREFIX}/asample", json=asked).json()["request_id"]
         house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
+
+
+def test_a_killed_upload_leaves_its_part_where_the_next_start_removes_it(tmp_path: Path) -> None:
+    rows = b'{"prompt": "a", "answer": "b"}\n' * 300
+    with open_house(tmp_path) as house:
+        kept = {*(tmp_path / "files").iterdir(), *house.storage.adapters.iterdir()}
+        (tmp_path / "arriving").rmdir()  # it is empty
+        with small_disk(tmp_path / "arriving", "8k") as parts:
+            house.refused(507, "POST", "/v1/files", files={"file": ("rows.jsonl", rows)})
+            assert not list(parts.iterdir())
+        (tmp_path / "arriving" / "file-1.jsonl").write_bytes(rows)
+        again = create_app(Settings("small", tmp_path)).state.service
+        again.request_files.close()
+        again.store.close()
+        assert not (tmp_path / "arriving").exists()
+        assert {*(tmp_path / "files").iterdir(), *house.storage.adapters.iterdir()} == kept
 
 
 # --- the engine's messages --------------------------------------------------------------------------------------------------

@@ -118,6 +118,7 @@ def create_app(settings: Settings) -> FastAPI:
     try:
         secrets = load_secrets(settings.directory, settings.config.secret_key_file, store)
         service = Service(settings, store, secrets)
+        service.storage.remove_arriving()
     except BaseException:
         store.close()
         raise

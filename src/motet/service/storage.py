@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from tempfile import gettempdir
@@ -29,6 +30,7 @@ class Storage:
     def __init__(self, directory: Path) -> None:
         self.directory, self.run, self.adapters = directory, directory / "run", directory / "adapters"
         self.races = directory / "races"
+        self._arriving = directory / "arriving"
 
     def job(self, job_id: str) -> JobDirectory:
         """The directory of a job."""
@@ -77,6 +79,16 @@ class Storage:
         if ending not in (".jsonl", ".parquet"):
             raise ConfigError(f"{filename!r} must end in .jsonl or .parquet")
         return self.directory / "files" / f"{file_id}{ending}"
+
+    def arriving(self, path: Path) -> Path:
+        """Where an upload is written until it can be renamed to `path`."""
+        for place in (self._arriving, path.parent):
+            place.mkdir(parents=True, exist_ok=True)
+        return self._arriving / path.name
+
+    def remove_arriving(self) -> None:
+        """Delete uploads that never ended, because the process of the service was killed."""
+        shutil.rmtree(self._arriving, ignore_errors=True)
 
     def without_places(self, text: str) -> str:
         """Remove this machine's paths from a text for tenants; only the last part of a path stays.

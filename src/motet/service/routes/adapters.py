@@ -80,8 +80,9 @@ async def upload(
 ) -> Adapter:
     """Upload an adapter to start jobs from and to chat with. It is checked against the base first."""
     adapter_id, of_base = new_id("adapter"), service.adapters.bases.named(base)
-    directory = service.adapters.path(adapter_id)
-    directory.mkdir(parents=True)
+    path = service.adapters.path(adapter_id)
+    directory = service.storage.arriving(path)
+    directory.mkdir()
     adding: asyncio.Task[UploadedAdapter] | None = None
     try:
         unpacked = _unpacked(file, directory, int(service.settings.config.max_adapter_mb * 2**20))
@@ -92,13 +93,15 @@ async def upload(
             id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape.rank,
             alpha=shape.alpha, target_modules=shape.target_modules, base=of_base,
         )  # fmt: skip
+        directory.rename(path)
         with_room = service.quotas.storing(who.tenant_id, size)
         add = functools.partial(with_room(service.adapters.add), who, adapter)
         adding = asyncio.create_task(service.write_threads.run(who.tenant_id, add))
         await asyncio.shield(adding)
     except BaseException:  # also if the client has disconnected
         if adding is None or not await worked(adding):
-            shutil.rmtree(directory, ignore_errors=True)
+            for place in (directory, path):
+                shutil.rmtree(place, ignore_errors=True)
         raise
     await asyncio.to_thread(service.store.audit, who, "upload adapter", adapter_id)
     return _shown(service.adapters, adapter)

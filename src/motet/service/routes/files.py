@@ -40,26 +40,28 @@ async def upload(
     name = "".join(letter for letter in file.filename or "rows.jsonl" if letter.isprintable())[-255:]
     file_id = new_id("file")
     path, limit = service.storage.upload(file_id, name), int(service.settings.config.max_upload_mb * 2**20)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    part = service.storage.arriving(path)
     size, adding = 0, None
     try:
-        with path.open("wb") as target:
+        with part.open("wb") as target:
             while piece := await file.read(_PIECE):
                 size += len(piece)
                 if size > limit:
                     most = service.settings.config.max_upload_mb
                     raise Refusal(413, f"{name} is larger than {most:g} MB, the limit of this service")
                 await asyncio.to_thread(target.write, piece)
-        rows = await while_there(request, service.read_threads.run(who.tenant_id, lambda: count_apart(path, UPLOADED)))
+        rows = await while_there(request, service.read_threads.run(who.tenant_id, lambda: count_apart(part, UPLOADED)))
+        part.rename(path)
         with_room = service.quotas.storing(who.tenant_id, size)
         add = functools.partial(with_room(service.store.add_file), who, file_id, name, size, rows)
         adding = asyncio.create_task(service.write_threads.run(who.tenant_id, add))
         stored = await asyncio.shield(adding)
     except BaseException as error:  # any error, also a disconnected client: an unlisted file must not stay
         if adding is None or not await worked(adding):
+            part.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
         if isinstance(error, MotetError) and not isinstance(error, LimitError):
-            raise Refusal(400, str(error).replace(str(path), name)) from error
+            raise Refusal(400, str(error).replace(str(part), name)) from error
         raise
     await asyncio.to_thread(service.store.audit, who, "upload file", file_id)
     return _shown(stored)
