@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -423,3 +426,27 @@ def test_who_was_cut_off_writes_nothing_more(tmp_path: Path, save: Save) -> None
     assert step(second, 1, save).step == 2
     first.restore()  # it takes the job up again
     step(first, 2, save)
+
+
+def test_a_host_that_is_cut_off_while_it_saves_neither_fails_the_next_owner_nor_calls_it_a_fault(
+    tmp_path: Path, save: Save
+) -> None:
+    directory, begun = opened(tmp_path), threading.Event()
+    directory.restore()
+    step(directory, 0, save)
+
+    def slow(draft: Path) -> None:
+        for number in itertools.count():
+            (draft / str(number)).touch()
+            if number == 100:
+                begun.set()
+
+    def commit() -> None:
+        with pytest.raises(RunError, match="was taken over by another process"):
+            step(directory, 1, slow)
+
+    with ThreadPoolExecutor(1) as pool:
+        committing = pool.submit(commit)
+        assert begun.wait(20)
+        assert (JobDirectory(tmp_path / "a").restore() or Committed()).step == 1
+        committing.result(20)

@@ -120,7 +120,8 @@ class JobDirectory:
         """Return the directory to its newest commit: later files and lines are removed."""
         self._owner.take()
         for leftover in [*self.path.glob("*/.tmp-*"), *self.path.glob(".tmp-*")]:
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            with contextlib.suppress(OSError):  # a host that is cut off may still write it
+                _remove(leftover) if leftover.is_dir() else leftover.unlink()
         committed = self.newest()
         cut_back(self, committed)
         if committed is not None:
@@ -233,6 +234,13 @@ class JobDirectory:
             save: writes and syncs adapter and optimizer into a directory.
         """
         self._owner.check()
+        try:
+            return self._commit(committed, save)
+        except OSError:
+            self._owner.check()  # a process that takes over removes unfinished drafts
+            raise
+
+    def _commit(self, committed: Committed, save: Callable[[Path], None]) -> Committed:
         lengths: dict[str, Any] = {}
         sums: dict[str, str] = {}
         for path in self.logs:
@@ -249,7 +257,7 @@ class JobDirectory:
             return committed
         draft.mkdir()
         save(draft)
-        self._owner.check()  # saving may take long, and a process that takes over removes unfinished drafts
+        self._owner.check()  # saving may take long
         own = sums_of(draft)
         if self.materials is not None:
             own[RECEIPT] = _write_receipt(self, draft, committed, own)
