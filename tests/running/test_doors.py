@@ -31,6 +31,8 @@ GAIN = 0.02
 """The least by which the held-out reward of the best version is above that of the start."""
 STEPS = 12
 """Of a service's jobs."""
+PROCESSES = {"two hosts": {"samplers": 0, "hosts": 2}, "two shards": {"samplers": 0, "shard": 2}}
+"""Settings of a service's engine that samples by itself."""
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +174,11 @@ def test_turns_are_kept_by_servers_themselves(kind: Any) -> None:
 
 
 def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer]) -> Path:
-    """What `motet serve --config` reads: two bases with a server each, or one base with two."""
+    """What `motet serve --config` reads: two bases with a server each, one base with two, or processes that sample."""
+    rollout: Json = {"engine": "embedded"}
     if where == "fakes":
         rollout = served(fakes, place)
-    else:
+    elif where not in PROCESSES:
         replicas = 2 if where == "two servers" else 1
         launch = {
             "python": vllm_python(),
@@ -184,7 +187,8 @@ def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer]) -
             "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
         }
         rollout = {"engine": "vllm", "launch": launch, "directory": str(place / "served")}
-    tree: Json = {"engine": {"dtype": "float32", "threads": 1}, "lease_seconds": 60}
+    engine = {"dtype": "float32", "threads": 1, **PROCESSES.get(where, {})}
+    tree: Json = {"engine": engine, "lease_seconds": 60}
     if where == "two bases":
         tree["bases"] = {
             name: {"base": base, "rollout": rollout} for name, base in (("small", "small"), ("twin", str(twin)))
@@ -207,9 +211,11 @@ def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer]) -
         pytest.param("two servers", marks=pytest.mark.cell(
             "agent worker, agent gateway, Tinker client", "two vLLMs"
         )),
+        pytest.param("two hosts", marks=pytest.mark.cell("agent worker, agent gateway", "hosts 2")),
+        pytest.param("two shards", marks=pytest.mark.cell("agent worker, agent gateway, Tinker client", "shards 2")),
     ],
 )  # fmt: skip
-def test_the_doors_of_a_service_learn_on_servers_of_which_one_is_killed(
+def test_the_doors_of_a_service_learn_and_what_samples_is_killed_once(
     where: str, small: Any, twin: Path, tmp_path: Path
 ) -> None:
     job = {
@@ -235,12 +241,15 @@ def test_the_doors_of_a_service_learn_on_servers_of_which_one_is_killed(
                 "episodes"
             ]
             with ThreadPoolExecutor(16) as pool:
-                results = list(pool.map(lambda one: played(service.url, one), episodes))
+                results = [one for one in pool.map(lambda one: played(service.url, one), episodes) if one]
             if results:
                 service.ask("POST", "/v1/jobs/by-hand/episodes/results", json={"results": results})
             if not killed and service.job("by-hand")["step"] >= 2:
                 killed = True
-                fakes[0].go() if fakes else kill_server(service.process)
+                if where in PROCESSES:
+                    service.engines()[0].kill()
+                else:
+                    fakes[0].go() if fakes else kill_server(service.process)
         out, _ = worker.communicate(timeout=600)
         assert worker.returncode == 0, out
         names = ("worked", "by-hand", *(["twins"] if where == "two bases" else []))
@@ -261,11 +270,14 @@ def test_the_doors_of_a_service_learn_on_servers_of_which_one_is_killed(
             assert logprobs == pytest.approx(trained[-len(tokens) :], abs=FLOAT32_GAP)
 
 
-def played(url: str, episode: Json) -> Json:
-    """An episode by hand: one answer, which is right or not."""
+def played(url: str, episode: Json) -> Json | None:
+    """An episode by hand: one answer, which is right or not. None if it has ended with its host."""
     client = openai.OpenAI(base_url=f"{url}{episode['path']}", api_key=episode["key"], timeout=600)
     with client:
-        said = client.chat.completions.create(model="any", messages=episode["problem"]["messages"])
+        try:
+            said = client.chat.completions.create(model="any", messages=episode["problem"]["messages"])
+        except openai.NotFoundError:
+            return None
     right = episode["problem"]["answer"] in re.findall(r"\d+", said.choices[0].message.content or "")
     return {"id": episode["id"], "reward": float(right)}
 
