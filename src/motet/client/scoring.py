@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ from motet.client.reward_files import RewardFiles
 from motet.config import RewardConfig
 from motet.service.schemas import Job
 from motet.service.schemas.workers import Lease, ScoringWork
-from motet.tasks.reward_elsewhere import WorkerArgs, to_wire
+from motet.tasks.reward_elsewhere import ScoreOrReason, WorkerArgs, to_wire
 from motet.tasks.reward_pool import RewardPool
 
 _AT_ONCE = 16
+_MOST_LOADED = 16
 
 
 class RewardWorker(LeaseWorker[ScoringWork]):
@@ -27,18 +29,21 @@ class RewardWorker(LeaseWorker[ScoringWork]):
 
     kind = "scoring"
 
-    def __init__(self, client: Connection, files: RewardFiles, processes: int = 2) -> None:
+    def __init__(
+        self, client: Connection, files: RewardFiles, processes: int = 2, most_loaded: int = _MOST_LOADED
+    ) -> None:
         """Connects to nothing yet.
 
         Args:
             client: a connection to the service.
             files: the allowed functions.
-            processes: number of scoring processes.
+            processes: number of scoring processes; each loaded reward has at least one.
+            most_loaded: rewards that stay loaded; more only while all are in use.
         """
         super().__init__(client, _AT_ONCE)
         self._files, self._pool = files, RewardPool(processes)
-        self._loading = asyncio.Lock()
-        self._loaded: set[str] = set()
+        self._loading, self._most_loaded = asyncio.Lock(), most_loaded
+        self._loaded: OrderedDict[str, int] = OrderedDict()  # current users of each, the last used at the end
         self.scored = 0
         """Completions that were scored and handed in."""
 
@@ -56,12 +61,20 @@ class RewardWorker(LeaseWorker[ScoringWork]):
         return lease, lease.units
 
     async def _do(self, path: str, work: ScoringWork) -> None:
-        name = await self._load(work.reward)
-        scores = await self._pool.scores(name, work.problem, work.completions, work.transcripts)
+        scores = await self.score(work)
         if refused := await self._hand_in(path, {"id": work.id, "scores": to_wire(scores)}):
             reason = f"the service refuses what the reward returned: {refused}"
             await self._hand_in(path, {"id": work.id, "scores": [reason] * len(scores)})
         self.scored += len(scores)
+
+    async def score(self, work: ScoringWork) -> list[ScoreOrReason]:
+        """The scores of leased work, as `RewardPool.scores`."""
+        name = await self._load(work.reward)
+        self._loaded[name] += 1
+        try:
+            return await self._pool.scores(name, work.problem, work.completions, work.transcripts)
+        finally:
+            self._loaded[name] -= 1
 
     async def _load(self, reward: Mapping[str, Any]) -> str:
         """Load a reward of a job; returns its name in the pool."""
@@ -69,8 +82,13 @@ class RewardWorker(LeaseWorker[ScoringWork]):
         name = json.dumps([reward["args"], limits], sort_keys=True)
         async with self._loading:
             if name not in self._loaded:
+                unused = [other for other, users in self._loaded.items() if users == 0]
+                for other in unused[: max(0, len(self._loaded) + 1 - self._most_loaded)]:
+                    del self._loaded[other]
+                    await self._pool.unregister(other)
                 config = RewardConfig(name="worker", **limits)
                 asked = WorkerArgs.model_validate(reward["args"])
                 await self._pool.register(name, [self._files.find(asked, config)])
-                self._loaded.add(name)
+                self._loaded[name] = 0
+            self._loaded.move_to_end(name)
         return name
