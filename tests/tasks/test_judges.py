@@ -228,6 +228,19 @@ def test_an_answer_without_a_usable_text_is_paid(server: JudgeServer, tmp_path: 
         scored(tmp_path, judge(server, budget=600), ["1"])
 
 
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": 0, "completion_tokens": None}])
+@pytest.mark.parametrize(("text", "written"), [('{"result": 0.5}', 15), (None, 512)])
+def test_a_judge_that_counts_no_tokens_keeps_to_its_budget(
+    server: JudgeServer, tmp_path: Path, usage: Any, text: str | None, written: int
+) -> None:
+    server.odd = json.dumps({"choices": [{"message": {"content": text}}], "usage": usage}).encode()
+    scored(tmp_path, judge(server, budget=50), ["1"])
+    spent = JudgeAnswers(tmp_path / "job" / "judge.sqlite").spend()
+    assert spent == Spend(1, len(json.dumps(server.questions[0])), written)
+    with pytest.raises(JobFailed, match="50 tokens: raise it"):
+        scored(tmp_path, judge(server, budget=50), ["2"])
+
+
 def test_a_slow_judge_costs_its_rollout_and_a_spent_budget_stops_asking(server: JudgeServer, tmp_path: Path) -> None:
     def slowly(question: str) -> str:
         time.sleep(1)

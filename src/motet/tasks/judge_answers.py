@@ -37,7 +37,7 @@ class Said:
     text: str | None
     """None if there is none that can be used; it is paid all the same."""
     read: int
-    """Tokens of the question, as counted by the server."""
+    """Tokens of the question, as counted by the server; its bytes if the server counts none."""
     written: int
     """Tokens of the answer."""
 

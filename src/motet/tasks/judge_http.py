@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import weakref
 from collections import Counter, deque
@@ -30,7 +29,7 @@ from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, Rank, judges, parse
 from motet.tasks.graders.template import Fields, UnfilledError
 from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, Spend, key_of
-from motet.tasks.judging import Graders, most_tokens, prompt, score_or_reason
+from motet.tasks.judging import MAX_TOKENS, Graders, most_tokens, prompt, score_or_reason
 from motet.tasks.reward_elsewhere import Elsewhere, HttpArgs, ScoreOrReason, Transcripts
 from motet.tasks.reward_http import Addresses, AddressFailed, AddressRefused, HttpRewards
 from motet.tasks.reward_walls import Walls
@@ -258,10 +257,12 @@ class Judges:
             key = _key(address)
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             args = HttpArgs(url=f"{url.rstrip('/')}/chat/completions", headers=headers)
+            limits = (body.get(name) for name in ("max_tokens", "max_completion_tokens"))
+            most, asked = next((n for n in limits if isinstance(n, int)), MAX_TOKENS), json.dumps(body).encode()
             with anyio.fail_after(seconds):
                 for attempt in range(1, 10**6):
                     try:
-                        return _read(await self._http.post_once(job, args, json.dumps(body).encode(), attempt))
+                        return _read(await self._http.post_once(job, args, asked, attempt), len(asked), most)
                     except AddressFailed as error:
                         reason = f" ({host} {error})"
                     await asyncio.sleep(pause)
@@ -312,8 +313,13 @@ def _request(address: JudgeAddress, judge: Judge, messages: list[dict[str, str]]
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _read(body: bytes) -> Said:
-    """Read an answer in OpenAI's form.
+def _read(body: bytes, asked: int, most: int) -> Said:
+    """Read an answer in OpenAI's form. If the server counts no tokens, each byte is one: never too few for a budget.
+
+    Args:
+        body: the answer.
+        asked: bytes of the question.
+        most: tokens of an answer without text.
 
     Raises:
         AddressRefused: it has another form.
@@ -329,9 +335,10 @@ def _read(body: bytes) -> Said:
         ) from error
     if isinstance(text, str):  # a cut emoji is half a character, which cannot be stored
         text = text.encode("utf-8", "replace").decode()
+    said = len(text.encode()) if isinstance(text, str) else most
     if not isinstance(text, str) or len(text) > _LONGEST_ANSWER:
         text = None
-    counts = [n if isinstance(n, int) and 0 <= n < math.inf else 0 for n in (read, written)]
+    counts = [n if isinstance(n, int) and n > 0 else size for n, size in ((read, asked), (written, said))]
     return Said(text, min(counts[0], 10**9), min(counts[1], 10**9))
 
 
