@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
 from motet.runtime.receipts import read_receipt, subjects_of
 from motet.service.jobs.validation import Allowed, validated
+from motet.tasks.chat import Chat
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import GroupContext
 from motet.tasks.reward_http import Addresses
@@ -34,7 +36,7 @@ from motet.tasks.reward_pool import ScoreOutcome
 from motet.tasks.reward_walls import Walls
 from motet.tasks.team import groups_of
 from tests.support.fake_run import metrics, records
-from tests.support.scripted_model import CHAT, Says, Script
+from tests.support.scripted_model import CHAT, TOKENIZER, Says, Script, ThreadsOf
 from tests.support.waiting import wait_until
 
 OWN = '''
@@ -117,7 +119,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def played(
-    file: Path, name: str, says: Says, n: int = 2, score: Any = None
+    file: Path, name: str, says: Says, n: int = 2, score: Any = None, chat: Chat = CHAT
 ) -> tuple[tuple[Rollout, ...], dict[str, Script]]:
     """The rollouts of a group, and the models of both roles."""
     scripts = {role: Script(says) for role in ("asker", "answerer")}
@@ -127,7 +129,7 @@ def played(
         workers = EnvironmentWorkers(EnvironmentConfig(name=f"{file}:{name}"), file.parent / "log", 1)
         try:
             await workers.open()
-            context = GroupContext(problem, CHAT, n, Script(says), score, judged=score is not None, team=scripts)
+            context = GroupContext(problem, chat, n, Script(says), score, judged=score is not None, team=scripts)
             return await workers.run_group(context)
         finally:
             await workers.close()
@@ -139,6 +141,14 @@ def test_text_that_no_tokenizer_reads_costs_its_own_rollout(file: Path) -> None:
     bad, good = played(file, "Halved", lambda index, turn, read: "x" * (index + 1) + str(turn))[0]
     assert good.error == ""
     assert "half of a character" in bad.error
+
+
+def test_what_a_role_hears_is_tokenised_beside_the_event_loop(file: Path) -> None:
+    tokenizer = ThreadsOf(TOKENIZER)
+    rollouts, _ = played(file, "Pair", lambda index, turn, read: f"x{turn}", chat=Chat(tokenizer))
+    assert [len(rollout.turns) for rollout in rollouts] == [4, 4]
+    assert tokenizer.threads
+    assert threading.current_thread() not in tokenizer.threads
 
 
 def test_each_role_has_its_own_conversation_and_reward(file: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -31,6 +33,21 @@ def byte_tokenizer(template):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
     fast.chat_template = template
     return fast
+
+
+class ThreadsOf:
+    """A tokenizer, and the threads in which it has tokenised."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.threads = tokenizer, set[threading.Thread]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.threads.add(threading.current_thread())
+        ids: list[int] = self.tokenizer.encode(text, **options)
+        return ids
 
 
 TOKENIZER = byte_tokenizer(CHATML)

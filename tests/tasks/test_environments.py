@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome, as_given
 from motet.tasks.reward_walls import Walls
 from tests.support.fake_run import job, metrics, records, run_jobs, weights
-from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
+from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, ThreadsOf, byte_tokenizer
 
 OWN = '''
 import os
@@ -390,6 +391,17 @@ def test_a_template_that_rewrites_history_begins_a_new_branch(file: Path) -> Non
         float((sample.weights * sample.loss_mask).sum()) for sample in batch.samples if sample.weights is not None
     )
     assert weights == pytest.approx(2)
+
+
+@pytest.mark.parametrize("template", [CHATML, REWRITES])
+def test_what_an_environment_says_is_tokenised_beside_the_event_loop(file: Path, template: str) -> None:
+    """A long reply must not hold up the other jobs."""
+    tokenizer = ThreadsOf(byte_tokenizer(template))
+    said = ["5!5", "9!9", "7!7"]
+    (rollout,), _, _ = played(file, "Guess", lambda index, turn, read: said[turn], 1, chat=Chat(tokenizer), max_turns=3)
+    assert (rollout.error, len(rollout.turns)) == ("", 3)
+    assert tokenizer.threads
+    assert threading.current_thread() not in tokenizer.threads
 
 
 def _group(*rollouts: Rollout) -> Any:

@@ -21,7 +21,7 @@ from motet.core.errors import BaseModelError, EngineError, EnvironmentFault
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
 from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
-from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended, judged, whole
+from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended, judged, read_next, whole
 from motet.tasks.team import TeamEpisode, begun
 from motet.tasks.tool_calls import tool_calls
 from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ClockLimitError, ProcessDiedError, WorkerLink, import_path
@@ -215,7 +215,7 @@ async def _first_turns(
     prompts = []
     for (role, messages), indices in list(together.items()):
         try:
-            prompts.append(context.chat.prompt_of(messages, workers.info.tools))
+            prompts.append(await asyncio.to_thread(context.chat.prompt_of, messages, workers.info.tools))
         except BaseModelError as error:
             del together[role, messages]
             for index in indices:
@@ -255,17 +255,12 @@ async def _run_episode(
         if rollout.error:
             break
         replies, reward, done, error = await _replies(workers, chat, episode, chunk.text, calls)
-        before, rollout = rollout.transcript[:-1], replace(answered(rollout, replies, reward), error=error)
+        rollout = replace(answered(rollout, replies, reward), error=error)
         if done or error or cut_off or not replies or turn == workers.config.max_turns:
             break
-        branch = rollout.branches[-1]
         try:
-            if chat.extends(branch.token_ids, rollout.transcript, tools):
-                anew, read = False, chat.follow_up_ids(before, chunk.token_ids, replies, tools)
-                prompt = np.concatenate([branch.token_ids, read])
-            else:
-                anew, read = True, chat.prompt_of(rollout.transcript, tools)
-                prompt = read
+            read, anew = await read_next(chat, rollout, chunk, tools)
+            prompt = read if anew else np.concatenate([rollout.branches[-1].token_ids, read])
             (chunk,) = await whole(context.generate(prompt, (rollout.index,), turn), 1)
         except (EngineError, BaseModelError) as error:  # too many turns for the context, or a reply that cannot be read
             return replace(rollout, error=str(error))

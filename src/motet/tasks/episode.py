@@ -27,7 +27,7 @@ from motet.core.types import (
     ToolCall,
     Turn,
 )
-from motet.tasks.chat import Chat
+from motet.tasks.chat import Chat, Tools
 from motet.tasks.reward_pool import ScoreOutcome
 
 
@@ -205,6 +205,25 @@ def extended(
         error = "aborted before the answer was complete"
     turns = (*rollout.turns, Turn(chunk.text, reason, calls, trained=trained))
     return replace(rollout, branches=(*before, branch), turns=turns, error=error)
+
+
+async def read_next(chat: Chat, rollout: Rollout, chunk: Chunk, tools: Tools = ()) -> tuple[IntArray, bool]:
+    """The tokens that the model reads after replies to `chunk`, its last turn, and whether they begin a branch.
+
+    Tokenised in a thread: replies may be long, and other jobs share the event loop.
+
+    Raises:
+        BaseModelError: the template refuses the conversation.
+    """
+    transcript, replies = rollout.transcript, rollout.turns[-1].replies
+    before = transcript[: -1 - len(replies)]
+
+    def read() -> tuple[IntArray, bool]:
+        if chat.extends(rollout.branches[-1].token_ids, transcript, tools):
+            return chat.follow_up_ids(before, chunk.token_ids, replies, tools), False
+        return chat.prompt_of(transcript, tools), True
+
+    return await asyncio.to_thread(read)
 
 
 async def judged(rollouts: list[Rollout], context: GroupContext) -> tuple[Rollout, ...]:

@@ -6,6 +6,7 @@ reads the problem; the others begin with the problem's system message and that t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -15,7 +16,7 @@ import numpy as np
 from motet.core.errors import BaseModelError, EngineError
 from motet.core.types import Chunk, FinishReason, Group, IntArray, Message, Rollout, Turn
 from motet.tasks import worker_messages as m
-from motet.tasks.episode import GroupContext, answered, extended, whole
+from motet.tasks.episode import GroupContext, answered, extended, read_next, whole
 
 Act = Callable[[m.AnyAction], Awaitable[m.EpisodeReply]]
 """Calls the environment's instance for an episode."""
@@ -80,7 +81,7 @@ class TeamEpisode:
                 self._error = error
                 break
             try:
-                read, prompt, anew = self._addressed(reply.role, Message("user", reply.text))
+                read, prompt, anew = await self._addressed(reply.role, Message("user", reply.text))
                 generate = self._context.team[self._role]
                 (chunk,) = await whole(generate(prompt, (self._opened.index,), turn), 1)
             except (EngineError, BaseModelError) as error:  # too long for the context, or text that cannot be read
@@ -108,23 +109,18 @@ class TeamEpisode:
         self._reward("turns", reply)
         return reply
 
-    def _addressed(self, role: str, message: Message) -> tuple[IntArray, IntArray, bool]:
+    async def _addressed(self, role: str, message: Message) -> tuple[IntArray, IntArray, bool]:
         """Give the next turn to a role; returns the new tokens that it reads, its prompt, and whether a branch begins."""
         chat, self._role = self._context.chat, role
         if role not in self._roles:
             system = tuple(one for one in self._opened.problem.messages if one.role == "system")
             empty = Rollout(self._opened.problem, self._opened.index, (), (), opening=(*system, message))
             self._roles[role] = empty
-            prompt = chat.prompt_of(empty.opening)
+            prompt = await asyncio.to_thread(chat.prompt_of, empty.opening)
             return prompt, prompt, False
-        before = self._roles[role].transcript[:-1]
         own = self._roles[role] = answered(self._roles[role], (message,))
-        branch = own.branches[-1]
-        if chat.extends(branch.token_ids, own.transcript):
-            read = chat.follow_up_ids(before, self._last[role].token_ids, (message,))
-            return read, np.concatenate([branch.token_ids, read]), False
-        prompt = chat.prompt_of(own.transcript)
-        return prompt, prompt, True
+        read, anew = await read_next(chat, own, self._last[role])
+        return read, read if anew else np.concatenate([own.branches[-1].token_ids, read]), anew
 
     def _reward(self, part: str, reply: m.EpisodeReply) -> None:
         """Add a reward: a mapping has one for each of its roles, a number counts for all."""
