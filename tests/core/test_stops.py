@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE, WordPiece
+from transformers import PreTrainedTokenizerFast
 
-from motet.core.stops import certain, few, until_stop
+from motet.core.stops import Decode, GrowingText, certain, few, until_stop
 
 
 def decode(tokens: list[int]) -> str:
@@ -56,3 +59,83 @@ def test_an_empty_stop_would_end_every_answer() -> None:
     for empty in ("", ["x", ""]):
         with pytest.raises(ValueError, match="a text is empty"):
             few(empty)
+
+
+SPOKEN = (
+    "The weather is n't bad , is it ? Do n't say 12, 345 ! Zoë said: 天気 は 良い 😀👍🏽 \n\n\tx = [1, 2,  3] ;" * 3
+)
+
+
+def bytes_of_gpt2() -> Tokenizer:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([SPOKEN], trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    return tokenizer
+
+
+def letters_and_bytes() -> Tokenizer:
+    words = [
+        "▁The",
+        "▁weather",
+        "▁is",
+        "▁n",
+        "'t",
+        "▁said",
+        "天",
+        "気",
+        "▁",
+        "Zo",
+        "1",
+        "x",
+        "▁bad",
+        "▁,",
+        "said▁",
+        ",",
+    ]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    tokenizer = Tokenizer(BPE({piece: place for place, piece in enumerate(pieces)}, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def pieces_of_words() -> Tokenizer:
+    pieces = ["[UNK]", "the", "weather", "##s", "n", "##'", "'", "t", "##t", ".", ",", "!", "is", "##n", "doing", "天"]
+    tokenizer = Tokenizer(WordPiece({piece: place for place, piece in enumerate(pieces)}))
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+@pytest.mark.parametrize("make", [bytes_of_gpt2, letters_and_bytes, pieces_of_words])
+def test_text_that_grows_is_that_of_all_tokens(make: Callable[[], Tokenizer], cleans: bool) -> None:
+    """Also of tokens in an order in which no text has them."""
+    options = {"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": cleans}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make(), clean_up_tokenization_spaces=cleans, **options)
+    spoken, decode = tokenizer.encode(SPOKEN, add_special_tokens=False), cast(Decode, tokenizer.decode)
+    kinds = len(tokenizer)
+    for seed in range(6):
+        draw = random.Random(seed)
+        choices = [spoken, range(kinds), range(kinds - 16, kinds)]
+        mixed = [draw.choice(draw.choices(choices, (5 - seed, seed, 2))[0]) for _ in range(300)]
+        for tokens in (mixed, spoken + mixed):
+            growing, length = GrowingText(), 0
+            while length < len(tokens):
+                length += draw.choice((1, 1, 1, 5))
+                assert growing.of(tokens[:length], decode) == decode(tokens[:length])
+
+
+@pytest.mark.parametrize("make", [bytes_of_gpt2, letters_and_bytes])
+def test_text_that_grows_is_decoded_from_its_last_tokens(make: Callable[[], Tokenizer]) -> None:
+    tokenizer, growing, decoded = make(), GrowingText(), 0
+
+    def decode(tokens: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return str(tokenizer.decode(tokens))
+
+    tokens = tokenizer.encode(SPOKEN * 20).ids
+    for length in range(1, len(tokens) + 1):
+        growing.of(tokens[:length], decode)
+    assert decoded < 200 * len(tokens)

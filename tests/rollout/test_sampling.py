@@ -14,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.config.dialects import Piece
 from motet.core import seeds
 from motet.core.types import Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.model.distribution import Distribution, draw
 from motet.model.kv_cache import KVCache
+from motet.rollout.completion import Completion
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, SampledSequence
 from tests.support import tiny_models as tiny
@@ -257,6 +259,27 @@ def feed(text: str, stop: tuple[str, ...] = (), *, more: str = "") -> tuple[list
     sequence.finish = sequence.finish or FinishReason.LENGTH
     pieces.append(sequence.chunk(text_of).text)
     return pieces, sequence
+
+
+def test_a_stream_decodes_only_the_last_tokens_of_a_long_completion() -> None:
+    tokens = tiny.base("llama").info.tokenizer.encode("The weather is good today, " * 200, add_special_tokens=False)
+    decoded = 0
+
+    def decode(some: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(some)
+        return text_of(some)
+
+    request = ask(max_tokens=10**6, stream=True)
+    sequence = SampledSequence(Prompt(request, None, print), 0, 0)
+    served = Completion(request, 0, decode, 1000, "run")
+    told, heard = "", ""
+    for token in tokens:
+        sequence.append(token, -1.0, True, decode)
+        served.take(Piece([token], [-1.0], None))
+        told, heard = told + sequence.chunk(decode).text, heard + served.chunk().text
+    assert told == heard == text_of(tokens)
+    assert decoded < 200 * len(tokens) < len(tokens) ** 2
 
 
 @settings(max_examples=80)

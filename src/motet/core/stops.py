@@ -10,6 +10,8 @@ from motet.core.types import FinishReason, SamplingParams
 Decode = Callable[[list[int]], str]
 """Text of completion tokens, without special tokens."""
 MOST_TEXTS, LONGEST_TEXT, MOST_IDS = 64, 500, 1024
+_BEFORE, _BETWEEN = 16, 32
+"""Tokens decoded before the last boundary, and the least between two boundaries."""
 
 
 def few(stops: Any) -> Any:
@@ -58,3 +60,30 @@ def certain(text: str, stops: Sequence[str], *, ended: bool) -> str:
     missing = len(text) - len(text.rstrip("�"))  # one for each byte of an unfinished character with some tokenizers
     held = max((len(stop) for stop in stops), default=1) - 1 + missing
     return text[: max(0, len(text) - held)]
+
+
+class GrowingText:
+    """The text of a growing list of tokens, equal to `decode` of all, of which only the last are decoded again.
+
+    Its boundaries are behind tokens that are no single byte: with some tokenizers, a byte changes the text of those
+    directly before it.
+    """
+
+    def __init__(self) -> None:
+        self._known, self._text = 0, ""  # number and text of the tokens before the last boundary
+
+    def of(self, tokens: list[int], decode: Decode) -> str:
+        """The text of tokens that begin with those of the last call."""
+        start = max(0, self._known - _BEFORE)
+        before, text = decode(tokens[start : self._known]), decode(tokens[start:])
+        if not text.startswith(before):  # some tokenizers remove spaces before punctuation
+            return decode(tokens)
+        text = self._text + text[len(before) :]
+        if len(tokens) - self._known >= _BETWEEN and _is_no_byte(decode(tokens[-1:])):
+            self._known, self._text = len(tokens), text
+        return text
+
+
+def _is_no_byte(text: str) -> bool:
+    """Whether a token of this text has whole characters, and is not one byte."""
+    return "\ufffd" not in text and (len(text) > 1 or not text.isascii())

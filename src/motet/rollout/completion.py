@@ -8,7 +8,7 @@ import numpy as np
 
 from motet.config.dialects import SEED_BITS, Ask, Piece
 from motet.core import seeds
-from motet.core.stops import Decode, certain, ending, until_stop
+from motet.core.stops import Decode, GrowingText, certain, ending, until_stop
 from motet.core.types import Chunk, FinishReason, GenerateRequest
 
 
@@ -27,6 +27,7 @@ class Completion:
     _logprobs: list[float] = field(default_factory=list)
     _sent_tokens: int = 0
     _sent_text: int = 0
+    _streamed: GrowingText = field(default_factory=GrowingText)
     _continued: bool = False
 
     def ask(self, attempt: int) -> Ask:
@@ -88,7 +89,9 @@ class Completion:
         """The undelivered part; text that may begin a stop string is held back until the end."""
         request = self.request
         version = -1 if request.adapter is None else request.adapter.version
-        text = certain(self.decode(self._tokens), request.sampling.stop, ended=self.finish is not None)
+        ended = self.finish is not None
+        text = self.decode(self._tokens) if ended else self._streamed.of(self._tokens, self.decode)
+        text = certain(text, request.sampling.stop, ended=ended)
         piece = text[self._sent_text :]
         new = slice(self._sent_tokens, len(self._tokens))
         self._sent_tokens, self._sent_text = len(self._tokens), max(self._sent_text, len(text))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from motet.core.stops import certain, ending
+from motet.core.stops import GrowingText, certain, ending
 from motet.core.types import Chunk, FinishReason, GenerateRequest
 from motet.model.host_cache import HostCopy
 from motet.model.lora import AdapterWeights
@@ -58,6 +58,7 @@ class SampledSequence:
     """The last tick that gave it a token."""
     sent_tokens: int = 0
     sent_text: int = 0
+    streamed: GrowingText = field(default_factory=GrowingText)
 
     @property
     def length(self) -> int:
@@ -95,7 +96,9 @@ class SampledSequence:
         request = self.prompt.request
         version = -1 if request.adapter is None else request.adapter.version
         new = slice(self.sent_tokens, len(self.tokens))
-        text = certain(decode(self.tokens), request.sampling.stop, ended=self.finish is not None)
+        ended = self.finish is not None
+        text = decode(self.tokens) if ended else self.streamed.of(self.tokens, decode)
+        text = certain(text, request.sampling.stop, ended=ended)
         piece = text[self.sent_text :]
         self.sent_tokens = len(self.tokens)
         self.sent_text = max(self.sent_text, len(text))
