@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import json
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -38,6 +39,7 @@ from motet.tasks.episode import GroupContext
 from motet.tasks.tool_calls import tool_calls
 from tests.support.captured import check_captured, none_scored
 from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = Problem(4, (Message("user", "Play."),), "7")
@@ -684,6 +686,34 @@ def test_a_process_in_which_all_agents_hang_ends_when_the_next_group_begins(tmp_
     error, left = asyncio.run(main())
     assert "did not return in time" in error
     assert not left
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_what_an_agent_started_ends_with_its_process(tmp_path: Path, killed: bool) -> None:
+    """Whether its process is killed or its input ends, as when its parent is killed."""
+    command = ["sleep", f"{4300 + os.getpid() / 1e7}"]
+    (tmp_path / "starts.py").write_text(f"import subprocess\nsubprocess.Popen({command})\n{AGENTS}")
+
+    def alive() -> list[psutil.Process]:
+        return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == command]
+
+    async def main() -> None:
+        processes = AgentProcesses(f"{tmp_path}/starts.py:silent", {}, tmp_path / "log")
+        try:
+            process = await processes.usable()
+            assert len(alive()) == 1
+            if not killed:
+                process.child.close_input()
+                await asyncio.to_thread(wait_until, lambda: not alive(), 20)
+        finally:
+            await processes.close()
+
+    try:
+        asyncio.run(main())
+        wait_until(lambda: not alive(), 20)
+    finally:
+        for one in alive():
+            one.kill()
 
 
 def test_an_agent_that_does_not_load_says_why(tmp_path):

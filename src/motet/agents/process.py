@@ -11,8 +11,8 @@ import functools
 import inspect
 import math
 import os
+import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -118,8 +118,8 @@ def _number(value: Any) -> float:
 
 
 def _leave() -> None:
-    """End although threads of agents may still run."""
-    threading.Thread(target=os._exit, args=(0,)).start()
+    """End although threads of agents may still run, and with all that agents started."""
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -114,9 +114,8 @@ class Child(Generic[Received]):
         assert process.stdout is not None
 
         async def end() -> None:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)  # `process.kill` could take the exit status from the loop
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # its own session, so its pid names its group
             await process.wait()
 
         return cls(kinds, process.stdout, process.stdin, end)
@@ -138,7 +137,7 @@ class Child(Generic[Received]):
         self._writer.close()
 
     async def kill(self) -> None:
-        """Kill the process if it still runs, and wait for its exit."""
+        """Kill the process if it still runs, with what it started, and wait for its exit."""
         self.close_input()
         await self._end()
 
