@@ -24,7 +24,9 @@ from motet.cluster.messages import (
     HostFailed,
     HostReady,
     JobChanged,
+    JobStanding,
     JobStepped,
+    Progress,
     Released,
     ReleaseJob,
     StartHost,
@@ -193,6 +195,45 @@ def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_mean
         await client.kill()
 
     asyncio.run(go())
+
+
+def test_a_job_whose_device_is_lost_again_and_again_fails_unless_it_makes_steps(tmp_path: Path) -> None:
+    async def go() -> list[JobChanged]:
+        played, ended = list[Played](), list[JobChanged]()
+
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            played.append(Played())
+            return cast("HostChild", played[-1])
+
+        def open_jobs() -> list[AddJob]:
+            names = {"kills", "works", "waits"} - {one.job for one in ended} - set(client.jobs.all())
+            return [AddJob({"name": name}, Wanted.RUN, 0, "us", Rule(), 1, "") for name in names]
+
+        def event(one: Any) -> None:
+            if one.state.final:
+                ended.append(one)
+
+        client = Hosts([START], tmp_path, launch)
+        client.start(HostHandlers(open_jobs, event))
+        for times in range(4):
+            await until(lambda times=times: len(played) > times)  # type: ignore[misc]
+            host, jobs = played[times], {"kills": JobStanding("sampling", 7, 0, 4, 0, 0.0, None)}
+            host.says.put_nowait(HostReady([]))
+            await until(lambda: client.jobs.on(client.hosts[0]) == 3 - len(ended))
+            if times:  # the first time it dies at once
+                jobs["works"] = JobStanding("sampling", times, 0, 4, 0, 0.0, None)
+                host.says.put_nowait(Progress(jobs, {}))
+            for name in ("kills", "works"):
+                host.says.put_nowait(JobChanged(name, JobState.RUNNING, ""))
+            host.says.put_nowait(HostFailed("an illegal memory access", device=True))
+            host.close_input()
+        await until(lambda: bool(ended))
+        await client.kill()
+        return ended
+
+    (failed,) = asyncio.run(go())
+    assert (failed.job, failed.state) == ("kills", JobState.FAILED)
+    assert "lost 3 times in a row while the job ran and made no step (an illegal memory access)" in failed.message
 
 
 def _two(tmp_path: Path, gather: float) -> tuple[Hosts, list[Any]]:

@@ -13,6 +13,8 @@ from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.core.types import JobState, Wanted
 from motet.runtime.slots import FREE, Claim, Rule, taken
 
+_MOST_LOSSES = 3
+"""Times in a row that a device may be lost while a job runs, before the job fails."""
 _OPEN = (JobState.QUEUED, JobState.RUNNING)
 
 
@@ -40,6 +42,8 @@ class Assignments:
         self.rules: dict[str, Rule] = {}
         self.held: dict[str, m.Held] = {}
         """Jobs that hosts already had under an earlier service, and that have received no message since."""
+        self._losses: dict[str, tuple[int, int]] = {}
+        """The step at which a running job last lost its device, and how often in a row it was this one."""
         self.refused: set[tuple[Claim, bool]] = set()
         """Claims of jobs that no host could take, without their names, and whether the jobs were running."""
 
@@ -122,6 +126,20 @@ class Assignments:
         for name in [name for name, job in self._jobs.items() if job.host is host]:
             del self._jobs[name]
 
+    def lost_device(self, host: HostLink, reason: str) -> list[m.JobChanged]:
+        """Record that a host has lost its device; returns the ends of jobs that ran there and may be the cause."""
+        failed = []
+        for name in [name for name, job in self._jobs.items() if job.host is host and job.state is JobState.RUNNING]:
+            (before, times), standing = self._losses.get(name, (0, 0)), host.progress.get(name)
+            step = standing.step if standing else before
+            self._losses[name] = step, times + 1 if step == before else 1
+            if self._losses[name][1] >= _MOST_LOSSES:
+                del self._losses[name]
+                why = f"the device was lost {_MOST_LOSSES} times in a row while the job ran and made no step ({reason})"
+                why += "; resume it if another job was the cause"
+                failed.append(m.JobChanged(name, JobState.FAILED, why))
+        return failed
+
     def moved_on(self, host: HostLink, event: m.JobChanged) -> None:
         """Record a job's new state on its host."""
         job = self._jobs.get(event.job)
@@ -129,6 +147,7 @@ class Assignments:
             job.state, job.had_slot = event.state, job.had_slot or event.state is JobState.RUNNING
             if event.state.final:
                 del self._jobs[event.job]
+                self._losses.pop(event.job, None)
 
     def released(self, host: HostLink, job: str) -> bool:
         """Record that a host has released a job; False if it did not have it."""

@@ -293,7 +293,7 @@ class HostLink:
             case m.Rest():
                 handlers.rest(message.job, message.wanted)
             case m.JobChanged() | m.JobStepped() | m.JobWorked() | m.UsageWindow():
-                await loop.run_in_executor(self._handling, _keep_event, message, handlers)
+                await loop.run_in_executor(self._handling, keep_event, message, handlers)
                 if self._start.takeover_seconds:
                     self.send(m.EventKept())
                 if not isinstance(message, m.UsageWindow | m.JobWorked):
@@ -324,7 +324,8 @@ def _cancel(tasks: dict[int, asyncio.Task[None]], key: int) -> None:
         unwanted.cancel()
 
 
-def _keep_event(message: OfJob | m.UsageWindow, handlers: HostHandlers) -> None:
+def keep_event(message: OfJob | m.UsageWindow, handlers: HostHandlers) -> None:
+    """Handle an event; an error is logged."""
     try:
         if isinstance(message, m.UsageWindow):
             handlers.usage(message)

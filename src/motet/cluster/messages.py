@@ -207,9 +207,10 @@ class HostReady(ChannelMessage, frozen=True):
 
 
 class HostFailed(ChannelMessage, frozen=True):
-    """The base cannot be loaded."""
+    """The base cannot be loaded, or no more work can be done."""
 
     reason: str
+    device: bool = False  # whether its device is lost, perhaps by the fault of a job
 
 
 class Stopped(ChannelMessage, frozen=True):

@@ -88,6 +88,8 @@ class HostedJob:
         elif isinstance(event, m.JobChanged):
             now.state, now.message, now.phase, now.spent = event.state, event.message, "", event.spent
             self.inexact = self.inexact if event.inexact is None else event.inexact
+            if now.state is JobState.FAILED:  # its host may be gone
+                self.move(now.state, now.message)
             if now.state is JobState.RUNNING and not now.started:
                 now.started, now.first_step = time.monotonic(), now.step
 

@@ -16,7 +16,7 @@ from motet.cluster.local_hosts import USAGE
 from motet.cluster.messages import HostFailed, StartHost, ToHost
 from motet.config import HostConfig
 from motet.config.jobfile import validate_as
-from motet.core.errors import RunError
+from motet.core.errors import DeviceLost, RunError
 from motet.hosting.answers import reason
 from motet.hosting.launch import warm_up
 from motet.hosting.line import ServiceLine
@@ -54,7 +54,7 @@ def main() -> None:
             asyncio.run(server.serve())
     except Exception as error:  # the parent shows the reason and starts it again
         sys.stderr.write(f"{(failure := reason(error))}\n")
-        parent.send(HostFailed(failure))
+        parent.send(HostFailed(failure, isinstance(error, DeviceLost)))
     os._exit(0)
 
 
