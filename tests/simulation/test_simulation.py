@@ -57,9 +57,45 @@ def test_what_can_be_said_by_hand() -> None:
     assert 3600 * crowd.hours == pytest.approx(10 * (STEP + 100 * 0.001 * 31))
     queue = outcome({"slots": 1}, {"count": 3})
     assert 3600 * queue.hours == pytest.approx(30 * STEP)
-    assert queue.wait[0] == pytest.approx(10 * STEP)
+    assert queue.wait == pytest.approx((10 * STEP, 20 * STEP))
     two = outcome({"slots": 1, "count": 3}, {"count": 3})
     assert 3600 * two.hours == pytest.approx(10 * STEP)
+
+
+def test_what_two_hosts_cost() -> None:
+    """Each does two of four jobs, one after the other."""
+    found = outcome({"count": 2, "slots": 1, "costs": {"price_per_hour": 3.0}}, {"count": 4})
+    assert 3600 * found.hours == pytest.approx(20 * STEP)
+    assert found.utilisation == pytest.approx((STEP - 0.5) / STEP)
+    assert (found.job_hours, found.step_hours) == pytest.approx((2 * found.hours / 4, 2 * found.hours / 40))
+    assert found.cost == pytest.approx(6 * found.hours)
+    assert found.wait == pytest.approx((10 * STEP, 10 * STEP))
+
+
+def test_jobs_that_fail_end_before_their_last_step() -> None:
+    found = outcome({}, {"count": 3, "failing": 1.0})
+    assert found.steps_per_hour * found.hours < 3 * 9.5
+    with pytest.raises(ConfigError, match="every job fails before it has done a step"):
+        outcome({}, {"failing": 1.0, "steps": [1, 1]})
+
+
+def test_an_error_ends_the_simulation() -> None:
+    async def without_hosts() -> None:
+        simulation = Simulation(cluster({}, {"count": 2}))
+        simulation.hosts.clear()
+        async with asyncio.timeout(1e6):
+            await simulation.run()
+
+    with pytest.raises(ExceptionGroup) as error:
+        under_virtual_clock(without_hosts())
+    assert error.value.subgroup(IndexError)
+
+    async def fails_later() -> None:
+        asyncio.get_running_loop().call_later(5.0, lambda: 1 / 0)
+        await asyncio.sleep(10.0)
+
+    with pytest.raises(ZeroDivisionError):
+        under_virtual_clock(fails_later())
 
 
 def test_what_a_job_takes_beside_its_steps() -> None:
@@ -100,6 +136,7 @@ def test_hosts_that_die_lose_no_step() -> None:
     simulation = under_virtual_clock(run())
     assert all(job.done == job.steps and job.ended for job in simulation.jobs)
     assert sum(job.starts for job in simulation.jobs) > 24
+    assert sum(job.first is not None and job.first < 1 for job in simulation.jobs) == 16, "the first slot counts"
     assert not any(host.jobs or host.running for host in simulation.hosts)
 
 

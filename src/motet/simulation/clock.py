@@ -23,12 +23,26 @@ class _Instant(selectors.DefaultSelector):
 
 
 def under_virtual_clock(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run work whose sleeps take no time; `loop.time()` begins at 0."""
-    selector = _Instant()
+    """Run work whose sleeps take no time; `loop.time()` begins at 0. It ends with the first error of a callback, too."""
+    selector, failures = _Instant(), list[BaseException]()
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.now  # type: ignore[method-assign]
+
+    async def watched() -> Result:
+        working = asyncio.ensure_future(work)
+
+        def fail(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            failures.append(context.get("exception") or RuntimeError(context["message"]))
+            working.cancel()
+
+        loop.set_exception_handler(fail)
+        await asyncio.wait([working])
+        if failures:
+            raise failures[0]
+        return working.result()
+
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        return runner.run(work)
+        return runner.run(watched())
 
 
 def now() -> float:

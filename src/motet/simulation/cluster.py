@@ -42,14 +42,14 @@ class Simulation:
 
     async def run(self) -> float:
         """Seconds until every job has ended."""
-        arriving = [asyncio.create_task(self._arrive(job)) for job in self.jobs]
-        living = [asyncio.create_task(self._live(host)) for host in self.hosts]
-        watching = [asyncio.create_task(self._watch()), asyncio.create_task(self._share())]
-        await self._done.wait()
-        others = [*living, *watching]
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*arriving, *others, return_exceptions=True)
+        async with asyncio.TaskGroup() as self._tasks:
+            for job in self.jobs:
+                self._tasks.create_task(self._arrive(job))
+            endless = [*map(self._live, self.hosts), self._watch(), self._share()]
+            others = [self._tasks.create_task(one) for one in endless]
+            await self._done.wait()
+            for task in others:
+                task.cancel()
         return now()
 
     async def _arrive(self, job: SimulatedJob) -> None:
@@ -87,7 +87,7 @@ class Simulation:
         for name in admitted(waiting, running, slots, rules, host.turns.had):
             job = host.jobs[name]
             host.scheduler.share(job.claim.tenant, job.share)
-            host.running[name] = asyncio.create_task(self._train(host, job))
+            host.running[name] = self._tasks.create_task(self._train(host, job))
             running.append(job.claim)
         host.turns.hold(host.holding)
         waiting = [claim for claim in waiting if claim.job not in host.running]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from motet.config.simulation import SimulationConfig
+from motet.core.errors import ConfigError
 from motet.simulation.clock import under_virtual_clock
 from motet.simulation.cluster import HOUR, Simulation
 
@@ -43,7 +44,11 @@ class SimulationOutcome:
 
 
 def simulate(config: SimulationConfig) -> SimulationOutcome:
-    """Simulate the jobs of a configuration."""
+    """Simulate the jobs of a configuration.
+
+    Raises:
+        ConfigError: no job does a step.
+    """
 
     async def run() -> tuple[Simulation, float]:
         simulation = Simulation(config)
@@ -56,6 +61,8 @@ def simulate(config: SimulationConfig) -> SimulationOutcome:
     had = [contended.used[tenant] / share for tenant, share in shares.items()]
     waits = [job.first - job.arrives for job in ended.jobs if job.first is not None]
     steps = sum(job.done for job in ended.jobs)
+    if not steps:
+        raise ConfigError("every job fails before it has done a step: set `failing` lower, or more steps or jobs")
     return SimulationOutcome(
         hours=seconds / HOUR,
         utilisation=sum(host.busy for host in ended.hosts) / (seconds * len(ended.hosts)),
@@ -68,7 +75,7 @@ def simulate(config: SimulationConfig) -> SimulationOutcome:
         publish=_part([taken for job in ended.jobs for taken in job.published], 0.99),
         moves=sum(max(0, job.starts - 1) for job in ended.jobs),
         job_hours=len(ended.hosts) * seconds / HOUR / len(ended.jobs),
-        step_hours=len(ended.hosts) * seconds / HOUR / steps if steps else math.inf,
+        step_hours=len(ended.hosts) * seconds / HOUR / steps,
         cost=config.hosts.costs.price_per_hour * len(ended.hosts) * seconds / HOUR,
         curve=ended.curve,
     )
