@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 
 import httpx2
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.conftest import ROOT
