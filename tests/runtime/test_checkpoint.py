@@ -6,10 +6,12 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -426,6 +428,26 @@ def test_who_was_cut_off_writes_nothing_more(tmp_path: Path, save: Save) -> None
     assert step(second, 1, save).step == 2
     first.restore()  # it takes the job up again
     step(first, 2, save)
+
+
+def test_files_that_another_process_deletes_meanwhile_are_no_error(tmp_path: Path, save: Save) -> None:
+    """As for a host that opens a job whose last host is cut off and trains on."""
+    directory = opened(tmp_path)
+    directory.restore()
+    step(directory, 0, save)
+
+    def train() -> None:
+        for number in range(1, 60):
+            time.sleep(0.03)  # no job makes steps as fast as its directory is read
+            step(directory, number, save)
+            directory.prune(1, math.inf)
+
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train)
+        while not training.done():
+            damages(JobDirectory(tmp_path / "a"))
+        training.result()
+    assert not damages(directory)
 
 
 def test_a_host_that_is_cut_off_while_it_saves_neither_fails_the_next_owner_nor_calls_it_a_fault(

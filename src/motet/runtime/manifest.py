@@ -7,6 +7,7 @@ commit that the manifest does not list; its state.json names the record that it 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -121,4 +122,6 @@ def _values(record: Record) -> dict[str, object]:
 
 def sum_of(path: Path) -> str:
     """sha256 of a file; empty if it does not exist."""
-    return hash_of(path).hexdigest() if path.is_file() else ""
+    with contextlib.suppress(FileNotFoundError):
+        return hash_of(path).hexdigest() if path.is_file() else ""
+    return ""

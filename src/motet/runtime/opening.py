@@ -21,7 +21,7 @@ from motet.runtime.source_sums import code_changes
 _GO_ON = "put it back, or use --accept-changes to continue with the present files"
 _REMOVE = "remove it, or use --accept-changes to keep it"
 _BEFORE = "computed_before"
-_LOOKS = 5
+_LOOKS = 50
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C is ten times as fast; a host opens all its jobs when it resumes."""
 
@@ -180,11 +180,16 @@ def _as_yaml(identity: Mapping[str, Any]) -> str:
 
 
 def damages(directory: JobDirectory) -> list[Damage]:
-    """Missing, added and altered files. Checked again if another process commits meanwhile."""
+    """Missing, added and altered files. Checked again if another process commits or deletes meanwhile."""
     wrong: list[Damage] = []
-    for _ in range(_LOOKS):
+    for left in reversed(range(_LOOKS)):
         before = sum_of(directory.manifest.path)
-        wrong = list(_damages(directory))
+        try:
+            wrong = list(_damages(directory))
+        except FileNotFoundError:
+            if not left:
+                raise
+            continue
         if not wrong or sum_of(directory.manifest.path) == before:
             break
     return wrong
