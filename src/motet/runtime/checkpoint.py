@@ -233,42 +233,35 @@ class JobDirectory:
             committed: the counters to save; log lengths and sums are filled in here.
             save: writes and syncs adapter and optimizer into a directory.
         """
-        self._owner.check()
-        try:
-            return self._commit(committed, save)
-        except OSError:
-            self._owner.check()  # a process that takes over removes unfinished drafts
-            raise
-
-    def _commit(self, committed: Committed, save: Callable[[Path], None]) -> Committed:
-        lengths: dict[str, Any] = {}
-        sums: dict[str, str] = {}
-        for path in self.logs:
-            sums[path.name] = self._hash(path).hexdigest()
-            with path.open("ab") as file:
-                os.fsync(file.fileno())
-                lengths[f"{path.stem}_bytes"] = file.tell()
-        final = self.path / "state" / str(committed.step)
-        draft = self._owner.draft(final)
-        if final.exists():  # this step was committed before the job was paused: replace that commit
-            own = {name: value for name, value in self.committed(committed.step).sums.items() if name not in sums}
+        with self._owner.writing():
+            lengths: dict[str, Any] = {}
+            sums: dict[str, str] = {}
+            for path in self.logs:
+                sums[path.name] = self._hash(path).hexdigest()
+                with path.open("ab") as file:
+                    os.fsync(file.fileno())
+                    lengths[f"{path.stem}_bytes"] = file.tell()
+            final = self.path / "state" / str(committed.step)
+            draft = self._owner.draft(final)
+            if final.exists():  # this step was committed before the job was paused: replace that commit
+                own = {name: value for name, value in self.committed(committed.step).sums.items() if name not in sums}
+                committed = dataclasses.replace(committed, **lengths, sums={**own, **sums}, after=self.manifest.head)
+                replace_file(final / "state.json", sealed(asdict(committed)))
+                return committed
+            draft.mkdir()
+            save(draft)
+            self._owner.check()  # saving may take long
+            own = sums_of(draft)
+            if self.materials is not None:
+                own[RECEIPT] = _write_receipt(self, draft, committed, own)
             committed = dataclasses.replace(committed, **lengths, sums={**own, **sums}, after=self.manifest.head)
-            replace_file(final / "state.json", sealed(asdict(committed)))
+            replace_file(draft / "state.json", sealed(asdict(committed)))
+            sync(draft)
+            self._owner.check()
+            draft.rename(final)
+            sync(final.parent)
+            self.link_version(committed.step)
             return committed
-        draft.mkdir()
-        save(draft)
-        self._owner.check()  # saving may take long
-        own = sums_of(draft)
-        if self.materials is not None:
-            own[RECEIPT] = _write_receipt(self, draft, committed, own)
-        committed = dataclasses.replace(committed, **lengths, sums={**own, **sums}, after=self.manifest.head)
-        replace_file(draft / "state.json", sealed(asdict(committed)))
-        sync(draft)
-        self._owner.check()
-        draft.rename(final)
-        sync(final.parent)
-        self.link_version(committed.step)
-        return committed
 
     def forget(self) -> None:
         """Drop cached hashes after another writer changed the logs."""

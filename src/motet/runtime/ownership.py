@@ -6,7 +6,9 @@ finds the other's mark and stops.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 from motet.core.errors import RunError
@@ -52,3 +54,13 @@ class Ownership:
                 f"{self._directory} was taken over by another process, which continues from the last commit; this process was "
                 "disconnected and writes nothing more"
             )
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Check before a block that writes, and if it fails: a process that takes over removes what is half-written."""
+        self.check()
+        try:
+            yield
+        except OSError:
+            self.check()
+            raise
