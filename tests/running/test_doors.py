@@ -91,7 +91,7 @@ def test_every_door_learns_here(small: Any, taught: Path, tmp_path: Path) -> Non
     "engine",
     [
         pytest.param({"hosts": 2}, id="hosts", marks=pytest.mark.cell(
-            "retry, environment, agent local, structured output, critic, distillation, preferences", "hosts 2", untried=True
+            "retry, environment, agent local, structured output, critic, distillation, preferences", "hosts 2"
         )),
         pytest.param({"shard": 2}, id="shards", marks=pytest.mark.cell(
             "single turn, retry, environment, agent local, structured output, distillation, preferences", "shards 2"
