@@ -42,11 +42,11 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.training.fake import FakeTrainer
 from tests.support.adapter_files import run_alone, weights_of
+from tests.support.ray_nodes import ray_nodes
 from tests.support.service_run import PATIENCE, Json, Service, serving, tiny
 from tests.support.waiting import wait_until
 
 ENGINE = {"samplers": 0, "threads": 1}
-STORE = 80 * 2**20  # the least that Ray takes
 NAMES = [f"job-{number}" for number in range(4)]
 
 
@@ -71,29 +71,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
     if request.param == "local":
         yield {"launcher": "local"}
         return
-    from ray._private import services
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patched:  # a node that is not there after half a minute has not failed yet
-        patched.setattr(services, "get_node", tried_again(services.get_node))
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE})
-        nodes.add_node(num_cpus=1, object_store_memory=STORE)
-    yield {"launcher": "ray", "address": nodes.address}
-    nodes.shutdown()
-
-
-def tried_again(call: Callable[..., Any], seconds: float = PATIENCE) -> Callable[..., Any]:
-    """What is called, until it succeeds: Ray itself looks for a node that starts for 30 s, which a busy machine needs."""
-
-    def called(*args: Any, **named: Any) -> Any:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            with contextlib.suppress(RuntimeError):
-                return call(*args, **named)
-            time.sleep(0.2)
-        return call(*args, **named)
-
-    return called
+    with ray_nodes() as nodes:
+        yield nodes
 
 
 @pytest.fixture(scope="module")

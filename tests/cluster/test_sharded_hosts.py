@@ -12,11 +12,11 @@ import yaml
 
 from motet.core.types import ADAPTER_FILES
 from tests.support.adapter_files import run_alone, tarred
+from tests.support.ray_nodes import ray_nodes
 from tests.support.service_run import Json, Service, serving, tiny
 
 pytestmark = pytest.mark.slow
 ENGINE = {"samplers": 0, "threads": 1}
-STORE = 80 * 2**20  # the least that Ray takes
 NAMES = [f"job-{number}" for number in range(3)]
 
 
@@ -39,12 +39,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
     if request.param != "ray":
         yield {"hosts": 1 if request.param == "one" else 2, "cluster": {"launcher": "local"}}
         return
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": STORE})
-    nodes.add_node(num_cpus=2, object_store_memory=STORE)
-    yield {"hosts": 2, "cluster": {"launcher": "ray", "address": nodes.address}}
-    nodes.shutdown()
+    with ray_nodes(cpus=2) as nodes:
+        yield {"hosts": 2, "cluster": nodes}
 
 
 @pytest.fixture(scope="module")

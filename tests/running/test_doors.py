@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +25,7 @@ from motet.running import run_config
 from tests.support.base_servers import BaseServer, base_servers
 from tests.support.doors_run import FLOAT32_GAP, Json, doors, figures, run_of, teacher
 from tests.support.fake_run import records
+from tests.support.ray_nodes import ray_nodes
 from tests.support.service_run import FINAL, serving
 from tests.support.tinker_run import run_script
 from tests.support.vllm_server import vllm_python
@@ -31,8 +34,14 @@ GAIN = 0.02
 """The least by which the held-out reward of the best version is above that of the start."""
 STEPS = 12
 """Of a service's jobs."""
-PROCESSES = {"two hosts": {"samplers": 0, "hosts": 2}, "two shards": {"samplers": 0, "shard": 2}}
+PROCESSES = {
+    "two hosts": {"samplers": 0, "hosts": 2},
+    "two Ray nodes": {"samplers": 0, "hosts": 2},
+    "two shards": {"samplers": 0, "shard": 2},
+}
 """Settings of a service's engine that samples by itself."""
+FAKES: dict[str, Any] = {"fake vLLMs": "vllm", "fake SGLangs": "sglang"}
+"""Protocols of servers in the tests' process."""
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +97,30 @@ def test_every_door_learns_here(small: Any, taught: Path, tmp_path: Path) -> Non
 @pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "engine",
+    ("engine", "launcher"),
     [
-        pytest.param({"hosts": 2}, id="hosts", marks=pytest.mark.cell(
+        pytest.param({"hosts": 2}, "local", id="hosts", marks=pytest.mark.cell(
             "retry, environment, agent local, structured output, critic, distillation, preferences", "hosts 2"
         )),
-        pytest.param({"shard": 2}, id="shards", marks=pytest.mark.cell(
+        pytest.param({"shard": 2}, "local", id="shards", marks=pytest.mark.cell(
             "single turn, retry, environment, agent local, structured output, distillation, preferences", "shards 2"
+        )),
+        pytest.param({"hosts": 2}, "ray", id="ray", marks=pytest.mark.cell(
+            "retry, environment, agent local, structured output, critic, distillation, preferences", "Ray", untried=True
         )),
     ],
 )  # fmt: skip
-def test_every_door_learns_on_several_processes(engine: Json, taught: Path, tmp_path: Path) -> None:
+def test_every_door_learns_on_several_processes(engine: Json, launcher: str, taught: Path, tmp_path: Path) -> None:
     leave = "critic" if "shard" in engine else ""
-    learned(
-        run_config(run_of(tmp_path, taught, 8, {"engine": "embedded"}, leave=leave, samplers=0, **engine)), tmp_path
-    )
+    with cluster_of(launcher) as cluster:
+        config = run_of(tmp_path, taught, 8, {"engine": "embedded"}, leave=leave, cluster=cluster, samplers=0, **engine)
+        learned(run_config(config), tmp_path)
+
+
+@contextlib.contextmanager
+def cluster_of(launcher: str) -> Iterator[Json]:
+    with ray_nodes() if launcher == "ray" else contextlib.nullcontext({"launcher": launcher}) as cluster:
+        yield cluster
 
 
 @pytest.mark.soak
@@ -173,11 +191,11 @@ def test_turns_are_kept_by_servers_themselves(kind: Any) -> None:
 # --- a service -------------------------------------------------------------------------------------------------------------
 
 
-def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer]) -> Path:
+def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer], cluster: Json) -> Path:
     """What `motet serve --config` reads: two bases with a server each, one base with two, or processes that sample."""
     rollout: Json = {"engine": "embedded"}
-    if where == "fakes":
-        rollout = served(fakes, place)
+    if where in FAKES:
+        rollout = served(fakes, place, engine=FAKES[where])
     elif where not in PROCESSES:
         replicas = 2 if where == "two servers" else 1
         launch = {
@@ -188,7 +206,7 @@ def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer]) -
         }
         rollout = {"engine": "vllm", "launch": launch, "directory": str(place / "served")}
     engine = {"dtype": "float32", "threads": 1, **PROCESSES.get(where, {})}
-    tree: Json = {"engine": engine, "lease_seconds": 60}
+    tree: Json = {"engine": engine, "cluster": cluster, "lease_seconds": 60}
     if where == "two bases":
         tree["bases"] = {
             name: {"base": base, "rollout": rollout} for name, base in (("small", "small"), ("twin", str(twin)))
@@ -204,7 +222,10 @@ def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer]) -
 @pytest.mark.parametrize(
     "where",
     [
-        "fakes",
+        "fake vLLMs",
+        pytest.param("fake SGLangs", marks=pytest.mark.cell(
+            "agent worker, agent gateway, Tinker client", "SGLang (fake)", untried=True
+        )),
         pytest.param("two bases", marks=pytest.mark.cell(
             "agent worker, agent gateway, Tinker client, several bases", "vLLM"
         )),
@@ -212,6 +233,9 @@ def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer]) -
             "agent worker, agent gateway, Tinker client", "two vLLMs"
         )),
         pytest.param("two hosts", marks=pytest.mark.cell("agent worker, agent gateway", "hosts 2")),
+        pytest.param("two Ray nodes", marks=pytest.mark.cell(
+            "agent worker, agent gateway, Tinker client", "Ray", untried=True
+        )),
         pytest.param("two shards", marks=pytest.mark.cell("agent worker, agent gateway, Tinker client", "shards 2")),
     ],
 )  # fmt: skip
@@ -227,8 +251,9 @@ def test_the_doors_of_a_service_learn_and_what_samples_is_killed_once(
     by_hand = {**job["agent local"], "name": "by-hand", "environment": {"name": "agent", "max_turns": 4}}
     (tmp_path / "jobs.yaml").write_text(json.dumps({"base": "small", "jobs": [worked]}))
     with contextlib.ExitStack() as stack:
-        fakes = stack.enter_context(base_servers(small, 2)) if where == "fakes" else []
-        config = service_file(tmp_path, where, twin, fakes)
+        fakes = stack.enter_context(base_servers(small, 2, FAKES[where])) if where in FAKES else []
+        cluster = stack.enter_context(cluster_of("ray" if where == "two Ray nodes" else "local"))
+        config = service_file(tmp_path, where, twin, fakes, cluster)
         base = None if where == "two bases" else "small"
         service = stack.enter_context(serving(tmp_path / "service", "--config", str(config), base=base))
         worker = service.motet("agent", tmp_path / "jobs.yaml", cwd=tmp_path)
@@ -247,7 +272,8 @@ def test_the_doors_of_a_service_learn_and_what_samples_is_killed_once(
             if not killed and service.job("by-hand")["step"] >= 2:
                 killed = True
                 if where in PROCESSES:
-                    service.engines()[0].kill()
+                    lock = max(service.directory.glob("run/.lock*"))  # the last host's, or that of the only one
+                    os.kill(int(lock.read_text()), signal.SIGKILL)
                 else:
                     fakes[0].go() if fakes else kill_server(service.process)
         out, _ = worker.communicate(timeout=600)

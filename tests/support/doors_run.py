@@ -121,7 +121,7 @@ def doors(place: Path, steps: int, teacher: Path | str, groups: tuple[int, int],
 
 def run_of(
     place: Path, teacher: Path | str, steps: int, rollout: Json, groups: tuple[int, int] = (8, 4), holdout: int = 32,
-    leave: str = "", **engine: Any,
+    leave: str = "", cluster: Json | None = None, **engine: Any,
 ) -> RunConfig:  # fmt: skip
     """All doors but those in `leave`."""
     jobs = [
@@ -129,7 +129,7 @@ def run_of(
     ]
     tree = {
         "base": "small", "engine": {"dtype": "float32", "threads": 1, **engine}, "run": str(place / "run"),
-        "rollout": rollout, "jobs": [job for job in jobs if job["name"] not in leave.split()],
+        "cluster": cluster or {}, "rollout": rollout, "jobs": [job for job in jobs if job["name"] not in leave.split()],
     }  # fmt: skip
     return validate(tree, "the test")
 
