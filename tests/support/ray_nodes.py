@@ -18,6 +18,7 @@ _STORE = 80 * 2**20  # the least that Ray takes
 @contextmanager
 def ray_nodes(cpus: int = 1) -> Iterator[Json]:
     """While the block runs; yields what a configuration has as its `cluster`. `cpus`: of each node."""
+    import ray
     from ray._private import services
     from ray.cluster_utils import Cluster
 
@@ -28,6 +29,7 @@ def ray_nodes(cpus: int = 1) -> Iterator[Json]:
     try:
         yield {"launcher": "ray", "address": nodes.address}
     finally:
+        ray.shutdown()  # a run in this process is still connected
         nodes.shutdown()
 
 
