@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 
@@ -47,7 +46,7 @@ from motet.runtime.race_record import RaceRecord
 from motet.runtime.rundir import RunDirectory
 from tests.support.fake_run import Setting, records, run_jobs
 from tests.support.fake_run import job as fake_job
-from tests.support.service_run import PATIENCE, Json, tiny
+from tests.support.service_run import PATIENCE, Json, host_process, tiny
 from tests.support.waiting import wait_until
 
 ENGINE = {"samplers": 0, "threads": 1}
@@ -93,10 +92,6 @@ def steps(run: Path) -> list[int]:
     return [max(one) for one in found if one]
 
 
-def kill_host(run: Path, number: int) -> None:
-    psutil.Process(int((run / f".lock.host-{number}").read_text())).kill()
-
-
 @pytest.mark.soak
 def test_a_race_decides_the_same_after_a_host_was_killed(tmp_path: Path, alone: dict[str, bytes]) -> None:
     ended = threading.Event()
@@ -105,7 +100,7 @@ def test_a_race_decides_the_same_after_a_host_was_killed(tmp_path: Path, alone: 
         while 1 not in steps(tmp_path):
             if ended.wait(0.01):
                 return False
-        kill_host(tmp_path, 1)
+        host_process(tmp_path, 1).kill()
         return True
 
     with ThreadPoolExecutor(1) as pool:
@@ -158,7 +153,7 @@ def test_a_race_on_hosts_that_was_killed_goes_on_with_the_same_decisions(
         try:
             wait_until(moment, PATIENCE, process)
             if 4 in steps(run):
-                kill_host(run, 0)
+                host_process(run, 0).kill()
         finally:
             process.kill()
             process.wait()

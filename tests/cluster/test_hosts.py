@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 
@@ -42,8 +41,8 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.training.fake import FakeTrainer
 from tests.support.adapter_files import run_alone, weights_of
-from tests.support.ray_nodes import ray_nodes
-from tests.support.service_run import PATIENCE, Json, Service, serving, tiny
+from tests.support.ray_nodes import cluster_of
+from tests.support.service_run import PATIENCE, Json, Service, host_process, serving, tiny
 from tests.support.waiting import wait_until
 
 ENGINE = {"samplers": 0, "threads": 1}
@@ -68,11 +67,8 @@ LATER = pytest.mark.parametrize("cluster", ["local", "ray"], indirect=True)
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
     """Where hosts are: two processes of this machine, or one on each of two nodes of a Ray cluster."""
-    if request.param == "local":
-        yield {"launcher": "local"}
-        return
-    with ray_nodes() as nodes:
-        yield nodes
+    with cluster_of(request.param) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +82,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, cluster: Json) -> Iterator
 
 def kill_host(run: Path, number: int, cluster: Json) -> None:
     """As the system does that has no memory left."""
-    process = psutil.Process(int((run / f".lock.host-{number}").read_text()))
+    process = host_process(run, number)
     assert any("raylet" in one.name() for one in process.parents()) == (cluster["launcher"] == "ray")
     process.kill()
 

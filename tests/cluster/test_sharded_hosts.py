@@ -12,8 +12,8 @@ import yaml
 
 from motet.core.types import ADAPTER_FILES
 from tests.support.adapter_files import run_alone, tarred
-from tests.support.ray_nodes import ray_nodes
-from tests.support.service_run import Json, Service, serving, tiny
+from tests.support.ray_nodes import cluster_of
+from tests.support.service_run import Json, Service, host_process, serving, tiny
 
 pytestmark = pytest.mark.slow
 ENGINE = {"samplers": 0, "threads": 1}
@@ -36,11 +36,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 def cluster(request: pytest.FixtureRequest) -> Iterator[Json]:
     """One host here, two here, or one with its ranks on each of two nodes of a Ray cluster, which has room for no more."""
-    if request.param != "ray":
-        yield {"hosts": 1 if request.param == "one" else 2, "cluster": {"launcher": "local"}}
-        return
-    with ray_nodes(cpus=2) as nodes:
-        yield {"hosts": 2, "cluster": nodes}
+    with cluster_of("ray" if request.param == "ray" else "local", cpus=2) as found:
+        yield {"hosts": 1 if request.param == "one" else 2, "cluster": found}
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +50,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, cluster: Json) -> Iterator
 
 
 def host(service: Service, number: int) -> Any:
-    """By the lock that it holds; one that is alone has the whole directory."""
-    locks = [service.directory / "run" / name for name in (f".lock.host-{number}", ".lock")]
-    return psutil.Process(int(next(lock for lock in locks if lock.exists()).read_text()))
+    return host_process(service.directory / "run", number)
 
 
 def ranks(process: Any) -> list[Any]:

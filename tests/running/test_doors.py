@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,8 +23,8 @@ from motet.running import run_config
 from tests.support.base_servers import BaseServer, base_servers
 from tests.support.doors_run import FLOAT32_GAP, Json, doors, figures, run_of, teacher
 from tests.support.fake_run import records
-from tests.support.ray_nodes import ray_nodes
-from tests.support.service_run import FINAL, serving
+from tests.support.ray_nodes import cluster_of
+from tests.support.service_run import FINAL, host_process, serving
 from tests.support.tinker_run import run_script
 from tests.support.vllm_server import vllm_python
 
@@ -115,12 +113,6 @@ def test_every_door_learns_on_several_processes(engine: Json, launcher: str, tau
     with cluster_of(launcher) as cluster:
         config = run_of(tmp_path, taught, 8, {"engine": "embedded"}, leave=leave, cluster=cluster, samplers=0, **engine)
         learned(run_config(config), tmp_path)
-
-
-@contextlib.contextmanager
-def cluster_of(launcher: str) -> Iterator[Json]:
-    with ray_nodes() if launcher == "ray" else contextlib.nullcontext({"launcher": launcher}) as cluster:
-        yield cluster
 
 
 @pytest.mark.soak
@@ -248,8 +240,8 @@ def test_the_doors_of_a_service_learn_and_what_samples_is_killed_once(
         if name in ("agent local", "single turn")
     }
     worked = {**job["agent local"], "name": "worked"}
-    by_hand = {**job["agent local"], "name": "by-hand", "environment": {"name": "agent", "max_turns": 4}}
-    by_hand["optimizer"] = {"lr": 3e-3}
+    environment = {"name": "agent", "max_turns": 4}
+    by_hand = {**job["agent local"], "name": "by-hand", "environment": environment, "optimizer": {"lr": 3e-3}}
     (tmp_path / "jobs.yaml").write_text(json.dumps({"base": "small", "jobs": [worked]}))
     with contextlib.ExitStack() as stack:
         fakes = stack.enter_context(base_servers(small, 2, FAKES[where])) if where in FAKES else []
@@ -273,8 +265,7 @@ def test_the_doors_of_a_service_learn_and_what_samples_is_killed_once(
             if not killed and service.job("by-hand")["step"] >= 2:
                 killed = True
                 if where in PROCESSES:
-                    locks = [service.directory / "run" / name for name in (".lock.host-1", ".lock")]
-                    os.kill(int(next(lock for lock in locks if lock.exists()).read_text()), signal.SIGKILL)
+                    host_process(service.directory / "run", 1).kill()
                 else:
                     fakes[0].go() if fakes else kill_server(service.process)
         out, _ = worker.communicate(timeout=600)

@@ -26,7 +26,7 @@ from motet.rollout.server import Demand
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.rundir import RunDirectory
 from tests.support.base_servers import BaseServer, base_servers, stand_in
-from tests.support.service_run import Json, serving, tiny
+from tests.support.service_run import Json, host_process, serving, tiny
 from tests.support.tiny_models import base as tiny_base
 from tests.support.waiting import wait_until
 
@@ -123,7 +123,7 @@ def test_a_host_that_dies_or_whose_server_goes_loses_nothing(
     run = Run(tmp_path, fresh[:2], hosts=2)
     try:
         run.until(lambda: all(run.steps(name) >= 1 for name in NAMES))
-        psutil.Process(int((run.directory / ".lock.host-1").read_text())).kill()
+        host_process(run.directory, 1).kill()
         run.until(lambda: max(run.steps(name) for name in NAMES) >= 3)
         fresh[0].go()
         assert run.ended() == alone
@@ -142,7 +142,7 @@ def test_each_host_starts_servers_of_its_own(alone: dict[str, bytes], tmp_path: 
     run.until(lambda: all(run.steps(name) >= 1 for name in NAMES))
     below = psutil.Process(run.process.pid).children(recursive=True)
     started = [one for one in below if "tests.support.base_servers" in one.cmdline() and "-m" in one.cmdline()]
-    dying = psutil.Process(int((run.directory / ".lock.host-1").read_text()))
+    dying = host_process(run.directory, 1)
     its = [one for one in dying.children(recursive=True) if one in started]
     dying.kill()
     assert len({tuple(one.cmdline()) for one in started}) == 2

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import openai
-import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 from pydantic import ValidationError
@@ -46,7 +45,7 @@ from motet.service.tinker.parts import PREFIX
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.commands import Motet
 from tests.support.house import House, open_house
-from tests.support.service_run import Json, Service, serving, tiny
+from tests.support.service_run import Json, Service, host_process, serving, tiny
 from tests.support.tinker_run import job_of, run_script
 
 ENGINE = {"samplers": 0, "threads": 1}
@@ -121,7 +120,7 @@ def story(service: Service, tenants: dict[str, str], hosts: int) -> Story:
     story = Story("b" if hosts == 1 else "c", hosts_now(service), {name: set() for name in JOBS})
     service.reaches(story.victim, 1)
     dying = story.first[story.victim]
-    psutil.Process(int((service.directory / "run" / f".lock.host-{dying}").read_text())).kill()
+    host_process(service.directory / "run", dying).kill()
     if hosts == 1:
         others_go_on(service)
 

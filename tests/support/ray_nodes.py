@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine."""
+"""Where hosts run: on this machine, or on a Ray cluster of two nodes on it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _STORE = 80 * 2**20  # the least that Ray takes
 
 
 @contextmanager
-def ray_nodes(cpus: int = 1) -> Iterator[Json]:
-    """While the block runs; yields what a configuration has as its `cluster`. `cpus`: of each node."""
+def cluster_of(launcher: str, cpus: int = 1) -> Iterator[Json]:
+    """What a configuration has as its `cluster`: this machine (`local`), or two nodes of Ray with so many `cpus` each."""
+    if launcher == "local":
+        yield {"launcher": "local"}
+        return
     import ray
     from ray._private import services
     from ray.cluster_utils import Cluster

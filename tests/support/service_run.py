@@ -49,6 +49,12 @@ def tiny(name: str, steps: int = 3, **fields: Any) -> Json:
     }
 
 
+def host_process(run: Path, number: int) -> Any:
+    """The process of a host, by the lock that it holds; one that is alone holds that of the whole run directory."""
+    locks = [run / f".lock.host-{number}", run / ".lock"]
+    return psutil.Process(int(next(lock for lock in locks if lock.exists()).read_text()))
+
+
 class Service:
     """One directory, and the process that serves it now; with `keys` it asks for them."""
 
