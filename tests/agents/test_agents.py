@@ -659,6 +659,23 @@ def test_a_problem_that_cannot_be_sent_is_not_waited_for(tmp_path):
     assert waiting == 0
 
 
+def test_an_agent_that_hangs_in_a_thread_is_left_with_its_process(tmp_path):
+    """Threads cannot be ended, and a process has a limited number of them."""
+    (tmp_path / "agents.py").write_text("import time\n\ndef sleeps():\n    time.sleep(600)\n")
+
+    async def main() -> tuple[bool, bool]:
+        processes = AgentProcesses(f"{tmp_path}/agents.py:sleeps", {}, tmp_path / "log")
+        try:
+            first = await processes.usable()
+            returned = await processes.run(first, PROBLEM, "", "", time.time(), 0)
+            second = await processes.usable()
+            return returned.late, first is second
+        finally:
+            await processes.close()
+
+    assert asyncio.run(main()) == (True, False)
+
+
 @pytest.mark.parametrize("name", ["quits", "quits_at_once"])
 def test_an_agent_that_calls_exit_costs_its_own_rollout(tmp_path, name):
     (stays, quits), _, _ = group(tmp_path, name)

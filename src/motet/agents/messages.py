@@ -57,6 +57,8 @@ class AgentReturned(ChannelMessage, frozen=True):
     error: str = ""
     late: bool = False
     """Whether the clock ended it."""
+    hangs: bool = False
+    """Whether it still runs, in a thread that cannot be ended."""
 
 
 ToProcess = LoadAgent | RunAgent | StopAgent

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from motet.agents import messages as m
@@ -72,13 +72,14 @@ async def _run(
         "seed": request.seed,
         **args,
     }
+    thread: Future[Any] | None = None
     try:
         async with asyncio.timeout(max(0.0, request.deadline - time.time())) as time_left:
             call = functools.partial(agent, **_taken(agent, offered))
             if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
                 returned = await call()
             else:
-                returned = await asyncio.get_running_loop().run_in_executor(threads, call)
+                returned = await asyncio.wrap_future(thread := threads.submit(call))
         if time_left.expired():  # it was interrupted, but continued
             raise TimeoutError
         reward, rewards = _reward(returned)
@@ -88,7 +89,8 @@ async def _run(
         if isinstance(error, asyncio.CancelledError) and me is not None and me.cancelling():
             raise  # nobody waits for it
         if isinstance(error, TimeoutError) and time.time() >= request.deadline:
-            parent.send(m.AgentReturned(request.episode, error=m.LATE, late=True))
+            hangs = thread is not None and thread.running()
+            parent.send(m.AgentReturned(request.episode, error=m.LATE, late=True, hangs=hangs))
         else:
             parent.send(m.AgentReturned(request.episode, error=describe(error)))
 

@@ -120,15 +120,16 @@ class AgentProcesses:
         try:
             async with asyncio.timeout(deadline - time.time() + GRACE_SECONDS):
                 returned: m.AgentReturned = await waiting
-        except TimeoutError:  # it hangs: other episodes may finish here, and new ones start in another process
-            process.usable = False
-            returned = m.AgentReturned(number, error=m.LATE, late=True)
+        except TimeoutError:
+            returned = m.AgentReturned(number, error=m.LATE, late=True, hangs=True)
         except asyncio.CancelledError:
             process.child.send(m.StopAgent(number))
             raise
         finally:
             process.returned.pop(number, None)
             await self._close_if_idle(process)
+        if returned.hangs:  # other episodes may finish here, and new ones start in another process
+            process.usable = False
         return returned
 
     async def _close_if_idle(self, process: AgentProcess) -> None:
