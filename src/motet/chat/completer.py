@@ -18,8 +18,10 @@ from motet.tasks.plain_json import check_plain
 
 EVENTS = "text/event-stream"
 MOST_MESSAGES = 4096
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"logit_bias": ({},), "audio": (), "functions": ()}
-"""Fields that would change the sampling, with their neutral values."""
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "logit_bias": ({},), "audio": (), "functions": (), "conversation": (), "prompt": (),
+}  # fmt: skip
+"""Fields that would change what the model reads or samples, with their neutral values."""
 _MOST_ARGUMENTS = 8192
 """Most values in the arguments of all tool calls of a request."""
 

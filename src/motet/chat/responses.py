@@ -25,7 +25,6 @@ from motet.chat.structure import grammar_of
 from motet.core.errors import ChatRefusal
 from motet.core.types import Message, ToolCall
 
-_IGNORED = frozenset({"reasoning", "item_reference"})
 _MOST_ITEMS = 2 * MOST_MESSAGES
 Items = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=_MOST_ITEMS, fail_fast=True)]
 
@@ -158,7 +157,7 @@ def _read_item(item: dict[str, Any]) -> Message | None:
         return Message("system" if role == "developer" else role, text_of(item.get("content")))
     if kind == "function_call_output":
         return Message("tool", text_of(item.get("output")))
-    if not (isinstance(kind, str) and kind in _IGNORED):
+    if kind != "reasoning":
         raise ChatRefusal(f"input: an item of type {kind!r:.80} is not supported here")
     return None
 

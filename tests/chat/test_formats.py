@@ -1,0 +1,34 @@
+"""The formats of chats alone: what they read, refuse and write."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from motet.chat.completer import ChatFormat, Conversation, refuse_unsupported
+from motet.chat.responses import ResponsesRequest
+from motet.core.errors import ChatRefusal
+
+HI: Any = {"role": "user", "content": "hi"}
+
+
+def read(request: type[ChatFormat], body: Any) -> Conversation:
+    """The conversation of a request, as both doors read it."""
+    asked = request.model_validate({"max_tokens": 9, **body})
+    refuse_unsupported(asked)
+    return asked.conversation()
+
+
+@pytest.mark.parametrize(
+    ("request_", "body", "message"),
+    [
+        (ResponsesRequest, {"input": "hi", "conversation": "conv_1"}, "conversation: is not supported here"),
+        (ResponsesRequest, {"input": "hi", "prompt": {"id": "pmpt_1"}}, "prompt: is not supported here"),
+        (ResponsesRequest, {"input": [{"type": "item_reference", "id": "msg_1"}, HI]}, "type 'item_reference'"),
+    ],
+)
+def test_what_would_be_answered_wrongly_is_refused(request_: type[ChatFormat], body: Any, message: str) -> None:
+    with pytest.raises(ChatRefusal, match=re.escape(message)):
+        read(request_, body)
