@@ -27,6 +27,7 @@ def read(request: type[ChatFormat], body: Any) -> Conversation:
         (ResponsesRequest, {"input": "hi", "conversation": "conv_1"}, "conversation: is not supported here"),
         (ResponsesRequest, {"input": "hi", "prompt": {"id": "pmpt_1"}}, "prompt: is not supported here"),
         (ResponsesRequest, {"input": [{"type": "item_reference", "id": "msg_1"}, HI]}, "type 'item_reference'"),
+        (ResponsesRequest, {"input": [{"role": "banana", "content": "hi"}]}, "it has 'banana'"),
     ],
 )
 def test_what_would_be_answered_wrongly_is_refused(request_: type[ChatFormat], body: Any, message: str) -> None:

@@ -26,6 +26,7 @@ from motet.core.errors import ChatRefusal
 from motet.core.types import Message, ToolCall
 
 _MOST_ITEMS = 2 * MOST_MESSAGES
+_ROLES = ("user", "assistant", "system", "developer")
 Items = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=_MOST_ITEMS, fail_fast=True)]
 
 
@@ -152,8 +153,8 @@ def _read_item(item: dict[str, Any]) -> Message | None:
     """An item that is a message; None for one that the model does not read."""
     kind = item.get("type", "message")
     if kind == "message":
-        if not isinstance(role := item.get("role"), str):
-            raise ChatRefusal("input: a message needs a role, a text")
+        if (role := item.get("role")) not in _ROLES:
+            raise ChatRefusal(f"input: a message needs a role, one of {', '.join(_ROLES)}; it has {role!r:.80}")
         return Message("system" if role == "developer" else role, text_of(item.get("content")))
     if kind == "function_call_output":
         return Message("tool", text_of(item.get("output")))
