@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from motet.chat.completer import ChatFormat, Conversation, refuse_unsupported
+from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
 from motet.core.errors import ChatRefusal
 
@@ -28,6 +29,7 @@ def read(request: type[ChatFormat], body: Any) -> Conversation:
         (ResponsesRequest, {"input": "hi", "prompt": {"id": "pmpt_1"}}, "prompt: is not supported here"),
         (ResponsesRequest, {"input": [{"type": "item_reference", "id": "msg_1"}, HI]}, "type 'item_reference'"),
         (ResponsesRequest, {"input": [{"role": "banana", "content": "hi"}]}, "it has 'banana'"),
+        (MessagesRequest, {"messages": [HI, {"role": "assistant", "content": "{"}]}, "is not continued here"),
     ],
 )
 def test_what_would_be_answered_wrongly_is_refused(request_: type[ChatFormat], body: Any, message: str) -> None:

@@ -55,6 +55,8 @@ class MessagesRequest(ChatFormat):
         n_blocks = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
         if n_blocks > _MOST_BLOCKS:
             raise ChatRefusal(f"messages: they have {n_blocks} blocks; the limit is {_MOST_BLOCKS}")
+        if self.messages[-1].role == "assistant":
+            raise ChatRefusal("messages: an assistant's last turn is not continued here; end with a user's")
         system = [Message("system", _text_of(self.system))] if self.system else []
         hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return Conversation(
