@@ -35,3 +35,9 @@ def read(request: type[ChatFormat], body: Any) -> Conversation:
 def test_what_would_be_answered_wrongly_is_refused(request_: type[ChatFormat], body: Any, message: str) -> None:
     with pytest.raises(ChatRefusal, match=re.escape(message)):
         read(request_, body)
+
+
+def test_messages_have_those_of_the_system_in_their_place() -> None:
+    body = {"system": "a", "messages": [HI, {"role": "system", "content": [{"type": "text", "text": "b"}]}]}
+    said = read(MessagesRequest, body).messages
+    assert [(one.role, one.content) for one in said] == [("system", "a"), ("user", "hi"), ("system", "b")]

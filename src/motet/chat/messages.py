@@ -37,7 +37,7 @@ class ToolChoice(Extra):
 class AnthropicMessage(Extra):
     """One message."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
