@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from motet.chat.completer import ChatFormat, Conversation, refuse_unsupported
+from motet.chat.completions import ChatRequest
 from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
 from motet.core.errors import ChatRefusal
@@ -29,6 +30,9 @@ def read(request: type[ChatFormat], body: Any) -> Conversation:
         (ResponsesRequest, {"input": "hi", "prompt": {"id": "pmpt_1"}}, "prompt: is not supported here"),
         (ResponsesRequest, {"input": [{"type": "item_reference", "id": "msg_1"}, HI]}, "type 'item_reference'"),
         (ResponsesRequest, {"input": [{"role": "banana", "content": "hi"}]}, "it has 'banana'"),
+        (ResponsesRequest, {"input": "hi", "tools": [{"type": "function"}]}, "a function has no name"),
+        (ChatRequest, {"messages": [HI], "tools": [{"type": "custom", "custom": {}}]}, "'custom' is no function"),
+        (ChatRequest, {"messages": [HI], "tools": [{"type": "function", "name": "x"}]}, "a function has no name"),
         (MessagesRequest, {"messages": [HI, {"role": "assistant", "content": "{"}]}, "is not continued here"),
     ],
 )

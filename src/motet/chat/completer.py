@@ -197,6 +197,18 @@ def text_of(content: Any) -> str:
     return content or ""
 
 
+def check_function(kind: Any, function: Any) -> None:
+    """Check that a tool is a function with a name.
+
+    Raises:
+        ChatRefusal: it is not.
+    """
+    if kind != "function":
+        raise ChatRefusal(f"tools: {kind!r:.80} is no function, and only functions are offered here")
+    if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+        raise ChatRefusal("tools: a function has no name; give each a text")
+
+
 def check_arguments(texts: Iterable[str]) -> None:
     """Limit the arguments of all tool calls of a request: they are JSON inside its JSON.
 

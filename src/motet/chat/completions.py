@@ -18,6 +18,7 @@ from motet.chat.completer import (
     arguments_of,
     call_of,
     check_arguments,
+    check_function,
     event,
     text_of,
 )
@@ -79,6 +80,8 @@ class ChatRequest(ChatFormat):
         """The conversation of the request."""
         calls = (call for one in self.messages for call in one.tool_calls or ())
         check_arguments(call.function.arguments for call in calls)
+        for tool in self.tools or ():
+            check_function(tool.get("type"), tool.get("function"))
         tools = () if self.tool_choice == "none" else self.tools or ()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         grammar = grammar_of(self.response_format, tools=bool(tools))

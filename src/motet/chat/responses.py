@@ -18,6 +18,7 @@ from motet.chat.completer import (
     arguments_of,
     call_of,
     check_arguments,
+    check_function,
     event,
     text_of,
 )
@@ -135,8 +136,7 @@ class ResponsesRequest(ChatFormat):
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool in the form of chat templates."""
-    if tool.get("type") != "function":
-        raise ChatRefusal(f"tools: {tool.get('type')!r:.80} is no function, and only functions are offered here")
+    check_function(tool.get("type"), tool)
     fields = ("name", "description", "parameters")
     return {"type": "function", "function": {key: tool[key] for key in fields if key in tool}}
 
