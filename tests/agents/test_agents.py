@@ -375,6 +375,18 @@ def test_messages_as_the_stock_client_reads_them(stream):
     assert len(rollout.turns) == 2
 
 
+def test_messages_tell_the_stop_sequence_that_ended_them():
+    async def client(openais: openai.AsyncOpenAI) -> Any:
+        base_url = str(openais.base_url).rstrip("/").removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(base_url=base_url, api_key=openais.api_key, max_retries=0) as stock:
+            asked: Any = {"model": "m", "max_tokens": 99, "messages": [{"role": "user", "content": "hi"}]}
+            return [await stock.messages.create(**asked, stop_sequences=stops) for stops in (["No", " 2"], ["x"])]
+
+    ended, went_on = served(lambda *_: "It is 2. No.", client)[0]
+    assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", " 2")
+    assert (went_on.stop_reason, went_on.stop_sequence) == ("end_turn", None)
+
+
 def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
     async def client(stock: openai.AsyncOpenAI) -> Any:
         async def ask(retry: int) -> Any:

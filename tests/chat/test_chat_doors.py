@@ -194,6 +194,23 @@ def test_messages_call_tools_and_read_what_they_answer(claude: anthropic.Anthrop
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_messages_tell_the_stop_sequence_that_ended_them(
+    claude: anthropic.Anthropic, model: Says, stream: bool
+) -> None:
+    model.texts = ["It is 2. No."] * 2
+    asked: Any = {"model": "small", "max_tokens": 99, "messages": [HI]}
+    ends = []
+    for stops in (["No", " 2. No", "x"], ["x"]):
+        if stream:
+            with claude.messages.stream(**asked, stop_sequences=stops) as events:
+                message: Any = events.get_final_message()
+        else:
+            message = claude.messages.create(**asked, stop_sequences=stops)
+        ends.append((message.stop_reason, message.stop_sequence))
+    assert ends == [("stop_sequence", " 2. No"), ("end_turn", None)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_is_cut_off_calls_nothing(
     stock: openai.OpenAI, claude: anthropic.Anthropic, model: Says, stream: bool
 ) -> None:

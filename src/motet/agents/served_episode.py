@@ -17,6 +17,7 @@ from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import check_grammar
 from motet.core.errors import ChatRefusal, EngineError, LimitError
+from motet.core.stops import met
 from motet.core.types import FinishReason
 from motet.process import apart
 from motet.tasks.chat import token_bytes
@@ -68,6 +69,7 @@ class EpisodeCompleter:
         episode = self._episode
         await check_grammar(asked.limits.grammar, apart.here(), self._payer)
         calls = [await episode.complete(asked.messages, asked.tools, asked.limits) for _ in range(asked.n)]
+        chat = episode.context.chat
         pieces = [
             AnswerPiece(
                 index,
@@ -77,7 +79,8 @@ class EpisodeCompleter:
                 "length" if call.chunk.finish_reason is FinishReason.LENGTH else "stop",
                 ids := call.chunk.token_ids.tolist(),
                 call.chunk.logprobs.tolist(),
-                [token_bytes(episode.context.chat.tokenizer, token) for token in ids] if asked.logprobs else [],
+                [token_bytes(chat.tokenizer, token) for token in ids] if asked.logprobs else [],
+                met(chat.completion_text(ids), asked.limits.stop) if asked.limits.stop else "",
             )
             for index, call in enumerate(calls)
         ]

@@ -83,6 +83,8 @@ class AnswerPiece:
     logprobs: list[float] = field(default_factory=list)
     tokens: list[bytes] = field(default_factory=list)
     """The bytes of each token, if requested."""
+    stopped: str = ""
+    """The stop string that ended the answer, on its last piece."""
 
     @property
     def escaped_tokens(self) -> list[str]:
@@ -97,6 +99,7 @@ class AnswerPiece:
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
         self.tokens += other.tokens
+        self.stopped = other.stopped or self.stopped
 
     @property
     def named_calls(self) -> list[tuple[str, ToolCall]]:

@@ -69,14 +69,17 @@ class MessagesRequest(ChatFormat):
     def answer(self, reply: Reply, answers: Sequence[AnswerPiece]) -> dict[str, Any]:
         """The whole answer."""
         (one,) = answers
-        ends = "max_tokens" if one.finish == "length" else "tool_use" if one.calls else "end_turn"
+        ends = "stop_sequence" if one.stopped else "end_turn"
+        if one.calls or one.finish == "length":
+            ends = "tool_use" if one.calls else "max_tokens"
         text = [{"type": "text", "text": one.text}] if one.text or not one.calls else []
         uses = (
             {"type": "tool_use", "id": name, "name": call.name, "input": dict(call.arguments)}
             for name, call in one.named_calls
         )
         sampled = {"input_tokens": reply.prompt_tokens, "output_tokens": len(one.token_ids)}
-        return {**_head(reply), "content": [*text, *uses], "stop_reason": ends, "usage": sampled}
+        head = {**_head(reply), "stop_reason": ends, "stop_sequence": one.stopped if ends == "stop_sequence" else None}
+        return {**head, "content": [*text, *uses], "usage": sampled}
 
     async def events(self, reply: Reply) -> AsyncIterator[str]:
         """The answer as server-sent events."""
@@ -85,7 +88,8 @@ class MessagesRequest(ChatFormat):
 
     async def _steps(self, reply: Reply) -> AsyncIterator[tuple[str, dict[str, Any]]]:
         used = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
-        yield "message_start", {"message": {**_head(reply), "content": [], "stop_reason": None, "usage": used}}
+        begun = {**_head(reply), "stop_reason": None, "stop_sequence": None, "content": [], "usage": used}
+        yield "message_start", {"message": begun}
         answer = AnswerPiece(0, reply.id)
         async for piece in reply.pieces:
             empty = not answer.text
@@ -101,14 +105,13 @@ class MessagesRequest(ChatFormat):
                 yield "content_block_start", {"index": index, "content_block": {**block, "input": {}}}
                 yield "content_block_delta", {"index": index, "delta": given}
             yield "content_block_stop", {"index": index}
-        end = {"stop_reason": done["stop_reason"], "stop_sequence": None}
+        end = {name: done[name] for name in ("stop_reason", "stop_sequence")}
         yield "message_delta", {"delta": end, "usage": {"output_tokens": len(answer.token_ids)}}
         yield "message_stop", {}
 
 
 def _head(reply: Reply) -> dict[str, Any]:
-    head = {"id": f"msg_{reply.id}", "type": "message", "role": "assistant"}
-    return {**head, "model": reply.model, "stop_sequence": None}
+    return {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": reply.model}
 
 
 def _field(block: dict[str, Any], name: str, kind: type) -> Any:

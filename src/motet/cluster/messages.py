@@ -354,6 +354,8 @@ class Tokens(ChannelMessage, frozen=True):
     chunk: Chunk
     token_bytes: list[bytes]
     """The bytes of each token, if requested."""
+    stopped: str = ""
+    """The stop string that ended the completion, with its last tokens."""
 
 
 class AdapterExamined(ChannelMessage, frozen=True):

@@ -53,10 +53,16 @@ def until_stop(tokens: list[int], stops: Sequence[str], decode: Decode) -> int |
     return n_tokens
 
 
+def met(text: str, stops: Sequence[str]) -> str:
+    """The stop string before which a text is cut; empty if it contains none."""
+    return min((stop for stop in stops if stop in text), key=text.index, default="")
+
+
 def certain(text: str, stops: Sequence[str], *, ended: bool) -> str:
     """The final part of a completion's text: it ends before a stop string, or before text that may become one."""
     if ended:
-        return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+        stop = met(text, stops)
+        return text.partition(stop)[0] if stop else text
     missing = len(text) - len(text.rstrip("�"))  # one for each byte of an unfinished character with some tokenizers
     held = max((len(stop) for stop in stops), default=1) - 1 + missing
     return text[: max(0, len(text) - held)]

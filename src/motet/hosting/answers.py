@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import traceback
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,8 @@ from motet.cluster import messages as m
 from motet.core import seeds
 from motet.core.device import used_by
 from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
-from motet.core.types import ADAPTER_WEIGHTS, AdapterRef, GenerateRequest, IntArray, Message, Problem
+from motet.core.stops import met
+from motet.core.types import ADAPTER_WEIGHTS, AdapterRef, FinishReason, GenerateRequest, IntArray, Message, Problem
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
 from motet.tasks.chat import Chat, stop_token_ids, token_bytes
@@ -116,10 +117,16 @@ class Answers:
             if question.prompt_logprobs:
                 with used_by(request.job, tenant, share):
                     self._send(await self._scored(question, prompt_ids, ref))
+            sampled, stopped = defaultdict[int, list[int]](list), ""
             async for chunk in self._engine.generate(request):
                 self._scheduler.spend(request.job, len(chunk.token_ids))
-                ids = chunk.token_ids.tolist() if question.logprobs else ()
-                self._send(m.Tokens(key, chunk, [token_bytes(self._chat.tokenizer, token) for token in ids]))
+                ids = chunk.token_ids.tolist()
+                texts = [token_bytes(self._chat.tokenizer, token) for token in ids] if question.logprobs else []
+                if sampling.stop:
+                    sampled[chunk.index] += ids
+                    ended = chunk.finish_reason is FinishReason.STOP
+                    stopped = met(self._chat.completion_text(sampled[chunk.index]), sampling.stop) if ended else ""
+                self._send(m.Tokens(key, chunk, texts, stopped))
 
     async def _scored(self, question: m.Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> m.PromptScored:
         logprobs = await self._engine.score(prompt_ids, ref)

@@ -44,6 +44,7 @@ async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str)
         piece.tokens = answer.token_bytes
         if reason is not None:
             piece.finish = "length" if reason is FinishReason.LENGTH else "stop"
+        piece.stopped = answer.stopped
         if question.tools:
             text = spoken.setdefault(chunk.index, SpokenText())
             piece.text = text.take(chunk.text)
