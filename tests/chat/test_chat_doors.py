@@ -342,6 +342,17 @@ def test_an_answer_ends_with_the_room_of_the_base(claude: anthropic.Anthropic, m
     assert len(request.prompt_ids) + request.sampling.max_tokens == ROOM
 
 
+def test_both_stock_clients_tell_the_id_of_a_request(
+    stock: openai.OpenAI, claude: anthropic.Anthropic, model: Says
+) -> None:
+    model.texts = ["x"] * 2
+    assert chat(stock, False, messages=[HI])._request_id
+    assert claude.messages.create(model="small", max_tokens=9, messages=[HI])._request_id
+    with pytest.raises(anthropic.NotFoundError) as error:
+        claude.messages.create(model="nobody", max_tokens=9, messages=[HI])
+    assert error.value.request_id
+
+
 def test_tool_calls_that_follow_each_other_become_one_message_at_once() -> None:
     """Thousands of them, one by one, would take time that grows with their square."""
     calls = [{"type": "function_call", "name": f"f{number}", "arguments": "{}"} for number in range(50)]

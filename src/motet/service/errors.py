@@ -27,7 +27,7 @@ from motet.process.apart import TooMuchError
 from motet.runtime.disk_gate import is_full
 from motet.service.database.presence import DatabaseReplaced
 from motet.service.database.store import AWAY
-from motet.service.request_log import asked_of
+from motet.service.request_log import ID_HEADERS, asked_of
 
 Thing = TypeVar("Thing")
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def handle_errors(app: FastAPI, without_places: Callable[[str], str]) -> None:
         asked.reason = str(error)
         answer = _answer(request, error, without_places)
         if answer.status_code == 500:  # this response bypasses the middleware that adds it
-            answer.headers["x-request-id"] = asked.id
+            answer.headers.update(dict.fromkeys(ID_HEADERS, asked.id))
         return answer
 
     for kind in (

@@ -16,6 +16,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+ID_HEADERS = ("x-request-id", "request-id")
+"""Headers in which the stock clients of OpenAI and of Anthropic read the id of a request."""
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 """Valid request ids from a client or a proxy."""
 _FILE_BYTES, _FILES = 32 * 2**20, 8
@@ -126,8 +128,9 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 asked.status = message["status"]
                 message.setdefault("headers", [])
-                others = [one for one in message["headers"] if one[0] != b"x-request-id"]
-                message["headers"] = [*others, (b"x-request-id", asked.id.encode())]
+                own = [(name.encode(), asked.id.encode()) for name in ID_HEADERS]
+                names = [name for name, _ in own]
+                message["headers"] = [one for one in message["headers"] if one[0] not in names] + own
             else:
                 asked.sent += len(message.get("body", b""))
                 if not message.get("more_body"):  # log first, so that a client with the response finds the line
