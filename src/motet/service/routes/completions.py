@@ -58,7 +58,7 @@ def _no_penalty(value: object) -> object:
 
 Zero = Annotated[float, BeforeValidator(_no_penalty), Field(ge=0, le=0)]
 """A field that clients send with its neutral value."""
-Limit = Annotated[int, Field(ge=1, le=100_000)]
+Limit = Annotated[int, Field(ge=1, lt=2**31)]
 _MAX_TOKENS = 16
 _MOST_FIELDS = 100
 _MOST_PROMPTS = 16
