@@ -425,6 +425,9 @@ def test_arguments_of_tool_calls_are_bounded_like_the_request_that_has_them(scri
         ("messages", "response_format"),
         ("messages", "n"),
         ("responses", "max_tokens"),
+        ("messages", "max_output_tokens"),
+        ("chat/completions", "stop_sequences"),
+        ("chat/completions", "chat_template_kwargs"),
     ],
 )
 def test_a_field_of_another_format_that_changes_what_is_sampled_is_refused(

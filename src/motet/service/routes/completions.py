@@ -65,9 +65,10 @@ _MOST_PROMPTS = 16
 _UNKNOWN = (
     "top_k", "min_p", "repetition_penalty", "min_tokens", "best_of", "ignore_eos", "stop_token_ids", "structured_outputs",
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format", "output_format", "output_config",
-    "stop", "n", "max_tokens", "max_completion_tokens",
+    "stop", "stop_sequences", "n", "max_tokens", "max_completion_tokens", "max_output_tokens", "allowed_token_ids",
+    "bad_words", "chat_template", "chat_template_kwargs",
 )  # fmt: skip
-"""Fields of other servers and formats that would change the sampling."""
+"""Fields of other servers and formats that would change what the model reads or samples."""
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=200_000, fail_fast=True)]
 Prompts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
 PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
