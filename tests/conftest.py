@@ -49,10 +49,10 @@ TOGETHER = (
 """Files that one worker runs, so that they share a service."""
 UNIT = frozenset(
     """
-advantages budgets chains chat conversation credit critic dataset distillation episode generation graders idle_slots in_flight
-jobfile journal learner losses meter metrics over_provision own_algorithm own_code packing pipeline placement preferences probe
-queue_turns report results resume rows rundir sampling scheduler settings shares signs slots step_batch stops supervised
-tenant_turns tracking versions view
+advantages budgets chains chat conversation credit critic dataset distillation episode formats generation graders idle_slots
+in_flight jobfile journal learner losses meter metrics over_provision own_algorithm own_code packing pipeline placement
+preferences probe queue_turns report results resume rows rundir sampling scheduler settings shares signs slots step_batch stops
+supervised tenant_turns tracking versions view
 """.split()
 )
 """Files whose tests have the mark `unit`, but for slow ones: pure functions, and loops on the fakes."""
