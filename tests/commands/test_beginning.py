@@ -138,7 +138,8 @@ def test_prompts_that_are_nearly_the_same_are_left_out(here: Path, says: Motet) 
         ("n >= 3", {"n": 3}, True), ("n>=3", {"n": 2.9}, False), ("n < 3", {"n": "2"}, True), ("n == 3", {"n": "3"}, True),
         ("n != 3", {"n": 4}, True), ("n < 3", {"n": "many"}, False), ("n < 3", {"m": 1}, False), ("n < 3", {"n": None}, False),
         ("t ~ a b", {"t": "xa by"}, True), ("t == x y", {"t": "x y"}, True), ('t == "3"', {"t": "3"}, True),
-        ("ok == true", {"ok": True}, True), ("t < b", {"t": "a"}, True),
+        ("ok == true", {"ok": True}, True), ("t < b", {"t": "a"}, True), ("v == 1.10", {"v": "1.10"}, True),
+        ("v == 1.10", {"v": "1.1"}, False), ("v != 1e3", {"v": "1e3"}, False), ("v ~ 1.10", {"v": "v1.12"}, False),
     ],
 )  # fmt: skip
 def test_a_comparison_holds(text: str, row: dict[str, Any], holds: bool) -> None:

@@ -65,7 +65,8 @@ class Comparison:
     column: str
     sign: str
     value: Any
-    """A number if the text is one and the column has numbers; otherwise text."""
+    """The text as JSON, such as a number, or the text itself where it is none."""
+    text: str
 
     @classmethod
     def of(cls, text: str) -> Comparison:
@@ -81,7 +82,7 @@ class Comparison:
             value = json.loads(match[3])
         except ValueError:
             value = match[3]
-        return cls(match[1], match[2], value)
+        return cls(match[1], match[2], value, match[3])
 
     def holds(self, row: Row) -> bool:
         """Whether a row fits; a row without the column, or with a value of another type, does not."""
@@ -89,7 +90,7 @@ class Comparison:
             return False
         found, value = row[self.column], self.value
         if isinstance(found, str) and not isinstance(value, str):
-            value = json.dumps(value)  # in a .csv, every value is text
+            value = self.text  # in a .csv, every value is text: 1.10 is not 1.1
             if self.sign not in ("==", "!=", "~"):
                 try:
                     found, value = float(found), float(self.value)
