@@ -25,11 +25,13 @@ from motet.core.checksums import SUMS, disk_error
 from motet.core.errors import RunError
 from motet.core.types import ADAPTER_FILES, JobState
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
+from motet.runtime.fork import fork
 from motet.runtime.job import StepDone
 from motet.runtime.opening import damages, open_job
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import differences
 from motet.runtime.rollout_logs import must_be_there
+from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, Spend
 from motet.training.fake import FakeTrainer
 from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, job, run_jobs
@@ -100,6 +102,18 @@ def test_commit_and_restore(tmp_path: Path, save: Save) -> None:
         version, state = again.path / "versions" / "v1" / name, again.path / "state" / "1" / name
         assert version.read_bytes() == state.read_bytes()
     assert not names(again.path / "versions" / "v1") - {*ADAPTER_FILES, SUMS}
+
+
+def test_a_fork_asks_judges_nothing_that_its_parent_has_asked(tmp_path: Path, save: Save) -> None:
+    """A judge may answer otherwise the second time, and is paid for it."""
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    JudgeAnswers(directory.path / FILE).keep("question", Said("7", 30, 1), 0.5)
+    forked = JudgeAnswers(fork(directory, 0, tmp_path / "again" / "a", 0).path / FILE)
+    assert forked.find("question") == "7"
+    assert forked.spend() == Spend(), "it has asked nothing yet"
+    forked.keep("other", Said("8", 20, 1), 0.25)
+    assert forked.spend() == Spend(1, 20, 1, 0.25)
 
 
 def test_what_was_written_after_the_commit_is_cut_back(tmp_path: Path, save: Save) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from motet.runtime.receipts import (
     subjects_of,
 )
 from motet.runtime.recorded import check_recorded, edit_of
-from motet.tasks.judge_answers import FILE as JUDGE_ANSWERS
+from motet.tasks.judge_answers import FILE, JudgeAnswers
 
 _MOST = 200
 """Characters of a value that are shown."""
@@ -105,9 +104,8 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
         if first:
             run.mkdir(exist_ok=True)
             fork(original, first, again.path, 0 if served else job.algorithm.lag)
-        if (said := original.path / JUDGE_ANSWERS).is_file():  # what judges said is a fact of the run, as its data is
-            again.path.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(said, again.path / JUDGE_ANSWERS)
+        else:  # what judges said is a fact of the run, as its data is
+            JudgeAnswers(original.path / FILE).copy(again.path / FILE)
         versions = f"version {last}" if last == first + 1 else f"versions {first + 1} to {last}"
         say(f"deriving {versions} of {job.name} again{FROM_RECORD if served else ''} …")
         # commits change no bit, and with one a step every receipt of the original has its version here

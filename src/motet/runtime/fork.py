@@ -15,6 +15,7 @@ import yaml
 from motet.core.checksums import link, replace_file, sealed, sync, unsealed
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
+from motet.tasks.judge_answers import FILE, JudgeAnswers
 
 
 def fork(job: JobDirectory, step: int, new: Path, lag: int, settings: Mapping[str, Any] | None = None) -> JobDirectory:
@@ -61,6 +62,7 @@ def fork(job: JobDirectory, step: int, new: Path, lag: int, settings: Mapping[st
         tree["job"] |= settings
         identity = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).encode()
     replace_file(draft / "job.yaml", identity)
+    JudgeAnswers(job.path / FILE).copy(draft / FILE)
     replace_file(draft / FORKED, json.dumps({"from": str(job.path.resolve()), "step": step}).encode())
     if new.exists():
         new.rmdir()

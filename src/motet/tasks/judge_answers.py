@@ -90,6 +90,15 @@ class JudgeAnswers:
             file.execute("DELETE FROM answers WHERE id <= (SELECT max(id) FROM answers) - ?", (self._most,))
             return Spend(*file.execute(_SPENT).fetchone())
 
+    def copy(self, path: Path) -> None:
+        """Give another job the answers, for which it has spent nothing."""
+        if not self._path.exists():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._open() as file, JudgeAnswers(path)._open() as other:
+            found = file.execute("SELECT id, key, text FROM answers")
+            other.executemany("INSERT INTO answers VALUES (?, ?, ?)", found)
+
     def spend(self) -> Spend:
         """The total of the answers so far."""
         if not self._path.exists():
