@@ -116,6 +116,23 @@ def test_a_fork_asks_judges_nothing_that_its_parent_has_asked(tmp_path: Path, sa
     assert forked.spend() == Spend(1, 20, 1, 0.25)
 
 
+def test_a_version_that_cannot_be_compared_is_named(
+    tmp_path: Path, save: Save, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = opened(tmp_path)
+    directory.commit(Committed(), save)
+    step(directory, 0, save)
+    directory.record(directory.steps(), directory.versions())
+    version = directory.version(1)
+    (version / SUMS).unlink()
+    (version / ADAPTER_FILES[0]).unlink()
+    (version / ADAPTER_FILES[0]).write_text("by its owner")
+    assert verify(directory.path) == 0
+    said = capsys.readouterr().out
+    assert f"version 1 was not compared, because its {SUMS} was removed" in " ".join(said.split())
+    assert "version 0 was not" not in said
+
+
 def test_what_was_written_after_the_commit_is_cut_back(tmp_path: Path, save: Save) -> None:
     directory = opened(tmp_path)
     directory.commit(Committed(), save)

@@ -66,6 +66,9 @@ def verify(directory: Path, jobs_file: Path | None = None) -> int:
             f"{len(steps)} commits, {len(job.versions())} versions{f', {n_receipts} receipts' if n_receipts else ''}"
         )
         say(f"{path.name}: {counted}, all as they were saved{early}")
+        for number in job.versions():
+            if not (job.version(number) / SUMS).is_file():
+                say(f"{path.name}: version {number} was not compared, because its {SUMS} was removed")
     if jobs_file is not None:
         lines += _not_the_same(jobs_file, jobs)
     for line in lines:
