@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from motet.commands.replay import partings
 from motet.commands.verify import verify
 from motet.config import AdapterConfig
 from motet.core.checksums import SUMS, disk_error
@@ -131,6 +133,28 @@ def test_a_version_that_cannot_be_compared_is_named(
     said = capsys.readouterr().out
     assert f"version 1 was not compared, because its {SUMS} was removed" in " ".join(said.split())
     assert "version 0 was not" not in said
+
+
+def test_a_replay_compares_the_state_of_the_optimizer_too(tmp_path: Path, save: Save) -> None:
+    """It may differ by less than what the weights of the same step show."""
+
+    def trained(run: str, optimizer: str) -> JobDirectory:
+        directory = opened(tmp_path / run)
+        directory.commit(Committed(), save)
+        step(directory, 0, save)
+        directory.receipts.mkdir()
+        files, beside = (
+            [{"name": name, "digest": {"sha256": digest}}]
+            for name, digest in ((ADAPTER_FILES[0], "0"), ("optimizer.safetensors", optimizer))
+        )
+        built: dict[str, Any] = {"buildDefinition": {"resolvedDependencies": []}, "runDetails": {"byproducts": beside}}
+        (directory.receipts / "v1.json").write_text(json.dumps({"subject": files, "predicate": built}))
+        return directory
+
+    one, same, other = trained("one", "1"), trained("same", "1"), trained("other", "2")
+    assert list(partings(one, same, 0, 1)) == []
+    (said,) = partings(one, other, 0, 1)
+    assert "optimizer.safetensors of version 1 has another sha256" in said
 
 
 def test_what_was_written_after_the_commit_is_cut_back(tmp_path: Path, save: Save) -> None:

@@ -36,8 +36,8 @@ from motet.runtime.receipts import (
     differences,
     fields_apart,
     materials_of,
+    outputs_of,
     read_receipt,
-    subjects_of,
 )
 from motet.runtime.recorded import check_recorded, edit_of
 from motet.tasks.judge_answers import FILE, JudgeAnswers
@@ -118,7 +118,7 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
             "observers": [],
         }
         seconds = _train(config.model_copy(update=alone), last, original)
-        parted = list(_partings(original, again, first, last))
+        parted = list(partings(original, again, first, last))
         for line in _other_facts(original, again, last):
             say(f"  {line}")
         if parted:
@@ -234,7 +234,7 @@ def _other_facts(original: JobDirectory, again: JobDirectory, last: int) -> Iter
     yield from differences(*(one["predicate"]["runDetails"]["builder"]["version"] for one in (old, new)))
 
 
-def _partings(original: JobDirectory, again: JobDirectory, first: int, last: int) -> Iterator[str]:
+def partings(original: JobDirectory, again: JobDirectory, first: int, last: int) -> Iterator[str]:
     """Where two trainings of a job part first, in words; nothing where they do not."""
     (old, lines), (new, lines_again) = map(_recorded, (original, again))
     for step in range(first, last):
@@ -247,7 +247,7 @@ def _partings(original: JobDirectory, again: JobDirectory, first: int, last: int
             return
         receipts = [job.receipts / f"v{step + 1}.json" for job in (original, again)]
         if receipts[0].is_file():
-            before, now = (subjects_of(read_receipt(path)) for path in receipts)
+            before, now = (outputs_of(read_receipt(path)) for path in receipts)
             for file in (file for file in before if before[file] != now.get(file)):
                 yield f"the runs first differ in step {step}: {file} of version {step + 1} has another sha256"
                 return

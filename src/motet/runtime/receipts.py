@@ -263,6 +263,12 @@ def subjects_of(statement: Mapping[str, Any]) -> dict[str, str]:
     return {str(one["name"]): str(one["digest"]["sha256"]) for one in statement["subject"]}
 
 
+def outputs_of(statement: Mapping[str, Any]) -> dict[str, str]:
+    """sha256 of the version's files, and of the optimizer's state beside them, by name."""
+    beside = statement["predicate"]["runDetails"]["byproducts"]
+    return {**subjects_of(statement), **{str(one["name"]): str(one["digest"]["sha256"]) for one in beside}}
+
+
 def dependencies_of(statement: Mapping[str, Any]) -> dict[str, str]:
     """Digests of the version's inputs, by name."""
     listed = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
