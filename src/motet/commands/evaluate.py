@@ -33,6 +33,7 @@ from motet.runtime.checkpoint import JobDirectory, dump_line
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import errors_of, group_metrics, rollout_records
+from motet.runtime.race_record import known_jobs
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
 from motet.runtime.settings import Mean
@@ -144,7 +145,7 @@ def evaluate(
         raise ConfigError("--greedy gives the same answer each time: leave out --samples")
     config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)
     models = [*([Model("base", None)] if asked.base else []), *find_models(config, names)]
-    task = _task(config, names, asked)
+    task = task_of(config, names, asked)
     with TemporaryDirectory(prefix="motet-eval-") as scratch, contextlib.ExitStack() as stack:
         directory = RunDirectory(Path(scratch))
         stack.callback(directory.close)
@@ -180,14 +181,15 @@ def evaluate(
 
 
 def find_models(config: RunConfig, names: Sequence[str]) -> list[Model]:
-    """Versions of the jobs of a file, and PEFT directories.
+    """Versions of the jobs of a file and of the candidates of their races, and PEFT directories.
 
     Raises:
         ConfigError: a name is none of these.
         RunError: the version is not kept.
         AdapterError: a directory holds no adapter.
     """
-    jobs, models = [job.name for job in config.jobs], list[Model]()
+    written, models = [job.name for job in config.jobs], list[Model]()
+    jobs = list(known_jobs(config.jobs, Path(config.run)))
     for name in dict.fromkeys(names):
         job, at, version = name.partition("@")
         if job in jobs:
@@ -204,20 +206,18 @@ def find_models(config: RunConfig, names: Sequence[str]) -> list[Model]:
             models.append(Model(name, Path(name)))
         else:
             near = close_matches(job, jobs)
-            meant = f"; did you mean {near[0]}?" if near else f" ({', '.join(jobs[:8])})"
+            meant = f"; did you mean {near[0]}?" if near else f" ({', '.join(written[:8])})"
             raise ConfigError(f"{name!r} is no job of the file and no directory{meant}")
     return models
 
 
-def _task(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
+def task_of(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
     """The job whose problems count, with the requested settings instead of its own."""
-    jobs = {job.name: job for job in config.jobs}
+    jobs, written = known_jobs(config.jobs, Path(config.run)), [job.name for job in config.jobs]
     named = [name.partition("@")[0] for name in names if name.partition("@")[0] in jobs]
-    name = asked.task or next(iter(named or (jobs if len(jobs) == 1 else ())), None)
+    name = asked.task or next(iter(named or (written if len(written) == 1 else ())), None)
     if name not in jobs:
-        raise ConfigError(
-            f"--task must name the job whose problems and rewards count, one of {', '.join(list(jobs)[:8])}"
-        )
+        raise ConfigError(f"--task must name the job whose problems and rewards count, one of {', '.join(written[:8])}")
     job = jobs[name]
     if job.team:
         raise ConfigError(
