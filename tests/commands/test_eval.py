@@ -220,6 +220,14 @@ def test_candidates_of_a_race_are_models(tmp_path: Path) -> None:
         find_models(config, [name[:-1]])
 
 
+def test_other_rows_are_of_the_same_subset_and_split(tmp_path: Path) -> None:
+    """As held-out rows of another source are."""
+    data = {"source": "hub/sums", "subset": "main", "eval_split": "test", "prompt": "asked"}
+    config = load_jobs(job_file(tmp_path, {**job("sums", tmp_path), "data": data, "reward": "exact"}))
+    found = task_of(config, ["sums"], Asked(data="hub/others")).data
+    assert (found.source, found.subset, found.split, found.prompt) == ("hub/others", "main", "test", "asked")
+
+
 def test_rewards_that_fail_are_told(trained: Path, says: Motet) -> None:
     code, printed, _ = says("eval", trained, "digits@1", "--task", "raises", "--rows", 2)
     assert code == 1

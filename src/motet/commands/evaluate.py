@@ -43,7 +43,7 @@ from motet.tasks.plain_json import as_json
 from motet.tracking.trackers import write_parquet
 
 _FORMATS = (".jsonl", ".parquet")
-_OF_ROWS = ("prompt", "answer", "template", "system", "chat_template", "chat_template_kwargs", "max_prompt_tokens")
+_OF_ROWS = "subset prompt answer template system chat_template chat_template_kwargs max_prompt_tokens".split()
 """The `data` fields that a job keeps when other rows are evaluated."""
 
 
@@ -232,7 +232,8 @@ def task_of(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
         tree["eval"]["temperature"] = 0.0
     if asked.data is not None:
         kept = {name: value for name, value in tree["data"].items() if name in _OF_ROWS}
-        tree["data"] = {**kept, "source": asked.data, "holdout": 0, "size": asked.rows}
+        split = job.data.eval_split or job.data.split
+        tree["data"] = {**kept, "source": asked.data, "split": split, "holdout": 0, "size": asked.rows}
     if asked.rewards:
         tree["rewards"] = list(asked.rewards)
     elif isinstance(job.algorithm, RowAlgorithm):
