@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 import motet
+from motet.commands.served_jobs import asked_for
+from motet.core.errors import ServiceError
 from motet.core.types import JobState
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.race_record import RaceRecord
@@ -206,6 +208,15 @@ def test_a_name_is_given_once_in_a_request(house: House) -> None:
     for jobs in ([racing("twin"), racing("twin")], [racing("twin"), tiny("twin")], [tiny("twin"), racing("twin")]):
         told = house.refused(400, "POST", "/v1/submissions", json={"jobs": [{"job": job} for job in jobs]})["message"]
         assert "another job of this request has it" in told
+
+
+def test_a_worker_may_be_given_a_race(house: House) -> None:
+    own, *_ = races = [submitted(house, name) for name in ("worked", "beside")]
+    with motet.Client(str(house.http.base_url), house.keys["ours"]) as client:
+        asked = asked_for(client, ["worked", next(iter(races[1]["jobs"]))])
+        assert [one.name for one in asked] == [*own["jobs"], next(iter(races[1]["jobs"]))]
+        with pytest.raises(ServiceError, match="nothing"):
+            asked_for(client, ["nothing"])
 
 
 def test_a_race_is_its_owners(house: House) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from motet.client import AsyncClient, Client
 from motet.commands.answers import INTERRUPTED, command_for, minute, say
+from motet.commands.control import found
 from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
 from motet.config.candidates import raced
 from motet.config.chain import chains
@@ -124,6 +125,23 @@ def submit(
 def names_of(job: JobConfig) -> list[str]:
     """The name of a job, or those of its candidates if it races."""
     return [one.name for one in raced([job])[0]]
+
+
+def asked_for(client: Client, names: Iterable[str]) -> list[Job]:
+    """Jobs of a service by name or id; of a race, its candidates.
+
+    Raises:
+        ServiceError: there is no such job and no such race.
+    """
+    jobs = list[Job]()
+    for name in names:
+        try:
+            jobs.append(client.job(name))
+        except ServiceError as error:
+            if error.status != 404 or (race := found(client.race, name)) is None:
+                raise
+            jobs += map(client.job, race.jobs.values())
+    return jobs
 
 
 def check_files(jobs: Sequence[JobConfig]) -> None:
