@@ -123,6 +123,13 @@ def test_what_makes_a_comparison_weak_is_said(tmp_path: Path, says: Motet) -> No
     assert "their rewards differ: each is measured by its own" in out
 
 
+def test_held_out_answers_that_were_not_read_are_told(tmp_path: Path) -> None:
+    whole, part = (read_evaluated(write(tmp_path / name, good(0.5), range(n))) for name, n in (("a", 64), ("b", 40)))
+    (found,) = compare([side_of_job("a", whole), side_of_job("b", part)], best_first=False)
+    assert "only the first 40 of the 64 held-out answers of b were read, and count" in found.notes
+    assert not any("of a were read" in note for note in found.notes)
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, says: Motet) -> None:
     job = write(tmp_path / "run" / "a", good(0.5))
     other = write(tmp_path / "b", good(0.5), range(100, 110))

@@ -35,6 +35,9 @@ class EvaluatedJob:
     """Held-out reward, accuracy or log-likelihood."""
     problems: Mapping[str, float]
     """Mean reward of each held-out problem, by its prompt and reference answer; empty where none was sampled."""
+    read: int
+    """Answers that were read, of `answers` that the evaluation sampled."""
+    answers: int
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,16 @@ def evaluated(record: JobRecord, rollouts: Iterable[Line], version: int | None =
     figures = {int(x): y for x, y in zip(record.evaluations.xs, record.evaluations.ys, strict=True)}
     if not figures:
         raise RunError(f"job {record.name} has no held-out evaluation to compare; set eval.every, or data.holdout")
-    rewards: dict[str, list[float]] = {}
-    for line in rollouts:
+    rewards, lines = dict[str, list[float]](), tuple(rollouts)
+    for line in lines:
         if (reward := number(line.get("reward"))) is not None:
             problem = json.dumps([line.get("prompt"), line.get("answer")], sort_keys=True, default=str)
             rewards.setdefault(problem, []).append(reward)
     at = next(reversed(figures)) if version is None else version
-    return EvaluatedJob(record, at, figures[at], {one: fmean(some) for one, some in rewards.items()})
+    counts = record.columns.get("eval/rollouts", Series()).known
+    answers = int(dict(zip(counts.xs, counts.ys, strict=True)).get(at, len(lines)))
+    problems = {one: fmean(some) for one, some in rewards.items()}
+    return EvaluatedJob(record, at, figures[at], problems, len(lines), answers)
 
 
 def read_evaluated(path: Path) -> EvaluatedJob:
@@ -188,6 +194,12 @@ def _notes(job: EvaluatedJob, other: EvaluatedJob) -> Iterable[str]:
     mine, others = job.problems.keys(), other.problems.keys()
     if mine != others and mine and others:
         yield f"{len(mine & others)} of {max(len(mine), len(others))} held-out problems are in both, and count"
+    for one in (job, other):
+        if 0 < one.read < one.answers:
+            yield (
+                f"only the first {one.read:,} of the {one.answers:,} held-out answers of {one.record.name} were read, and "
+                "count"
+            )
     if job.version != other.version:
         yield f"compared at different versions, v{job.version} and v{other.version}"
     rewards = [_section(one.record.config, "rewards") for one in (job, other)]
