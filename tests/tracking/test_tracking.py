@@ -138,6 +138,26 @@ def test_a_job_that_ended_while_its_observer_was_away_is_sent_later(tmp_path: Pa
     assert look(JobState.SUCCEEDED, JobState.PAUSED) == [], "nothing is new"
 
 
+def test_steps_before_a_fault_are_not_sent_again(tmp_path: Path) -> None:
+    got, away = list[Any](), True
+    write_job(tmp_path, "add", done=3, steps=9, top=0.9, state="running", every=0)
+
+    class Away(Noted):
+        def step(self, step: ObservedStep) -> None:
+            if away and step.number == 2:
+                raise OSError("no network")
+            super().step(step)
+
+    def look() -> None:
+        with Followers([ObserverConfig(name="away", function=Away, args={"into": got})], tmp_path) as followers:
+            followers.move(job_of_run(tmp_path, "add"), JobState.RUNNING)
+
+    look()
+    away = False
+    look()
+    assert [one[1] for one in got] == [0, 1, 2, "paused"]
+
+
 def test_a_fault_is_told_once_and_stays_with_its_job(run: Path) -> None:
     got, told = list[Any](), list[str]()
 

@@ -170,14 +170,18 @@ class Follower(threading.Thread):
         first = one.metrics.lines - len(lines)
         while timings := one.timings.read():  # written after the metrics of their step
             one.times |= {line.get("step"): _seconds(line.get("time")) for line in timings}
-        for place, line in enumerate(lines, first):
-            number = line.get("step")
-            ended = one.times.pop(number, None) or time.time()
-            if place >= one.sent and isinstance(number, int):
-                one.observer = one.observer or self._make(one.job)
-                one.observer.step(ObservedStep(number, ended, line, one.job.path))
-        if one.metrics.lines > one.sent:
-            self._keep(one, one.metrics.lines)
+        done = first
+        try:
+            for place, line in enumerate(lines, first):
+                number = line.get("step")
+                ended = one.times.pop(number, None) or time.time()
+                if place >= one.sent and isinstance(number, int):
+                    one.observer = one.observer or self._make(one.job)
+                    one.observer.step(ObservedStep(number, ended, line, one.job.path))
+                done = place + 1
+        finally:
+            if done > one.sent:
+                self._keep(one, done)
         return one.metrics.offset != before
 
     def _tell(self, text: str) -> None:
