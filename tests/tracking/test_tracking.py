@@ -229,6 +229,17 @@ def test_jobs_of_similar_names_have_ids_of_their_own(tmp_path: Path) -> None:
     assert ids == [job_of_run(tmp_path, name).id for name in names]
 
 
+@pytest.mark.parametrize("shared", ["/all", "../all"])
+def test_runs_that_share_a_directory_replace_no_files_of_each_other(shared: str, tmp_path: Path) -> None:
+    jobs = [job_of_run(tmp_path / run, "add") for run in ("morning", "evening")]
+    place = f"{tmp_path}{shared}" if shared == "/all" else shared
+    places = [one.directory(place).resolve() for one in [*jobs, *jobs]]
+    assert places[:2] == places[2:]
+    assert len(set(places)) == 2
+    assert {one.parent for one in places} == {tmp_path / "all"}
+    assert jobs[0].directory("mine") == tmp_path / "morning" / "mine" / "add"
+
+
 def test_steps_of_no_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no metrics"):
         send(tmp_path, TENSORBOARD)

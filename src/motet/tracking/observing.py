@@ -57,8 +57,10 @@ class ObservedJob:
         return f"{name}-{self.tenant}" if self.tenant else name
 
     def directory(self, name: str) -> Path:
-        """A directory for files of the job, created if it is missing."""
-        place = self.shared(name) / self.label
+        """A directory for files of the job, created if it is missing. Where other runs may write too, it has the id as name."""
+        shared = self.shared(name)
+        own = bool(self.tenant) or shared.resolve().is_relative_to(self.home.resolve())
+        place = shared / (self.label if own else self.id)
         place.mkdir(parents=True, exist_ok=True)
         return place
 
