@@ -181,6 +181,9 @@ def test_an_export_is_verified_by_its_receipt(
     version: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     export.write(version, str(SMALL_BASE), tmp_path / "card", "card", checked=False)
+    export.write(tmp_path / "card", str(SMALL_BASE), tmp_path / "again", "peft", checked=False)
+    assert verify(tmp_path / "again") == 0, "an export of an export"
+    capsys.readouterr()
     assert verify(tmp_path / "card") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "not checked: README.md, curves.svg (the receipt does not name them)" in said

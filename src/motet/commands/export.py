@@ -43,7 +43,8 @@ def peft(source: ExportSource, target: Path) -> Loaded:
     config = {**json.loads((source.adapter / ADAPTER_CONFIG).read_text()), "base_model_name_or_path": source.loads_as}
     (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     if (source.adapter / RECEIPT).is_file():  # which has the sum of the file with the base's name in the run
-        shutil.copyfile(source.adapter / ADAPTER_CONFIG, target / TRAINED_CONFIG)
+        trained = source.adapter / TRAINED_CONFIG  # of an export
+        shutil.copyfile(trained if trained.is_file() else source.adapter / ADAPTER_CONFIG, target / TRAINED_CONFIG)
     for name in (ADAPTER_WEIGHTS, RECEIPT):
         if (source.adapter / name).is_file():
             shutil.copyfile(source.adapter / name, target / name)
