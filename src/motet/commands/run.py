@@ -138,12 +138,8 @@ def _farewell(console: Console, result: RunResult) -> int:
     for job in result.jobs.values():
         if job.spent:
             console.print(f"{job.name} {job.message}", soft_wrap=True)
-    open_jobs = [job for job in result.jobs.values() if not job.state.final and not job.spent]
-    if open_jobs:
-        console.print(
-            f"{len(open_jobs)} job{'s' if len(open_jobs) > 1 else ''} saved; resume with: {again}",
-            soft_wrap=True,
-        )
+    if saved := sum(not job.state.final and not job.spent for job in result.jobs.values()):
+        console.print(f"{saved} job{'s' if saved > 1 else ''} saved; resume with: {again}", soft_wrap=True)
         return 130
     failed = any(job.state is JobState.FAILED for job in result.jobs.values())
     if failed:
