@@ -77,16 +77,16 @@ class GrowingText:
 
     def __init__(self) -> None:
         self._known, self._text = 0, ""  # number and text of the tokens before the last boundary
+        self._start, self._before = 0, ""  # the last of them from here on, and their text
 
     def of(self, tokens: list[int], decode: Decode) -> str:
         """The text of tokens that begin with those of the last call."""
-        start = max(0, self._known - _BEFORE)
-        before, text = decode(tokens[start : self._known]), decode(tokens[start:])
-        if not text.startswith(before):  # some tokenizers remove spaces before punctuation
-            return decode(tokens)
-        text = self._text + text[len(before) :]
+        text = decode(tokens[self._start :])
+        whole = text.startswith(self._before)  # some tokenizers remove spaces before punctuation
+        text = self._text + text[len(self._before) :] if whole else decode(tokens)
         if len(tokens) - self._known >= _BETWEEN and _is_no_byte(decode(tokens[-1:])):
-            self._known, self._text = len(tokens), text
+            self._known, self._text, self._start = len(tokens), text, len(tokens) - _BEFORE
+            self._before = decode(tokens[self._start :])
         return text
 
 
