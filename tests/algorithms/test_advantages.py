@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import cast, get_args
 
 import numpy as np
@@ -173,3 +174,13 @@ def test_dapo_punishes_answers_that_come_near_the_limit() -> None:
     (values,) = cast(list[list[float]], algorithm.advantages([group], 10))
     assert values[0] == values[1] > values[2] > values[3]
     assert Dapo().advantages([group], 10) == [[0.0] * 4]
+
+
+def test_dapo_punishes_the_longest_of_several_turns() -> None:
+    """`max_tokens` is the limit of one turn."""
+    (branch,) = _answer(1.0, 15).branches
+    turns = replace(branch, loss_mask=np.array(list("sss.ssssss.ssss")) == "s")
+    others = replace(branch, loss_mask=np.arange(15) >= 7)
+    algorithm = Dapo(overlong_buffer=4)
+    for branches, punished in (((turns,), 0.0), ((turns, others), -0.5), ((), 0.0)):
+        assert algorithm.punishment(replace(_answer(1.0, 1), branches=branches), 10) == punished

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from motet.algorithms.credit import stretches
 from motet.algorithms.policy_gradient import OfTokens, PolicyGradient
 from motet.core.types import Group, Rollout
 
@@ -30,8 +31,9 @@ class Dapo(PolicyGradient):
         return super().advantages(judged, max_tokens)
 
     def punishment(self, rollout: Rollout, max_tokens: int) -> float:
-        """Between −1 and 0, eq. 13: 0 up to max_tokens − overlong_buffer tokens, −1 at max_tokens."""
+        """Between −1 and 0, eq. 13: 0 if the longest turn has up to max_tokens − overlong_buffer tokens, −1 at max_tokens."""
         if not self.overlong_buffer:
             return 0.0
-        over = rollout.sampled - (max_tokens - self.overlong_buffer)
+        longest = max((last - first for branch in rollout.branches for first, last in stretches(branch)), default=0)
+        over = longest - (max_tokens - self.overlong_buffer)
         return -min(max(over / self.overlong_buffer, 0.0), 1.0)
