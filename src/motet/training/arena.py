@@ -218,7 +218,9 @@ class AdapterArena:
                 layout = file.metadata()
         except (OSError, SafetensorError) as error:
             raise AdapterError(f"{path} cannot be read: {error}") from error
-        if set(tensors) - {"gradient"} != {"exp_avg", "exp_avg_sq", "step"} or layout != self._metadata():
+        wanted = {**dict.fromkeys({*MOMENTS, *tensors}, self.masters.shape), "step": torch.Size([1])}
+        found = {name: tensor.shape for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+        if set(tensors) - {"gradient"} != {*MOMENTS, "step"} or found != wanted or layout != self._metadata():
             raise AdapterError(f"{path} belongs to an adapter of another shape")
         return tensors
 
