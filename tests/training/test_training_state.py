@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from motet.core.batch import AdamW
+from motet.algorithms import datum
+from motet.core.batch import AdamW, Segment
 from motet.core.errors import AdapterError
 from motet.model.lora import initial_weights, make_layout
 from motet.training.arena import OPTIMIZER, AdapterArena
+from motet.training.packed_pass import _TrainableRows
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "gradient"])
@@ -34,3 +37,18 @@ def test_optimizer_state_of_another_length_is_refused(name: str, tmp_path: Path)
         save_file({**tensors, name: changed.clone()}, path, metadata)
         with pytest.raises(AdapterError, match="belongs to an adapter of another shape"):
             arena.read_optimizer(tmp_path)
+
+
+def test_a_sample_without_a_ratio_mask_counts_whole_beside_one_with_a_mask() -> None:
+    ids, mask = np.arange(1, 5), np.array([1, 0, 0, 1])
+    plain, masked = datum(ids, ids), datum(ids, ids, sequence_ratio_mask=mask)
+    for samples, wanted in (
+        ((plain, masked), [1.0] * 4 + [1.0, 0.0, 0.0, 1.0]),
+        ((masked, plain), [1.0, 0.0, 0.0, 1.0] + [1.0] * 4),
+    ):
+        segment = Segment("a", samples)
+        rows = _TrainableRows.of(segment, [((0, 5),), ((5, 5),)], torch.device("cpu"))
+        found = rows.gather_optional(segment, "ratio_mask")
+        assert found is not None
+        assert found.tolist() == wanted
+    assert rows.gather_optional(segment, "reference_logprobs") is None

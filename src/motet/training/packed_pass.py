@@ -297,8 +297,9 @@ class _TrainableRows:
         return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(self.row_N.device)
 
     def gather_optional(self, segment: Segment, name: str) -> Tensor | None:
-        """`gather` for a field that all samples of a segment have, or none."""
-        return None if getattr(segment.samples[0], name) is None else self.gather(segment, name)
+        """`gather`; None if no sample of the segment has the field."""
+        missing = all(getattr(sample, name) is None for sample in segment.samples)
+        return None if missing else self.gather(segment, name)
 
     def scatter(self, values_N: Tensor, segment: Segment) -> tuple[FloatArray, ...]:
         """Convert to one array [T] per sample, or [T, K] with K targets; 0 at positions that are not trained."""
