@@ -113,3 +113,10 @@ def matches_experts(path: str, target: str) -> bool:
     """Whether a target selects experts. Only targets with `experts` do: `down_proj` selects layers."""
     module = path.rpartition(".")[0]
     return EXPERTS in target.split(".") and any(one == target or one.endswith("." + target) for one in (path, module))
+
+
+def with_experts(target_modules: str | Sequence[str] | None, target_parameters: Sequence[object]) -> list[str]:
+    """PEFT's targets of both kinds as one list; PEFT also finds a parameter by its name alone."""
+    modules = [target_modules] if isinstance(target_modules, str) else target_modules or []
+    named = map(str, target_parameters)
+    return [*modules, *(name if EXPERTS in name.split(".") else f"{EXPERTS}.{name}" for name in named)]

@@ -25,7 +25,7 @@ from torch import Tensor
 from motet.config import AdapterConfig
 from motet.core.checksums import check_version, sync
 from motet.core.errors import AdapterError
-from motet.core.model_info import ALL_LINEAR, EXPERTS
+from motet.core.model_info import ALL_LINEAR, with_experts
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.model.expert_files import together
 from motet.model.find import find_adapter
@@ -196,7 +196,7 @@ def read_adapter(directory: Path) -> PeftAdapter:
     if parameters := config.get("target_parameters"):
         if not isinstance(parameters, list):
             raise AdapterError(f"{config_file} is damaged: target_parameters={parameters!r} is no list of names")
-        targets = _with_experts(targets, parameters)
+        targets = with_experts(targets, parameters)
     try:
         joined = together(tensors, rank, PREFIX)
     except (AdapterError, RuntimeError) as error:  # mismatched shapes
@@ -205,13 +205,6 @@ def read_adapter(directory: Path) -> PeftAdapter:
         rank, alpha, tensors = rank * joined.times, alpha * joined.times, joined.tensors
         targets = [*joined.modules, *joined.parameters]
     return PeftAdapter(rank, float(alpha), targets, tensors, trained_on)
-
-
-def _with_experts(target_modules: Any, target_parameters: Any) -> Any:
-    """Both kinds of targets as one list; PEFT also finds a parameter by its name alone."""
-    modules = [target_modules] if isinstance(target_modules, str) else target_modules or []
-    named = (str(name) for name in target_parameters)
-    return [*modules, *(name if EXPERTS in name.split(".") else f"{EXPERTS}.{name}" for name in named)]
 
 
 def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source: Path) -> Tensor:

@@ -15,6 +15,7 @@ import numpy as np
 from motet.config import AdapterConfig
 from motet.core.batch import Sample, Segment
 from motet.core.errors import AdapterError
+from motet.core.model_info import ALL_LINEAR, with_experts
 from motet.core.types import ADAPTER_CONFIG, FloatArray
 from motet.model.find import find_adapter
 from motet.runtime.session import Session, Slot
@@ -131,7 +132,13 @@ def shape_of(directory: Path) -> AdapterConfig:
     path = directory / ADAPTER_CONFIG
     try:
         saved = json.loads(path.read_text())
-        targets = {"target_modules": saved["target_modules"]} if "target_modules" in saved else {}
-        return AdapterConfig.model_validate({"rank": saved["r"], "alpha": saved["lora_alpha"], **targets})
+        shape = {
+            "rank": saved["r"],
+            "alpha": saved["lora_alpha"],
+            "target_modules": saved.get("target_modules", ALL_LINEAR),
+        }
+        if parameters := saved.get("target_parameters"):
+            shape["target_modules"] = with_experts(shape["target_modules"], parameters)
+        return AdapterConfig.model_validate(shape)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AdapterError(f"{directory} holds no PEFT adapter: {path.name} cannot be read ({error})") from error
