@@ -219,3 +219,22 @@ WRONG = (
 def test_rows_that_cannot_be_learned_are_named(kind: str, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         examples([row], kind)
+
+
+EMPTY, SAID = {"role": "user", "content": ""}, {"role": "assistant", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("answer", {"messages": [EMPTY, SAID]}),
+        ("answer", {"messages": [SAID, {"role": "user", "content": "y"}, SAID]}),
+        ("last_answer", {"messages": [EMPTY, SAID]}),
+        ("pair", {"prompt": [EMPTY], "chosen": "a", "rejected": "b"}),
+        ("thumb", {"prompt": [EMPTY], "completion": "a", "label": True}),
+        ("soft", {"prompt": [EMPTY], "token_ids": [5], "top_ids": [[5]], "top_logprobs": [[0.0]]}),
+    ],
+)
+def test_a_row_that_begins_with_what_is_learned_is_refused(kind: str, row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="nothing predicts its first token"):
+        examples([row], kind, chat_template=False)

@@ -121,16 +121,13 @@ def _soft(problem: Problem, chat: Chat, where: str) -> Row:
         raise DataError(f"{where} has a token id that the base does not know; it has {vocabulary} tokens")
     prompt = chat.prompt_ids(problem)
     before = ((len(prompt), 0), (0, 0))
-    return Row(
-        (
-            Example(
-                np.concatenate([prompt, own]),
-                np.arange(len(prompt) + len(own)) >= len(prompt),
-                np.pad(targets, before),
-                np.pad((shares / shares.sum(axis=1, keepdims=True)).astype(np.float32), before),
-            ),
-        )
+    example = Example(
+        np.concatenate([prompt, own]),
+        np.arange(len(prompt) + len(own)) >= len(prompt),
+        np.pad(targets, before),
+        np.pad((shares / shares.sum(axis=1, keepdims=True)).astype(np.float32), before),
     )
+    return Row((_learned(example, where),))
 
 
 def _soft_of(problem: Problem, where: str) -> tuple[IntArray, IntArray, NDArray[np.float64]]:
@@ -207,4 +204,8 @@ def _example(problem: Problem, continuation: Continuation, chat: Chat, where: st
 def _learned(example: Example, where: str) -> Example:
     if not example.n_learned:
         raise DataError(f"{where} has nothing to learn: its answer is empty, or the weight of every turn is 0")
+    if example.loss_mask[0]:
+        raise DataError(
+            f"{where} begins with what is learned, and nothing predicts its first token; put a text before it"
+        )
     return example
