@@ -12,7 +12,7 @@ from motet.config import DataConfig
 from motet.core.errors import DataError
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import load_dataset
-from motet.tasks.rows import row_of
+from motet.tasks.rows import longest_row, row_of
 from tests.support.scripted_model import byte_tokenizer
 
 # Hugging Face's own way to say what an assistant wrote, which few templates have: the reference here.
@@ -238,3 +238,13 @@ EMPTY, SAID = {"role": "user", "content": ""}, {"role": "assistant", "content": 
 def test_a_row_that_begins_with_what_is_learned_is_refused(kind: str, row: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="nothing predicts its first token"):
         examples([row], kind, chat_template=False)
+
+
+def test_a_row_with_a_token_that_only_the_tokenizer_has_is_refused() -> None:
+    """As Gemma 3's text models have none of the tokenizer's token for images."""
+    rows = [{"prompt": "a", "completion": one} for one in ("b", "<|im_start|>")]
+    chat, _ = examples(rows, "last_answer", chat_template=False)
+    data = load_dataset(DataConfig.model_validate({"source": rows, "holdout": 0})).train
+    assert longest_row(data, "last_answer", chat, "data", len(chat.tokenizer))[0] == 3
+    with pytest.raises(DataError, match=r"data row 2 has the token '<\|im_start\|>'"):
+        longest_row(data, "last_answer", chat, "data", chat.tokenizer.convert_tokens_to_ids("<|im_start|>"))

@@ -104,7 +104,8 @@ class ReadData:
         data = sources.split(config, chat.longer_than)
         parts = [part for part in (data.train, data.holdout) if part]
         longest = [
-            chat.longest(part) if kind is None else longest_row(part, kind, chat, config.source) for part in parts
+            chat.longest(part) if kind is None else longest_row(part, kind, chat, config.source, info.vocab_size)
+            for part in parts
         ]
         return cls(data, chat, max(longest, key=lambda pair: pair[0]))
 

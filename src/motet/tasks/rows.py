@@ -32,13 +32,23 @@ def row_of(problem: Problem, kind: str, chat: Chat, source: str) -> Row:
     return READERS[kind](problem, chat, f"{source} row {problem.id + 1}")
 
 
-def longest_row(problems: Sequence[Problem], kind: str, chat: Chat, source: str) -> tuple[int, Problem]:
+def longest_row(
+    problems: Sequence[Problem], kind: str, chat: Chat, source: str, vocabulary: int
+) -> tuple[int, Problem]:
     """Number of tokens of the longest row, and the row; reads every row, so that faults are reported before the start.
 
     Raises:
-        DataError: see `row_of`.
+        DataError: see `row_of`; or a row has a token that a base with a vocabulary of this size does not have.
     """
-    lengths = [max(len(one.token_ids) for one in row_of(problem, kind, chat, source).examples) for problem in problems]
+    lengths = []
+    for problem in problems:
+        examples = row_of(problem, kind, chat, source).examples
+        if (highest := max(int(one.token_ids.max()) for one in examples)) >= vocabulary:
+            name = chat.tokenizer.convert_ids_to_tokens(highest)
+            raise DataError(
+                f"{source} row {problem.id + 1} has the token {name!r}, which the base does not have; take it out"
+            )
+        lengths.append(max(len(one.token_ids) for one in examples))
     longest = int(np.argmax(lengths))
     return lengths[longest], problems[longest]
 
