@@ -18,14 +18,7 @@ DOORS = (
     "publish by node agents", "several bases", "hosts",
 )  # fmt: skip
 ENGINES = ("embedded", "vLLM", "two vLLMs", "SGLang (fake)", "hosts 2", "shards 2", "Ray")
-BY_HAND = {
-    ("hosts", "vLLM"): "2026-11-23",
-    **{
-        (door, engine): "2026-11-23"
-        for engine in ("vLLM", "hosts 2")
-        for door in (*DOORS[1:4], "critic", "distillation", "preferences", "structured output")
-    },
-}
+BY_HAND = {("hosts", "vLLM"): "2026-11-23"}
 """Tried once by a person, and by no test."""
 NOTHING = {
     **{(f"publish by {way}", engine): "no version travels" for way in ("files", "tensors", "node agents")

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 import make_reference
-from doors_page import doors, proofs
+from doors_page import BY_HAND, doors, proofs
 from motet.core.errors import RewardError
 from plant_faults import FAULTS
 from tests.support.pages import FENCE, fences
@@ -94,6 +94,11 @@ def test_marks_of_cells_name_doors_and_engines_and_the_quickest_proof_counts(tmp
     file.write_text(mark.format("", "", "other").replace("vLLM", "TGI"))
     with pytest.raises(ValueError, match="'TGI'"):
         proofs(tmp_path)
+
+
+def test_what_a_person_tried_is_listed_only_until_a_test_proves_it() -> None:
+    found = proofs()
+    assert [cell for cell in BY_HAND if cell in found and found[cell].state != "untried"] == []
 
 
 def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
