@@ -33,7 +33,7 @@ class CriticConfig(Config):
     lam: float = Field(0.95, ge=0, le=1)
     """λ of the advantages: 1 uses observed rewards only, 0 trusts the next value of the critic."""
     clip: float = Field(0.5, gt=0)
-    """How far a value may move in one step before its gradient ends."""
+    """How far a value may move in one step before it gets no gradient."""
     warmup_steps: int = Field(0, ge=0, le=10**6)
     """First steps in which only the critic learns."""
 

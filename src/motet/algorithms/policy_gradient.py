@@ -53,7 +53,7 @@ class PolicyGradient(Algorithm):
     the turn and of later turns, compared with the mean of the group at that turn. A rollout that ended before counts as
     0."""
     discount: float = Field(1.0, gt=0, le=1)
-    """With `return_to_go`, the factor on a reward for each turn that it comes later."""
+    """With `return_to_go`, a reward is multiplied by this for each turn that it comes later."""
     loss: LossName = "ppo_clip"
     """The policy loss of a token (`gspo`: of a sequence)."""
     reduction: Reduction = "token"
@@ -93,7 +93,7 @@ class PolicyGradient(Algorithm):
     mask_truncated: bool = False
     """Leave answers that reached max_tokens out of the loss."""
     max_failed_fraction: float = Field(0.25, ge=0, le=1)
-    """The job fails if more of the rollouts of a step have no reward."""
+    """The job fails if more than this fraction of the rollouts of a step have no reward."""
 
     @model_validator(mode="before")
     @classmethod

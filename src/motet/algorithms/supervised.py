@@ -50,7 +50,7 @@ class SoftTargets(Supervised):
 
     type: Literal["soft_targets"] = "soft_targets"  # type: ignore[assignment]
     turns: Literal["all"] = "all"
-    """All: such a row has one answer."""
+    """Always `all`: such a row has one answer."""
 
     def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:
         """The cross entropy of a token with the teacher's probabilities."""
