@@ -30,7 +30,7 @@ class EngineConfig(Config):
     every processor, `native-dpbf16` in the order of the instruction `vdpbf16ps`, `torch` as its libraries do. The results
     of these three differ in their last bits."""
     threads: int = Field(0, ge=0, le=4096)
-    """CPU cores to use; 0 takes OMP_NUM_THREADS, or all cores. Training uses them together."""
+    """CPU cores to use; 0 takes OMP_NUM_THREADS, or all cores. Training uses all of them."""
     samplers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Additional sampling processes, each with a copy of the base and one core. `auto` starts one for each further core if
     memory allows, none on a GPU, and none with own `kernels`, where one process samples with all cores."""
@@ -81,13 +81,13 @@ class EngineConfig(Config):
     Use a disk, or `/dev/shm` (host memory) for a GPU. The bits are those of `kernels: torch`, which it needs."""
     ranks: int = Field(0, ge=0, le=64)
     """Number of processes of a host that train the same jobs, a multiple of `shard`. Each has the whole base, or one of
-    `shard` parts of it, and computes a part of every batch. [Results](shards.md) are those of one process. On GPUs each takes
-    one, from `device` on. 0 takes `shard`. With the embedded engine, the host also has the whole base."""
+    `shard` parts of it, and computes a part of every batch. [Results](shards.md) are those of one process. On GPUs each
+    rank takes one GPU, from `device` on. 0 takes `shard`. With the embedded engine, the host also has the whole base."""
     shard: int = Field(1, ge=1, le=64)
     """Number of processes that share one copy of the base, each with a part of every weight, for a base that is too large for
     one. Results are those of one process with `kernels: torch`."""
     hosts: int = Field(1, ge=1, le=1024)
-    """Number of host processes, each with the base and a part of the jobs. Results do not depend on it. `slots`,
+    """Number of host processes, each with the base and some of the jobs. Results do not depend on it. `slots`,
     `max_rows`, `ranks`, `shard` and `reward_processes` apply to each host separately. On a CPU the hosts share the cores unless
     `threads` is set."""
     devices: list[str] = []

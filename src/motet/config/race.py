@@ -59,8 +59,8 @@ class RaceConfig(Config):
     """Number of settings to try. The first is the job as it is written."""
     over: dict[str, Annotated[ValueRange | ValueList, BeforeValidator(_choice)]] = {}
     """Fields to vary, such as `optimizer.lr`, `adapter.rank`, `algorithm.clip_high` or `seed`: a list of values, or `low` and
-    `high` for a range. By default the rank, the group size, and the learning rate: from a third to three times where it
-    is `auto`, else from a tenth to ten times."""
+    `high` for a range. By default the rank, the group size and the learning rate: from a third to three times `auto`, or
+    from a tenth to ten times a number."""
     keep_one_in: int = Field(2, ge=2, le=MOST_CANDIDATES)
     """At each decision, one candidate in this many continues."""
     finalists: int = Field(2, ge=1, le=MOST_CANDIDATES)

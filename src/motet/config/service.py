@@ -22,7 +22,7 @@ TENANT_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]*"
 
 
 class LimitsConfig(Config):
-    """What one tenant may use. A field that is null is no limit."""
+    """What one tenant may use. `null` means no limit."""
 
     model_config = ConfigDict(defer_build=False)  # a route accepts it, and FastAPI must be able to build it
     running_jobs: int | None = Field(16, ge=1, le=10**6)
@@ -63,7 +63,7 @@ class LimitsConfig(Config):
 
 
 class RateConfig(Config):
-    """How often one key may ask."""
+    """How often one key may send requests."""
 
     requests_per_second: float | None = Field(50.0, gt=0)
     """Long-term rate; null means no limit."""
@@ -90,8 +90,8 @@ class HttpConfig(Config):
     streams_per_key: int = Field(64, ge=1, le=10**6)
     """Open event streams of one key."""
     open_mb: float = Field(1024.0, ge=1, le=1e6, allow_inf_nan=False)
-    """Memory for bodies of open requests and for open samples: their prompts and longest answers, in total. Results of
-    gradients and lists of rollouts have as much again while they are sent."""
+    """Memory for bodies of open requests and for open samples: their prompts and longest answers, in total. A second
+    budget of this size is for results of gradients and lists of rollouts while they are sent."""
     open_mb_per_tenant: float = Field(256.0, ge=1, le=1e6, allow_inf_nan=False)
     """The same for one tenant."""
     processes: int = Field(2, ge=1, le=256)
@@ -231,8 +231,8 @@ class ServiceConfig(Config):
     rewards: dict[str, Annotated[InstalledReward, named("function")]] = {}
     """Functions that jobs may use as rewards, by name."""
     unwalled: list[Literal["scorer", "math"]] = []
-    """Rewards that evaluate parts of an answer as Python and may run without a wall. On a machine without a wall, jobs with
-    the others are refused."""
+    """Rewards that evaluate parts of an answer as Python and may run without a wall. On a machine without a wall, jobs are
+    refused if they use one that is not in this list."""
     reward_hosts: list[str] | None = None
     """Hosts that the reward `http` may call: `scores.example.org`, `*.example.org`, `10.0.0.7:8000`. They may be private.
     By default all public hosts; an empty list allows none."""
@@ -244,8 +244,8 @@ class ServiceConfig(Config):
     """Time that a job keeps a slot that another job needs while it waits for scores or an agent and asks nothing of the
     device. If it must give the slot up again before it finishes a step, it gets twice as long."""
     takeover_seconds: float = Field(600.0, ge=0, le=86400)
-    """Time that the engine keeps training after `motet serve` was killed. A new `motet serve` can take it over meanwhile;
-    then its jobs save and it ends. 0 ends it at once."""
+    """Time that the engine keeps training after `motet serve` was killed. A new `motet serve` can take it over in
+    this time. After this time, its jobs save and it ends. 0 ends it at once."""
     metrics_token: str = ""
     """A key for Prometheus to read `/metrics`. An admin key also works."""
     secret_key_file: str = ""

@@ -73,7 +73,7 @@ class JobsConfig(Config):
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations."""
     failing: float = Field(0.0, ge=0, le=1)
-    """Fraction of jobs that fail somewhere along the way."""
+    """Fraction of jobs that fail before their last step."""
 
     @model_validator(mode="after")
     def _least_comes_first(self) -> JobsConfig:
