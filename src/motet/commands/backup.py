@@ -21,7 +21,7 @@ def backup(
     directory: Annotated[Path, typer.Option(help="The service's directory.")] = Path("served"),
     database: Database = None,
 ) -> None:
-    """Back up a service's database, jobs and files. The service may run."""
+    """Back up a service's database, jobs and files. The service can keep running."""
     from motet.service.backup import back_up
 
     _with_progress(lambda progress: back_up(directory, target, database or "", progress), f"copied to {target}")
@@ -33,7 +33,7 @@ def restore(
     directory: Annotated[Path, typer.Option(help="The service's new directory.", show_default=False)],
     database: Database = None,
 ) -> None:
-    """Restore a backup to a new directory. Serve it to continue the jobs that had not ended."""
+    """Restore a backup to a new directory. Start `motet serve` on it to continue the jobs that had not ended."""
     from motet.service import backup as copies
 
     start = f"motet serve --directory {directory}{' --database …' if database else ''}"

@@ -54,7 +54,7 @@ def data(
         typer.Option(
             min=0.5,
             max=1.0,
-            help="Also leave out prompts that share this part of their word triples with an earlier one.",
+            help="Also leave out prompts that share at least this fraction of their word triples with an earlier one.",
         ),
     ] = None,
     held_out: Annotated[

@@ -147,7 +147,7 @@ def check(
     race: Annotated[bool, typer.Option("--race", help="Check the jobs as `motet run --race` would run them.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Load everything, show the first prompts token by token, sample and score a few rollouts, train nothing."""
+    """Load everything, show the first prompts token by token, and sample and score a few rollouts, without training."""
     from motet.commands.check import check_file
 
     raise typer.Exit(check_file(jobs, overrides or [], rollouts, race=race, trust_remote_code=trust_remote_code))
@@ -265,7 +265,7 @@ def resume(
 
 @app.command(epilog="Examples: motet cancel sort (on the service); motet cancel runs/jobs sort (local run)")
 def cancel(job: Steered, url: Url = None, key: Key = None) -> None:
-    """End a job. What it saved stays."""
+    """End a job. Its saved files stay."""
     _steer(job, "cancel", url, key)
 
 
@@ -276,7 +276,7 @@ def serve(
         typer.Option(help="`small`, a hub id, a directory or a .gguf file. For several, use `bases` in --config."),
     ] = None,
     directory: Annotated[
-        Path, typer.Option(help="Holds jobs, files, logs and, without --database, the database.")
+        Path, typer.Option(help="Directory for jobs, files, logs and, without --database, the database.")
     ] = Path("served"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8420,
@@ -284,10 +284,10 @@ def serve(
         str | None, typer.Option(help="postgresql://… or sqlite:///… [default: a file in the directory].")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML with `engine`, `bases`, `rollout`, `limits`, `rate`, `http`, `oidc`.")
+        Path | None, typer.Option(help="YAML file with settings of the service, such as `bases`, `limits` and `oidc`.")
     ] = None,
     hosts: Annotated[
-        int | None, typer.Option(min=1, help="Host processes, each with the base and a part of the jobs.")
+        int | None, typer.Option(min=1, help="Number of host processes; each has the base and some of the jobs.")
     ] = None,
     ray: Annotated[
         str | None,
@@ -296,7 +296,7 @@ def serve(
     no_keys: Annotated[
         bool,
         typer.Option(
-            "--no-keys", help="Require no key. Only programs and pages of this machine can then use the service."
+            "--no-keys", help="Require no key. Then only programs and browsers on this machine can use the service."
         ),
     ] = False,
     hub: Annotated[bool, typer.Option("--hub", help="Let jobs read data from the hub.")] = False,

@@ -80,7 +80,7 @@ def evaluate(
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="JOB", help="The job whose problems and rewards count [default: the first].", show_default=False
+            metavar="JOB", help="The job whose problems and rewards are used [default: the first].", show_default=False
         ),
     ] = None,
     data: Annotated[
@@ -99,10 +99,10 @@ def evaluate(
         int | None, typer.Option(metavar="N", min=1, help="Evaluate only the first N rows.", show_default=False)
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Answers per row and model.")] = 1,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token, always.")] = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the most likely token.")] = False,
     seed: Annotated[int, typer.Option(help="Random numbers depend only on this seed, the row and the sample.")] = 0,
     base: Annotated[bool, typer.Option(help="Evaluate the base too, and compare with it.")] = True,
-    solved: Annotated[float, typer.Option(help="The least reward of an answer that passes, for pass@k.")] = 1.0,
+    solved: Annotated[float, typer.Option(help="The lowest reward of an answer that passes, for pass@k.")] = 1.0,
     report: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file.")
     ] = None,

@@ -64,7 +64,7 @@ class Asked:
     base: bool = True
     """Whether the base is evaluated too."""
     solved: float = 1.0
-    """The least reward of an answer that passes."""
+    """The lowest reward of an answer that passes."""
 
 
 @dataclass

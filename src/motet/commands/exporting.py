@@ -30,7 +30,9 @@ def export(
     ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        typer.Option(help="Type of a whole model's weights; auto keeps the base's, and takes float16 for llama.cpp."),
+        typer.Option(
+            help="Type of the weights of a whole model; auto keeps that of the base, and is float16 for llama.cpp."
+        ),
     ] = "auto",
     unchecked: Annotated[
         bool, typer.Option("--unchecked", help="Do not load the export again to compare its logprobs.")

@@ -26,7 +26,7 @@ def simulate(
     "node-agent", epilog="Example: motet node-agent http://127.0.0.1:8000 --host 0.0.0.0 --key-env VLLM_API_KEY"
 )
 def node_agent(
-    server: Annotated[str, typer.Argument(help="URL of the vLLM or SGLang on this node.", show_default=False)],
+    server: Annotated[str, typer.Argument(help="URL of the vLLM or SGLang server on this node.", show_default=False)],
     command: Annotated[
         list[str] | None,
         typer.Argument(

@@ -10,7 +10,7 @@ import typer
 from motet.commands.options import JobFile, Override, TrustRemoteCode
 
 app = typer.Typer(rich_markup_mode=None)
-_STEPS = "The job and its steps: JOB@8 is version 8, JOB@4..8 are versions 5 to 8, JOB are all."
+_STEPS = "The job and its steps: JOB@8 is version 8, JOB@4..8 are versions 5 to 8, JOB is all of them."
 
 
 @app.command(epilog="Example: motet replay jobs.yaml sort@8; motet replay jobs.yaml sort@0..8")
@@ -35,11 +35,11 @@ def replay(
 def fork(
     jobs: JobFile,
     step: Annotated[
-        str, typer.Argument(metavar="JOB@STEP", help="The job and a step that it keeps.", show_default=False)
+        str, typer.Argument(metavar="JOB@STEP", help="The job and a step whose commit it keeps.", show_default=False)
     ],
     run: Annotated[Path, typer.Argument(help="Run directory of the new job.", show_default=False)],
     name: Annotated[
-        str | None, typer.Option(help="Name of the new job; the same without it.", show_default=False)
+        str | None, typer.Option(help="Name of the new job [default: that of the old one].", show_default=False)
     ] = None,
     overrides: Override = None,
 ) -> None:

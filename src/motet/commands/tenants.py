@@ -47,7 +47,7 @@ def usage(
         typer.Option(help="How to group the lines; you can repeat the option.", show_default="job"),
     ] = None,
     since: Annotated[str | None, typer.Option(metavar="DAY", help="The first day, e.g. 2026-03-01 (UTC).")] = None,
-    until: Annotated[str | None, typer.Option(metavar="DAY", help="The last day.")] = None,
+    until: Annotated[str | None, typer.Option(metavar="DAY", help="The last day (UTC).")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant [default for admins: all].")] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     as_json: AsJson = False,
@@ -115,7 +115,7 @@ def _tenant_cells(one: TenantInfo) -> list[str]:
 def set_limits(
     tenant: Annotated[str, typer.Argument(help="The tenant's name.", show_default=False)],
     running_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that run at once; more wait.")] = None,
-    queued_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that may wait beyond those.")] = None,
+    queued_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that may wait in addition.")] = None,
     client_models: Annotated[str | None, typer.Option(metavar="N", help="Open models of Tinker clients.")] = None,
     open_samples: Annotated[str | None, typer.Option(metavar="N", help="Open samples of Tinker clients.")] = None,
     rank: Annotated[str | None, typer.Option(metavar="N", help="The largest rank.")] = None,
@@ -123,7 +123,9 @@ def set_limits(
     tokens_per_day: Annotated[str | None, typer.Option(metavar="N", help="Tokens per day (UTC).")] = None,
     storage_mb: Annotated[str | None, typer.Option(metavar="MB", help="Everything stored for the tenant.")] = None,
     cpu_seconds: Annotated[str | None, typer.Option(metavar="S", help="The largest cpu_seconds of a reward.")] = None,
-    wall_seconds: Annotated[str | None, typer.Option(metavar="S", help="The largest wall_seconds of a reward.")] = None,
+    wall_seconds: Annotated[
+        str | None, typer.Option(metavar="S", help="The largest wall_seconds of a reward or an agent's episode.")
+    ] = None,
     memory_mb: Annotated[str | None, typer.Option(metavar="MB", help="The largest memory_mb of a reward.")] = None,
     priority: Annotated[
         str | None, typer.Option(metavar="CLASS", help="The highest priority: low, normal or high.")
