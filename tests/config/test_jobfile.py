@@ -293,9 +293,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "optimizer.lr: Input should be a finite number, or 'auto' (got nan)",
     ),
     "both": ({"rewards": ["exact"]}, "give `reward` or `rewards`, not both"),
-    "name": ({"name": "a b"}, "name: must be letters, digits and _ . = -, begin with a letter or digit"),
-    "name of a hidden file": ({"name": ".hidden"}, "must be letters"),
-    "name of a parent": ({"name": ".."}, "must be letters"),
+    "name": (
+        {"name": "a b"},
+        "name: must have at most 100 letters, digits and _ . = -, and begin with a letter or digit",
+    ),
+    "name of a hidden file": ({"name": ".hidden"}, "must have at most 100 letters"),
+    "name of a parent": ({"name": ".."}, "must have at most 100 letters"),
     "long name": ({"name": "x" * 101}, "at most 100"),
     "algorithm": (
         {"algorithm": "grpoo"},
@@ -316,7 +319,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "group": ({"algorithm": {"group_size": 1}}, "algorithm.group_size: Input should be greater than or equal to 2"),
     "rank": ({"adapter": {"rank": 1000}}, "adapter.rank: Input should be less than or equal to 512"),
     "no reward": ({"reward": []}, "reward: is missing; name one, such as `exact`"),
-    "nothing counts": ({"reward": {"exact": 0.0}}, "reward: every weight is 0, so there is nothing to learn"),
+    "nothing counts": ({"reward": {"exact": 0.0}}, "nothing to learn; give at least one reward another weight"),
     "no number": ({"reward": {"exact": float("inf")}}, "reward.0.weight: Input should be a finite number (got inf)"),
     "no end": ({"steps": 10**21}, "steps: Input should be less than or equal to 10000000 (got 1000000000000000000000)"),
     "no end of a group": (
@@ -397,7 +400,7 @@ FILES = {
     ),
     "duplicate names": (
         "base: small\njobs: [{name: a, data: x, reward: exact}, {name: a, data: y, reward: exact}]",
-        "jobs: two jobs have the name 'a'; give every job another name",
+        "jobs: two jobs have the name 'a'; give each job its own name",
     ),
     **{
         f"device {device!r}": (
@@ -408,9 +411,20 @@ FILES = {
     },
     "sweep without a list": (
         "base: small\nsweep: {optimizer.lr: 1e-4}\njobs: [{name: a, data: x, reward: exact}]",
-        "sweep.optimizer.lr must be a list of values, such as [1e-4, 3e-4]",
+        "job a: sweep.optimizer.lr must be a list of values, such as [1e-4, 3e-4] (got '1e-4')",
     ),
-    "sweep of nothing": ("base: small\njobs: [{name: a, sweep: {steps: []}}]", "sweep.steps must be a list of values"),
+    "sweep of nothing": (
+        "base: small\njobs: [{name: a, sweep: {steps: []}}]",
+        "job a: sweep.steps must be a list of values",
+    ),
+    "a server twice": (
+        "base: small\nrollout: {engine: vllm, urls: ['http://a:1', 'http://a:1/']}\njobs: [{name: a}]",
+        "rollout.urls: lists http://a:1 more than once; give each server once",
+    ),
+    "an agent for two servers": (
+        "base: small\nrollout: {engine: vllm, urls: ['http://a:1', 'http://b:1'], agents: ['http://a:2']}\njobs: [{name: a}]",
+        "rollout: agents lists 1 and urls 2: give one agent for each URL, in the same order",
+    ),
     "sweep of a number": (
         "base: small\nsweep: {3: [4]}\njobs: [{name: a, data: x, reward: exact}]",
         "job a-3=4: 3: there is no such field",
@@ -442,7 +456,7 @@ OVERRIDES = {
     "rewards.0.weight=2": "rewards.0.weight: rewards is a list; give it as a whole, such as rewards=[…]",
     "data={source: x, source: y}": "line 1: 'source' is given twice",
     "sweep=4": "`sweep` of job 'add' must map fields to lists of values",
-    "sweep.steps=3": "sweep.steps must be a list of values, such as [1e-4, 3e-4]",
+    "sweep.steps=3": "job add: sweep.steps must be a list of values, such as [1e-4, 3e-4]",
 }
 
 

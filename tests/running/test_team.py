@@ -341,7 +341,7 @@ def _versions_are_whole(job: JobDirectory, tmp_path: Path) -> None:
     ("fields", "words"),
     [
         ({"team": ["one"]}, "has one role"),
-        ({"team": ["a", "a"]}, "names a role twice"),
+        ({"team": ["a", "a"]}, "names the role a more than once"),
         ({"team": ["Planner", "solver"]}, "'Planner' is no role"),
         ({"team": ["../x", "solver"]}, "is no role"),
         ({"team": [f"r{n}" for n in range(9)]}, "at most 8"),

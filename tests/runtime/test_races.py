@@ -718,5 +718,7 @@ def test_candidates_keep_the_shape_of_the_adapter_that_they_start_from() -> None
     first = racing(race=None).model_copy(update={"name": "first"})
     over = {"adapter.rank": [first.adapter.rank, first.adapter.rank // 2]}
     job = racing(race={"over": over}, adapter={**first.adapter.model_dump(), "init": "first"})
-    with pytest.raises(ConfigError, match=r"job say-c=.* an adapter keeps its shape"):
+    with pytest.raises(
+        ConfigError, match=r"job say-c=.* but 'first', from which it starts, has .* an adapter keeps its shape"
+    ):
         raced([first, job])

@@ -239,6 +239,6 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         load_simulation(file)
     text = (ROOT / "examples" / "cluster.yaml").read_text()
     file.write_text(text.replace("steps: [10, 30]", "steps: [30, 10]"))
-    with pytest.raises(ConfigError, match=r"steps is \[30, 10\]; give the least"):
+    with pytest.raises(ConfigError, match=r"steps is \[30, 10\]; give the smallest number first"):
         load_simulation(file)
     assert load_simulation(ROOT / "examples" / "cluster.yaml", 3).hosts.count == 3

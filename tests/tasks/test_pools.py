@@ -149,8 +149,8 @@ def test_an_order_holds_within_each_pool(tmp_path: Path) -> None:
         ({"weights": {"easy": 1}, "changes": {0: {"hard": 1}}}, "greater than or equal to 1"),
         ({"weights": {"easy": 1}, "changes": {5: {}}}, "at least one weight above 0"),
         ({"weights": {str(number): 1 for number in range(65)}}, "at most 64"),
-        ({"weights": {1: 1, "1": 2}}, "same value"),
-        ({"weights": {"easy": 1}, "changes": {"7": {"hard": 1}, "07": {"easy": 1}}}, "same step"),
+        ({"weights": {1: 1, "1": 2}}, "several keys mean '1', as"),
+        ({"weights": {"easy": 1}, "changes": {"7": {"hard": 1}, "07": {"easy": 1}}}, "several keys are step 7; give"),
     ],
 )
 def test_bad_weights_are_refused(tmp_path: Path, pools: dict[str, Any], said: str) -> None:

@@ -27,6 +27,7 @@ from motet.config.race import RaceConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.config.stopping import StopConfig
 from motet.config.team import NOT_ON_HOSTS, RoleConfig
+from motet.core.doubles import doubled_in
 from motet.core.section import Config, named
 
 
@@ -93,10 +94,8 @@ class RunConfig(HostConfig):
     @field_validator("jobs")
     @classmethod
     def _names_are_unique(cls, jobs: list[JobConfig]) -> list[JobConfig]:
-        names = [job.name for job in jobs]
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        if doubled:
-            raise ValueError(f"two jobs have the name {doubled[0]!r}; give every job another name")
+        if doubled := doubled_in(job.name for job in jobs):
+            raise ValueError(f"two jobs have the name {doubled[0]!r}; give each job its own name")
         return jobs
 
 

@@ -107,7 +107,7 @@ def raced(jobs: Sequence[JobConfig]) -> tuple[list[JobConfig], list[RacePlan]]:
         init = job.adapter.init or ""
         if init in plans or init.rpartition("@")[0] in plans:
             raise ConfigError(
-                f"job {job.name}: adapter.init names {init!r}, which races; train it from the winner in another run"
+                f"job {job.name}: adapter.init names {init!r}, which is a race; start from the race's winner in another run"
             )
     found = [one for job in jobs for one in (plans[job.name].candidates if job.name in plans else (job,))]
     try:
@@ -239,7 +239,9 @@ def _candidate(job: JobConfig, number: int, given: Mapping[str, Any], every: int
     names = ("-".join([f"{job.name}-c={number:02d}", *labels[:shown]]) for shown in range(len(labels), -1, -1))
     name = next((one for one in names if NAME_PATTERN.fullmatch(one)), None)
     if name is None:
-        raise ConfigError(f"job {job.name}: race: the name is too long for candidates' names; shorten it")
+        raise ConfigError(
+            f"job {job.name}: race: the job's name leaves no room for the endings of candidates' names; shorten it"
+        )
     evaluation = _with(_with(job.eval, ["every"], every), ["confirm"], True)
     fields = {"name": name, "seed": job.effective_seed, "race": None, "eval": evaluation}
     one = job.model_copy(update=fields)

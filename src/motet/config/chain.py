@@ -59,6 +59,6 @@ def check_chains(jobs: Sequence[JobConfig]) -> None:
             own, wanted = (getattr(one.adapter, field) for one in (job, by_name[start.job]))
             if own != wanted:
                 raise ValueError(
-                    f"job {job.name}: adapter.{field} is {own}, that of {start.job!r}, which it starts from, is {wanted}; an "
-                    "adapter keeps its shape"
+                    f"job {job.name}: adapter.{field} is {own}, but {start.job!r}, from which it starts, has {wanted}; set "
+                    "it to the same, because an adapter keeps its shape"
                 )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from motet.core.doubles import doubled_in
 from motet.core.section import Config
 
 GENERATED_ROWS = 4096
@@ -34,15 +35,14 @@ def pool_of(value: Any) -> str:
 def _by_pool(weights: Any) -> Any:
     if not isinstance(weights, dict):
         return weights
-    found = {pool_of(value): weight for value, weight in weights.items()}
-    if len(found) < len(weights):
-        raise ValueError("several keys are the same value, such as 1, 1.0 and '1'; give each value once")
-    return found
+    if doubled := doubled_in(map(pool_of, weights)):
+        raise ValueError(f"several keys mean {doubled[0]!r:.80}, as 1, 1.0 and '1' do; give each value once")
+    return {pool_of(value): weight for value, weight in weights.items()}
 
 
 def _by_step(changes: Any) -> Any:
-    if isinstance(changes, dict) and len({str(step).strip().lstrip("0") for step in changes}) < len(changes):
-        raise ValueError("several keys are the same step; give each step once")
+    if isinstance(changes, dict) and (doubled := doubled_in(str(step).strip().lstrip("0") for step in changes)):
+        raise ValueError(f"several keys are step {doubled[0] or '0':.80}; give each step once")
     return changes
 
 

@@ -317,7 +317,7 @@ class JobConfig(Config):
     @classmethod
     def _something_counts(cls, rewards: list[RewardConfig]) -> list[RewardConfig]:
         if rewards and not any(reward.weight for reward in rewards):
-            raise ValueError("every weight is 0, so there is nothing to learn; give one of them another")
+            raise ValueError("every weight is 0, so there is nothing to learn; give at least one reward another weight")
         return rewards
 
     @model_validator(mode="after")
@@ -363,7 +363,7 @@ class JobConfig(Config):
     @classmethod
     def _name_is_a_directory(cls, name: str) -> str:
         if not NAME_PATTERN.fullmatch(name):
-            raise ValueError("must be letters, digits and _ . = -, begin with a letter or digit, at most 100")
+            raise ValueError("must have at most 100 letters, digits and _ . = -, and begin with a letter or digit")
         return name
 
     @property

@@ -70,7 +70,7 @@ def load_service(path: Path | None, hosts: int | None = None, ray: str | None = 
     """
     config = ServiceConfig() if path is None else _read_service(path)
     if hosts is not None and config.bases:
-        raise ConfigError("--hosts is for one base: with `bases` give each its own `hosts` in the file of --config")
+        raise ConfigError("--hosts is for one base: with several, set `hosts` of each in the --config file")
     if hosts is not None:
         engine = validate_as(EngineConfig, {**config.engine.model_dump(), "hosts": hosts}, "--hosts")
         config = config.model_copy(update={"engine": engine})
@@ -220,7 +220,10 @@ def expand(job: Tree) -> Iterator[Tree]:
     sweep, job = _own_sweep(job), {name: value for name, value in job.items() if name != "sweep"}
     for field, values in sweep.items():
         if not isinstance(values, list) or not values:
-            raise ConfigError(f"sweep.{field} must be a list of values, such as [1e-4, 3e-4]")
+            raise ConfigError(
+                f"job {job.get('name', 'without a name')}: sweep.{field} must be a list of values, such as [1e-4, 3e-4] "
+                f"(got {values!r:.80})"
+            )
     for combination in itertools.product(*sweep.values()):
         variant = copy.deepcopy(job)
         label = []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from motet.core.doubles import doubled_in
 from motet.core.section import Config
 
 
@@ -39,9 +39,8 @@ def _one(item: Any) -> Any:
 
 def _have_names_of_their_own(observers: Sequence[ObserverConfig]) -> Sequence[ObserverConfig]:
     """Refuse repeated names: progress is stored by name."""
-    (name, count), *_ = Counter(one.name for one in observers).most_common(1) or [("", 0)]
-    if count > 1:
-        raise ValueError(f"two observers have the name {name!r}; keep one")
+    if doubled := doubled_in(one.name for one in observers):
+        raise ValueError(f"two observers have the name {doubled[0]!r}; keep one")
     return observers
 
 

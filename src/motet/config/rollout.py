@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from motet.config.dialects import DIALECTS
 from motet.config.engine import EngineConfig
 from motet.config.urls import parse_url
+from motet.core.doubles import doubled_in
 from motet.core.near import close_matches
 from motet.core.section import Config
 
@@ -114,9 +115,10 @@ class RolloutConfig(Config):
     def _are_urls(cls, urls: list[str]) -> list[str]:
         for url in urls:
             parse_url(url)
-        if len(set(urls)) < len(urls):
-            raise ValueError("names a server twice")
-        return [url.rstrip("/") for url in urls]
+        urls = [url.rstrip("/") for url in urls]
+        if doubled := doubled_in(urls):
+            raise ValueError(f"lists {doubled[0]} more than once; give each server once")
+        return urls
 
     @model_validator(mode="after")
     def _says_where(self) -> RolloutConfig:
@@ -131,15 +133,15 @@ class RolloutConfig(Config):
             self._can_fetch()
         if self.agents and len(self.agents) != len(self.urls):
             raise ValueError(
-                f"agents names {len(self.agents)} and urls {len(self.urls)}: each of urls has one beside it"
+                f"agents lists {len(self.agents)} and urls {len(self.urls)}: give one agent for each URL, in the same order"
             )
         return self
 
     def _can_fetch(self) -> None:
         if self.engine != "vllm":
-            raise ValueError(f"publish_by: tensors is for engine vllm, and engine is {self.engine}")
+            raise ValueError(f"publish_by: tensors is for engine vllm, and engine is {self.engine}; leave it out")
         if self.agents:
-            raise ValueError("agents are sent versions as files: leave them out, or publish_by: tensors")
+            raise ValueError("node agents receive versions as files: leave out agents, or publish_by: tensors")
         if self.keep_versions == 0:
             raise ValueError(
                 "keep_versions: 0 keeps versions after the run, when no process can hand them out: "

@@ -80,7 +80,9 @@ class JobsConfig(Config):
         for name in ("steps", "prompt_tokens", "completion_tokens"):
             least, most = getattr(self, name)
             if not 1 <= least <= most:
-                raise ValueError(f"{name} is [{least}, {most}]; give the least, which is at least 1, and then the most")
+                raise ValueError(
+                    f"{name} is [{least}, {most}]; give the smallest number first, at least 1, then the largest"
+                )
         return self
 
 

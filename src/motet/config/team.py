@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
+from motet.core.doubles import doubled_in
 from motet.core.section import Config
 from motet.core.types import MOST_ROLES
 
@@ -34,8 +35,8 @@ def _by_role(value: Any) -> Any:
     """Accept a list of roles."""
     if not isinstance(value, list):
         return value
-    if len(set(map(str, value))) < len(value):
-        raise ValueError("names a role twice")
+    if doubled := doubled_in(map(str, value)):
+        raise ValueError(f"names the role {doubled[0]:.80} more than once; name each role once")
     return {str(role): {} for role in value}
 
 

@@ -6,12 +6,12 @@ import contextlib
 import csv
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from motet.core.doubles import doubled_in
 from motet.core.errors import DataError
 from motet.process import wall
 from motet.tasks import parquet_rows
@@ -197,9 +197,8 @@ def _csv(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
                 f"{path} has fields that {separator!r} separates; save it with commas, or with the ending .jsonl as a JSON "
                 "object a line"
             )
-        if len(set(names)) < len(names):
-            doubled = Counter(names).most_common(1)[0][0]
-            raise DataError(f"{path} names the column {doubled!r} twice; give each column another name")
+        if doubled := doubled_in(names):
+            raise DataError(f"{path} names the column {doubled[0]!r} twice; give each column its own name")
         for number, fields in enumerate(filter(None, reader), 1):
             if bounds is not None and sum(map(len, fields)) > bounds.row_bytes:
                 raise _too_large(f"{path} row {number}", bounds.row_bytes)
