@@ -40,9 +40,13 @@ def test_an_agent_is_for_the_jobs_that_name_it(
 @pytest.mark.parametrize(
     ("environments", "agent", "words"),
     [
-        ((SINGLE,), None, "name the function with your agent, --agent agent.py:run; its jobs have none"),
-        (("a.py:run", "b.py:run"), None, "several (a.py:run, b.py:run): one command for each"),
-        (("a.py:run", "b.py:run"), "c.py:run", "none of its jobs has the environment c.py:run; they have a.py:run"),
+        ((SINGLE,), None, "its jobs name no agent; give the function with yours, such as --agent agent.py:run"),
+        (
+            ("a.py:run", "b.py:run"),
+            None,
+            "several agents (a.py:run, b.py:run); run one command for each, such as with --agent a.py:run",
+        ),
+        (("a.py:run", "b.py:run"), "c.py:run", "the environment c.py:run; give --agent one that they have: a.py:run"),
     ],
 )
 def test_what_is_not_clear_is_asked_for(environments: tuple[str, ...], agent: str | None, words: str) -> None:

@@ -197,6 +197,7 @@ def test_what_cannot_be_evaluated_is_refused(trained: Path, tmp_path: Path, says
         (["digits@new"], "write digits@best, digits@latest or digits@12"),
         (["echo"], "none: train it first"),
         ([trained.parent / "run/digits/versions/v1"], "--task must name the job"),
+        (["digits", "--task", "nobody"], "--task 'nobody' is no job of the file; name the job whose problems"),
         (["digits", "--task", "rows"], "job rows learns rows and has no reward: give one with --reward"),
         (["digits", "--task", "away"], "environment 'agent' runs beside a service"),
         (["digits", "--greedy", "--samples", 2], "leave out --samples"),

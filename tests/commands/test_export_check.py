@@ -303,7 +303,9 @@ def test_a_tokenizer_is_named_by_how_it_splits() -> None:
 
 
 def test_a_converter_is_looked_for_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"no-such\.py is not here: pip install 'motet\[export\]', or put a checkout"):
+    with pytest.raises(
+        ConfigError, match=r"no-such\.py is not installed: pip install 'motet\[export\]', or put a checkout"
+    ):
         converter("no-such.py")
     (tmp_path / "convert.py").write_text("")
     (tmp_path / "convert.py").chmod(0o755)

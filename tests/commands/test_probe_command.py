@@ -21,7 +21,7 @@ from motet.commands.cli import app
 from motet.config import EngineConfig
 from motet.config.dialects import DIALECTS
 from motet.core.device import Device
-from motet.core.errors import ConfigError, ServerFault, ServerGone
+from motet.core.errors import AdapterError, ConfigError, ServerFault, ServerGone
 from motet.core.types import AdapterRef
 from motet.hosting.launch import load
 from motet.model.lora_model import LoraModel
@@ -203,6 +203,14 @@ def test_servers_that_give_no_logprobs_or_no_answer(scores: Scores, versions: Pa
         motet_probe(url, versions)
     with pytest.raises(ServerGone, match="does not answer"):
         motet_probe(url, versions)
+
+
+def test_a_text_that_cannot_be_scored_is_named(scores: Scores, versions: Path) -> None:
+    with (
+        serving(scores, "right") as url,
+        pytest.raises(AdapterError, match="the number of tokens of 'a' is 1; give a text of 2 to"),
+    ):
+        motet_probe(url, versions, "--text", "Sort these.", "--text", "a")
 
 
 def test_a_kind_is_the_name_of_a_dialect_or_openai(tmp_path: Path) -> None:

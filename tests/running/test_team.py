@@ -379,7 +379,9 @@ def test_who_does_not_know_teams_says_so(file: Path, tmp_path: Path) -> None:
         validated(lengths(file), Allowed(False, {}, Addresses(), Walls()))
     with pytest.raises(ConfigError, match="a race compares one adapter with others"):
         run(tmp_path / "race", lengths(file, race=True))
-    with pytest.raises(ConfigError, match="`motet check` samples no team"):
+    with pytest.raises(
+        ConfigError, match="`motet check` samples no team; train one step instead: motet run FILE --set steps=1 --run"
+    ):
         check([lengths(file)])
     after = {**plain("after"), "adapter": {"init": "pair"}}
     with pytest.raises(ConfigError, match="which is a team: give the directory of one role"):

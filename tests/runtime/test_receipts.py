@@ -441,7 +441,7 @@ def test_a_fork_replaces_no_job_file_of_something_else(project: Path) -> None:
     assert (own.read_bytes(), (project / "beside").exists()) == (before, False)
     assert motet("fork", own, "words@2", new)[0] == 0
     before = (new / "jobs.yaml").read_bytes()
-    with pytest.raises(ConfigError, match=r"has another engine\.block_size: fork into another run directory"):
+    with pytest.raises(ConfigError, match=r"has a different engine\.block_size: fork into another run directory"):
         motet("fork", own, "words@2", new, "--name", "other", "--set", "engine.block_size=32")
     (new / "jobs.yaml").write_bytes(edited := before + b"# the best so far\n")
     with pytest.raises(ConfigError, match="somebody edited it"):
@@ -490,6 +490,7 @@ def test_a_fork_of_a_job_of_a_sweep_takes_overrides(project: Path) -> None:
     [
         (("replay", "words@9"), "has done 4 steps: there is no version 9"),
         (("replay", "words@4.."), "has no step: words has done 4"),
+        (("replay", "words@3..2"), "names no step: the second number must be the larger one"),
         (("replay", "words@1..3"), "keeps no commit of step 1 to begin at"),
         (("replay", "word"), "there is no job 'word'; did you mean 'words'?"),
         (("fork", "words", "new"), "must name one step, such as words@8"),

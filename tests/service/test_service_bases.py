@@ -423,7 +423,10 @@ def test_hosts_of_all_bases_share_the_machine(tmp_path: Path, says: Motet) -> No
         ConfigError, match="--hosts is for one base: with several, set `hosts` of each in the --config file"
     ):
         load_service(file, hosts=2)
-    assert "--base is for one base" in says("serve", "--base", "small", "--config", file)[2]
+    assert (
+        "--base is for one base, and the --config file has `bases`: leave one of the two out"
+        in says("serve", "--base", "small", "--config", file)[2]
+    )
     assert "name what to serve" in says("serve")[2]
 
 

@@ -46,13 +46,18 @@ def meant(jobs: Sequence[JobConfig], agent: str | None) -> tuple[list[JobConfig]
     """
     named = sorted({job.environment.name for job in jobs if ":" in job.environment.name})
     if agent is None and len(named) != 1:
-        words = f"its jobs have several ({', '.join(named)}): one command for each" if named else "its jobs have none"
-        raise ConfigError(f"name the function with your agent, --agent agent.py:run; {words}")
+        raise ConfigError(
+            f"its jobs name several agents ({', '.join(named)}); run one command for each, such as with --agent {named[0]}"
+            if named
+            else "its jobs name no agent; give the function with yours, such as --agent agent.py:run"
+        )
     function = agent or named[0]
     own = {function, EnvironmentConfig.AGENT, *(named if len(named) == 1 else ())}
     chosen = [job for job in jobs if job.environment.name in own]
     if named and not chosen:
-        raise ConfigError(f"none of its jobs has the environment {function}; they have {', '.join(named)}")
+        raise ConfigError(
+            f"none of its jobs has the environment {function}; give --agent one that they have: {', '.join(named)}"
+        )
     return chosen or list(jobs), function
 
 

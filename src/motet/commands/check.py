@@ -88,7 +88,7 @@ def _check(config: RunConfig, rollouts: int) -> bool:
     candidates, plans = raced(config.jobs)
     if team := next((job.name for job in candidates if job.team), None):
         raise ConfigError(
-            f"job {team}: `motet check` samples no team; try it with `motet run … steps=1` and another --run"
+            f"job {team}: `motet check` samples no team; train one step instead: motet run FILE --set steps=1 --run DIRECTORY"
         )
     config = config.model_copy(update={"jobs": candidates})
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:

@@ -178,11 +178,13 @@ def selected(rows: Sequence[Row], wanted: Selection) -> list[Row]:
             near = close_matches(one.column, sorted(columns), 1)
             meant = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(
-                f"--filter: no row has a column {one.column!r}{meant} There are {', '.join(sorted(columns))}"
+                f"--filter: no row has a column {one.column!r}{meant} The columns are {', '.join(sorted(columns))}"
             )
     kept = [row for row in rows if all(one.holds(row) for one in comparisons)]
     if not kept:
-        raise DataError(f"--filter: none of the {len(rows)} rows fits {' and '.join(wanted.filters)}")
+        raise DataError(
+            f"--filter: none of the {len(rows)} rows matches {' and '.join(wanted.filters)}; change a filter"
+        )
     return kept
 
 

@@ -55,7 +55,7 @@ def examine(base_name: str) -> int:
 
 
 def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
-    """Wait for `nodes` nodes of a Ray cluster and print their facts; returns 0 if hosts can run on all, otherwise 1."""
+    """Wait for `count` nodes of a Ray cluster and print their facts; returns 0 if hosts can run on all, otherwise 1."""
     if find_spec("ray") is None:
         raise ConfigError("motet doctor --ray needs Ray, which is not installed: pip install 'motet[ray]'")
     from motet.cluster.ray_hosts import examine_nodes

@@ -158,7 +158,7 @@ def evaluate(
         job, need = prepare(task, base.info, directory, checked.sources)
         rows = (job.data.holdout if asked.data is None else tuple(job.data.train))[: asked.rows]
         if not rows:
-            raise ConfigError(f"job {job.name} holds no rows out: give other rows with --data")
+            raise ConfigError(f"job {job.name} has no held-out rows: give others with --data")
         job.data = replace(job.data, holdout=rows)
         host = Host(base, alone, directory, [need], [task])
         stack.callback(host.close)
@@ -217,7 +217,10 @@ def task_of(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
     named = [name.partition("@")[0] for name in names if name.partition("@")[0] in jobs]
     name = asked.task or next(iter(named or (written if len(written) == 1 else ())), None)
     if name not in jobs:
-        raise ConfigError(f"--task must name the job whose problems and rewards count, one of {', '.join(written[:8])}")
+        wrong = "must name" if asked.task is None else f"{asked.task!r} is no job of the file; name"
+        raise ConfigError(
+            f"--task {wrong} the job whose problems and rewards to use, one of {', '.join(written[:8])}"
+        )
     job = jobs[name]
     if job.team:
         raise ConfigError(

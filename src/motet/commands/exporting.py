@@ -52,7 +52,7 @@ def export(
     from motet.commands.export import write
 
     if public and push is None:
-        raise typer.BadParameter("--public is of an upload: give --push NAMESPACE/NAME too")
+        raise typer.BadParameter("--public is for uploads: also give --push NAMESPACE/NAME")
     form = form or ("merged" if push is None else export_push.FORM)
     if push is not None:
         export_push.check_push(push, form, public=public)

@@ -213,8 +213,10 @@ async def logprobs_here(
         text: np.asarray(tokenizer.encode(text, add_special_tokens=most is None)[:most], np.int32)
         for text in texts(tokenizer)
     }
-    if any(not 2 <= len(one) <= base.info.max_positions for one in token_ids.values()):
-        raise AdapterError("--text: each text needs at least two tokens, and no more than the base has positions")
+    for text, one in token_ids.items():
+        if not 2 <= len(one) <= base.info.max_positions:
+            most = base.info.max_positions
+            raise AdapterError(f"the number of tokens of {text!r:.80} is {len(one)}; give a text of 2 to {most} tokens")
     with sampling(base, config, 1, max(map(len, token_ids.values()))) as engine:
         found = {"": await _scored(engine, token_ids.values(), None)}
         for number, path in enumerate(adapters):

@@ -74,7 +74,9 @@ class Range:
             raise ConfigError(f"{text!r} names no steps: write JOB, JOB@8 or JOB@4..8")
         begin, end = (int(one) if one else None for one in numbers)
         if end is not None and end <= (begin or 0):
-            raise ConfigError(f"{text!r} has no step: versions begin at 1, and the second number is the larger one")
+            raise ConfigError(
+                f"{text!r} names no step: the second number must be the larger one, and the first version is 1"
+            )
         return cls(job, begin, end)
 
 
@@ -139,7 +141,7 @@ def _bounds(wanted: Range, original: JobDirectory) -> tuple[int, int]:
         raise RunError(f"{original.path} has no commit: nothing was trained there yet")
     last = newest.step if wanted.last is None else wanted.last
     if not 0 < last <= newest.step:
-        raise ConfigError(f"{wanted.job} has done {newest.step} steps: there is no version {last} to derive again")
+        raise ConfigError(f"{wanted.job} has done {newest.step} steps: there is no version {last} to train again")
     if not (original.receipts / f"v{last}.json").is_file():
         known = sorted(int(path.stem[1:]) for path in original.receipts.glob("v*.json"))
         raise RunError(
@@ -328,7 +330,7 @@ def _with_others(new: RunConfig, file: Path) -> RunConfig:
         )
     before, now = (one.model_dump(exclude_unset=True, exclude={"run", "jobs"}) for one in (known, new))
     if apart := [field for field, _, _ in fields_apart(before, now)]:
-        raise ConfigError(f"{file} has another {', '.join(apart)}: fork into another run directory")
+        raise ConfigError(f"{file} has a different {', '.join(apart)}: fork into another run directory")
     names = {job.name for job in new.jobs}
     return new.model_copy(update={"jobs": [*(job for job in known.jobs if job.name not in names), *new.jobs]})
 

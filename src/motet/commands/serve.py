@@ -60,9 +60,9 @@ def serve(
     """
     if (base is None) != bool(config.bases):
         raise ConfigError(
-            "name what to serve: --base small, or several as `bases` in the file of --config"
+            "name what to serve: give --base small, or list several under `bases` in the --config file"
             if base is None
-            else "--base is for one base: with `bases` in the file of --config leave it out"
+            else "--base is for one base, and the --config file has `bases`: leave one of the two out"
         )
     if no_keys and not is_loopback(host):
         raise ConfigError(
@@ -117,7 +117,7 @@ def _public(url: str | None, no_keys: bool, config: ServiceConfig) -> str:
     """
     if config.oidc is None:
         if url:
-            raise ConfigError("--public-url is for sign-in: add `oidc` to the file of --config, or leave it out")
+            raise ConfigError("--public-url is for sign-in: add `oidc` to the --config file, or leave --public-url out")
         return ""
     if no_keys:
         raise ConfigError("--no-keys lets everybody in, and `oidc` asks who they are: leave one of the two out")

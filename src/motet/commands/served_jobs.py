@@ -52,7 +52,7 @@ def base_meant(config: RunConfig, service: Health, file: Path) -> str | None:
             f"--set base={served}, or speak to another service"
         )
     if config.engine != EngineConfig() or config.rollout != RolloutConfig():
-        say(f"note: `engine` and `rollout` of {file} do not count here; the service has its own", aside=True)
+        say(f"note: `engine` and `rollout` of {file} are ignored; the service has its own", aside=True)
     return names[0] if service.bases else None
 
 

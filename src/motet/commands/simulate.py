@@ -32,7 +32,7 @@ def show(file: Path, hosts: int | None, plot: Path | None) -> None:
         raise ConfigError(f"--plot {plot} is a directory; give the page's path, such as {plot / 'cluster.html'}")
     if plot is not None and not os.access(plot.parent, os.W_OK):
         raise ConfigError(
-            f"--plot {plot} cannot be written: {plot.parent} is not there, or not yours; give another path"
+            f"--plot {plot} cannot be written: {plot.parent} does not exist, or you may not write there; give another path"
         )
     outcome = simulate(config)
     table = Table(

@@ -231,7 +231,9 @@ def create_key(
 ) -> None:
     """Create a key and print it; it is shown only once. It ends with your key, unless yours is an admin key."""
     if expires_days is not None and not math.isfinite(expires_days):
-        raise ConfigError("--expires-days is a number of days; without it the key never ends")
+        raise ConfigError(
+            f"--expires-days {expires_days}: give a number of days, or leave it out for a key without end"
+        )
     with motet.Client(url, key) as client:
         made = client.create_key(tenant, name, role, expires_days, [one.value for one in scope] if scope else None)
     print_answer(made, as_json, made.key)
