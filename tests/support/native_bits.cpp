@@ -85,7 +85,7 @@ void logits() {
 void step() {
     const int64_t n = 999;
     std::vector<float> master = numbers(n), gradient = numbers(n), mean(n), square(n);
-    for (int64_t i = 1; i < 4; i++) adamw({0.01f, 0.9f, 0.99f, 1e-8f, 0.1f, i}, master.data(), gradient.data(), mean.data(), square.data(), n);
+    for (int64_t i = 1; i < 4; i++) adamw({0.01f, 0.9f, 0.99f, 1e-8f, 0.1f, i}, master.data(), gradient.data(), mean.data(), square.data(), n, 1);
     show("adamw", master);
     std::vector<double> found{norm(gradient.data(), n)};
     for (float each : gradient) {

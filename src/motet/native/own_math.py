@@ -29,7 +29,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "exp": (None, [c_void_p, c_void_p, c_int64]),
     "cos_sin": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
     "norm": (c_double, [c_void_p, c_int64]),
-    "adamw": (None, [c_void_p] * 5 + [c_int64]),
+    "adamw": (None, [c_void_p] * 5 + [c_int64] * 2),
 }
 
 
@@ -150,7 +150,7 @@ class OwnMath:
         """Update masters and moments in place; `step` counts from 1."""
         options = AdamWStep(adamw.lr, *adamw.betas, adamw.eps, adamw.weight_decay, step)
         vectors = (each.data_ptr() for each in (masters, gradient, mean, square))
-        self._calls.motet_adamw(ctypes.byref(options), *vectors, masters.numel())
+        self._calls.motet_adamw(ctypes.byref(options), *vectors, masters.numel(), self._threads())
 
     # --- angles -------------------------------------------------------------------------------------------------------
 

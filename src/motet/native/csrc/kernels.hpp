@@ -208,6 +208,6 @@ struct AdamW {
     float lr, beta1, beta2, epsilon, weight_decay;
     int64_t step;  // from 1
 };
-void adamw(const AdamW& options, float* master, const float* gradient, float* mean, float* square, int64_t n);
+void adamw(const AdamW& options, float* master, const float* gradient, float* mean, float* square, int64_t n, int64_t threads);
 
 }  // namespace motet

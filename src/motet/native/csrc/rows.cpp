@@ -1,4 +1,7 @@
 // Kernels that go over rows: norms, rotary positions, gates, AdamW. And the mode of the processor.
+#include <algorithm>
+
+#include "pool.hpp"
 #include "simd.hpp"
 
 #if defined(__x86_64__)
@@ -229,7 +232,7 @@ void gate_up_backward(const Gates& g, const float* dout, int64_t ldd, Type type,
 }
 
 // As torch.optim.AdamW with `fused`; the corrections are computed in doubles, once.
-void adamw(const AdamW& o, float* master, const float* gradient, float* mean, float* square, int64_t n) {
+void adamw(const AdamW& o, float* master, const float* gradient, float* mean, float* square, int64_t n, int64_t threads) {
     double power1 = 1.0, power2 = 1.0;
     for (int64_t i = 0; i < o.step; i++) {
         power1 *= static_cast<double>(o.beta1);
@@ -239,18 +242,21 @@ void adamw(const AdamW& o, float* master, const float* gradient, float* mean, fl
     const V correction = set1(static_cast<float>(std::sqrt(1.0 - power2)));
     const V decay = set1(static_cast<float>(1.0 - static_cast<double>(o.lr) * static_cast<double>(o.weight_decay)));
     const V rest1 = set1(1.0f - o.beta1), rest2 = set1(1.0f - o.beta2);
-    for (int64_t i = 0; i < n; i += 16) {
-        const int64_t left = n - i;
-        const V g = load_first(gradient + i, left);
-        V m = load_first(mean + i, left), v = load_first(square + i, left);
-        m = fma(rest1, sub(g, m), m);
-        v = fma(rest2, mul(g, g), mul(set1(o.beta2), v));
-        const V size = add(div(root(v), correction), set1(o.epsilon));
-        const V p = mul(load_first(master + i, left), decay);
-        store_first(master + i, left, sub(p, div(mul(step, m), size)));
-        store_first(mean + i, left, m);
-        store_first(square + i, left, v);
-    }
+    constexpr int64_t PART = int64_t{1} << 16;  // numbers
+    parallel(threads, (n + PART - 1) / PART, [&](int64_t part) {
+        for (int64_t i = part * PART; i < std::min(n, (part + 1) * PART); i += 16) {
+            const int64_t left = n - i;
+            const V g = load_first(gradient + i, left);
+            V m = load_first(mean + i, left), v = load_first(square + i, left);
+            m = fma(rest1, sub(g, m), m);
+            v = fma(rest2, mul(g, g), mul(set1(o.beta2), v));
+            const V size = add(div(root(v), correction), set1(o.epsilon));
+            const V p = mul(load_first(master + i, left), decay);
+            store_first(master + i, left, sub(p, div(mul(step, m), size)));
+            store_first(mean + i, left, m);
+            store_first(square + i, left, v);
+        }
+    });
 }
 
 }  // namespace motet

@@ -62,10 +62,14 @@ void cos_sin_double(double x, double* cosine, double* sine) {
 
 double norm(const float* x, int64_t n) {
     double lanes[16] = {};
-    for (int64_t i = 0; i < n; i++) {
-        const double each = static_cast<double>(x[i]);
-        lanes[i % 16] += each * each;
-    }
+    const auto add = [&](int64_t i, int64_t lane) {
+        const double each = static_cast<double>(x[i + lane]);
+        lanes[lane] += each * each;
+    };
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int64_t lane = 0; lane < 16; lane++) add(i, lane);
+    for (int64_t lane = 0; i + lane < n; lane++) add(i, lane);
     for (int half = 8; half; half /= 2)
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return std::sqrt(lanes[0]);
