@@ -20,7 +20,7 @@ from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.rollout.model_runner import ModelRunner, NewTokens
-from motet.training.head import head_logprobs
+from motet.training.head import Targets, head_logprobs, whole
 from tests.support import tiny_models as tiny
 from tests.support.launched_kernels import TARGETS, requests
 
@@ -68,15 +68,8 @@ def train(base: LoraModel) -> None:
     rows = torch.zeros(9, dtype=torch.long, device=META)
     with base.routed(TrainerRouting(segments, META, base.products, backward=True)), torch.enable_grad():
         hidden_TD = base.hidden(ids, positions, base.attention.packed(lengths, prefixes))
-        losses = []
-        for start, stop in spans:
-            pieces = head_logprobs(base, hidden_TD[start:stop], rows, rows, 1.0)
-            try:
-                while True:
-                    next(pieces)
-            except StopIteration as end:
-                losses.append(end.value[0].sum())
-        torch.autograd.backward(losses)
+        found = whole(head_logprobs(base, hidden_TD, [Targets(rows + start, rows, 1.0) for start, _ in spans]))
+        torch.autograd.backward([logprobs_N.sum() for logprobs_N, _ in found])
 
 
 def main() -> None:

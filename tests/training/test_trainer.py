@@ -391,6 +391,24 @@ def test_head_in_chunks(dtype):
     assert float((ours - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
 
 
+@pytest.mark.parametrize("name", OWN)
+def test_segments_in_common_head_products_keep_their_temperatures(name):
+    """More than HEAD_ROWS tokens of three segments: each has the bits that it has alone."""
+    base, trainer = tiny.base(name), make_trainer(tiny.base(name))
+    segments = tuple(
+        Segment(adapter, make_samples([(3, 110)], seed=seed), REINFORCE, 110.0, temperature)
+        for seed, (adapter, temperature) in enumerate({"a": 0.5, "b": 1.5, "c": 1.5}.items())
+    )
+    for segment, (found,) in zip(segments, trainer.forward(Batch(segments)), strict=True):
+        weights, (sample,) = trainer.weights(segment.adapter), segment.samples
+        assert np.array_equal(found, sampler_logprobs(base, weights, sample, segment.temperature))
+    trainer.forward_backward(Batch(segments))
+    for segment in segments:
+        alone = make_trainer(base)
+        alone.forward_backward(Batch((segment,)))
+        assert torch.equal(gradient(trainer, segment.adapter), gradient(alone, segment.adapter))
+
+
 def test_a_published_version_is_never_written_again(tmp_path: Path):
     trainer = make_trainer(tiny.base("llama"), "a")
     version = trainer.weights("a")

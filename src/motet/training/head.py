@@ -5,6 +5,9 @@ Legend: T packed rows, N targets, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,43 +31,56 @@ def whole(pieces: Pieces[Result]) -> Result:
             return result
 
 
-def head_logprobs(
-    base: LoraModel, hidden_TD: Tensor, row_N: Tensor, target_N: Tensor, temperature: float
-) -> Pieces[tuple[Tensor, Tensor]]:
-    """Logprobs and entropies [N] of targets at rows of the hidden states; the frozen head gets no gradient.
+@dataclass(frozen=True)
+class Targets:
+    """The targets of a segment, and for each the row of the state that predicts it."""
 
-    [N, V] never exists for all rows at once. A logprob's gradient with respect to its hidden state does not depend on
-    later operations, so it is computed while the probabilities are in memory.
+    row_N: Tensor
+    target_N: Tensor
+    temperature: float
+
+
+def head_logprobs(base: LoraModel, hidden_TD: Tensor, parts: Sequence[Targets]) -> Pieces[list[tuple[Tensor, Tensor]]]:
+    """Logprobs and entropies [N] of the targets of each part; the frozen head gets no gradient.
+
+    Motet's kernels compute each row by itself, so their products may hold rows of several parts. [N, V] never exists for
+    all rows at once. A logprob's gradient with respect to its hidden state does not depend on later operations, so it is
+    computed while the probabilities are in memory.
     """
-    n_targets = len(row_N)
-    hidden_ND = hidden_TD.index_select(0, base.pad(row_N))
-    slope_ND = torch.empty_like(hidden_ND) if hidden_ND.requires_grad else None
-    logprobs: list[Tensor] = []
-    entropies: list[Tensor] = []
-    chunks, targets = hidden_ND.detach().split(HEAD_ROWS), base.pad(target_N).split(HEAD_ROWS)
-    slopes = (None,) * len(chunks) if slope_ND is None else slope_ND.detach().split(HEAD_ROWS)
-    for hidden, target, slope in zip(chunks, targets, slopes, strict=True):
-        if logprobs:
-            yield HEAD_ROWS
-        with torch.no_grad():
-            some, entropy = _chunk(base, hidden, target, temperature, slope)
-        logprobs.append(some)
-        entropies.append(entropy)
-    logprobs_N, entropy_N = torch.cat(logprobs), torch.cat(entropies)
-    if slope_ND is not None:
-        logprobs_N = _WithSlopes.apply(hidden_ND, logprobs_N, slope_ND)  # type: ignore[no-untyped-call]
-    return logprobs_N[:n_targets], entropy_N[:n_targets]
+    found, rows = list[tuple[Tensor, Tensor]](), 0
+    for some in [parts] if base.kernels is not None and parts else [[part] for part in parts]:
+        hidden_ND = hidden_TD.index_select(0, base.pad(torch.cat([part.row_N for part in some])))
+        target_N = base.pad(torch.cat([part.target_N for part in some]))
+        lengths = [len(part.row_N) for part in some]
+        temperatures = [one for part, length in zip(some, lengths, strict=True) for one in [part.temperature] * length]
+        temperatures += temperatures[-1:] * (len(hidden_ND) - len(temperatures))  # of the padding
+        slope_ND = torch.empty_like(hidden_ND) if hidden_ND.requires_grad else None
+        outputs = []
+        for chunk in (slice(start, start + HEAD_ROWS) for start in range(0, len(hidden_ND), HEAD_ROWS)):
+            if rows >= HEAD_ROWS:
+                yield rows
+                rows = 0
+            hidden, slope = hidden_ND.detach()[chunk], None if slope_ND is None else slope_ND[chunk]
+            with torch.no_grad():
+                outputs.append(_chunk(base, hidden, target_N[chunk], temperatures[chunk], slope))
+            rows += len(hidden)
+        logprobs_N, entropy_N = map(torch.cat, zip(*outputs, strict=True))
+        if slope_ND is not None:
+            logprobs_N = _WithSlopes.apply(hidden_ND, logprobs_N, slope_ND)  # type: ignore[no-untyped-call]
+        n_targets = sum(lengths)
+        found += zip(logprobs_N[:n_targets].split(lengths), entropy_N[:n_targets].split(lengths), strict=True)
+    return found
 
 
 def _chunk(
-    base: LoraModel, hidden_ND: Tensor, target_N: Tensor, temperature: float, slope_ND: Tensor | None
+    base: LoraModel, hidden_ND: Tensor, target_N: Tensor, temperatures: Sequence[float], slope_ND: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N]; fills `slope_ND` if it is given."""
     logprobs, entropies = [], []
     raw_NV = base.raw_logits(hidden_ND)
     if base.math is not None:
-        return _own_chunk(base, base.math, raw_NV, target_N, temperature, slope_ND)
-    at_a_time = base.arithmetic.logit_rows
+        return _own_chunk(base, base.math, raw_NV, target_N, temperatures, slope_ND)
+    temperature, at_a_time = temperatures[0], base.arithmetic.logit_rows
     for raw, target in zip(raw_NV.split(at_a_time), target_N.split(at_a_time), strict=True):
         distribution = Distribution.of(base.finish_logits(raw), [temperature])
         logprobs.append(distribution.logprobs(target))
@@ -77,14 +93,21 @@ def _chunk(
 
 
 def _own_chunk(
-    base: LoraModel, own: MathKernels, raw_NV: Tensor, target_N: Tensor, temperature: float, slope_ND: Tensor | None
+    base: LoraModel,
+    own: MathKernels,
+    raw_NV: Tensor,
+    target_N: Tensor,
+    temperatures: Sequence[float],
+    slope_ND: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """`_chunk` with Motet's kernels, which overwrite the logits with slopes."""
-    logits_NV = base.finish_logits(raw_NV)
-    if slope_ND is None:
-        return own.logprobs(logits_NV, target_N, temperature)
-    logprobs_N, entropies_N = own.logprobs(logits_NV, target_N, temperature, slope=True)
-    slope_ND.copy_(base.through_head(base.logits_slope(raw_NV, logits_NV)))
+    logits_NV, found, start = base.finish_logits(raw_NV), [], 0
+    for temperature, rows in itertools.groupby(temperatures):
+        run = slice(start, start := start + len(list(rows)))
+        found.append(own.logprobs(logits_NV[run], target_N[run], temperature, slope=slope_ND is not None))
+    if slope_ND is not None:
+        slope_ND.copy_(base.through_head(base.logits_slope(raw_NV, logits_NV)))
+    logprobs_N, entropies_N = map(torch.cat, zip(*found, strict=True))
     return logprobs_N, entropies_N
 
 

@@ -26,7 +26,7 @@ from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.protocols import Pieces, Result
 from motet.training.arena import ValueHead
-from motet.training.head import head_logprobs
+from motet.training.head import Targets, head_logprobs
 from motet.training.layer_inputs import LayerInputs
 
 
@@ -78,12 +78,11 @@ class PackedPass:
             with self._inputs.moved(len(self._plan.token_ids_T)):
                 hidden_TD = self._hidden()
             try:
-                losses = []
-                for segment, (start, stop), rows, head in zip(
-                    self._batch.segments, spans, self._rows, heads, strict=True
-                ):
-                    loss = self._segment_loss(segment, hidden_TD[start:stop], rows, head)
-                    losses.append((yield from self._between(loss, routing)))
+                found = yield from self._between(self._logprobs(hidden_TD, heads), routing)
+                losses = [
+                    self._segment_loss(segment, rows, *outputs)
+                    for segment, rows, outputs in zip(self._batch.segments, self._rows, found, strict=True)
+                ]
             except Exception:
                 self._keep_step(hidden_TD)
                 raise
@@ -109,7 +108,7 @@ class PackedPass:
 
         Segments with a value head have values instead.
         """
-        base, spans, outputs = self._base, self._plan.spans, []
+        base, spans = self._base, self._plan.spans
         segments = [
             TrainSegment(start, stop, weights, None)
             for (start, stop), weights in zip(spans if adapters is not None else [], adapters or [], strict=True)
@@ -118,17 +117,12 @@ class PackedPass:
         with base.routed(routing), torch.no_grad():
             hidden_TD = self._hidden()
             self.in_step = True
-            for place, (segment, (start, stop), rows) in enumerate(
-                zip(self._batch.segments, spans, self._rows, strict=True)
-            ):
-                head = heads[place] if heads else None
-                if head is not None:
-                    outputs_N = _values(hidden_TD[start:stop], rows, head.flat, base)
-                else:
-                    pieces = head_logprobs(base, hidden_TD[start:stop], rows.row_N, rows.target_N, segment.temperature)
-                    outputs_N, _ = yield from self._between(pieces, routing)
-                outputs.append(rows.scatter(outputs_N, segment))
-        return tuple(outputs)
+            flat = [None if head is None else head.flat for head in heads or [None] * len(spans)]
+            found = yield from self._between(self._logprobs(hidden_TD, flat), routing)
+        return tuple(
+            rows.scatter(outputs_N, segment)
+            for segment, rows, (outputs_N, _) in zip(self._batch.segments, self._rows, found, strict=True)
+        )
 
     def _between(self, pieces: Pieces[Result], routing: TrainerRouting) -> Pieces[Result]:
         """Restore the base's normal state while this pass is paused."""
@@ -153,18 +147,26 @@ class PackedPass:
             (hidden_TD.float().sum() * 0).backward()
             self.in_step = True
 
+    def _logprobs(self, hidden_TD: Tensor, heads: Sequence[Tensor | None]) -> Pieces[list[tuple[Tensor, Tensor]]]:
+        """Logprobs and entropies [N] of each segment, or values and zeros if it has a value head."""
+        each = list(zip(self._batch.segments, self._plan.spans, self._rows, heads, strict=True))
+        policies = [
+            Targets(rows.row_N + start, rows.target_N, segment.temperature)
+            for segment, (start, _), rows, head in each
+            if head is None
+        ]
+        found = iter((yield from head_logprobs(self._base, hidden_TD, policies)))
+        outputs = []
+        for _, (start, stop), rows, head in each:
+            values_N = None if head is None else _values(hidden_TD[start:stop], rows, head, self._base)
+            outputs.append(next(found) if values_N is None else (values_N, torch.zeros_like(values_N)))
+        return outputs
+
     def _segment_loss(
-        self, segment: Segment, hidden_TD: Tensor, rows: _TrainableRows, head: Tensor | None
-    ) -> Pieces[tuple[Tensor, LossStats, Tensor]]:
+        self, segment: Segment, rows: _TrainableRows, logprobs_N: Tensor, entropy_N: Tensor
+    ) -> tuple[Tensor, LossStats, Tensor]:
         if segment.loss is None:
             raise ValueError(f"a segment of {segment.adapter!r} has no loss; a gradient needs one")
-        if head is not None:
-            logprobs_N = _values(hidden_TD, rows, head, self._base)
-            entropy_N = torch.zeros_like(logprobs_N)
-        else:
-            logprobs_N, entropy_N = yield from head_logprobs(
-                self._base, hidden_TD, rows.row_N, rows.target_N, segment.temperature
-            )
         inputs = LossInputs(
             logprobs_N=logprobs_N,
             entropy_N=entropy_N,
