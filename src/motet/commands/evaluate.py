@@ -218,9 +218,7 @@ def task_of(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
     name = asked.task or next(iter(named or (written if len(written) == 1 else ())), None)
     if name not in jobs:
         wrong = "must name" if asked.task is None else f"{asked.task!r} is no job of the file; name"
-        raise ConfigError(
-            f"--task {wrong} the job whose problems and rewards to use, one of {', '.join(written[:8])}"
-        )
+        raise ConfigError(f"--task {wrong} the job whose problems and rewards to use, one of {', '.join(written[:8])}")
     job = jobs[name]
     if job.team:
         raise ConfigError(
