@@ -69,7 +69,7 @@ def test_whoever_has_nothing_to_start_from_fails_with_the_reason(tmp_path: Path)
         ([rewarded("taught"), taught()], "adapter.init names 'taught', which must come before it"),
         (
             [taught(), rewarded("taught", adapter={"rank": 4, "init": "taught"})],
-            "adapter.rank is 4, that of 'taught'.*is 8",
+            "adapter.rank is 4, but 'taught'.*has 8",
         ),
     ],
 )

@@ -704,7 +704,7 @@ def test_the_default_race_costs_about_four_runs(lr: float | str, widest: float) 
         ({"race": {"over": {"algorithm.group_size": ["a"]}}}, "race.over.algorithm.group_size: 'a' cannot be used"),
         ({"race": {"over": {"adapter.rank": [0]}}}, "race.over.adapter.rank: 0 cannot be used"),
         ({"race": {"over": {"optimizer.rate": [1]}}}, "race.over.optimizer.rate: 1 cannot be used"),
-        ({"name": "n" * 100}, "name is too long"),
+        ({"name": "n" * 100}, "no room for the endings"),
     ],
 )
 def test_what_cannot_race_is_refused_with_the_reason(fields: dict[str, Any], message: str) -> None:
