@@ -30,7 +30,7 @@ from motet.service.tenants.ledger import Ledger, today
 from motet.service.tenants.quotas import QuotaEnforcer
 from motet.service.tinker.futures import Futures
 from tests.support.database import person, queued
-from tests.support.house import House, open_house
+from tests.support.house import House, open_house, statements
 from tests.support.service_run import Json, tiny
 from tests.support.tinker_requests import journal, made, request
 from tests.support.tinker_requests import sent as sent_gradient
@@ -59,6 +59,16 @@ def step(house: House, job: str, number: int, sampled: int = 0, trained: int = 0
     """What the engine tells of a step."""
     told = {"step": number, "loss": 0.0, "tokens_sampled": sampled, "tokens_trained": trained}
     house.recorder.record_step(job, told)
+
+
+def test_limits_are_read_once_a_second_and_a_change_holds_at_once(house: House) -> None:
+    quotas, tenant = house.service.quotas, person(house.store, "us").tenant_id
+    with statements() as asked:
+        for _ in range(20):
+            assert quotas.of(tenant).rank == 64
+    assert sum("limits.given" in one for one in asked) <= 2
+    limit(house, rank=8)
+    assert quotas.of(tenant).rank == 8
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 _MB = 2**20
 _DAY = 86_400
 _SECONDS, _AGAIN_SECONDS = 1.0, 5.0
+_KNOWN_SECONDS = 1.0
 _ASK = "an admin raises it with motet tenants limit"
 _DELETE = "delete files, adapters, checkpoints or jobs that have ended"
 _NEAR = 2**31
@@ -58,12 +60,21 @@ class Quotas:
         self._storing: dict[str, threading.RLock] = {}
         self._reserved = Counter[str]()
         """Bytes that each tenant is about to store."""
+        self._known: dict[str, tuple[float, LimitsConfig]] = {}
+        """When the limits of a tenant were read, and what they were."""
+        self._changes = 0
 
     def of(self, tenant_id: str) -> LimitsConfig:
-        """Effective limits of a tenant."""
-        with self._store.transaction() as session:
-            own = session.get(TenantLimits, tenant_id)
-        return self._with(None if own is None else own.given)
+        """Effective limits of a tenant; a change by another process takes effect within a second."""
+        read, limits = self._known.get(tenant_id, (-math.inf, None))
+        if limits is None or time.monotonic() > read + _KNOWN_SECONDS:
+            read, changes = time.monotonic(), self._changes
+            with self._store.transaction() as session:
+                own = session.get(TenantLimits, tenant_id)
+            limits = self._with(None if own is None else own.given)
+            if changes == self._changes:
+                self._known[tenant_id] = read, limits
+        return limits
 
     def all(self) -> dict[str, LimitsConfig]:
         """Effective limits of all tenants, by id."""
@@ -75,6 +86,8 @@ class Quotas:
         """Set a tenant's own limits, all at once; defaults apply to the others."""
         with self._store.transaction() as session:
             session.merge(TenantLimits(tenant_id=tenant_id, given=dict(given)))
+        self._changes += 1
+        self._known.clear()
         return self._with(given)
 
     def _with(self, given: Mapping[str, Any] | None) -> LimitsConfig:
