@@ -32,19 +32,22 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Motet needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(wildcard src/motet/native/csrc/*) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serve]'
+INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+INSTALLED_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/motet/native/csrc/*)
+
+$(VENV)/.installed: $(INSTALLED_FROM) | $(BIN)/python
+	$(INSTALL) '.[serve]'
 	@touch $@
 
-$(VENV)/.installed-reasoning: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[reasoning]'
-	@touch $@
+$(VENV)/.installed-reasoning: $(INSTALLED_FROM) | $(BIN)/python
+	$(INSTALL) '.[serve,reasoning]'
+	@touch $(VENV)/.installed $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed-reasoning
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,tensorboard]'
+$(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python
+	$(INSTALL) '.[serve,reasoning,dev,docs,tensorboard]'
 	@# a torch for CUDA brings the Triton that fits it; with one for CPUs any will do to interpret the kernels
 	@$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname -s)" != Linux ] || $(BIN)/python -m pip install --quiet $(TRITON)
-	@touch $@
+	@touch $(VENV)/.installed $(VENV)/.installed-reasoning $@
 
 .PHONY: install
 install: $(VENV)/.installed-dev  ## make .venv with Motet and the tools to develop it
@@ -62,15 +65,15 @@ smollm2: $(VENV)/.installed-reasoning  ## download SmolLM2-135M-Instruct to the 
 # ---- development -------------------------------------------------------------------------------------------------
 
 .PHONY: vllm
-vllm: $(VENV)/.installed-dev  ## make .envs/vllm with a vLLM for CPUs, which tests and benches sample on (a few minutes)
+vllm: | $(BIN)/python  ## make .envs/vllm with a vLLM for CPUs, which tests and benches sample on (a few minutes)
 	@$(BIN)/python -m bench.speed.envs vllm
 
 .PHONY: tinker
-tinker: $(VENV)/.installed-dev  ## make .envs/tinker… with the newest and the oldest tinker package, which tests drive a service with (a few minutes)
+tinker: | $(BIN)/python  ## make .envs/tinker… with the newest and the oldest tinker package, which tests drive a service with (a few minutes)
 	@$(BIN)/python -m bench.speed.envs tinker tinker-0.25.0
 
 .PHONY: agents
-agents: $(VENV)/.installed-dev  ## make .envs/agents, .envs/mini and .envs/verifiers with the packages of the agents that tests train (three minutes)
+agents: | $(BIN)/python  ## make .envs/agents, .envs/mini and .envs/verifiers with the packages of the agents that tests train (three minutes)
 	@$(BIN)/python -m bench.speed.envs agents mini verifiers
 
 .PHONY: unit
@@ -78,18 +81,18 @@ unit: $(VENV)/.installed-dev  ## the tests of pure functions and of loops on the
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m unit -q $(PYTEST_ARGS)
 
 .PHONY: trackers
-trackers: $(VENV)/.installed-dev  ## make .envs/trackers with W&B, MLflow, Trackio and SwanLab, which soak tests send runs to
+trackers: | $(BIN)/python  ## make .envs/trackers with W&B, MLflow, Trackio and SwanLab, which soak tests send runs to
 	@$(BIN)/python -m bench.speed.envs trackers
 
 .PHONY: harnesses
-harnesses: $(VENV)/.installed-dev  ## make .envs/harnesses with lm-eval and inspect-ai, which a soak test sends to a service
+harnesses: | $(BIN)/python  ## make .envs/harnesses with lm-eval and inspect-ai, which a soak test sends to a service
 	@$(BIN)/python -m bench.speed.envs harnesses
 
 # Tests sync thousands of small files, which takes no time in memory.
 IN_MEMORY = $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 8388608 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
 .PHONY: test
-test: $(VENV)/.installed-dev  ## lint, then every test that this machine can run, in parallel (WORKERS=3)
+test:  ## lint, then every test that this machine can run, in parallel (WORKERS=3)
 	@$(MAKE) -j3 --output-sync=target lint vllm tinker agents
 	$(IN_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
