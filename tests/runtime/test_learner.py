@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -155,6 +156,38 @@ def test_a_pass_has_no_more_of_another_tenants_work_than_of_the_one_that_comes_f
 
     trainer = company(base, script, "big", "small")
     assert sorted(trainer.pieces[0].split("+")) == ["big", "small"]
+
+
+def test_what_comes_while_servers_wake_up_is_trained_in_the_next_turn() -> None:
+    trainer, device = Watched(tiny.base("llama")), Device()
+    trainer.add_adapter("job", AdapterConfig(rank=4), seed=1)
+    scheduler, turns = FairScheduler(8), list[int]()
+    scheduler.join("job", 1.0)
+    (segment,) = segments("job", make_samples(((3, 5),), seed=5))
+
+    async def run() -> None:
+        @contextlib.asynccontextmanager
+        async def alone() -> AsyncIterator[None]:
+            before = len(trainer.pieces)
+            yield
+            turns.append(len(trainer.pieces) - before)
+            if len(turns) == 1:
+                late.append(asyncio.create_task(learner.train("job", (segment,))))
+                await asyncio.sleep(0.05)
+
+        late = list[asyncio.Task[Any]]()
+        learner = Learner(trainer, device, HEAD_ROWS, scheduler, alone)
+        await learner.train("job", (segment,))
+        await until(lambda: bool(late))
+        async with asyncio.timeout(20):
+            await late[0]
+        await until(lambda: len(turns) == 2)
+
+    try:
+        asyncio.run(run())
+    finally:
+        device.close()
+    assert turns == [1, 1]
 
 
 def test_what_is_given_up_ends_with_the_piece_under_way_and_is_charged_so_far() -> None:

@@ -51,7 +51,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 found = vars(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]))
 print(json.dumps({name: str(value) for name, value in found.items()}))
 """
-    launch = LaunchConfig(python=vllm_python(), tensor_parallel=2, gpu_memory_utilization=0.4, max_positions=512)
+    launch = LaunchConfig(
+        python=vllm_python(), tensor_parallel=2, gpu_memory_utilization=0.4, max_positions=512, sleep=True
+    )
     config = RolloutConfig(engine="vllm", launch=launch, publish_by="tensors", rows=32)
     info = load("small", EngineConfig(threads=1)).info
     (server,) = launched(info, "a model", config, launch, Demand(3, 9, 12), tmp_path)
@@ -69,6 +71,7 @@ print(json.dumps({name: str(value) for name, value in found.items()}))
         "True",
         "False",
     ]
+    assert (found["enable_sleep_mode"], server.process._env["VLLM_SERVER_DEV_MODE"]) == ("True", "1")
     assert (found["logprobs_mode"], found["generation_config"]) == ("processed_logprobs", "vllm")
     assert found["worker_extension_cls"] == motet_vllm.EXTENSION
     assert "guidance" in found["structured_outputs_config"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import sys
 import threading
@@ -52,6 +53,7 @@ class BaseServer:
         """Names, in order."""
         self.unloads: list[str] = []
         self.completions = 0
+        self._asleep = False
         self._engine, self._info = workshop.engine, base.info
         self._adapters: dict[str, AdapterRef] = {}
 
@@ -70,6 +72,8 @@ class BaseServer:
             ("POST", "/v1/load_lora_adapter"): self._load,
             ("POST", "/v1/unload_lora_adapter"): self._unload,
             ("POST", "/v1/completions"): self._complete,
+            ("POST", "/sleep"): self._sleep,
+            ("POST", "/wake_up"): self._wake,
         }
         if self._dialect == "sglang":
             paths = {
@@ -79,11 +83,17 @@ class BaseServer:
                 ("POST", "/load_lora_adapter"): self._load,
                 ("POST", "/unload_lora_adapter"): self._unload,
                 ("POST", "/generate"): self._generate,
+                ("POST", "/release_memory_occupation"): self._sleep,
+                ("POST", "/resume_memory_occupation"): self._wake,
             }
 
         async def answer(request: Request) -> Response:
-            body = await request.json() if request.method == "POST" else {}
-            return await paths[request.method, request.url.path](body)
+            sent = await request.body()
+            answered = paths[request.method, request.url.path]
+            if self._asleep and request.method == "POST" and answered != self._wake:
+                print(f"asleep, and asked for {request.url.path}", flush=True)
+                return _refused(500, "the server sleeps")
+            return await answered(json.loads(sent) if sent else {})
 
         routes = [Route(path, answer, methods=[method]) for method, path in paths]
         config = uvicorn.Config(Starlette(routes=routes), port=self.port, lifespan="off", log_config=None)
@@ -134,6 +144,15 @@ class BaseServer:
         self.unloads.append(name)
         await self._engine.unload_adapter(self._adapters.pop(name))
         return Response()
+
+    async def _sleep(self, body: Any) -> Response:
+        self._asleep = True
+        print("sleeps", flush=True)
+        return JSONResponse({})
+
+    async def _wake(self, body: Any) -> Response:
+        self._asleep = False
+        return JSONResponse({})
 
     async def _sampled(
         self, prompt: Any, adapter: AdapterRef | None, fields: Any, schema: str | None

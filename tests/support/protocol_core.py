@@ -179,6 +179,7 @@ class Backend:
         self.setup, self.faults, self.counts = setup, faults, counts
         self.engine = PacedEngine(faults, setup.max_model_len)
         self.turns = Turns(setup.max_loras)
+        self.asleep = False
         self.open: dict[str, asyncio.Event] = {}
         """Generate requests that are being answered, and whether they were aborted."""
         self._policies: dict[AdapterRef | None, FakePolicy] = {None: FakePolicy(None)}
@@ -221,6 +222,11 @@ class Backend:
         ref, places = ask.resolve(), ask.prompt[:-1]
         rows = ([self.token_logprob(ref, before, token, 1.0) for token in range(VOCABULARY)] for before in places)
         return [sorted(row, key=lambda entry: entry.rank)[:k] for row in rows]
+
+    def sleep(self) -> None:
+        """Free memory; requests that run would be lost."""
+        assert not self.open, "a server is put to sleep while it answers"
+        self.asleep = True
 
     def abort(self, ids: Iterable[str]) -> None:
         """End requests; they answer with what they have."""

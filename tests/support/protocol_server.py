@@ -69,6 +69,11 @@ class ProtocolServer:
         return self._protocol.entries
 
     @property
+    def asleep(self) -> bool:
+        """Whether it has freed its memory."""
+        return self._backend.asleep
+
+    @property
     def engine(self) -> PacedEngine:
         """The engine since the last start; `requests` are all that it accepted."""
         return self._backend.engine
@@ -216,6 +221,7 @@ class ProtocolServer:
         if refused or self.faults.strikes(self.faults.errors, route.kind):
             status = 500 if refused else self.faults.error_status
             return self._protocol.error(Refusal(status, LOST, "InternalServerError"))
+        assert not (self._backend.asleep and route.kind in ("generate", "load", "unload")), "it sleeps"
         try:
             response = await route.answer(call)
         except Refusal as refusal:

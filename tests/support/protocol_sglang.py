@@ -94,12 +94,22 @@ class Sglang:
             ("POST", "/unload_lora_adapter"): Route("unload", self._unload),
             ("POST", "/generate"): Route("generate", self._generate),
             ("POST", "/abort_request"): Route("abort", self._abort),
+            ("POST", "/release_memory_occupation"): Route("sleep", self._sleep),
+            ("POST", "/resume_memory_occupation"): Route("wake", self._wake),
         }
 
     @property
     def entries(self) -> tuple[str, ...]:
         """The adapters that are loaded, least recently used first."""
         return tuple(self._adapters)
+
+    async def _sleep(self, call: Call) -> Response:
+        self._backend.sleep()
+        return JSONResponse({})
+
+    async def _wake(self, call: Call) -> Response:
+        self._backend.asleep = False
+        return JSONResponse({})
 
     def guards(self, path: str) -> bool:
         """Health and metrics are open to all."""

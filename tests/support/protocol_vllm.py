@@ -73,6 +73,8 @@ class Vllm:
             ("POST", "/v1/load_lora_adapter"): Route("load", self._load),
             ("POST", "/v1/unload_lora_adapter"): Route("unload", self._unload),
             ("POST", COMPLETIONS): Route("generate", self._complete),
+            ("POST", "/sleep"): Route("sleep", self._sleep),
+            ("POST", "/wake_up"): Route("wake", self._wake),
         }
 
     @property
@@ -155,6 +157,15 @@ class Vllm:
 
     async def _version(self, call: Call) -> Response:
         return JSONResponse({"version": self._backend.setup.release})
+
+    async def _sleep(self, call: Call) -> Response:
+        """Running requests would be aborted."""
+        self._backend.sleep()
+        return JSONResponse({"status": "sleeping", "level": 1})
+
+    async def _wake(self, call: Call) -> Response:
+        self._backend.asleep = False
+        return JSONResponse({"status": "awake", "tags": None})
 
     async def _complete(self, call: Call) -> Response:
         ask, head = self._ask(call)

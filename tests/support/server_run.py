@@ -81,13 +81,16 @@ def engine_on(
     headers: Mapping[str, str] | None = None,
     run: str = RUN,
     processes: Mapping[str, ServerProcess] | None = None,
+    sleep: bool = False,
     **bounds: Any,
 ) -> ServerEngine:
     """An engine on these servers, with `BOUNDS` apart from what is given."""
     gc.freeze()  # `drive` looks for garbage among what comes from here on alone: among all it takes half a second
     replicas = [replica_of(server, clocks, headers) for server in servers]
     files = VersionFiles(directory / "served")
-    return ServerEngine(replicas, processes or {}, files, FakeTokenizer().decode, replace(BOUNDS, **bounds), run)
+    limits = replace(BOUNDS, **bounds)
+    how = replicas[0].dialect.sleep(False) if sleep else None
+    return ServerEngine(replicas, processes or {}, files, FakeTokenizer().decode, limits, run, how)
 
 
 def drive(engine: ServerEngine, test: Test, seconds: float = 60.0) -> None:

@@ -121,6 +121,9 @@ class Dialect:
     """Whether a refusal to load says that the name is already loaded."""
     missing: Callable[[int, str], bool]
     """Whether a refusal to load says that the directory is missing, perhaps only for now."""
+    sleep: Callable[[bool], HttpRequest]
+    """Asks a server to free the memory of weights and KV cache; only to pause, if it is on a CPU."""
+    wake: HttpRequest
     settings: LimitSettings
     tested: tuple[str, ...] = ()
     """Releases that the tests have run."""
@@ -314,6 +317,9 @@ VLLM = Dialect(
     unknown=lambda status, detail: status == 404,
     known=lambda status, detail: "already been loaded" in detail,
     missing=lambda status, detail: "No adapter found for" in detail,
+    # level 1 copies the weights to host memory, level 0 only stops the scheduler
+    sleep=lambda on_cpu: HttpRequest(f"/sleep?level={0 if on_cpu else 1}", verb="POST"),
+    wake=HttpRequest("/wake_up", verb="POST"),
     settings=LimitSettings("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
     tested=("0.32.0",),  # as `rollout.in_vllm.motet_vllm.TESTED`
 )
@@ -337,6 +343,8 @@ SGLANG = Dialect(
     known=lambda status, detail: "already" in detail,
     # a missing directory is taken for a name on the hub
     missing=lambda status, detail: "Repo id must be" in detail,
+    sleep=lambda on_cpu: HttpRequest("/release_memory_occupation", {}),
+    wake=HttpRequest("/resume_memory_occupation", {}),
     settings=LimitSettings("--max-loras-per-batch (the base counts as one)", "--max-loaded-loras", "--max-lora-rank"),
 )
 

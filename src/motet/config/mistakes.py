@@ -62,6 +62,7 @@ OTHERS_WORDS: Mapping[str, str] = {
     "gradient_checkpointing": "engine.recompute",
     "use_vllm": "rollout.engine",
     "colocate": "rollout.launch.gpu_memory_utilization that leaves room for the trainer, such as 0.4",
+    "vllm_enable_sleep_mode": "rollout.launch.sleep",
 }
 """Motet's fields for names of TRL, PEFT and transformers."""
 _ALSO_WRITTEN: Mapping[type[Config], Sequence[str]] = {RunConfig: ("defaults", "sweep"), JobConfig: ("reward", "sweep")}

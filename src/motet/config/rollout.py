@@ -33,6 +33,9 @@ class LaunchConfig(Config):
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Fraction of the memory of a GPU that a server takes. On the GPU of the trainer, leave room for it, for example with
     0.4."""
+    sleep: bool = False
+    """Whether servers free their memory while the trainer works, for servers on its GPU. Training then waits for running
+    requests, and requests wait for training."""
     tensor_parallel: int = Field(1, ge=1, le=1024)
     """Number of GPUs over which a server splits the base."""
     preload: str | None = None

@@ -10,7 +10,6 @@ from motet.config import HostConfig, JobConfig, budgets
 from motet.config.service import Largest
 from motet.hosting.launch import assemble
 from motet.hosting.preparing import open_prepared
-from motet.hosting.workshop import Workshop
 from motet.runtime.base_judge import BaseJudge
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Agents, Job, Services
@@ -61,23 +60,23 @@ class Host:
         served = config.rollout.engine != "embedded"
         self._recorded = original if served else None
         recorded = self._recorded is not None
-        self.workshop: Workshop = assemble(base, config, needs, directory, jobs, alone=alone, recorded=recorded)
+        workshop = self.workshop = assemble(base, config, needs, directory, jobs, alone=alone, recorded=recorded)
         engine = config.engine
-        scheduler = FairScheduler(self.workshop.engine.capacity * 3 // 2)
+        scheduler = FairScheduler(workshop.engine.capacity * 3 // 2)
         if rewards is None:
-            judge = BaseJudge(self.info, self.workshop.engine, scheduler, self.workshop.kv_tokens)
+            judge = BaseJudge(self.info, workshop.engine, scheduler, workshop.kv_tokens)
             rewards = RewardPool(engine.reward_processes, of_a_run(directory.path, judge))
         self.services = Services(
-            engine=self.workshop.engine,
-            trainer=self.workshop.trainer,
-            sync=self.workshop.sync,
-            device=self.workshop.device,
+            engine=workshop.engine,
+            trainer=workshop.trainer,
+            sync=workshop.sync,
+            device=workshop.device,
             scheduler=scheduler,
-            learner=Learner(self.workshop.trainer, self.workshop.device, engine.train_tokens, scheduler),
+            learner=Learner(workshop.trainer, workshop.device, engine.train_tokens, scheduler, workshop.training),
             rewards=rewards,
             micro_batch_tokens=engine.micro_batch_tokens,
-            probe_tolerance=self.workshop.probe_tolerance,
-            keep_versions=self.workshop.keep_versions,
+            probe_tolerance=workshop.probe_tolerance,
+            keep_versions=workshop.keep_versions,
             engine_suffix=f"{directory.run_id}.{directory.attempt}",
             threads=budgets.threads_of(engine),
             positions=self.info.max_positions,

@@ -186,7 +186,7 @@ def _build_on_servers(
     import torch
 
     from motet.hosting import servers
-    from motet.model.accelerator import free_memory, wait_for
+    from motet.model.accelerator import free_memory, total_memory, wait_for
     from motet.model.lora_model import LoraModel
     from motet.rollout.server import FileSync
     from motet.rollout.unasked import UnaskedEngine
@@ -209,7 +209,8 @@ def _build_on_servers(
         assert isinstance(base, LoraModel)
         if base.kernels is not None:
             base.kernels.prepare(0)
-        memory = FreeMemory(free_memory(base.device))
+        taken = servers.memory_beside(config.rollout.launch, total_memory(base.device))
+        memory = FreeMemory(free_memory(base.device), sampling=taken)
         base.read_keys_in_blocks(config.engine.block_size)
         trainer = make_trainer(base, config.engine)
     caveat = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"

@@ -37,6 +37,8 @@ _MOST_LORAS = 16
 _MOST_LIKELIEST = 100
 """The most likeliest tokens per position of a prompt that clients of a service may ask for; vLLM's default limit is 20."""
 _CPU_CACHE_GIB = "2"
+_USUAL_UTILIZATION = 0.9
+"""Fraction of a GPU's memory that vLLM takes by default."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def build_servers(
     decode: Callable[[list[int]], str] = lambda tokens: info.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
     if config.publish_by == "tensors":
         _hand_out(files.directory, replicas)
-    return ServerEngine(replicas, processes, files, decode, bounds, run_id)
+    sleep = dialect.sleep(on_cpu(info, config.launch)) if config.launch and config.launch.sleep else None
+    return ServerEngine(replicas, processes, files, decode, bounds, run_id, sleep)
 
 
 def _hand_out(directory: Path, replicas: Sequence[Replica]) -> None:
@@ -204,6 +207,19 @@ def trust(config: RolloutConfig) -> bool | ssl.SSLContext:
 # --- servers that are started here ------------------------------------------------------------------------------------------
 
 
+def memory_beside(launch: LaunchConfig | None, total: int) -> int:
+    """Bytes that started servers take, while they are awake, of the `total` bytes of the trainer's GPU."""
+    if launch is None or (launch.devices and not launch.sleep):
+        return 0
+    replicas = 1 if launch.devices else launch.replicas
+    return int(replicas * (launch.gpu_memory_utilization or _USUAL_UTILIZATION) * total)
+
+
+def on_cpu(info: ModelInfo, launch: LaunchConfig) -> bool:
+    """Whether a server is started with settings for a CPU."""
+    return info.device == "cpu" and not launch.names_gpus
+
+
 def _server(info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchConfig, wanted: Demand) -> _Server:
     rank = launch.max_rank or next(rank for rank in VLLM_RANKS if rank >= wanted.rank)
     return _Server(
@@ -216,7 +232,7 @@ def _server(info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchCo
         cpu_loras=launch.max_cpu_loras or wanted.versions + (config.keep_versions or 0) * wanted.adapters,
         rank=rank,
         targets=tuple(sorted({path.rpartition(".")[2] for path in info.linears})),
-        on_cpu=info.device == "cpu" and not launch.names_gpus,
+        on_cpu=on_cpu(info, launch),
         fetches=config.publish_by == "tensors",
         launch=launch,
     )
@@ -265,6 +281,8 @@ def _environment(server: _Server, number: int, key: str) -> dict[str, str]:
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
         # --enforce-eager leaves the sampler compiled: half a minute before the first answer
         variables.setdefault("TORCH_COMPILE_DISABLE", "1")
+    if server.launch.sleep:
+        variables["VLLM_SERVER_DEV_MODE"] = "1"  # for its routes /sleep and /wake_up
     if server.launch.devices:
         variables["CUDA_VISIBLE_DEVICES"] = server.launch.devices[number % len(server.launch.devices)]
     return {**variables, **server.launch.env}
@@ -300,6 +318,7 @@ def _vllm(server: _Server, key: str) -> list[str]:
         *server.targets,
         *(["--enforce-eager"] if server.on_cpu else []),
         *(["--worker-extension-cls", motet_vllm.EXTENSION] if server.fetches else []),
+        *(["--enable-sleep-mode"] if server.launch.sleep and not server.on_cpu else []),
     ]
     return _command(server, "vllm.entrypoints.openai.api_server", options, switches)
 
@@ -322,9 +341,9 @@ def _sglang(server: _Server, key: str) -> list[str]:
     }
     if server.launch.gpu_memory_utilization is not None:
         options["--mem-fraction-static"] = server.launch.gpu_memory_utilization
-    return _command(
-        server, "sglang.launch_server", options, ["--enable-lora", "--lora-target-modules", *server.targets]
-    )
+    switches = ["--enable-lora", "--lora-target-modules", *server.targets]
+    switches += ["--enable-memory-saver"] if server.launch.sleep else []
+    return _command(server, "sglang.launch_server", options, switches)
 
 
 def _command(server: _Server, module: str, options: Mapping[str, object], switches: Sequence[str]) -> list[str]:

@@ -73,6 +73,10 @@ class Workshop:
             finally:
                 await self.servers.close()
 
+    def training(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Context in which servers on the trainer's GPU sleep, if they do at all."""
+        return contextlib.nullcontext() if self.servers is None else self.servers.fleet.asleep()
+
     def loads(self) -> Sequence[ServerLoad]:
         """The load of each server; empty without servers."""
         return () if self.servers is None else self.servers.loads()

@@ -72,6 +72,11 @@ def free_memory(place: torch.device) -> int:
     return budgets.available_memory() if place.type == "cpu" else int(torch.cuda.mem_get_info(place)[0])
 
 
+def total_memory(place: torch.device) -> int:
+    """Bytes of a GPU's memory; 0 for a CPU."""
+    return 0 if place.type == "cpu" else int(torch.cuda.mem_get_info(place)[1])
+
+
 def wait_for(place: torch.device) -> None:
     """Wait until a GPU has finished its work."""
     if place.type != "cpu":

@@ -8,9 +8,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from motet.config.dialects import HttpRequest
 from motet.core.errors import EngineError, ServerGone, ServerUnfit
 from motet.rollout.replica import Replica
 from motet.rollout.server_process import ServerProcess
+from motet.rollout.sleep_turns import SleepTurns
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ class Fleet:
         processes: Mapping[str, ServerProcess],
         wait_seconds: float,
         back: Callable[[Replica], Awaitable[None]],
+        sleep: HttpRequest | None = None,
     ) -> None:
         """No replica is contacted before the first call of `wait`.
 
@@ -35,8 +38,10 @@ class Fleet:
             processes: servers started by this process, by the replica's URL.
             wait_seconds: longest wait for a replica if none is up.
             back: called with a replica that is up again, before it gets requests.
+            sleep: what servers are asked when they sleep; None if they never do.
         """
         self.replicas = tuple(replicas)
+        self._turns = sleep and SleepTurns(self.replicas, sleep, self.replicas[0].dialect.wake, self._end)
         self.processes = processes
         self._wait_seconds = wait_seconds
         self._back = back
@@ -49,6 +54,14 @@ class Fleet:
     def up(self) -> list[Replica]:
         """The replicas that answer now."""
         return [replica for replica in self.replicas if replica.up]
+
+    def awake(self, *, starting: bool = False) -> contextlib.AbstractAsyncContextManager[None]:
+        """Context for requests; see `SleepTurns.awake`."""
+        return self._turns.awake(starting=starting) if self._turns else contextlib.nullcontext()
+
+    def asleep(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Context for the trainer, in which servers sleep if they do at all."""
+        return self._turns.asleep() if self._turns else contextlib.nullcontext()
 
     def notes(self) -> list[str]:
         """Warnings: replicas of an untested release, and replicas that read versions from files instead of fetching them."""
@@ -101,7 +114,7 @@ class Fleet:
 
     async def _watch(self, replica: Replica) -> None:
         process, doubted = self.processes.get(replica.url), self._doubted[replica.url]
-        while await self._take_back(replica, process):
+        while await self._start(replica, process):
             misses, rested = 0, 0.0
             while replica.up:
                 with contextlib.suppress(TimeoutError):
@@ -124,6 +137,14 @@ class Fleet:
                 replica.leave(str(error))
             return misses + 1
         return 0
+
+    async def _start(self, replica: Replica, process: ServerProcess | None) -> bool:
+        async with self.awake(starting=True):  # a server that starts takes memory
+            return await self._take_back(replica, process)
+
+    def _end(self, replica: Replica) -> None:
+        if (process := self.processes.get(replica.url)) is not None:
+            process.close()
 
     async def _take_back(self, replica: Replica, process: ServerProcess | None) -> bool:
         """Wait until the replica answers; False if it never will. A process that stays silent is started again."""

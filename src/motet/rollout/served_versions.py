@@ -248,7 +248,8 @@ class ServedVersions:
             if self._loading.pop((replica.url, ref.served_name), None) is None:
                 continue  # never loaded there
             try:
-                await self.tidy(replica, ref.served_name)
+                async with fleet.awake():
+                    await self.tidy(replica, ref.served_name)
             except EngineError as error:
                 _log.warning("%s stays loaded for now: %s", ref.served_name, error)
         self._files.retire(ref.served_name)

@@ -19,6 +19,7 @@ from pathlib import Path
 import anyio
 import numpy as np
 
+from motet.config.dialects import HttpRequest
 from motet.core.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
 from motet.core.stops import Decode
 from motet.core.types import (
@@ -101,6 +102,7 @@ class ServerEngine:
         decode: Decode,
         bounds: ServerLimits,
         run: str,
+        sleep: HttpRequest | None = None,
     ) -> None:
         """Nothing is sent to a server before `ready`.
 
@@ -111,8 +113,9 @@ class ServerEngine:
             decode: converts completion tokens to text.
             bounds: limits for requests.
             run: marks this run's names on servers.
+            sleep: what servers are asked when they sleep; None if they never do.
         """
-        self.fleet = Fleet(replicas, processes, bounds.wait_seconds, self._welcome)
+        self.fleet = Fleet(replicas, processes, bounds.wait_seconds, self._welcome, sleep)
         self._versions = ServedVersions(files, bounds.tolerance, run)
         self._decode, self._bounds = decode, bounds
         self._owner = f"{run}.{secrets.token_hex(4)}"
@@ -160,7 +163,8 @@ class ServerEngine:
 
     async def take(self, ref: AdapterRef, write: Callable[[Path], None]) -> None:
         """Make a version available that `write` writes into a given directory."""
-        await self._versions.take(ref, write, self.fleet)
+        async with self.fleet.awake():
+            await self._versions.take(ref, write, self.fleet)
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Drop a version."""
@@ -246,15 +250,16 @@ class ServerEngine:
     ) -> None:
         """Request the remaining tokens from a replica, and deliver them as they arrive for streams."""
         request = completion.request
-        if request.adapter is not None:
-            await self._versions.hand(replica, request.adapter)
-        async with aclosing(replica.complete(completion.ask(failures))) as pieces:
-            async for piece in pieces:
-                completion.take(piece)
-                if completion.finish is not None and piece.finish is None:
-                    return  # the server does not know that this is the end
-                if request.stream and completion.finish is None and not request.sampling.grammar:
-                    chunks.put_nowait(completion.chunk())
+        async with self.fleet.awake():
+            if request.adapter is not None:
+                await self._versions.hand(replica, request.adapter)
+            async with aclosing(replica.complete(completion.ask(failures))) as pieces:
+                async for piece in pieces:
+                    completion.take(piece)
+                    if completion.finish is not None and piece.finish is None:
+                        return  # the server does not know that this is the end
+                    if request.stream and completion.finish is None and not request.sampling.grammar:
+                        chunks.put_nowait(completion.chunk())
 
     def _trouble(self, replica: Replica, adapter: AdapterRef | None, error: ServerGone | ServerRefused) -> None:
         """React to a failed request; raises errors that a retry cannot fix."""
@@ -283,9 +288,10 @@ class ServerEngine:
             await self.fleet.wait()
             for replica in self.fleet.up if adapter is None else self._versions.places(adapter, self.fleet):
                 try:
-                    if adapter is not None:
-                        await self._versions.hand(replica, adapter)
-                    answers[replica.url] = await replica.logprobs(token_ids, name)
+                    async with self.fleet.awake():
+                        if adapter is not None:
+                            await self._versions.hand(replica, adapter)
+                        answers[replica.url] = await replica.logprobs(token_ids, name)
                 except (ServerGone, ServerRefused) as error:
                     if attempt == _ATTEMPTS - 1:
                         raise
@@ -311,9 +317,10 @@ class ServerEngine:
                 lambda one: (adapter is not None and not self._versions.near(adapter, one),)
             )
             try:
-                if adapter is not None:
-                    await self._versions.hand(replica, adapter)
-                return await replica.top_logprobs(token_ids, name, k)
+                async with self.fleet.awake():
+                    if adapter is not None:
+                        await self._versions.hand(replica, adapter)
+                    return await replica.top_logprobs(token_ids, name, k)
             except (ServerGone, ServerRefused) as error:
                 self._trouble(replica, adapter, error)
                 if attempt == _ATTEMPTS - 1:

@@ -61,12 +61,20 @@ class _Pass:
 class Learner:
     """Trains and scores the segments of all jobs on one device."""
 
-    def __init__(self, trainer: Trainer, device: Device, budget: int, scheduler: FairScheduler) -> None:
-        """`budget` is the largest work of a turn."""
+    def __init__(
+        self,
+        trainer: Trainer,
+        device: Device,
+        budget: int,
+        scheduler: FairScheduler,
+        alone: Callable[[], contextlib.AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """`budget` is the largest work of a turn; in a context of `alone`, the device's memory is the trainer's."""
         self._trainer = trainer
         self._device = device
         self._budget = budget
         self._scheduler = scheduler
+        self._alone = alone
         self._waiting: list[_Entry] = []
         self._paused: _Pass | None = None
         """The paused pass; at most one, because it keeps its memory."""
@@ -107,6 +115,11 @@ class Learner:
                 await self._charged.wait()  # so a cancelled caller returns after all its work is charged
 
     async def _drain(self) -> None:
+        while self._waiting or self._paused is not None:
+            async with self._alone():
+                await self._work_off()
+
+    async def _work_off(self) -> None:
         while True:
             if self._paused is not None and self._paused.entries[0].done.cancelled():
                 await self._give_up(self._paused)
