@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,41 @@ def test_the_last_version_of_an_adapter_takes_its_answers_along() -> None:
         answers(engine.decoder, Ask(prompt=20, max_tokens=40, adapter=1, seeds=(5, 6)))
         assert [asyncio.run(left()), asyncio.run(left(7)), asyncio.run(left(8))] == [80, 80, 0]
         assert not drafts._answers
+    finally:
+        device.close()
+
+
+class _Looked(str):
+    """A name that the device's thread compares slowly."""
+
+    compared, goes_on = threading.Event(), threading.Event()
+
+    def __ne__(self, other: object) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            self.compared.set()
+            self.goes_on.wait(10)
+        return str.__ne__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_versions_that_are_published_meanwhile_do_not_end_an_unload() -> None:
+    base, device = tiny.base(OWN, DTYPE), Device()
+    engine = EmbeddedEngine(base, device, max_rows=4, kv_tokens=1024, prefill_tokens=64, speculates=True)
+    weights = adapters(DTYPE, OWN)[1]
+    assert weights is not None
+
+    async def both() -> None:
+        for name in ("gone", _Looked("other"), _Looked("third")):
+            engine.install(AdapterRef(name, 1), weights)
+        unloading = asyncio.create_task(engine.unload_adapter(AdapterRef("gone", 1)))
+        await asyncio.to_thread(_Looked.compared.wait, 0.5)
+        engine.install(AdapterRef("new", 1), weights)
+        _Looked.goes_on.set()
+        await unloading
+
+    try:
+        asyncio.run(both())
     finally:
         device.close()
 

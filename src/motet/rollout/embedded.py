@@ -117,12 +117,13 @@ class EmbeddedEngine:
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Drop a version; running requests keep a reference to its weights."""
         if self._versions.pop(ref, None) is not None:
-            await self._device.run(lambda: self._forget(ref), light=True)
+            last = all(other.name != ref.name for other in self._versions)
+            await self._device.run(lambda: self._forget(ref, last=last), light=True)
 
-    def _forget(self, ref: AdapterRef) -> None:
+    def _forget(self, ref: AdapterRef, *, last: bool) -> None:
         self.decoder.runner.stacks.forget()
         self.decoder.kept.forget_version(ref)
-        if self.decoder.drafts is not None and all(other.name != ref.name for other in self._versions):
+        if self.decoder.drafts is not None and last:
             self.decoder.drafts.forget(ref.name)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
