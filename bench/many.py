@@ -96,9 +96,15 @@ class Fleet:
         return found
 
     def until(self, condition: Callable[[], bool]) -> float:
-        """Seconds that it took."""
+        """Seconds that it took; a job that fails ends the bench."""
+
+        def reached() -> bool:
+            for file in (self.service.directory / "run").glob("*/error.log"):
+                raise SystemExit(f"job {file.parent.name} failed: {file.read_text().splitlines()[-1]}")
+            return condition()
+
         begun = time.monotonic()
-        self.service.until(condition, PATIENCE)
+        self.service.until(reached, PATIENCE)
         return time.monotonic() - begun
 
     def cpu(self) -> float:
