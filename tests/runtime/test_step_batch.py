@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config import JobConfig
+from motet.core.batch import Batch, Segment
 from motet.core.errors import JobFailed
 from motet.core.types import Group
 from motet.runtime.metrics import group_metrics
@@ -118,6 +120,20 @@ def test_segments_are_cut_from_this_job_alone() -> None:
     assert {segment.temperature for segment in segments} == {0.7}
     whole = made.segments("a", config().algorithm, 0.7, budget=1000)
     assert [sample for segment in segments for sample in segment.samples] == list(whole[0].samples)
+
+
+@pytest.mark.parametrize(
+    ("targets", "work", "packed"), [(None, 11, 8), ((), 11, 8), ((1,), 11, 8), ((4,), 44, 32)], ids=str
+)
+def test_work_is_tokens_times_targets(targets: tuple[int, ...] | None, work: int, packed: int) -> None:
+    """Answers of 2 and 3 tokens after a prompt of 3, which they share and which runs once."""
+    made = batch(group(rollout(1.0, 2), rollout(0.0, 3)), algorithm={"advantage": "centered"})
+    samples = tuple(
+        replace(one, targets=None if targets is None else np.zeros((one.n_tokens, *targets), np.int32))
+        for one in made.samples
+    )
+    segment = Segment("a", samples)
+    assert (Batch((segment,) * 2).n_tokens, segment.work, segment.packed_work) == (16, work, packed)
 
 
 def test_logprobs_are_filled_in_by_name() -> None:

@@ -211,7 +211,10 @@ class Segment:
     @property
     def packed_work(self) -> int:
         """Tokens times targets; shared tokens count once."""
-        return self.work - sum(self.shared)
+        return sum(
+            (sample.n_tokens - saved) * sample.n_targets
+            for sample, saved in zip(self.samples, self.shared, strict=True)
+        )
 
 
 @dataclass(frozen=True)
