@@ -499,6 +499,7 @@ def test_prompts_are_shared_only_where_they_are_the_same():
     longer = group_samples(7, (3,), seed=1)
     assert shared_prompts((*same, *other, *same)) == (0, 6, 0, 0, 6)
     assert shared_prompts((*same, *longer)) == (0, 6, 0)
+    assert [shared_prompts(group_samples(prompt, (3, 4), seed=1)) for prompt in (0, 1)] == [(0, 0), (0, 1)]
     assert shared_prompts(()) == ()
 
 

@@ -97,7 +97,7 @@ def shared_prompts(samples: Sequence[Sample]) -> tuple[int, ...]:
     for index in range(1, len(samples)):
         before, sample = samples[index - 1], samples[index]
         length = int(np.argmax(sample.loss_mask))
-        same = length == int(np.argmax(before.loss_mask)) and length > 0
+        same = length == int(np.argmax(before.loss_mask))
         if same and np.array_equal(before.token_ids[:length], sample.token_ids[:length]):
             shared[index] = length
     return tuple(shared)
