@@ -452,6 +452,29 @@ def test_completions_wait_for_no_other_tenant_within_its_share() -> None:
     asyncio.run(go())
 
 
+def test_rows_of_a_tenant_that_left_are_not_those_of_one_that_comes_under_its_name() -> None:
+    scheduler = FairScheduler(8)
+    scheduler.join("long", 1.0, "greedy")
+    scheduler.join("chats", 1.0, "small")
+
+    async def go() -> None:
+        async with contextlib.AsyncExitStack() as held, contextlib.AsyncExitStack() as before:
+            await held.enter_async_context(scheduler.permit("long", 8))
+            await before.enter_async_context(scheduler.permit("chats", 4, at_once=True))
+            scheduler.leave("chats")
+            scheduler.join("chats", 1.0, "small")
+            await held.enter_async_context(scheduler.permit("chats", 4, at_once=True))
+            await before.aclose()
+            beyond = asyncio.create_task(held.enter_async_context(scheduler.permit("chats", 1, at_once=True)))
+            await asyncio.sleep(0)
+            assert not beyond.done(), "it has its share"
+            beyond.cancel()
+            await asyncio.gather(beyond, return_exceptions=True)
+        assert scheduler.in_flight == 0
+
+    asyncio.run(go())
+
+
 def test_whoever_begins_thousands_waits_while_many_of_them_wait() -> None:
     async def go() -> None:
         scheduler = FairScheduler(1)

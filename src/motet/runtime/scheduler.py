@@ -255,6 +255,7 @@ class FairScheduler:
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         account = self._accounts[job]
+        tenant = self._tenants[account.tenant]
         self._come_back(account)
         if at_once and not account.waiting and self._within_share(account.tenant, rows):
             self._let_in(account, rows)
@@ -262,11 +263,10 @@ class FairScheduler:
             try:
                 yield
             finally:
-                self._free(job, account, rows)
+                self._free(job, account, tenant, rows)
             return
         account.waiting.append((rows, turn))
         self._count(job, account)
-        tenant = self._tenants[account.tenant]
         tenant.waiting.add(job, self.job_order(account))
         self._waiting.add(account.tenant, self.tenant_order(tenant))
         self._grant()
@@ -278,12 +278,12 @@ class FairScheduler:
                 self._count(job, account)
                 self._grant()  # it may have blocked smaller requests behind it
             elif turn.done() and not turn.cancelled():
-                self._free(job, account, rows)
+                self._free(job, account, tenant, rows)
             raise
         try:
             yield
         finally:
-            self._free(job, account, rows)
+            self._free(job, account, tenant, rows)
 
     def _come_back(self, account: Account) -> None:
         """Raise an idle account to the level of the others."""
@@ -311,11 +311,10 @@ class FairScheduler:
         account.running += 1
         self.in_flight += rows
 
-    def _free(self, job: str, account: Account, rows: int) -> None:
+    def _free(self, job: str, account: Account, tenant: TenantAccount, rows: int) -> None:
         account.running -= 1
         self.in_flight -= rows
-        if (tenant := self._tenants.get(account.tenant)) is not None:
-            tenant.rows = max(0, tenant.rows - rows)
+        tenant.rows -= rows
         self._count(job, account)
         self._grant()
 
