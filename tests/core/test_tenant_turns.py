@@ -74,8 +74,22 @@ def test_a_tenant_that_is_charged_after_it_left_begins_at_the_level_of_the_other
     assert turns.had("gone") == 1.5
 
 
+def test_seconds_are_charged_by_parts_and_counted_by_job() -> None:
+    turns = TenantTurns()
+    turns.come(["a", "b"])
+    one, other, double = Payer("1", "a"), Payer("2", "a"), Payer("3", "b", 2.0)
+    assert turns.charge(2.0, [(one, 1), (double, 4), (other, 2), (one, 1)]) == {
+        "1": 500_000,
+        "2": 500_000,
+        "3": 1_000_000,
+    }
+    assert (turns.had("a"), turns.had("b")) == (1.0, 0.5)
+    assert turns.charge(2.0, [(one, 0)]) == turns.charge(2.0, []) == {}
+    assert (turns.had("a"), turns.due([]), turns.due(["a", "b"])) == (1.0, set(), {"b"})
+
+
 def test_company_is_several_tenants_within_seconds() -> None:
-    now = [0.0]
+    now = [100.0]
     turns, found = TenantTurns(lambda: now[0]), []
     for tenants, seconds in ((["a", ""], 0.0), (["a", "b"], 1.0), (["a"], 3.0), (["a"], 0.0)):
         turns.come(tenants)
@@ -100,8 +114,12 @@ def test_a_piece_is_a_32nd_in_whole_rows_at_least() -> None:
     cost = Cost()
     for rows in (100, 8, 40):
         cost.add(rows, 0.01 * rows)
-    assert cost.most(100) == 3
+    assert cost.most(96) == 3
+    assert cost.most(4) == 1
 
 
 def test_a_piece_of_unknown_cost_is_whole() -> None:
-    assert Cost().most(256) == 256
+    cost = Cost()
+    assert cost.most(256) == 256
+    cost.add(100, 0.01)
+    assert cost.most(256) == pytest.approx(30, abs=1), "the first one counts as proportional to its size"

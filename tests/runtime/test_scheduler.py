@@ -423,10 +423,75 @@ def test_a_tenant_counts_as_working_for_a_minute_after_it_was_charged() -> None:
         clock[0] = 200.0
         assert scheduler.others("a") == 2.0
         assert not scheduler.idle("b")
+    scheduler.join("b2", 1.0, "b")
+    with scheduler.working("b2"):
+        assert scheduler.others("a") == 2.0
+        scheduler.leave("b2")
+        assert scheduler.others("a") == 0.0
+    assert scheduler.others("a") == 0.0
     scheduler.spend("a", 10)
     assert scheduler.others("b") == 0.5
     assert scheduler.idle("b")
     assert scheduler.idle("a job that has left")
+
+
+def test_a_request_that_is_cancelled_when_its_turn_comes_is_over() -> None:
+    scheduler = FairScheduler(1)
+    for name in "ab":
+        scheduler.join(name, 1.0, name)
+
+    async def go() -> None:
+        async with scheduler.permit("a", 1):
+            waiting = asyncio.create_task(scheduler.permit("b", 1).__aenter__())
+            await asyncio.sleep(0)
+            assert scheduler.others("a") == 1.0
+            waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert (scheduler.others("a"), scheduler.idle("b"), scheduler.in_flight) == (0.0, True, 0)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("changed", ["share", "weight"])
+def test_whoever_has_less_after_a_change_by_rounding_alone_is_next(changed: str) -> None:
+    """Jobs a and b were level: of tokens per share or weight, 3 · 7.6 / 7.6 is less than 3."""
+    scheduler, served = FairScheduler(1), list[str]()
+
+    async def one(job: str) -> None:
+        async with scheduler.permit(job, 1):
+            served.append(job)
+
+    async def go() -> None:
+        for job in "cab":
+            scheduler.join(job, 1.0, job if changed == "share" else "")
+            scheduler.spend(job, 3 * (job != "c"))
+        async with scheduler.permit("c", 1):
+            tasks = [asyncio.create_task(one(job)) for job in "ab"]
+            await asyncio.sleep(0)
+            if changed == "share":
+                scheduler.share("b", 7.6)
+            else:
+                scheduler.reweigh("b", 7.6)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(go())
+    assert served == ["b", "a"]
+
+
+def test_shares_of_a_host_are_those_of_the_tenants_times_its_factors() -> None:
+    """Consumption for each share stays as it was, and a tenant that comes later has its own."""
+    scheduler = FairScheduler(8)
+    scheduler.join("a1", 4.0, "a")
+    scheduler.spend("a1", 40)
+    scheduler.share("a", 2.0)
+    scheduler.even_out({"a": 1.5, "b": 0.5})
+    scheduler.join("b1", 1.0, "b")
+    assert [scheduler.payer(job) for job in ("a1", "b1", "gone")] == [("a", 3.0), ("b", 0.5), ("", 1.0)]
+    assert scheduler.standing("a1") == Standing(40, 4.0, "a", 30.0, 3.0)
+    scheduler.even_out({})
+    assert scheduler.standing("a1") == Standing(40, 4.0, "a", 20.0, 2.0)
+    assert scheduler.payer("b1") == ("b", 1.0)
+    assert scheduler.used == {"a": 10.0}, "what was used is not weighed by shares"
 
 
 def test_completions_wait_for_no_other_tenant_within_its_share() -> None:

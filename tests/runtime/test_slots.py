@@ -15,7 +15,7 @@ import motet
 from motet.commands.run import run_file
 from motet.core.types import JobState
 from motet.runtime.job import StateChanged
-from motet.runtime.slot_turns import TURN_SECONDS, SlotTurns
+from motet.runtime.slot_turns import LOOK_SECONDS, TURN_SECONDS, SlotTurns
 from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
@@ -215,6 +215,28 @@ def test_turns_count_by_shares_and_a_tenant_begins_within_a_round_of_its_host() 
     clock[0] = TURN_SECONDS
     turns.update(claims("a1"), [], 1, rules)
     assert turns.had["a"] == pytest.approx(began + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("running", "queued", "seconds", "due"),
+    [
+        (["a1"], ["b1"], LOOK_SECONDS, True),
+        (["a1"], ["b1"], LOOK_SECONDS - 0.1, False),
+        (["a1"], ["a2"], LOOK_SECONDS, False),
+        (["a1", "b1"], [], LOOK_SECONDS, False),
+    ],
+    ids=["another tenant waits", "since a moment", "of the same tenant", "nobody waits"],
+)
+def test_a_turn_may_be_over_once_another_tenant_waited(
+    running: list[str], queued: list[str], seconds: float, due: bool
+) -> None:
+    clock = [100.0]
+    turns = SlotTurns(clock=lambda: clock[0])
+    turns.update(claims(*running), claims(*queued), 1, {})
+    clock[0] += seconds
+    assert turns.due == due
+    turns.update(claims(*running), claims(*queued), 1, {})
+    assert not turns.due, "it was looked at"
 
 
 # --- in a pipeline ----------------------------------------------------------------------------------------------------------
