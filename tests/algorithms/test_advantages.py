@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from motet.algorithms import Cispo, Dapo, DrGrpo, Grpo, Gspo, ImportanceSampling, PolicyGradient, Ppo, Reinforce, Rloo
 from motet.algorithms.advantages import ADVANTAGES, AdvantageKind, Reduction, advantages, normalisation, select_groups
+from motet.algorithms.critic import CriticConfig
+from motet.algorithms.distillation import Distillation
 from motet.algorithms.losses import LOSSES
 from motet.algorithms.policy_gradient import KLConfig, LossName
 from motet.algorithms.registry import ALGORITHMS
@@ -59,6 +61,11 @@ def test_sums_are_exact() -> None:
     assert advantages([[1e17, 1.0, -1e17]], "centered")[0][1] == pytest.approx(2 / 3)
 
 
+def test_what_float32_cannot_hold_is_infinite() -> None:
+    """Without a warning; the step is then skipped."""
+    assert [values.tolist() for values in advantages([[1e39, 1.0], [-1e39]], "none")] == [[math.inf, 1.0], [-math.inf]]
+
+
 def test_batch_baseline_is_zero_only_when_the_whole_step_is_equal() -> None:
     assert [a.tolist() for a in advantages([[0.1] * 3, [0.1] * 2], "batch_baseline")] == [[0.0] * 3, [0.0] * 2]
     assert [a.tolist() for a in advantages([[1.0, 1.0], [0.0, 0.0]], "batch_baseline")] == [[0.5, 0.5], [-0.5, -0.5]]
@@ -98,6 +105,7 @@ def test_samples_without_tokens_count_nowhere(lengths: list[int], reduction: Red
     weights_S, denominator = normalisation(lengths, reduction, 64)
     kept_S, kept_denominator = normalisation([n for n in lengths if n], reduction, 64)
     assert denominator == kept_denominator >= 1
+    assert kept_S.size or denominator == 1
     assert weights_S.dtype == np.float32
     np.testing.assert_array_equal(weights_S[np.array(lengths, dtype=bool)], kept_S)
     if reduction != "constant" and kept_S.size:  # equal token losses of 1 average to 1
@@ -154,10 +162,27 @@ def test_types_and_explicit_fields(
     assert type(algorithm).model_validate(algorithm.model_dump()) == algorithm
 
 
-def test_what_an_algorithm_needs_follows_from_its_settings() -> None:
-    algorithm = Cispo(kl=KLConfig(coef=0.1, type="k2"), correct_sampler=True)
-    assert (algorithm.needs_reference, algorithm.needs_proximal) == (True, True)
-    assert not Grpo().needs_reference
+@pytest.mark.parametrize(
+    ("algorithm", "reference", "proximal", "keeps_all", "companions"),
+    [
+        (Grpo(), False, False, False, 0),
+        (Cispo(kl=KLConfig(coef=0.1, type="k2"), correct_sampler=True), True, True, True, 0),
+        (Ppo(), False, False, False, 0),
+        (Ppo(critic=CriticConfig()), False, False, True, 1),
+        (Distillation(teacher="start"), True, False, True, 0),
+        (Distillation(teacher="adapter"), True, False, True, 1),
+        (Distillation(teacher="http://127.0.0.1:9"), True, False, True, 0),
+    ],
+)
+def test_what_an_algorithm_needs_follows_from_its_settings(
+    algorithm: PolicyGradient, reference: bool, proximal: bool, keeps_all: bool, companions: int
+) -> None:
+    assert (algorithm.needs_reference, algorithm.needs_proximal, algorithm.keeps_all) == (
+        reference,
+        proximal,
+        keeps_all,
+    )
+    assert algorithm.companions(started=False) == companions
 
 
 def _answer(reward: float, n_tokens: int) -> Rollout:
@@ -184,3 +209,5 @@ def test_dapo_punishes_the_longest_of_several_turns() -> None:
     algorithm = Dapo(overlong_buffer=4)
     for branches, punished in (((turns,), 0.0), ((turns, others), -0.5), ((), 0.0)):
         assert algorithm.punishment(replace(_answer(1.0, 1), branches=branches), 10) == punished
+    nothing = replace(_answer(1.0, 1), branches=())
+    assert Dapo(overlong_buffer=10).punishment(nothing, 10) == Dapo().punishment(_answer(1.0, 10), 10) == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import motet
 from motet.algorithms.critic import CriticConfig, ValueLoss, credited, generalised_advantages
 from motet.algorithms.presets import Ppo
 from motet.config import AdapterConfig, JobConfig
-from motet.core.batch import AdamW, Batch, Segment
+from motet.core.batch import AdamW, Batch, LossInputs, Segment
 from motet.core.errors import AdapterError
 from motet.runtime.slots import Claim, admitted
 from motet.training.arena import HEAD
@@ -61,7 +62,24 @@ def test_what_the_model_read_is_skipped() -> None:
     assert policy.mean() == pytest.approx(0, abs=1e-6)
     assert policy.std() == pytest.approx(1, abs=1e-5)
     # the variance of returns ½, ¾, 1, 0, 0, 0, and of what the values ¼, ½, ¾, 0, 0, 0 left of them
+    made = [*credit.policy.samples, *credit.critic.samples]
+    assert {values.dtype for one in made for values in (one.advantages, one.logprobs)} == {np.dtype(np.float32)}
     assert credit.explained == pytest.approx(1 - (1 / 64) / (29 / 96 - 9 / 64))
+    none = [np.zeros(sample.n_tokens, np.float32) for sample in batch.samples]
+    assert math.isnan(credited(replace(batch, samples=(other,)), none[1:], CriticConfig()).explained)
+
+
+def test_losses_of_values_by_hand() -> None:
+    """A value that moved by less than the clip, one that went too far either way, and one that came back from too far."""
+    values, returns = torch.tensor([1.25, 2.0, 0.0, 2.0], requires_grad=True), torch.tensor([2.0, 3.0, -1.0, 1.0])
+    ones = torch.ones(4)
+    losses, clipped = ValueLoss(0.5).token_losses(
+        LossInputs(values, ones, ones, returns, ones, torch.zeros(4).long(), 1)
+    )
+    (gradient,) = torch.autograd.grad(losses.sum(), values)
+    assert losses.tolist() == [0.28125, 1.125, 1.125, 0.5]
+    assert gradient.tolist() == [-0.75, 0.0, 0.0, 1.0]
+    assert clipped.tolist() == [False, True, True, False]
 
 
 def critic_trainer(base: Any) -> TorchTrainer:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from motet.algorithms.advantages import normalisation
-from motet.algorithms.losses import KL_ESTIMATORS, LOSSES, loss_and_stats
+from motet.algorithms.losses import KL_ESTIMATORS, LOSSES, cispo, loss_and_stats
 from motet.algorithms.policy_gradient import KLConfig, PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.core.batch import LossInputs, LossStats
@@ -113,6 +113,7 @@ def test_token_losses_by_hand(name: str) -> None:
     assert stats.loss == pytest.approx(loss, rel=1e-6)
     torch.testing.assert_close(grad_N, torch.tensor(gradient) / 2)
     assert (stats.tokens, stats.clipped, stats.entropy) == (5, clipped, 2.5)
+    assert policy(loss=name).token_losses(_hand_inputs())[1].dtype is torch.bool
     assert stats.ratio == pytest.approx(5.0)
     assert stats.ratio_max == pytest.approx(1.5)
     assert stats.logprob_gap == pytest.approx(math.log(2))
@@ -120,22 +121,32 @@ def test_token_losses_by_hand(name: str) -> None:
     assert (stats.kl_base, stats.kl_base_tokens) == (0.0, 0)
 
 
+def test_a_token_without_an_advantage_is_not_clipped() -> None:
+    loss, grad_N, stats = _run(policy(), _inputs([LOW, HIGH], [-3.0] * 2, [0.0] * 2, [0, 0]))
+    assert (loss, grad_N.tolist(), stats.clipped) == (0.0, [0.0, 0.0], 0)
+
+
+def test_a_ratio_on_a_bound_of_cispo_is_not_capped() -> None:
+    inputs = _hand_inputs()
+    assert not cispo(1.0, 1.0, inputs, torch.zeros(len(RATIOS)))[1].any()
+
+
 def test_gspo_by_hand() -> None:
-    """Sample 0 has log ratios .1, .3 and so s = e^.2; sample 1 has −.4, −.2, −.3 and s = e^−.3; sample 2 no tokens."""
+    """Sample 0 has log ratios .1, .3 and so s = e^.2; sample 1 has −.4, −.2, −.3 and s = e^−.3; sample 2 no tokens; 3 one."""
     inputs = _inputs(
-        [-1.9, -1.7, -2.4, -2.2, -2.3, -2.0], [-2.0] * 6, [1.0, 1.0, 2.0, 2.0, 2.0, -1.0], [0, 0, 1, 1, 1, 3]
+        [-1.9, -1.7, -2.4, -2.2, -2.3, -1.9], [-2.0] * 6, [1.0, 1.0, 2.0, 2.0, 2.0, -1.0], [0, 0, 1, 1, 1, 3]
     )
-    up, down = math.exp(0.2), math.exp(-0.3)
+    up, down, last = math.exp(0.2), math.exp(-0.3), math.exp(0.1)
     spec = policy(loss="gspo", clip_low=0.3, clip_high=0.3)
     weights_S, denominator = normalisation([2, 3, 0, 1], "sequence", 8)
     weighted = replace(inputs, weights_N=torch.from_numpy(weights_S)[inputs.sample_N])
     loss, grad_N, stats = _run(spec, weighted, denominator)
-    assert loss == pytest.approx(-(up + 2 * down - 1) / 3)  # the paper's mean over sequences
-    want = [-up / 2 / 3] * 2 + [-2 * down / 3 / 3] * 3 + [1 / 3]
+    assert loss == pytest.approx(-(up + 2 * down - last) / 3)  # the paper's mean over sequences
+    want = [-up / 2 / 3] * 2 + [-2 * down / 3 / 3] * 3 + [last / 3]
     torch.testing.assert_close(grad_N, torch.tensor(want))
     assert stats.clipped == 0
     loss, grad_N, stats = _run(spec.model_copy(update={"clip_high": 0.1}), weighted, denominator)
-    assert loss == pytest.approx(-(1.1 + 2 * down - 1) / 3)
+    assert loss == pytest.approx(-(1.1 + 2 * down - last) / 3)
     assert grad_N[:2].tolist() == [0.0, 0.0]
     assert stats.clipped == 2  # tokens of the clipped sequence
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.algorithms.packing import Standing, Waiting, cut, merge
+from motet.algorithms.packing import TARGETS, Standing, Waiting, cut, merge
 from tests.support.counting import calls
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=40)
@@ -31,6 +31,8 @@ def test_cut_by_hand() -> None:
     assert cut([4, 4, 4], 8) == (range(2), range(2, 3))
     assert cut([9, 9], 8) == (range(1), range(1, 2))
     assert cut([], 8) == ()
+    assert cut([1, 1], 1, targets=[TARGETS + 1, 1]) == (range(1), range(1, 2))
+    assert cut([1] * 5, 10, targets=[1000, 280, 1, 10 * TARGETS - 1, 1]) == (range(2), range(2, 4), range(4, 5))
     with pytest.raises(ValueError, match="at least one token"):
         cut([1], 0)
 
@@ -141,6 +143,7 @@ def test_a_group_stays_together_where_it_fits():
     lengths, shared = [6] * 6, [0, 4, 4] * 2
     assert cut(lengths, 20, shared) == (range(6),)
     assert cut(lengths, 19, shared) == (range(3), range(3, 6)), "the second group would not fit whole"
+    assert cut([2, *lengths[:3]], 10, [0, *shared[:3]]) == (range(1), range(1, 4)), "it fits whole into the next one"
     assert cut(lengths, 9, shared) == (range(2), range(2, 3), range(3, 5), range(5, 6)), "no group fits"
     assert cut(lengths, 10) == tuple(range(i, i + 1) for i in range(6)), "nothing is shared"
 

@@ -19,7 +19,8 @@ import motet
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.dpo import Dpo
 from motet.algorithms.kto import Kto
-from motet.algorithms.rows import Preference, RowLogprobs
+from motet.algorithms.rows import Preference, RowAlgorithm, RowLogprobs
+from motet.algorithms.supervised import Supervised
 from motet.core.batch import Batch, Example, Row, Segment
 from motet.core.errors import ConfigError
 from motet.service.jobs.validation import Allowed, validated
@@ -27,7 +28,7 @@ from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
 from tests.support import tiny_models as tiny
 from tests.support.fake_run import metrics, records, weights
-from tests.support.segments import gradient, make_trainer
+from tests.support.segments import SAMPLE_TYPES, gradient, make_trainer, types
 from tests.support.waiting import wait_until
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
@@ -115,6 +116,53 @@ def test_gradients_equal_plain_pytorch(algorithm: Preference, rows: list[Row], p
             want = wanted[f"base_model.model.{path}.lora_{side}.default.weight"]
             assert want is not None
             assert float((ours.t() - want).abs().max()) <= 2e-5 * float(want.abs().max()), (path, side)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "gains", "over", "factors"),
+    [
+        (Dpo(beta=0.5), PAIRS, [2, 1, 1, 1], [0.5, 0], [1, 1]),
+        (
+            Kto(beta=2, liked_weight=1.5, disliked_weight=0.5),
+            THUMBS,
+            [1, 1, 0.5, 1.5, 0, 0],
+            [1, -1, 0],
+            [1.5, 0.5, 1.5],
+        ),
+        (Kto(beta=2), THUMBS, [1, 1, -1, -9, 0, 0], [2, -2, -2], [1, 1, 1]),
+    ],
+    ids=["pairs", "ratings", "other answers got less likely"],
+)
+def test_figures_by_hand(
+    algorithm: Preference, rows: list[Row], gains: list[float], over: list[float], factors: list[float]
+) -> None:
+    """Whatever leaves the odds as they are is not on the right side."""
+    batch = algorithm.batch(rows)
+    reference = [np.where(sample.loss_mask, -1.0, 0.0).astype(np.float32) for sample in batch.samples]
+    policy = [one + np.eye(1, len(one), len(one) - 1)[0] * gain for one, gain in zip(reference, gains, strict=True)]
+    figures = algorithm.figures(batch, RowLogprobs(policy, reference))
+    sigma = 1 / (1 + np.exp(over))
+    losses = np.array(factors) * (-np.log(1 - sigma) if isinstance(algorithm, Dpo) else sigma)
+    assert figures["loss"] == pytest.approx(losses.mean(), rel=1e-6)
+    assert figures["accuracy"] == np.mean(np.array(over) > 0)
+    assert figures.get("margin") == (np.mean(over) if isinstance(algorithm, Dpo) else None)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows"), [(Dpo(), PAIRS), (Kto(), THUMBS), (Supervised(reduction="sequence"), PAIRS)], ids=str
+)
+def test_arrays_of_samples_are_small(algorithm: RowAlgorithm, rows: list[Row]) -> None:
+    batch = algorithm.batch(rows)
+    zeros = [np.zeros(sample.n_tokens, np.float32) for sample in batch.samples]
+    made = algorithm.weighed(batch, RowLogprobs(zeros, zeros)).samples
+    assert {types(sample) for sample in (*batch.samples, *made)} == {SAMPLE_TYPES}
+
+
+def test_likelihoods_of_answers_are_summed_in_float64() -> None:
+    batch = Dpo().batch(PAIRS)
+    values = [np.where(sample.loss_mask, np.float32(-1), np.float32(9)) for sample in batch.samples]
+    values[1][5] = -(2.0**24)
+    assert RowLogprobs(values, values).sums(batch.samples)[0].tolist() == [-9.0, -(2.0**24) - 3, -3.0, -7.0]
 
 
 def preferences(n: int) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from motet.runtime.metrics import group_metrics
 from motet.runtime.rollout_loop import check_failures
 from tests.support.fake_run import job
 from tests.support.rollout_groups import OTHER, PROBLEM, THIRD, group, rollout
+from tests.support.segments import SAMPLE_TYPES, types
 
 
 def batch(*groups: Group, **fields: Any) -> StepBatch:
@@ -134,6 +135,23 @@ def test_work_is_tokens_times_targets(targets: tuple[int, ...] | None, work: int
     )
     segment = Segment("a", samples)
     assert (Batch((segment,) * 2).n_tokens, segment.work, segment.packed_work) == (16, work, packed)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"reduction": "sequence"},
+        {"credit": "return_to_go"},
+        {"type": "ppo", "critic": {}},
+        {"type": "ppo", "critic": {}, "credit": "return_to_go"},
+    ],
+    ids=str,
+)
+def test_arrays_of_samples_are_small(algorithm: dict[str, Any]) -> None:
+    made = batch(group(rollout(1.0), rollout(0.0)), algorithm=algorithm)
+    assert len(made.samples) == 2
+    assert {types(sample) for sample in made.samples} == {SAMPLE_TYPES}
 
 
 def test_logprobs_are_filled_in_by_name() -> None:

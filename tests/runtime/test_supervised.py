@@ -12,7 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 import motet
-from motet.algorithms.supervised import Supervised
+from motet.algorithms.rows import RowLogprobs
+from motet.algorithms.supervised import SoftTargets, Supervised
 from motet.config import JobConfig
 from motet.core.batch import Example, Row
 from motet.core.errors import ConfigError
@@ -68,6 +69,19 @@ def test_one_that_is_paused_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     run_jobs(tmp_path / "parts", [supervised("a", steps=8)])
     assert metrics(tmp_path / "whole", "a") == metrics(tmp_path / "parts", "a")
     assert weights(tmp_path / "whole", "a", 8) == weights(tmp_path / "parts", "a", 8)
+
+
+def test_figures_by_hand() -> None:
+    """Of tokens, however answers are weighed; a teacher's probabilities of the tokens that it names need not add up to 1."""
+    mask, ids = np.array([False, True, True]), np.arange(3, dtype=np.int32)
+    rows = [Row((Example(ids, mask),)), Row((Example(ids[:2], mask[:2]),))]
+    policy = [np.array([0, -1, -2.0]), np.array([0, -4.5])]
+    sft = Supervised(reduction="sequence")
+    assert sft.figures(sft.batch(rows), RowLogprobs(policy, ())) == {"nll": 2.5, "tokens": 3}
+    shares = np.array([[0.5, 0.5], [0.5, 0.25], [1, 0]], np.float32)
+    soft, row = SoftTargets(reduction="sequence"), Row((Example(ids, mask, np.zeros((3, 2), np.int32), shares),))
+    scored = RowLogprobs([np.array([[0, 0], [-1.5, -3], [-2, -9]])], ())
+    assert soft.figures(soft.batch([row]), scored) == {"nll": 2.0, "tokens": 2}
 
 
 def test_a_row_is_its_prompt_and_its_answer() -> None:

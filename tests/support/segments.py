@@ -47,6 +47,17 @@ def make_samples(lengths: Sequence[tuple[int, int]], seed: int) -> tuple[Sample,
     return tuple(found)
 
 
+SAMPLE_TYPES = ("int32", "bool", "float32", "float32", "int32", "float32")
+"""Of tokens, mask, logprobs, advantages, versions and weights."""
+
+
+def types(sample: Sample) -> tuple[str, ...]:
+    """Types of the arrays that every sample has."""
+    weights = np.ones(0, np.float32) if sample.weights is None else sample.weights
+    arrays = (sample.token_ids, sample.loss_mask, sample.logprobs, sample.advantages, sample.versions, weights)
+    return tuple(str(array.dtype) for array in arrays)
+
+
 REINFORCE = Reinforce()
 
 

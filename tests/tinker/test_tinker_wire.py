@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import tracemalloc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -307,41 +308,48 @@ def test_what_goes_while_it_is_counted_is_not_counted(tmp_path: Path, house: Hou
     assert not old.exists()
 
 
-def _by_hand(name: str, lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _by_hand(
+    name: str, known: Mapping[str, float], lp: torch.Tensor, q: torch.Tensor, a: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     ratio = torch.exp(lp - q)
+    low, high = known.get("clip_low_threshold"), known.get("clip_high_threshold")
     match name:
         case "cross_entropy":
             return -lp
         case "importance_sampling":
             return -ratio * a
         case "ppo":
-            return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+            return -torch.minimum(ratio * a, ratio.clamp(low, high) * a)
         case "cispo":
-            return -ratio.clamp(0.0, 4.0).detach() * lp * a
+            return -ratio.clamp(low, high).detach() * lp * a
         case "gspo":
             means = [(((lp - q) * mask)[part].sum() / mask[part].sum()).expand(len(lp[part])) for part in SEQUENCES]
             ratio = torch.exp(torch.cat(means).detach() + lp - lp.detach())
-            return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
-    return -(lp * a - 0.5 * 0.05 * (lp - q) ** 2)
+            return -torch.minimum(ratio * a, ratio.clamp(low, high) * a)
+    return -(lp * a - 0.5 * known["beta"] * (lp - q) ** 2)
 
 
 SEQUENCES = (slice(0, 20), slice(20, 64))
 
 
+OTHERS = {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5, "beta": 0.05}
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["defaults", "settings"])
 @pytest.mark.parametrize("name", CLIENT_LOSSES)
-def test_losses_and_gradients_are_those_of_the_formulas(name: str) -> None:
+def test_losses_and_gradients_are_those_of_the_formulas(name: str, other: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     lp, q, a, w = (torch.randn(64, generator=generator) for _ in range(4))
     lp.requires_grad_()
-    mask = (torch.rand(64, generator=generator) < 0.7).float()
-    known = {key: value if value is not None else 0.05 for key, value in CLIENT_LOSSES[name].settings.items()}
+    mask = torch.ones(64) if other else (torch.rand(64, generator=generator) < 0.7).float()
+    known = {key: OTHERS[key] if other or own is None else own for key, own in CLIENT_LOSSES[name].settings.items()}
     inputs = LossInputs(
         logprobs_N=lp, entropy_N=torch.zeros(64), sampler_logprobs_N=q, advantages_N=a, weights_N=w,
-        sample_N=(torch.arange(64) >= 20).long(), n_samples=2, ratio_mask_N=mask,
+        sample_N=(torch.arange(64) >= 20).long(), n_samples=2, ratio_mask_N=None if other else mask,
     )  # fmt: skip
     found = (ClientLoss(name, known).token_losses(inputs)[0] * w).sum()
     (gradient,) = torch.autograd.grad(found, lp)
-    expected = (_by_hand(name, lp, q, a, mask) * w).sum()
+    expected = (_by_hand(name, known, lp, q, a, mask) * w).sum()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, lp)[0])
 
