@@ -164,7 +164,6 @@ class FairScheduler:
         tenant = self._tenants[account.tenant]
         tenant.jobs -= 1
         tenant.active -= account.active
-        account.active = False
         if not tenant.jobs:
             del self._tenants[account.tenant]
 
