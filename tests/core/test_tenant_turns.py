@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from motet.core.tenant_turns import Cost, Payer, TenantTurns
+from motet.core.tenant_turns import SLACK, Cost, Payer, TenantTurns
 
 
 def payer(tenant: str, share: float = 1.0) -> Payer:
@@ -88,10 +88,19 @@ def test_seconds_are_charged_by_parts_and_counted_by_job() -> None:
     assert (turns.had("a"), turns.due([]), turns.due(["a", "b"])) == (1.0, set(), {"b"})
 
 
+def test_a_tenant_that_is_hardly_ahead_shares_the_tick() -> None:
+    turns, found = TenantTurns(), []
+    turns.come(["a", "b"])
+    for seconds in (SLACK, 1e-5):
+        turns.charge(seconds, [(payer("a"), 1)])
+        found.append(turns.due(["a", "b"]))
+    assert found == [{"a", "b"}, {"b"}]
+
+
 def test_company_is_several_tenants_within_seconds() -> None:
     now = [100.0]
     turns, found = TenantTurns(lambda: now[0]), []
-    for tenants, seconds in ((["a", ""], 0.0), (["a", "b"], 1.0), (["a"], 3.0), (["a"], 0.0)):
+    for tenants, seconds in ((["a", ""], 0.0), (["a", "b"], 1.0), (["a"], 1.0), (["a"], 0.0)):
         turns.come(tenants)
         found.append(turns.company)
         now[0] += seconds
@@ -123,3 +132,10 @@ def test_a_piece_of_unknown_cost_is_whole() -> None:
     assert cost.most(256) == 256
     cost.add(100, 0.01)
     assert cost.most(256) == pytest.approx(30, abs=1), "the first one counts as proportional to its size"
+
+
+@pytest.mark.parametrize(("rows", "seconds", "most"), [(1, 0.01, 3), (8, 0.0, 96)])
+def test_a_single_row_tells_its_cost_and_no_time_tells_none(rows: int, seconds: float, most: int) -> None:
+    cost = Cost()
+    cost.add(rows, seconds)
+    assert cost.most(96) == most

@@ -417,7 +417,7 @@ def test_a_tenant_counts_as_working_for_a_minute_after_it_was_charged() -> None:
     scheduler.spend("b", 10)
     clock[0] = 59.0
     assert scheduler.others("a") == 2.0, "between two of its steps it asks for nothing"
-    clock[0] = 61.0
+    clock[0] = 60.0
     assert scheduler.others("a") == 0.0
     with scheduler.working("b"):
         clock[0] = 200.0
@@ -492,6 +492,39 @@ def test_shares_of_a_host_are_those_of_the_tenants_times_its_factors() -> None:
     assert scheduler.standing("a1") == Standing(40, 4.0, "a", 20.0, 2.0)
     assert scheduler.payer("b1") == ("b", 1.0)
     assert scheduler.used == {"a": 10.0}, "what was used is not weighed by shares"
+
+
+def test_a_tenant_begins_anew_once_its_last_job_has_left() -> None:
+    scheduler, consumed = FairScheduler(8), []
+    scheduler.join("1", 1.0, "a")
+    scheduler.spend("1", 40)
+    for number in range(1, 4):
+        scheduler.join(f"{number + 1}", 1.0, "a")
+        scheduler.leave(f"{number}")
+        consumed.append(scheduler.standing(f"{number + 1}").tenant_consumed)
+    scheduler.leave("4")
+    scheduler.join("5", 1.0, "a")
+    consumed.append(scheduler.standing("5").tenant_consumed)
+    assert consumed == [40, 40, 40, 0]
+
+
+@pytest.mark.parametrize("tenant", ["a", "b"])
+def test_whoever_is_new_begins_level_by_its_weight_and_share(tenant: str) -> None:
+    """Beside a job of the same tenant, or as another tenant."""
+    scheduler = FairScheduler(8)
+    scheduler.share("b", 4.0)
+    scheduler.join("old", 1.0, "a")
+    scheduler.join("new", 4.0, tenant)
+
+    async def go() -> None:
+        for _ in range(3):
+            async with scheduler.permit("old", 1):
+                scheduler.spend("old", 10)
+        async with scheduler.permit("new", 1):
+            standing = scheduler.standing("new")
+            assert (standing.consumed if tenant == "a" else standing.tenant_consumed) == 4 * 20
+
+    asyncio.run(go())
 
 
 def test_completions_wait_for_no_other_tenant_within_its_share() -> None:

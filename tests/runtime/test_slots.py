@@ -80,6 +80,10 @@ def test_who_only_waits_makes_room_for_whoever_would_get_the_slot() -> None:
     assert preempted_if_idle(claims("b1"), claims("a1", "a2"), {"a1", "a2"}, 2, {}) == "a2"
     assert preempted_if_idle(claims("b1"), claims("a1", "a2"), {}, 2, {}) is None
     assert preempted_if_idle(claims("b1"), claims("a1", "a2"), {"a1"}, 3, {}) is None  # there is a free one
+    assert preempted_if_idle(claims("b1"), claims("a1"), {"a1"}, 1, {}, {"b": 9.0}) is None  # a has had less
+    two = Claim("b1", "b", slots=2)  # the first of the queue, but for its past turns, and too large for the free one
+    assert preempted_if_idle([two, *claims("c1")], claims("a1", "a2"), {"a1"}, 3, {}) == "a1"
+    assert preempted_if_idle([two, *claims("c1")], claims("a1", "a2"), {"a1"}, 3, {}, {"b": 9.0}) is None
     assert preempted_if_idle([], claims("a1", "a2"), {"a1"}, 2, {}) is None
     assert preempted_if_idle(claims("a9-"), claims("a1"), {"a1"}, 1, {}) is None  # it would get its slot back
     assert preempted_if_idle(claims("b1"), claims("a1", "b0"), {"b0"}, 2, {}) == "b0"
@@ -198,6 +202,10 @@ def test_waiting_is_no_credit_beyond_two_turns() -> None:
     clock[0] = 86400.0
     turns.update(claims("a1"), claims("b1"), 1, {})
     assert turns.had["a"] - turns.had["b"] == 2.0
+    turns.hold(claims("a1"))
+    clock[0] *= 2
+    turns.update(claims("a1"), claims("b1"), 1, {"b": Rule(share=0.5)})
+    assert turns.had["a"] - turns.had["b"] == 4.0, "a turn of half a share counts twice"
     turns.update(claims("a1"), claims("c1"), 1, {"c": Rule(share=0.5)})
     assert turns.had["c"] == turns.had["a"], "a tenant that comes starts level with the one that has had least"
     assert admitted(claims("a1", "d1"), [], 1, {}, {"a": 0.5}) == ["d1"], "no past turns are none"
@@ -210,11 +218,16 @@ def test_turns_count_by_shares_and_a_tenant_begins_within_a_round_of_its_host() 
     wide.update([], claims("a1"), 2, rules)
     began = turns.had["a"]
     assert 0 < began < 1
+    hosts = [SlotTurns(f"{number}", lambda: clock[0]) for number in range(64)]
+    for host in hosts:
+        host.update([], claims("a1"), 1, {"a": Rule(share=9.0)})
+    delays = [host.had["a"] for host in hosts]
+    assert (min(delays) < 0.1, max(delays) > 0.9, max(delays) < 1) == (True, True, True)
     assert wide.had["a"] == began / 2, "with twice the slots a round is half as long"
-    turns.hold(claims("a1"))
+    turns.hold([Claim("a1", "a", slots=3)])
     clock[0] = TURN_SECONDS
     turns.update(claims("a1"), [], 1, rules)
-    assert turns.had["a"] == pytest.approx(began + 0.5)
+    assert turns.had["a"] == pytest.approx(began + 1.5), "each of its slots counts"
 
 
 @pytest.mark.parametrize(
