@@ -150,7 +150,9 @@ def test_turns_that_were_had_count_as_slots() -> None:
     assert admitted(claims("a1", "b1"), [], 1, {}, {"a": 1.0, "b": 0.5}) == ["b1"]
     assert preempted_for_share(claims("b1"), claims("a1"), 1, {}, {"a": 0.9, "b": 0.0}) is None
     assert preempted_for_share(claims("b1"), claims("a1"), 1, {}, {"a": 1.0, "b": 0.0}) == "a1"
+    assert preempted_for_share(claims("b1"), claims("a1"), 1, {}, {"a": 1.0, "b": 0.5}) is None
     assert preempted_for_share(claims("b1-"), claims("a1"), 1, {}, {"a": 5.0, "b": 0.0}) is None, "it has less priority"
+    assert preempted_for_share(claims("c1"), claims("a1", "a2", "b1", "b2"), 4, {}, {"b": 1.0}) == "b2"
 
 
 def test_turns_that_were_had_move_no_slot_to_a_tenant_with_as_many() -> None:
