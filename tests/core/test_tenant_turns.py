@@ -58,6 +58,7 @@ def test_a_tenant_that_calls_and_one_that_decodes_have_one_account() -> None:
     turns.come(["decoder"], "decodes")
     turns.charge(1.0, [(payer("caller"), 1)])
     assert turns.ahead("caller", "decodes") == 1.0
+    assert turns.ahead("caller", "nowhere") == 0.0
     turns.charge(0.25, [(payer("decoder"), 1)])
     assert turns.ahead("caller", "decodes") == 0.75
     turns.come(["new"], "calls")
