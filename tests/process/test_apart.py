@@ -54,6 +54,24 @@ def test_keys_take_turns_and_one_key_has_one_piece_of_work_at_a_time(turns):
     assert done in (["a1", "b1", "c1", "a2", "b2"], ["b1", "c1", "a1", "b2", "a2"])
 
 
+def test_work_that_must_wait_for_its_key_starts_no_thread():
+    turns, go = ThreadTurns(8, 8, "of-a-key"), threading.Event()
+
+    async def main() -> int:
+        work = [asyncio.create_task(turns.run("a", go.wait)) for _ in range(8)]
+        await asyncio.sleep(0)
+        other = await turns.run("b", int)
+        threads = sum(one.name == "of-a-key" for one in threading.enumerate())
+        go.set()
+        await asyncio.gather(*work)
+        return threads + other
+
+    try:
+        assert asyncio.run(main()) == 2
+    finally:
+        turns.close()
+
+
 def test_a_key_may_have_so_much_waiting_and_what_is_cancelled_does_not_count(turns):
     go = threading.Event()
 

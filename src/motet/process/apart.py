@@ -116,8 +116,11 @@ class ThreadTurns:
                     429, 1,
                 )  # fmt: skip
             queue.append(one)
+            waits = one.key in self._queues or one.key in self._busy
             self._queues[one.key] = queue
-            if self._idle < sum(map(len, self._queues.values())) and self._threads < self._most:
+            if waits:  # the thread that does this key's work before it takes this too
+                return
+            if self._idle < len(self._queues.keys() - self._busy) and self._threads < self._most:
                 self._threads += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
             self._changed.notify()
@@ -131,8 +134,7 @@ class ThreadTurns:
                         _settle(one)
                 finally:
                     with self._changed:
-                        self._busy.discard(one.key)
-                        self._changed.notify_all()
+                        self._busy.discard(one.key)  # this thread takes the next piece, so it wakes no other
         finally:
             self._leave()
 
