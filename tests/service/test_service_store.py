@@ -25,11 +25,12 @@ from motet.service.adapters.adapters import ALL, MOST_SHARES, Adapters
 from motet.service.bases import Bases
 from motet.service.database.opening import EVENTS, MIGRATING
 from motet.service.database.store import Store
-from motet.service.database.tables import Key, Share, Table, new_id, now
+from motet.service.database.tables import Key, Share, Table, Tenant, new_id, now
 from motet.service.database.tenants import MOST_KEYS
 from motet.service.storage import Storage
 from motet.service.workers.rewards import MOST_LEASED, ScoringUnits, key_of
 from tests.support.database import person, queued
+from tests.support.house import statements
 from tests.support.together import at_once
 
 # --- records of keys ---------------------------------------------------------------------------------------------------------
@@ -357,6 +358,19 @@ def test_a_key_that_is_made_while_its_maker_is_revoked_ends_too(store: Store, wa
 def test_a_tenant_is_made_once_by_many_at_once(store: Store) -> None:
     found = at_once(lambda _: store.tenants.made("us").id, 8)
     assert found == [found[0]] * 8
+
+
+def test_who_needs_no_key_is_looked_up_once_a_second(store: Store) -> None:
+    first = store.tenants.made("local")
+    with statements() as asked:
+        for _ in range(20):
+            assert store.tenants.who("none") is None
+            assert store.tenants.made_id("local") == first.id
+    assert len(asked) <= 2
+    with store.transaction() as session:
+        session.delete(session.get(Tenant, first.id))
+    store.tenants.forget(first.id)
+    assert store.tenants.made_id("local") == store.tenants.made("local").id != first.id
 
 
 def test_many_at_once_take_a_tenant_to_its_bounds_and_no_further(store: Store, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import secrets
+import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ MOST_KEYS = 1000
 """Most keys of a tenant that have not ended, without sign-ins; also the most ended ones in a list."""
 PREFIX = "mk-"
 """Prefix of API keys."""
+_KNOWN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class Tenants:
         """`transaction` of the store."""
         self._transaction = transaction
         self._names: dict[str, str] = {}
+        self._ids: dict[str, tuple[float, str]] = {}
+        """When the id of a tenant was looked up, and the id."""
 
     def find(self, name: str) -> Tenant | None:
         """The tenant of a name, or None."""
@@ -134,6 +139,7 @@ class Tenants:
     def forget(self, tenant_id: str) -> None:
         """Remove an erased tenant from the cache."""
         self._names.pop(tenant_id, None)
+        self._ids.clear()
 
     def close(self, tenant_id: str) -> None:
         """End the tenant's keys, and allow no sign-in until an admin creates a key for it."""
@@ -160,6 +166,14 @@ class Tenants:
             session.add(Tenant(id=new_id("tenant"), name=name))
         with self._transaction() as session:
             return session.scalars(select(Tenant).where(Tenant.name == name)).one()
+
+    def made_id(self, name: str) -> str:
+        """The id of `made`, looked up once a second: another process may erase the tenant."""
+        looked, tenant_id = self._ids.get(name, (-math.inf, ""))
+        if time.monotonic() > looked + _KNOWN_SECONDS:
+            looked, tenant_id = time.monotonic(), self.made(name).id
+            self._ids[name] = looked, tenant_id
+        return tenant_id
 
     def create_key(
         self,
@@ -288,6 +302,8 @@ class Tenants:
 
     def who(self, text: str) -> Principal | None:
         """The principal of a key; None if it is unknown, revoked or expired."""
+        if not text.startswith(PREFIX):  # clients of a service without keys send any text
+            return None
         with self._transaction() as session:
             row = session.execute(_WITH_TENANT.where(Key.digest == digest(text))).first()
         if row is None:

@@ -129,7 +129,7 @@ class Access:
                 raise Refusal(401, "this key is unknown, revoked or expired; sign in again, or make another key")
         if self.open_to_all:
             self.count("none")
-            return Principal(self._tenants.made("local").id, "local", "none", "admin")
+            return Principal(self._tenants.made_id("local"), "local", "none", "admin")
         raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
 
     def count_unknown(self, request: Request) -> None:
