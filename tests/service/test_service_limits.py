@@ -19,7 +19,7 @@ from motet.cluster.messages import SetRule, ToHost, UsageWindow
 from motet.commands.serve import _limits
 from motet.config.jobfile import load_service
 from motet.config.service import LimitsConfig, RateConfig, ServiceConfig
-from motet.core.errors import ConfigError, ServiceError
+from motet.core.errors import ConfigError, LimitError, ServiceError
 from motet.core.types import JobState
 from motet.runtime.journal import Done
 from motet.runtime.slots import Rule
@@ -69,6 +69,19 @@ def test_limits_are_read_once_a_second_and_a_change_holds_at_once(house: House) 
     assert sum("limits.given" in one for one in asked) <= 2
     limit(house, rank=8)
     assert quotas.of(tenant).rank == 8
+
+
+def test_usage_is_read_once_a_second_and_what_this_process_stores_counts_at_once(house: House) -> None:
+    quotas, ledger, tenant = house.service.quotas, house.service.ledger, person(house.store, "us").tenant_id
+    limit(house, tokens_per_day=10)
+    with statements() as asked:
+        for _ in range(20):
+            quotas.check_day(tenant)
+    assert sum("FROM usage" in one for one in asked) <= 2
+    ledger.count_completion(tenant, "", 7, 3)
+    ledger.flush()
+    with pytest.raises(LimitError, match="the 10 tokens"):
+        quotas.check_day(tenant)
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------------

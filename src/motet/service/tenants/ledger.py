@@ -6,13 +6,15 @@ after a crash count once. Device time arrives in numbered windows, and each wind
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from sqlalchemy import func, select, update
+from sqlalchemy import event, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -24,6 +26,7 @@ from motet.service.schemas.usage import By, UsageLine
 _WORKED = "worked/"
 """Prefix of a job's id in the name of a reading: a step, and its tokens counted so far."""
 _MOST_TOKENS = 2**40
+_KNOWN_SECONDS = 1.0
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
 
@@ -47,6 +50,9 @@ class Ledger:
     def __init__(self, store: Store, day: Callable[[], str] = today) -> None:
         """`day` returns the current day."""
         self._store, self.day = store, day
+        self._changes = 0
+        self._lately: dict[str, tuple[float, tuple[str, int], UsedToday]] = {}
+        """When the usage of a tenant was read, on which day and after how many changes, and what it was."""
         self._counting = threading.Lock()
         self._counted: dict[tuple[str, str], tuple[int, int]] = {}
         """Tokens of completions not yet stored, by tenant id and base: (prompt, sampled)."""
@@ -60,7 +66,7 @@ class Ledger:
                 counts = {name: int(data.get(name) or 0) for name in ("tokens_sampled", "tokens_trained")}
                 counted = _counted(session, job.id, int(data.get("step", -1)))
                 counts["tokens_trained"] = max(0, counts["tokens_trained"] - counted)
-                _add(session, self.day(), [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
+                self._add(session, [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
 
         return add
 
@@ -73,7 +79,7 @@ class Ledger:
             job, before = find_job(session, job_id), _counted(session, job_id, step)
             if job is not None and _is_new(session, _WORKED + job_id, step * _MOST_TOKENS + tokens):
                 counts = {"tokens_trained": tokens - before}
-                _add(session, self.day(), [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
+                self._add(session, [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
 
     def window(self, engine: str, number: int, microseconds: Mapping[str, int], base: str = "") -> bool:
         """Store a window of device time; False if it is stored already.
@@ -94,7 +100,7 @@ class Ledger:
                 if name.startswith(COMPLETIONS):
                     owner = (name.removeprefix(COMPLETIONS), "", "", base)
                 more.append((owner, {"microseconds": microseconds[name]}))
-            _add(session, self.day(), more)
+            self._add(session, more)
         return True
 
     def count_completion(self, tenant_id: str, base: str, prompt: int, sampled: int) -> None:
@@ -115,7 +121,7 @@ class Ledger:
                     ((tenant, "", "", base), {"tokens_prompt": prompt, "tokens_sampled": sampled})
                     for (tenant, base), (prompt, sampled) in sorted(counted.items())
                 ]
-                _add(session, self.day(), more)
+                self._add(session, more)
         except AWAY:
             for asked, tokens in counted.items():
                 self.count_completion(*asked, *tokens)  # kept for the next call, when the database may be back
@@ -128,6 +134,23 @@ class Ledger:
         query = query if tenant_id is None else query.where(Usage.tenant_id == tenant_id)
         with self._store.transaction() as session:
             return {str(row[0]): UsedToday(int(row[1]), int(row[2]) / 1e6) for row in session.execute(query)}
+
+    def used_lately(self, tenant_id: str) -> UsedToday:
+        """Usage of the current day of a tenant; what another process stored is seen within a second."""
+        state = self.day(), self._changes
+        read, known, used = self._lately.get(tenant_id, (-math.inf, None, UsedToday()))
+        if known != state or time.monotonic() > read + _KNOWN_SECONDS:
+            read = time.monotonic()
+            used = self.used_today(tenant_id).get(tenant_id, UsedToday())
+            self._lately[tenant_id] = read, state, used
+        return used
+
+    def _add(self, session: Session, more: Sequence[tuple[_Owner, Mapping[str, int]]]) -> None:
+        _add(session, self.day(), more)
+        event.listen(session, "after_commit", self._changed, once=True)
+
+    def _changed(self, session: Session) -> None:
+        self._changes += 1
 
     def tokens_of(self, job_id: str) -> int:
         """Tokens sampled and trained by a job so far, which its budget limits."""

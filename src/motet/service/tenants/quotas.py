@@ -262,7 +262,7 @@ class Quotas:
         """Looked up only if a limit needs it."""
         if limits.tokens_per_day is None and limits.device_seconds_per_day is None:
             return UsedToday()
-        return self._ledger.used_today(tenant_id).get(tenant_id, UsedToday())
+        return self._ledger.used_lately(tenant_id)
 
     def counted(self, job_id: str) -> int:
         """Tokens of a job in the ledger."""
