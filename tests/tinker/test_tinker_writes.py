@@ -26,7 +26,7 @@ from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.requests import Sample
 from motet.service.tinker.samplers import Samplers, sampler_id
 from motet.service.tinker.samples import OpenSample
-from tests.support.house import House, open_house
+from tests.support.house import House, open_house, statements
 from tests.support.service_run import ROWS
 from tests.support.tinker_requests import made, request, saved, sent
 from tests.support.waiting import wait_until
@@ -157,6 +157,17 @@ def test_a_sample_costs_no_look_at_those_of_others(house: House) -> None:
             futures._samples.remove(f"sample-{number}")
 
     asyncio.run_coroutine_threadsafe(scenario(), house.app.state.loop).result(300)
+
+
+def test_the_source_of_a_sample_is_looked_up_once(house: House) -> None:
+    session, _, number = (model := made(house)).partition(":train:")
+    (saved(house, model).parents[1] / "sampler_weights" / "snapshot-3").mkdir(parents=True)
+    body = {**SAMPLE, "sampling_session_id": sampler_id(session, 0, f"{number}-3"), "seq_id": 1}
+    with statements() as asked:
+        name = begun(house, body)
+        wait_until(lambda: house.part(Futures)._samples.running[name].task is not None)
+        house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
+    assert sum("idempotency_key = " in one for one in asked) == 1
 
 
 def test_a_sample_that_is_sent_again_is_one(tmp_path: Path) -> None:

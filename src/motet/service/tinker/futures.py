@@ -32,7 +32,7 @@ from motet.service.tenants.quotas import Quotas
 from motet.service.tenants.stored import SAMPLES, blocks
 from motet.service.tinker.models import Models
 from motet.service.tinker.requests import Sample
-from motet.service.tinker.samplers import MAX_TOKENS, Samplers
+from motet.service.tinker.samplers import MAX_TOKENS, Sampler, Samplers
 from motet.service.tinker.samples import OpenSample, OpenSamples
 from motet.service.tinker.wire import write_gradient
 
@@ -77,8 +77,10 @@ class Futures:
         self._quotas, self._storage, self._room, self._turns = quotas, storage, room, turns
         self._samples = OpenSamples(room)
 
-    async def begin(self, who: Principal, wanted: Sample) -> str:
+    async def begin(self, who: Principal, wanted: Sample, source: Sampler | None = None) -> str:
         """Start a sample, now or once its tenant may; returns the id of its future, the same if a client sends it again.
+
+        `source` is that of `wanted`, if it was just looked up.
 
         Raises:
             LimitError: too many of this tenant's are open, or its storage is full.
@@ -90,10 +92,14 @@ class Futures:
             if self._samples.by_name.get(name) is known:  # it was not refused
                 return name
         count, sample = self.open(who), self._opened(who, name, wanted)  # at once, for concurrent requests
+
+        def accept() -> str:
+            self._quotas.check_samples(who.tenant_id, count)
+            sample.stored = self._keep(who, name, asked)
+            return self._held(who)
+
         try:
-            await asyncio.to_thread(self._quotas.check_samples, who.tenant_id, count)
-            sample.stored = await self._turns.run(who.tenant_id, lambda: self._keep(who, name, asked))
-            await self._started(who, sample)
+            self._start(who, sample, await self._turns.run(who.tenant_id, accept), source)
         except BaseException:  # the client has no id to poll
             self._forget(name)
             raise
@@ -124,16 +130,19 @@ class Futures:
                 raise
         return size
 
-    async def _started(self, who: Principal, sample: OpenSample) -> str:
-        """Start a sample if its tenant's limits allow it; returns the reason if not."""
+    def _held(self, who: Principal) -> str:
+        """Why a tenant's limits hold its samples; empty if they may start."""
         try:
-            await asyncio.to_thread(self._quotas.check_day, who.tenant_id)
+            self._quotas.check_day(who.tenant_id)
         except LimitError as error:
-            sample.since = time.monotonic()
             return str(error)
-        if sample.task is None and not sample.cancelled and sample.wanted is not None:
-            self._samples.started(sample, asyncio.create_task(self._samplers.sample(who, sample.wanted)))
         return ""
+
+    def _start(self, who: Principal, sample: OpenSample, held: str, source: Sampler | None = None) -> None:
+        if held:
+            sample.since = time.monotonic()
+        elif sample.task is None and not sample.cancelled and sample.wanted is not None:
+            self._samples.started(sample, asyncio.create_task(self._samplers.sample(who, sample.wanted, source)))
 
     def open(self, who: Principal) -> int:
         """Samples of a tenant that are running or not fetched yet."""
@@ -225,10 +234,12 @@ class Futures:
         sample = self._samples.by_name.get(request_id) or self._once_more(who, request_id)
         if sample is None or sample.tenant_id != who.tenant_id:
             raise Refusal(410, f"there is no request {request_id!r} any more; sample again")
-        if sample.task is None and (held := await self._started(who, sample)):
-            if not self._bus.closed:
-                await within(self._bus.next(_HELD), seconds)
-            return _try_again(request_id, "paused_rate_limit", held)
+        if sample.task is None:
+            self._start(who, sample, held := await asyncio.to_thread(self._held, who))
+            if held:
+                if not self._bus.closed:
+                    await within(self._bus.next(_HELD), seconds)
+                return _try_again(request_id, "paused_rate_limit", held)
         if sample.task is not None:
             await asyncio.wait([sample.task], timeout=0 if self._bus.closed else seconds)
             if not sample.task.done():

@@ -213,14 +213,15 @@ class Samplers:
             seed = seeds.key(0, stream, int(number), int(model or 0), wanted.seq_id) >> 1
         return wanted.model_copy(update={"sampling_params": given.model_copy(update={"seed": seed})})
 
-    async def sample(self, who: Principal, wanted: Sample) -> bytes:
-        """Complete a prompt; returns a binary message.
+    async def sample(self, who: Principal, wanted: Sample, source: Sampler | None = None) -> bytes:
+        """Complete a prompt; returns a binary message. `source` is that of `wanted` if it was just looked up.
 
         Raises:
             Refusal, EngineError, ConfigError: it cannot be answered; the message says why.
         """
         for left in reversed(range(_TRIES)):
-            sampler = await asyncio.to_thread(self.of, who, wanted)
+            sampler = await asyncio.to_thread(self.of, who, wanted) if source is None else source
+            source = None  # it may be gone at the next try
             if not (there := self._hosts.there[sampler.base]).is_set():
                 await there.wait()
                 sampler = await asyncio.to_thread(self.of, who, wanted)  # the source may be gone now

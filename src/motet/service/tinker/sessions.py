@@ -116,5 +116,5 @@ async def asample(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Sa
     sampler = await asyncio.to_thread(tinker.samplers.of, who, wanted)
     if (most := longest_sequence(service.hosts, sampler.base)) and length > most:
         raise Refusal(400, f"prompt: it has {length} tokens; this base reads at most {most}")
-    name = await tinker.futures.begin(who, tinker.samplers.seeded(wanted))
+    name = await tinker.futures.begin(who, tinker.samplers.seeded(wanted), sampler)
     return {"request_id": name, "sample_sequence_ids": [f"{name}-{index}" for index in range(wanted.num_samples)]}
