@@ -33,6 +33,13 @@ def test_a_cancel_counts_for_a_command_that_is_there_and_not_done(tmp_path: Path
     assert not sessions.cancelled(1), "its outcome was there first"
 
 
+def test_a_command_waits_for_the_disk_three_times(tmp_path: Path) -> None:
+    with calls() as counted:
+        Journal(tmp_path).write(1, Nothing())
+    assert counted["fsync"] == 3, "its two files, and their names"
+    assert counted["rename"] == 2
+
+
 def test_the_looks_of_a_step_are_kept_for_that_step_alone(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.write(1, Nothing())

@@ -197,8 +197,7 @@ class Journal:
         known = self._read(number, "sum")
         if known is None:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._put(number, "cmd", data)
-            self._put(number, "sum", digest)
+            _write((self._file(number, "cmd"), data), (self._file(number, "sum"), digest))
         elif known != digest:
             raise JournalError(f"request {number} of this model was another one; numbers are used once")
 
@@ -257,7 +256,7 @@ class Journal:
     def describe(self, about: dict[str, Any]) -> None:
         """Store the client's description of its model."""
         self.path.mkdir(parents=True, exist_ok=True)
-        _write(self.path / "model.json", msgspec.json.encode(about))
+        _write((self.path / "model.json", msgspec.json.encode(about)))
 
     def description(self) -> dict[str, Any]:
         """The stored description; empty before `describe`."""
@@ -289,7 +288,7 @@ class Journal:
 
     def answer(self, number: int, outcome: AnyOutcome, *, hidden: bool = False) -> None:
         """Write an outcome; a hidden one becomes visible with `reveal`."""
-        self._put(number, "new" if hidden else "out", msgspec.msgpack.encode(outcome))
+        _write((self._file(number, "new" if hidden else "out"), msgspec.msgpack.encode(outcome)))
 
     def forward_only(self, step: int) -> tuple[int, int]:
         """The step's last command without a gradient, and the tokens of all such commands, whose files are deleted."""
@@ -301,7 +300,7 @@ class Journal:
 
     def record_forward_only(self, step: int, number: int, tokens: int) -> None:
         """Store the values that `forward_only` returns."""
-        _write(self.path / "looked", msgspec.msgpack.encode((step, number, tokens)))
+        _write((self.path / "looked", msgspec.msgpack.encode((step, number, tokens))))
 
     def reveal(self, before: int) -> None:
         """Make hidden outcomes before a number visible; their versions are committed. Delete the others."""
@@ -345,15 +344,15 @@ class Journal:
         except FileNotFoundError:
             return None
 
-    def _put(self, number: int, kind: str, data: bytes) -> None:
-        _write(self._file(number, kind), data)
 
-
-def _write(path: Path, data: bytes) -> None:
-    draft = path.with_name(f"{path.name}.part")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
-    sync(path.parent)
+def _write(*files: tuple[Path, bytes]) -> None:
+    """Write files of one directory; after a crash, none is there without those before it."""
+    drafts = [path.with_name(f"{path.name}.part") for path, _ in files]
+    for draft, (_, data) in zip(drafts, files, strict=True):
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    for draft, (path, _) in zip(drafts, files, strict=True):
+        draft.rename(path)
+    sync(files[0][0].parent)
