@@ -44,6 +44,7 @@ from motet.native.plan import (
     Calls,
     Layer,
     PackedAdapter,
+    PackedLayout,
     Pass,
     Plan,
     Weight,
@@ -69,6 +70,7 @@ class NativeBase:
         self.attention: AttentionBackend = NativeAttention(base.block_size)
         self._memory: list[Any] = []
         self._weights: list[tuple[Weight, Callable[[], Tensor]]] = []
+        self._layouts: dict[tuple[int, bool], PackedLayout] = {}
         self._adapters: dict[int, tuple[weakref.ref[AdapterWeights], PackedAdapter]] = {}
         self._pools: weakref.WeakKeyDictionary[KVCache, tuple[Any, Any]] = weakref.WeakKeyDictionary()
         self._backward = False
@@ -189,7 +191,11 @@ class NativeBase:
         known = self._adapters.get(id(weights))
         if known is not None and (known[1].backward or not backward):
             return known[1]
-        packed = PackedAdapter.of(self._library, weights, self._places, backward=backward)
+        layout = self._layouts.get((id(weights.layout), backward))
+        if layout is None:
+            layout = PackedLayout(self._library, weights.layout, self._places, self.base.dtype, backward=backward)
+            self._layouts[id(weights.layout), backward] = layout
+        packed = PackedAdapter(self._library, self._plan, weights, layout, self.n_threads)
         key = id(weights)
         self._adapters[key] = weakref.ref(weights, lambda _: self._adapters.pop(key, None)), packed
         return packed

@@ -10,13 +10,12 @@ import ctypes
 import mmap
 from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from motet.model.lora import AdapterWeights
+from motet.model.lora import AdapterLayout, AdapterWeights
 from motet.process.allocator import memory_apart
 
 ALIGNMENT = 64
@@ -28,6 +27,7 @@ LINEARS = 4
 """Fused products of a layer: queries, keys and values; attention output; gate and up; down."""
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "pack_adapter": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_int64]),
     "kept_bytes": (c_int64, [c_void_p, c_void_p]),
     "scratch_bytes": (c_int64, [c_void_p, c_void_p]),
     "forward": (c_char_p, [c_void_p, c_void_p]),
@@ -50,6 +50,7 @@ class Calls:
 
     packed_bytes: Callable[..., int]
     pack: Callable[..., None]
+    pack_adapter: Callable[..., None]
     kept_bytes: Callable[..., int]
     scratch_bytes: Callable[..., int]
     forward: Callable[..., bytes | None]
@@ -119,18 +120,14 @@ class Plan(ctypes.Structure):
 class Part(ctypes.Structure):
     """One adapted layer of a fused product."""
 
-    _fields_ = [("first", c_int64), ("n", c_int64), ("b", c_void_p), ("b_back", c_void_p), ("gradient", c_int64)]
+    _fields_ = [(name, c_int64) for name in ("first", "n", "b", "b_back", "flat")]
 
 
 class Lora(ctypes.Structure):
     """An adapter's matrices on one fused product."""
 
     _fields_ = [
-        ("rank", c_int64),
-        ("columns", c_int64),
-        ("a", c_void_p),
-        ("a_back", c_void_p),
-        ("gradient", c_int64),
+        *((name, c_int64) for name in ("rank", "columns", "a", "a_back", "flat")),
         ("parts", ctypes.POINTER(Part)),
         ("n_parts", c_int64),
     ]
@@ -139,7 +136,7 @@ class Lora(ctypes.Structure):
 class Adapter(ctypes.Structure):
     """An adapter's matrices on all fused products."""
 
-    _fields_ = [("linears", ctypes.POINTER(Lora))]
+    _fields_ = [("linears", ctypes.POINTER(Lora)), ("packed", c_void_p)]
 
 
 class AdaptedRows(ctypes.Structure):
@@ -218,48 +215,52 @@ def back(weight_NK: Tensor) -> Matrix:
     return weight_NK, n_inputs, 1, n_outputs, n_inputs
 
 
-@dataclass
+class PackedLayout:
+    """Where the matrices of adapters of one layout are, packed for the kernels."""
+
+    def __init__(
+        self,
+        library: Calls,
+        layout: AdapterLayout,
+        places: dict[str, tuple[int, tuple[int, ...]]],
+        dtype: torch.dtype,
+        *,
+        backward: bool,
+    ) -> None:
+        """`places` maps the leader of fused layers to their linear in the plan, and the outputs of each layer.
+
+        `backward` includes the matrices of the backward pass.
+        """
+        self.layout, self.backward, self.n_bytes = layout, backward, 0
+        n_layers = max(place for place, _ in places.values()) // LINEARS + 1
+        self.linears = (Lora * (n_layers * LINEARS))()
+        self._memory: list[Any] = []
+
+        def take(k: int, n: int) -> int:
+            place, n_bytes = self.n_bytes, library.packed_bytes(TYPES[dtype], k, n)
+            self.n_bytes += -(-n_bytes // ALIGNMENT) * ALIGNMENT
+            return place
+
+        def both(k: int, n: int) -> tuple[int, int]:
+            return take(k, n), take(n, k) if backward else 0
+
+        for group in layout.fused:
+            place, sizes = places[group.leader]
+            parts = (Part * len(group.members))()
+            for part, (index, layer) in zip(parts, group.members, strict=True):
+                part.first, part.n, part.flat = sum(sizes[:index]), layer.n_out, layer.offset
+                part.b, part.b_back = both(layout.rank, layer.n_out)
+            a, a_back = both(group.members[0][1].n_in, group.width)
+            self.linears[place] = Lora(layout.rank, group.width, a, a_back, group.offset, parts, len(parts))
+            self._memory.append(parts)
+
+
 class PackedAdapter:
     """An adapter's matrices, packed for the kernels."""
 
-    adapter: Adapter
-    backward: bool
-    """Whether it includes the matrices of the backward pass."""
-    memory: list[Any] = field(default_factory=list)
-    """Keeps alive what `adapter` points to."""
-
-    @classmethod
-    def of(
-        cls,
-        library: Calls,
-        weights: AdapterWeights,
-        places: dict[str, tuple[int, tuple[int, ...]]],
-        *,
-        backward: bool,
-    ) -> PackedAdapter:
-        """`places` maps the leader of fused layers to their linear in the plan, and the outputs of each layer."""
-        rank = weights.layout.rank
-        matrices: list[Matrix] = []
-        for group in weights.layout.fused:
-            own = weights.matrices[group.leader]
-            for matrix_KN in (own.a, *(b for _, b in own.bs)):
-                n_inputs, n_outputs = matrix_KN.shape
-                matrices.append((matrix_KN, n_outputs, 1, n_inputs, n_outputs))
-                if backward:
-                    matrices.append((matrix_KN, 1, n_outputs, n_outputs, n_inputs))
-        memory, addresses = pack_all(library, matrices, weights.flat.dtype)
-        given = iter(addresses)
-        n_layers = max(place for place, _ in places.values()) // LINEARS + 1
-        loras = (Lora * (n_layers * LINEARS))()
-        kept: list[Any] = [memory, loras]
-        for group in weights.layout.fused:
-            place, sizes = places[group.leader]
-            a, a_back = next(given), next(given) if backward else 0
-            parts = (Part * len(group.members))()
-            for part, (index, layer) in zip(parts, group.members, strict=True):
-                b, b_back = next(given), next(given) if backward else 0
-                part.first, part.n, part.gradient = sum(sizes[:index]), layer.n_out, layer.offset
-                part.b, part.b_back = b, b_back
-            loras[place] = Lora(rank, group.width, a, a_back, group.offset, parts, len(parts))
-            kept.append(parts)
-        return cls(Adapter(loras), backward, kept)
+    def __init__(self, library: Calls, plan: Plan, weights: AdapterWeights, packed: PackedLayout, threads: int) -> None:
+        self.backward, self._layout = packed.backward, packed
+        self._memory = room(packed.n_bytes + ALIGNMENT)
+        self.adapter = Adapter(packed.linears, -(-self._memory.data_ptr() // ALIGNMENT) * ALIGNMENT)
+        to = ctypes.byref(plan), ctypes.byref(self.adapter), weights.flat.data_ptr()
+        library.pack_adapter(*to, int(packed.backward), threads)

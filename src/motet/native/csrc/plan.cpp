@@ -384,12 +384,12 @@ void Call::linear(const Block& of, int64_t layer, int which, float* to, bool add
         float* s = inner + first * wide;
         void* s_typed = at(type, narrow, first * *std::max_element(columns, columns + 4));  // blocks may be at other linears
         const int64_t row = first - of.first;
-        product(times(at(type, of.a, row * w.k), w.k, lora.a, w.k, s, wide, n, w.k, lora.columns));
+        product(times(at(type, of.a, row * w.k), w.k, run.adapter->packed + lora.a, w.k, s, wide, n, w.k, lora.columns));
         typed(s, wide, s_typed, wide, n, lora.columns);
         for (int64_t p = 0; p < lora.n_parts; p++) {
             const Part& b = lora.parts[p];
-            const void* narrow_part = at(type, s_typed, p * lora.rank);
-            product(times(narrow_part, wide, b.b, lora.rank, to + row * w.n + b.first, w.n, n, lora.rank, b.n, true));
+            const void *narrow_part = at(type, s_typed, p * lora.rank), *packed = run.adapter->packed + b.b;
+            product(times(narrow_part, wide, packed, lora.rank, to + row * w.n + b.first, w.n, n, lora.rank, b.n, true));
         }
     });
 }
@@ -588,12 +588,13 @@ void Call::linear_back(int64_t layer, int which, const void* slope, float* inner
                 for (int64_t row = 0; row < n; row++) std::memset(narrow + row * wide, 0, size_t(lora.columns) * 4);
                 for (int64_t p = 0; p < lora.n_parts; p++) {
                     const Part& part = lora.parts[p];
-                    const void* own = at(type, slope, first * w.n + part.first);
-                    product(times(own, w.n, part.b_back, part.n, narrow + p * lora.rank, wide, n, part.n, lora.rank));
+                    const void *own = at(type, slope, first * w.n + part.first), *b_back = run.adapter->packed + part.b_back;
+                    product(times(own, w.n, b_back, part.n, narrow + p * lora.rank, wide, n, part.n, lora.rank));
                 }
                 typed(narrow, wide, narrow_typed, wide, n, lora.columns);
                 float* out = to + (first - of.first) * w.k;
-                if (wanted) product(times(narrow_typed, wide, lora.a_back, lora.columns, out, w.k, n, lora.columns, w.k, true));
+                const void* a_back = run.adapter->packed + lora.a_back;
+                if (wanted) product(times(narrow_typed, wide, a_back, lora.columns, out, w.k, n, lora.columns, w.k, true));
             });
             after(of, to);
         });
@@ -886,6 +887,26 @@ int64_t motet_scratch_bytes(const Plan* plan, const Pass* pass) {
     const int64_t of_row = forth.widest_out() * 4 + forth.widest_in() * bytes_of(forth.type);
     const int64_t blocks = forth.tall() ? pass->threads * BLOCK_TILES * TILE * of_row : 0;
     return std::max(carved(forth, false, nullptr).second, carved(back, true, nullptr).second) + blocks;
+}
+
+void motet_pack_adapter(const Plan* plan, const Adapter* adapter, const void* flat, int32_t backward, int64_t threads) {
+    struct Matrix {
+        int64_t flat, k, n, to, back;
+    };
+    std::vector<Matrix> all;
+    for (int64_t i = 0; i < plan->n_layers * 4; i++) {
+        const Lora& lora = adapter->linears[i];
+        if (lora.n_parts) all.push_back({lora.flat, plan->layers[i / 4].linears[i % 4].k, lora.columns, lora.a, lora.a_back});
+        for (int64_t p = 0; p < lora.n_parts; p++)
+            all.push_back({lora.parts[p].flat, lora.rank, lora.parts[p].n, lora.parts[p].b, lora.parts[p].b_back});
+    }
+    const Type type = type_of(*plan);
+    parallel(threads, int64_t(all.size()), [&](int64_t part) {
+        const Matrix& own = all[size_t(part)];
+        const void* from = at(type, flat, own.flat);
+        pack(type, from, own.n, 1, own.k, own.n, type, adapter->packed + own.to);
+        if (backward) pack(type, from, 1, own.n, own.n, own.k, type, adapter->packed + own.back);
+    });
 }
 
 const char* motet_forward(const Plan* plan, const Pass* pass) {

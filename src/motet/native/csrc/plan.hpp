@@ -45,20 +45,21 @@ struct Plan {
 
 struct Part {                 // an adapted layer among fused ones
     int64_t first, n;         // its columns
-    const void *b, *b_back;   // packed [rank × n] and [n × rank]
-    int64_t gradient;         // where the gradient of B [rank × n] begins, in numbers
+    int64_t b, b_back;        // where B is, packed [rank × n] and [n × rank], in bytes of `Adapter::packed`
+    int64_t flat;             // where B [rank × n] and its gradient begin in an adapter's vectors
 };
 
 struct Lora {  // adapters on one fused product
     int64_t rank, columns;  // columns of A, filled up with zeros
-    const void *a, *a_back;  // packed [k × columns] and [columns × k]
-    int64_t gradient;       // where the gradient of A [k × columns] begins
+    int64_t a, a_back;      // where A is, packed [k × columns] and [columns × k]
+    int64_t flat;           // where A [k × columns] and its gradient begin
     const Part* parts;
     int64_t n_parts;  // 0 where none is adapted
 };
 
 struct Adapter {
-    const Lora* linears;  // [n_layers × 4]
+    const Lora* linears;  // [n_layers × 4], of all adapters of one layout
+    char* packed;
 };
 
 struct Run {  // rows [first, last) have an adapter
@@ -88,6 +89,9 @@ struct Pass {
 MOTET_CALL int64_t motet_kept_bytes(const motet::Plan* plan, const motet::Pass* pass);
 // What the calling thread needs beside, in a backward pass as in a forward pass.
 MOTET_CALL int64_t motet_scratch_bytes(const motet::Plan* plan, const motet::Pass* pass);
+// Packs an adapter's matrices, which lie in `flat`; those of backward passes only if `backward`.
+MOTET_CALL void motet_pack_adapter(const motet::Plan* plan, const motet::Adapter* adapter, const void* flat, int32_t backward,
+                                   int64_t threads);
 MOTET_CALL const char* motet_forward(const motet::Plan* plan, const motet::Pass* pass);
 MOTET_CALL const char* motet_backward(const motet::Plan* plan, const motet::Pass* pass, const float* slope);
 MOTET_CALL const char* motet_head(const motet::Plan* plan, const float* hidden, int64_t rows, float* logits, int64_t threads);

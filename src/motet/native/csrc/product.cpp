@@ -85,18 +85,17 @@ bool pack_copied(Type type, const void* source, int64_t stride_k, int64_t stride
     } else if (stride_n == 1) {
         for (int64_t i = 0; i + 1 < k; i += 2) pair_up(half + i * stride_k, half + (i + 1) * stride_k, pairs + i * 8);
         for (int64_t j = 0; k % 2 && j < LANES; j++) pairs[(k - 1) * 8 + j] = half[(k - 1) * stride_k + j];
-    } else if (stride_k == 1 && type == Type::f32) {
-        for (int64_t i = 0; i < k; i += LANES)
-            for (int64_t j = 0; j < LANES; j++)
-                for (int64_t l = i; l < k && l < i + LANES; l++) out[l * LANES + j] = whole[j * stride_n + l];
-    } else if (stride_k == 1) {
-        for (int64_t i = 0; i < k; i += 2 * LANES)
-            for (int64_t j = 0; j < LANES; j++)
-                for (int64_t l = i; l < k && l < i + 2 * LANES; l += 2) {
-                    uint32_t pair = half[j * stride_n + l];
-                    if (l + 1 < k) std::memcpy(&pair, half + j * stride_n + l, 4);
-                    pairs[l * 8 + j] = pair;
-                }
+    } else if (stride_k == 1) {  // lines of 16 columns turn: a number or a pair is 32 bits
+        const int64_t size = bytes_of(type), bytes = k * size;
+        for (int64_t place = 0; place < bytes; place += 64) {
+            float lines[LANES * LANES] = {}, turned[LANES * LANES];
+            const char* from = static_cast<const char*>(source) + place;
+            const int64_t left = least(64, bytes - place);
+            for (int64_t j = 0; j < LANES; j++, from += stride_n * size)
+                left == 64 ? std::memcpy(lines + j * LANES, from, 64) : std::memcpy(lines + j * LANES, from, size_t(left));
+            turn(lines, LANES, turned, LANES);
+            std::memcpy(static_cast<char*>(packed) + place * LANES, turned, size_t(round_up(left, 4) * LANES));
+        }
     } else
         return false;
     return true;
