@@ -181,11 +181,12 @@ def _in_pieces(base: Any, weights: Any, ids: torch.Tensor, cuts: list[int]) -> t
 @pytest.mark.parametrize("own", [*OWN, ("olmoe/native", "bfloat16")])
 def test_two_threads_and_recomputing_change_no_bit_of_a_gradient(own: tuple[str, str]) -> None:
     base = tiny.load(*own)
-    batch, found = Batch(tuple(make_segment(each) for each in "abc")), []
-    for threads, recompute in ((1, False), (2, False), (2, True)):
+    segments, found = [make_segment(each) for each in "abcab"], []
+    for threads, recompute, at_a_time in ((1, False, 1), (1, False, 5), (2, False, 5), (2, True, 5)):
         torch.set_num_threads(threads)
         trainer = make_trainer(base, recompute=recompute)
-        stats = [each.stats for each in trainer.forward_backward(batch)]
+        batches = [Batch(tuple(segments[first : first + at_a_time])) for first in range(0, 5, at_a_time)]
+        stats = [each.stats for batch in batches for each in trainer.forward_backward(batch)]
         found.append((stats, [gradient(trainer, each) for each in "abc"]))
     for stats, gradients in found[1:]:
         assert stats == found[0][0]

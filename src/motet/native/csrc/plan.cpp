@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <new>
 #include <utility>
 #include <vector>
@@ -160,6 +161,7 @@ class Call {
     const Arithmetic arithmetic;
     int64_t columns[4] = {0, 0, 0, 0};  // the widest A of each fused linear
     std::vector<Rows> span_rows;
+    std::vector<int64_t> learners, later;  // the first run of each gradient, and the next one of the same
     float *x, *y;
     void *a, *narrow, *keys, *values;
     void* chosen_typed;  // rows of experts
@@ -173,6 +175,17 @@ class Call {
         for (int64_t r = 0; r < pass.n_runs; r++)
             for (int64_t i = 0; i < plan.n_layers * 4; i++)
                 columns[i % 4] = std::max(columns[i % 4], pass.runs[r].adapter->linears[i].columns);
+        std::map<float*, int64_t> last;
+        later.assign(size_t(pass.n_runs), pass.n_runs);
+        for (int64_t r = 0; r < pass.n_runs; r++) {
+            if (!pass.runs[r].gradient) continue;
+            const auto [known, fresh] = last.try_emplace(pass.runs[r].gradient, r);
+            if (fresh)
+                learners.push_back(r);
+            else
+                later[size_t(known->second)] = r;
+            known->second = r;
+        }
         for (int64_t s = 0; s < pass.n_spans; s++) cut(span_rows, s, 0, pass.spans[s].n_rows);
     }
 
@@ -244,7 +257,7 @@ class Call {
     // f(run, first, n) on some of the block's rows of a run each
     template <class F>
     void by_runs(const Block& of, F&& f) const {
-        const int64_t step = std::clamp(of.n / of.threads / (4 * ROWS), int64_t{1}, int64_t{16}) * ROWS;
+        const int64_t step = of.threads == 1 ? of.n : std::clamp(of.n / of.threads / (4 * ROWS), int64_t{1}, int64_t{16}) * ROWS;
         std::vector<Rows> parts;
         for (int64_t r = 0; r < pass.n_runs; r++) {
             const int64_t first = std::max(pass.runs[r].first, of.first), last = std::min(pass.runs[r].last, of.first + of.n);
@@ -301,7 +314,7 @@ class Call {
     template <class Before, class After>
     void linear_back(int64_t layer, int which, const void* slope, float* inner, float* whole, bool wanted, Before&& before,
                      After&& after);
-    void gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* slope, const float* inner, int64_t wide);
+    void gradients(int64_t layer, int which, const void* slope, const float* inner);
     void attention_back(int64_t layer, Kept& kept);
     void experts(const Layer& layer, Kept& kept) const;
     void experts_back(const Layer& layer, Kept& kept, const float* slope) const;
@@ -521,44 +534,51 @@ void transpose(Type type, const void* from, int64_t ld, int64_t rows, int64_t co
         copy(static_cast<const float*>(from), static_cast<float*>(to));
 }
 
-// Adds the gradients of a run's A and B on a fused linear. Each is a sum over the run's rows from its first; both are products of
+// Adds the gradients of A and B of all runs on a fused linear. Each is a sum over a run's rows from its first; both are products of
 // a narrow transpose with wide rows.
-void Call::gradients(const Run& run, const Lora& lora, int64_t k, int64_t n, const void* slope, const float* inner, int64_t wide) {
-    const int64_t rows = run.last - run.first, size = bytes_of(type), narrow = round_up(rows * lora.columns * size, 64);
-    char* turned = static_cast<char*>(turned_room.at_least(3 * narrow));
-    void *s = turned, *s_t = turned + narrow, *ds_t = turned + 2 * narrow;
-    shared(2, [&](int64_t part) {
-        if (part) return transpose(type, at(type, ds_typed, run.first * wide), wide, rows, lora.columns, ds_t);
-        typed(inner + run.first * wide, wide, s, lora.columns, rows, lora.columns);
-        transpose(type, s, lora.columns, rows, lora.columns, s_t);
+void Call::gradients(int64_t layer, int which, const void* slope, const float* inner) {
+    const Weight& w = plan.layers[layer].linears[which];
+    const int64_t wide = columns[which], size = bytes_of(type), narrow = round_up(pass.n_rows * wide * size, 64);
+    char* turned = static_cast<char*>(turned_room.at_least(2 * narrow));
+    auto lora_of = [&](int64_t r) -> const Lora& { return pass.runs[r].adapter->linears[layer * 4 + which]; };
+    std::vector<Rows> parts;  // of A, or of B with its number: the first run of a gradient, its first column, how many
+    std::vector<int64_t> numbers;
+    auto cut_columns = [&](int64_t r, int64_t number, int64_t n) {
+        cut(parts, r, 0, n, CHUNK);
+        numbers.resize(parts.size(), number);
+    };
+    for (int64_t r : learners) {
+        if (lora_of(r).n_parts) cut_columns(r, -1, w.k);
+        for (int64_t p = 0; p < lora_of(r).n_parts; p++) cut_columns(r, p, lora_of(r).parts[p].n);
+    }
+    shared(2 * pass.n_runs, [&](int64_t part) {
+        const Run& run = pass.runs[part / 2];
+        const int64_t rows = run.last - run.first, n = lora_of(part / 2).columns, first = run.first * wide;
+        if (!lora_of(part / 2).n_parts || !run.gradient) return;
+        if (part % 2) return transpose(type, at(type, ds_typed, first), wide, rows, n, turned + narrow + first * size);
+        void* s = part_room.at_least(rows * n * size);
+        typed(inner + first, wide, s, n, rows, n);
+        transpose(type, s, n, rows, n, turned + first * size);
     });
-    const int64_t parts_a = (k + CHUNK - 1) / CHUNK;
-    std::vector<Rows> parts;  // of B: the part, its first column, how many
-    for (int64_t p = 0; p < lora.n_parts; p++)
-        for (int64_t first = 0; first < lora.parts[p].n; first += CHUNK)
-            parts.push_back({p, first, std::min(CHUNK, lora.parts[p].n - first)});
-    shared(parts_a + int64_t(parts.size()), [&](int64_t part) {
-        const int64_t room = round_up(round_up(rows, 2) * CHUNK * size, 64), sums = CHUNK * std::max(lora.columns, lora.rank) * 4;
-        char* memory = static_cast<char*>(part_room.at_least(room + sums));
-        float* c = reinterpret_cast<float*>(memory + room);
-        auto multiply = [&](const void* from, int64_t ld, int64_t columns, const void* left, int64_t m) {
-            pack(type, from, ld, 1, rows, columns, type, memory);
-            product(times(left, rows, memory, rows, c, columns, m, rows, columns));
-        };
-        if (part < parts_a) {
-            const int64_t first = part * CHUNK, m = std::min(CHUNK, k - first);
-            multiply(at(type, a, run.first * k + first), k, m, ds_t, lora.columns);
-            float* to = run.gradient + lora.gradient + first * lora.columns;
-            for (int64_t i = 0; i < m; i++)
-                for (int64_t j = 0; j < lora.columns; j++) to[i * lora.columns + j] += run.scaling * c[j * m + i];
-            return;
-        }
-        const Rows& own = parts[part - parts_a];
-        const Part& b = lora.parts[own.of];
-        multiply(at(type, slope, run.first * n + b.first + own.first), n, own.n, at(type, s_t, own.of * lora.rank * rows), lora.rank);
-        for (int64_t r = 0; r < lora.rank; r++) {
-            float* to = run.gradient + b.gradient + r * b.n + own.first;
-            for (int64_t i = 0; i < own.n; i++) to[i] += c[r * own.n + i];
+    shared(int64_t(parts.size()), [&](int64_t part) {
+        const Rows& own = parts[size_t(part)];
+        const int64_t number = numbers[size_t(part)];
+        for (int64_t r = own.of; r < pass.n_runs; r = later[size_t(r)]) {
+            const Run& run = pass.runs[r];
+            const Lora& lora = lora_of(r);
+            const Part& b = lora.parts[std::max(number, int64_t{0})];
+            const bool of_a = number < 0;
+            const int64_t rows = run.last - run.first, m = of_a ? lora.columns : lora.rank, ld = of_a ? w.k : w.n;
+            const int64_t room = round_up(round_up(rows, 2) * CHUNK * size, 64);
+            char* memory = static_cast<char*>(part_room.at_least(room + round_up(m, LANES) * CHUNK * 4));
+            float* c = reinterpret_cast<float*>(memory + room);
+            const char* left = turned + (of_a ? narrow : number * lora.rank * rows * size) + run.first * wide * size;
+            pack(type, at(type, of_a ? a : slope, run.first * ld + (of_a ? 0 : b.first) + own.first), ld, 1, rows, own.n, type, memory);
+            product(times(left, rows, memory, rows, c, CHUNK, m, rows, own.n));
+            if (of_a)
+                add_turned(run.gradient + lora.flat + own.first * m, m, c, CHUNK, own.n, m, run.scaling);
+            else
+                add_rows(run.gradient + b.flat + own.first, b.n, c, CHUNK, m, own.n);
         }
     });
 }
@@ -599,11 +619,7 @@ void Call::linear_back(int64_t layer, int which, const void* slope, float* inner
             after(of, to);
         });
     }
-    for (int64_t r = 0; wide && r < pass.n_runs; r++) {
-        const Run& run = pass.runs[r];
-        const Lora& lora = run.adapter->linears[layer * 4 + which];
-        if (lora.n_parts && run.gradient) gradients(run, lora, w.k, w.n, slope, inner, wide);
-    }
+    if (wide) gradients(layer, which, slope, inner);
 }
 
 // From the gradient of attention's output, `din`, to one of the fused queries, keys and values, in `dy`.

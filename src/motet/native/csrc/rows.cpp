@@ -85,6 +85,18 @@ void add_rows(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int
         }
 }
 
+void add_turned(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n, float factor) {
+    float square[LANES * LANES];
+    for (int64_t i = 0; i < m; i += LANES)
+        for (int64_t j = 0; j < n; j += LANES) {
+            turn(y + j * ldy + i, ldy, square, LANES);
+            for (int64_t r = i; r < std::min(m, i + LANES); r++) {
+                float* p = x + r * ldx + j;
+                store_first(p, n - j, add(load_first(p, n - j), mul(set1(factor), load(square + (r - i) * LANES))));
+            }
+        }
+}
+
 void embed(Type type, const void* table, const int64_t* tokens, float scale, float* out, int64_t ldo, int64_t m, int64_t n) {
     for (int64_t r = 0; r < m; r++)
         for (int64_t i = 0; i < n; i += 16) {
