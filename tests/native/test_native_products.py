@@ -19,6 +19,7 @@ from motet.core.batch import AdamW
 from motet.core.errors import ConfigError
 from motet.core.types import SamplingParams
 from motet.model.distribution import draw
+from motet.model.lora import AdapterWeights, make_layout
 from motet.native import building, library
 from tests.support.native_calls import EXACT, PAIRS, TYPES, Cache, Kernels, address, directory, forms, kernels
 
@@ -482,20 +483,28 @@ def test_a_token_outside_the_vocabulary_is_refused(fast):
 
 
 def adamw_parts(own: Kernels) -> list[Tensor]:
-    """Masters and moments after three steps."""
-    master, gradient, mean, square = normal(83), normal(83, seed=1), torch.zeros(83), torch.zeros(83)
-    for step in (1, 2, 3):
-        own.math.adamw(AdamW(0.01, (0.9, 0.99), 1e-8, 0.1), step, master, gradient * step, mean, square)
-    return [master, mean, square]
+    """Masters, moments and version after three steps with clipped gradients, which are cleared."""
+    layout = make_layout({"a": (9, 7)}, 4)
+    master, gradient, mean, square = (normal(layout.size, seed=seed) * (seed < 2) for seed in range(4))
+    made: list[Tensor] = []
+    for dtype in (torch.float32, torch.bfloat16) * 2:
+        new = AdapterWeights(layout, 0.7, torch.empty(layout.size, dtype=dtype))
+        scaled, step = gradient * (2 * len(made) + 2), len(made) + 1
+        own.math.adamw(AdamW(0.01, (0.9, 0.99), 1e-8, 0.1), step, 0.5, (master, scaled, mean, square), new)
+        assert same(new.flat, AdapterWeights.from_masters(layout, 0.7, master, dtype).flat)
+        assert not scaled.any()
+        made.append(new.flat)
+    return [master, mean, square, *made]
 
 
 def test_adamw_is_that_of_torch(own):
-    theirs = normal(83).requires_grad_()
+    parts = adamw_parts(own)
+    theirs = normal(len(parts[0])).requires_grad_()
     optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
-    for step in (1, 2, 3):
-        theirs.grad = normal(83, seed=1) * step
+    for step in (1, 2, 3, 4):
+        theirs.grad = normal(len(theirs), seed=1) * step
         optimizer.step()
-    assert torch.allclose(adamw_parts(own)[0], theirs.detach(), atol=1e-6)
+    assert torch.allclose(parts[0], theirs.detach(), atol=1e-6)
 
 
 def test_functions_of_losses(own):

@@ -43,7 +43,7 @@ def without_values() -> LoraModel:
 def adapter(base: LoraModel, rank: int) -> AdapterWeights:
     layout = base.adapter_layout("all-linear", rank)
     flat = torch.empty(layout.size, dtype=base.dtype, device=META)
-    return AdapterWeights(layout, 2.0, flat, layout.matrices(flat))
+    return AdapterWeights(layout, 2.0, flat)
 
 
 @torch.inference_mode()

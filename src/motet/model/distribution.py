@@ -18,6 +18,7 @@ from torch import Tensor
 
 from motet.core.batch import AdamW, LossFunctions
 from motet.core.types import SamplingParams
+from motet.model.lora import AdapterWeights
 
 _BLOCK = 256
 """Tokens summed in one block before the cumulative sum; a scan of the whole vocabulary is slow."""
@@ -46,8 +47,16 @@ class MathKernels(LossFunctions, Protocol):
         """The Euclidean norm of an fp32 vector."""
         ...
 
-    def adamw(self, adamw: AdamW, step: int, masters: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
-        """Update masters and moments in place; `step` counts from 1."""
+    def adamw(self, adamw: AdamW, step: int, factor: float, learned: Sequence[Tensor], new: AdapterWeights) -> None:
+        """Update masters and moments in place, write the new version and clear the gradient.
+
+        Args:
+            adamw: its settings.
+            step: its number, from 1.
+            factor: multiplies the gradient.
+            learned: masters, gradient, mean and square, fp32.
+            new: the compute copy of the new masters, still empty.
+        """
         ...
 
 

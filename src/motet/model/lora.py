@@ -246,7 +246,11 @@ class AdapterWeights:
     scaling: float
     """alpha / rank; already applied to A."""
     flat: Tensor
-    matrices: dict[str, LoraMatrices]
+
+    @functools.cached_property
+    def matrices(self) -> dict[str, LoraMatrices]:
+        """Views of `flat`."""
+        return self.layout.matrices(self.flat)
 
     @classmethod
     def from_masters(cls, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype) -> AdapterWeights:
@@ -254,7 +258,7 @@ class AdapterWeights:
         source, flat = masters.detach(), new_vector(len(masters), dtype, masters.device)
         torch.mul(source[: layout.size_a], scaling, out=flat[: layout.size_a])  # scaled in fp32, rounded once
         flat[layout.size_a :].copy_(source[layout.size_a :])
-        return cls(layout, scaling, flat, layout.matrices(flat))
+        return cls(layout, scaling, flat)
 
 
 def new_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.core.batch import AdamW
 from motet.core.types import SamplingParams
+from motet.model.lora import AdapterWeights
 from motet.native.library import Product
+from motet.native.plan import TYPES
 
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "draw": (None, [c_void_p, c_int64, c_int64, *[c_void_p] * 5, c_int64]),
@@ -29,14 +31,29 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "exp": (None, [c_void_p, c_void_p, c_int64]),
     "cos_sin": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
     "norm": (c_double, [c_void_p, c_int64]),
-    "adamw": (None, [c_void_p] * 5 + [c_int64] * 2),
+    "adamw": (None, [c_void_p, c_void_p, c_int64]),
 }
 
 
 class AdamWStep(ctypes.Structure):
     """The struct `AdamW` of csrc/kernels.hpp."""
 
-    _fields_ = [(name, c_float) for name in ("lr", "beta1", "beta2", "epsilon", "weight_decay")] + [("step", c_int64)]
+    _fields_ = [
+        *((name, c_float) for name in ("lr", "beta1", "beta2", "epsilon", "weight_decay", "factor")),
+        ("step", c_int64),
+    ]
+
+
+class Learned(ctypes.Structure):
+    """The struct of csrc/kernels.hpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("master", "gradient", "mean", "square", "copy")),
+        ("type", c_int32),
+        ("scaling", c_float),
+        ("scaled", c_int64),
+        ("n", c_int64),
+    ]
 
 
 class OwnMath:
@@ -146,11 +163,12 @@ class OwnMath:
         """The Euclidean norm of an fp32 vector."""
         return float(self._calls.motet_norm(x.data_ptr(), x.numel()))
 
-    def adamw(self, adamw: AdamW, step: int, masters: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
-        """Update masters and moments in place; `step` counts from 1."""
-        options = AdamWStep(adamw.lr, *adamw.betas, adamw.eps, adamw.weight_decay, step)
-        vectors = (each.data_ptr() for each in (masters, gradient, mean, square))
-        self._calls.motet_adamw(ctypes.byref(options), *vectors, masters.numel(), self._threads())
+    def adamw(self, adamw: AdamW, step: int, factor: float, learned: Sequence[Tensor], new: AdapterWeights) -> None:
+        """See `MathKernels`."""
+        options = AdamWStep(adamw.lr, *adamw.betas, adamw.eps, adamw.weight_decay, factor, step)
+        vectors = (each.data_ptr() for each in (*learned, new.flat))
+        own = Learned(*vectors, TYPES[new.flat.dtype], new.scaling, new.layout.size_a, new.flat.numel())
+        self._calls.motet_adamw(ctypes.byref(options), ctypes.byref(own), self._threads())
 
     # --- angles -------------------------------------------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ class SamplerProcess:
         layout = self.base.adapter_layout(message.paths, message.rank)
         flat = torch.from_numpy(np.fromfile(path, np.uint8)).view(self.base.dtype)
         path.unlink()
-        weights = AdapterWeights(layout, message.scaling, flat, layout.matrices(flat))
+        weights = AdapterWeights(layout, message.scaling, flat)
         self.engine.install(message.ref, weights)
 
 

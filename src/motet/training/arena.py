@@ -112,28 +112,37 @@ class AdapterArena:
     def step(self, adamw: AdamW) -> OptimStats:
         """Clip by norm and apply AdamW; a gradient that is not finite is only cleared."""
         norm = float(torch.linalg.vector_norm(self.gradient)) if self._own is None else self._own.norm(self.gradient)
-        skipped = not (norm < float("inf"))
-        if not skipped:
-            if norm > adamw.clip_norm:
-                self.gradient.mul_(adamw.clip_norm / (norm + 1e-6))
-            self._step(adamw)
-            self.weights = self._compute_copy()
-        self.gradient.zero_()
+        skipped, factor = not (norm < float("inf")), 1.0
+        if norm > adamw.clip_norm:
+            factor = adamw.clip_norm / (norm + 1e-6)
+        if skipped:
+            self.gradient.zero_()
+        elif self._own is None:
+            self._torchs_step(adamw, factor)
+        else:
+            self._own_step(self._own, adamw, factor)
         self.pending = False
         weights = float(torch.linalg.vector_norm(self.masters.detach()[: self.layout.size]))
         return OptimStats(grad_norm=norm, lr=adamw.lr, skipped=skipped, adapter_norm=weights)
 
-    def _step(self, adamw: AdamW) -> None:
-        if self._own is None:
-            options = {"lr": adamw.lr, "betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
-            self._adamw.param_groups[0].update(options)
-            self._adamw.step()
-            return
+    def _torchs_step(self, adamw: AdamW, factor: float) -> None:
+        if factor < 1:
+            self.gradient.mul_(factor)
+        options = {"lr": adamw.lr, "betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
+        self._adamw.param_groups[0].update(options)
+        self._adamw.step()
+        self.weights = self._compute_copy()
+        self.gradient.zero_()
+
+    def _own_step(self, own: MathKernels, adamw: AdamW, factor: float) -> None:
         masters, state = self.masters.detach(), self._adamw.state[self.masters]
         if not state:
             state.update({"step": torch.zeros(()), **{name: torch.zeros_like(masters) for name in MOMENTS}})
         state["step"] += 1
-        self._own.adamw(adamw, int(state["step"]), masters, self.gradient, *(state[name] for name in MOMENTS))
+        new = AdapterWeights(self.layout, self.scaling, new_vector(len(masters), self.dtype, masters.device))
+        learned = masters, self.gradient, *(state[name] for name in MOMENTS)
+        own.adamw(adamw, int(state["step"]), factor, learned, new)
+        self.weights = new
 
     def park(self, directory: Path | None) -> None:
         """Move masters, moments and a pending gradient to host memory, or to disk in a directory.

@@ -128,9 +128,7 @@ API void motet_cos_sin(const float* x, float* cosines, float* sines, int64_t n) 
     }
 }
 API double motet_norm(const float* x, int64_t n) { return norm(x, n); }
-API void motet_adamw(const AdamW* options, float* master, const float* gradient, float* mean, float* square, int64_t n, int64_t threads) {
-    adamw(*options, master, gradient, mean, square, n, threads);
-}
+API void motet_adamw(const AdamW* options, const Learned* own, int64_t threads) { adamw(*options, *own, threads); }
 
 // exp, sigmoid, tanh and log of n numbers (n a multiple of 16)
 API void motet_functions(const float* x, float* exps, float* sigmoids, float* tanhs, float* logs, int64_t n) {

@@ -208,8 +208,17 @@ double norm(const float* x, int64_t n);  // Euclidean: squares in 16 lanes of do
 
 struct AdamW {
     float lr, beta1, beta2, epsilon, weight_decay;
+    float factor;  // of the gradient, which is clipped so
     int64_t step;  // from 1
 };
-void adamw(const AdamW& options, float* master, const float* gradient, float* mean, float* square, int64_t n, int64_t threads);
+struct Learned {  // vectors of one adapter
+    float *master, *gradient, *mean, *square;
+    void* copy;  // gets the new masters, the first `scaled` of them times `scaling`: a multiple of 16
+    Type type;   // of the copy
+    float scaling;
+    int64_t scaled, n;
+};
+// One step in one pass over memory; clears the gradient.
+void adamw(const AdamW& options, const Learned& own, int64_t threads);
 
 }  // namespace motet

@@ -244,7 +244,7 @@ void gate_up_backward(const Gates& g, const float* dout, int64_t ldd, Type type,
 }
 
 // As torch.optim.AdamW with `fused`; the corrections are computed in doubles, once.
-void adamw(const AdamW& o, float* master, const float* gradient, float* mean, float* square, int64_t n, int64_t threads) {
+void adamw(const AdamW& o, const Learned& own, int64_t threads) {
     double power1 = 1.0, power2 = 1.0;
     for (int64_t i = 0; i < o.step; i++) {
         power1 *= static_cast<double>(o.beta1);
@@ -255,18 +255,20 @@ void adamw(const AdamW& o, float* master, const float* gradient, float* mean, fl
     const V decay = set1(static_cast<float>(1.0 - static_cast<double>(o.lr) * static_cast<double>(o.weight_decay)));
     const V rest1 = set1(1.0f - o.beta1), rest2 = set1(1.0f - o.beta2);
     constexpr int64_t PART = int64_t{1} << 16;  // numbers
-    parallel(threads, (n + PART - 1) / PART, [&](int64_t part) {
-        for (int64_t i = part * PART; i < std::min(n, (part + 1) * PART); i += 16) {
-            const int64_t left = n - i;
-            const V g = load_first(gradient + i, left);
-            V m = load_first(mean + i, left), v = load_first(square + i, left);
+    parallel(threads, (own.n + PART - 1) / PART, [&](int64_t part) {
+        for (int64_t i = part * PART; i < std::min(own.n, (part + 1) * PART); i += 16) {
+            const int64_t left = own.n - i;
+            const V g = mul(load_first(own.gradient + i, left), set1(o.factor));
+            V m = load_first(own.mean + i, left), v = load_first(own.square + i, left);
             m = fma(rest1, sub(g, m), m);
             v = fma(rest2, mul(g, g), mul(set1(o.beta2), v));
             const V size = add(div(root(v), correction), set1(o.epsilon));
-            const V p = mul(load_first(master + i, left), decay);
-            store_first(master + i, left, sub(p, div(mul(step, m), size)));
-            store_first(mean + i, left, m);
-            store_first(square + i, left, v);
+            const V p = sub(mul(load_first(own.master + i, left), decay), div(mul(step, m), size));
+            store_first(own.master + i, left, p);
+            store_first(own.mean + i, left, m);
+            store_first(own.square + i, left, v);
+            store_first(own.gradient + i, left, zero());
+            store_type(own.type, own.copy, i, left, mul(p, set1(i < own.scaled ? own.scaling : 1.0f)));
         }
     });
 }

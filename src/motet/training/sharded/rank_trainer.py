@@ -225,8 +225,7 @@ class RankTrainer:
             flat = torch.empty_like(flat)
         distributed.broadcast(flat.view(torch.uint8), owner)
         if owner != self.rank:
-            layout = weights.layout
-            self._copies[name] = AdapterWeights(layout, weights.scaling, flat, layout.matrices(flat))
+            self._copies[name] = AdapterWeights(weights.layout, weights.scaling, flat)
         if (head := self._head(name)) is not None:
             distributed.broadcast(head.view(torch.uint8), owner)
 
